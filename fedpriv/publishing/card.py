@@ -18,11 +18,13 @@ from fedpriv.config import ON_NODES
 from fedpriv.deployment.files import replace
 from fedpriv.errors import InputError
 from fedpriv.ledger.statement import ADJACENCY, DOES_NOT_COVER
-from fedpriv.publishing import _card_texts
-from fedpriv.publishing._card_texts import Form, markdown
+from fedpriv.publishing import usage
+from fedpriv.publishing.escaping import markdown
 from fedpriv.publishing.saved import SavedVariant, find, names_in
-from fedpriv.reports.tables import format_delta
+from fedpriv.publishing.usage import Form
 from fedpriv.runs import files
+from fedpriv.runs.figures import figures, format_delta
+from fedpriv.runs.folder import RunFolder
 
 FILE = "README.md"
 
@@ -59,8 +61,8 @@ def text(saved: SavedVariant, *, form: Form = "adapter", license: str = "") -> s
     """
     if saved.run is None or not files.is_finished(saved.run):
         raise InputError(f"{saved.folder}: a card says what the run cost, so it needs the folder of a finished run")
-    summary = files.read_values(saved.run / files.SUMMARY)
-    return "\n".join([*_metadata(saved, summary, form, license), *_body(saved, summary, form), ""])
+    run = RunFolder(saved.run)
+    return "\n".join([*_metadata(saved, run.summary, form, license), *_body(saved, run, form), ""])
 
 
 def why_not_private(saved: SavedVariant, summary: Mapping[str, Any]) -> str:
@@ -110,7 +112,8 @@ def _metadata(saved: SavedVariant, summary: Mapping[str, Any], form: Form, licen
     return ["---", data.to_yaml().strip(), "---", ""]
 
 
-def _body(saved: SavedVariant, summary: Mapping[str, Any], form: Form) -> list[str]:
+def _body(saved: SavedVariant, run: RunFolder, form: Form) -> list[str]:
+    summary = run.summary
     reason = why_not_private(saved, summary)
     warning = [f"> **NOT PRIVATE**: {markdown(reason)}.", "> Treat it as you treat the records.", ""] if reason else []
     kind = "A LoRA adapter of" if form == "adapter" else "A whole model, made of a LoRA adapter and"
@@ -122,11 +125,11 @@ def _body(saved: SavedVariant, summary: Mapping[str, Any], form: Form) -> list[s
         "",
         f"{kind} {base}. {whose}, with fedpriv.",
         "",
-        *_section("Use", _card_texts.lines(saved, form)),
+        *_section("Use", usage.lines(saved, form)),
         *_section("Privacy", _privacy(saved, summary, reason)),
         *_section("Data", [_data(saved, summary)]),
         *_section("Model", _model(saved, form)),
-        *_section("Measured", _measured(saved, summary)),
+        *_section("Measured", _measured(saved, run)),
         *_section("Intended use and limits", _limits(saved)),
     ]
 
@@ -212,20 +215,10 @@ def _model(saved: SavedVariant, form: Form) -> list[str]:
     return [*found, *([f"- {numbers}."] if form != "adapter" else [])]
 
 
-def _measured(saved: SavedVariant, summary: Mapping[str, Any]) -> list[str]:
+def _measured(saved: SavedVariant, run: RunFolder) -> list[str]:
     if saved.name != "global":
         return ["The run measured its final model, not this variant."]
-    named = {
-        "accuracy": "accuracy",
-        "accuracy before training": "accuracy_initial",
-        "accuracy of the largest class": "majority_accuracy",
-        "macro F1": "macro_f1",
-        "perplexity": "perplexity",
-        "perplexity before training": "perplexity_initial",
-        "ROUGE-L": "rouge_l",
-    }
-    found = {name: summary.get(key) for name, key in named.items()}
-    rows = [f"- {name}: {_number(value)}" for name, value in found.items() if value is not None]
+    rows = [f"- {figure.label}: {figure.text}" for figure in figures(run, "card")]
     return (
         [*rows, "", "On the coordinator's test records."] if rows else ["Nothing: the coordinator has no test records."]
     )
@@ -253,7 +246,3 @@ def _epsilon(value: Any) -> str:
         return "does not hold"
     number = float(value)
     return f"{math.ceil(number * 1000) / 1000:.12g}" if math.isfinite(number) else "infinite"
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, (int, float)) else "unknown"
