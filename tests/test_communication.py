@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from fedpriv.adapters import LoraSettings, attach, trainable
 from fedpriv.cli.communication import communication
-from fedpriv.communication import (
+from fedpriv.errors import InputError
+from fedpriv.plan.communication import (
     PRESETS,
     ModelShape,
     _paper_row,
@@ -26,7 +27,6 @@ from fedpriv.communication import (
     model_shape,
     preset_shape,
 )
-from fedpriv.errors import InputError
 
 QKV = ("q_proj", "k_proj", "v_proj")
 QUERY_KEY_VALUE = {"gpt2": ("c_attn",), "bert-base": ("query", "key", "value"), "llama-7b": QKV, "chatglm2-6b": QKV}

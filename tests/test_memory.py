@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fedpriv import memory
 from fedpriv.adapters import LoraSettings, attach
 from fedpriv.adapters.base_models import freeze
 from fedpriv.errors import InputError
-from fedpriv.known_models import configuration
-from fedpriv.memory import MemorySetting, largest_batch, memory_plan
+from fedpriv.plan import memory
+from fedpriv.plan.memory import MemorySetting, configuration, largest_batch, memory_plan
 from fedpriv.sizes import parse_bytes
 from fedpriv.training.footprint import Footprint
 from fedpriv.training.live_bytes import LiveBytes, peak_of_pass

@@ -12,7 +12,7 @@ from fedpriv.cli.output import AsJson, entries, show
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    from fedpriv.communication import PaperRow
+    from fedpriv.plan.communication import PaperRow
 
 MODEL_HELP = "gpt2, bert-base, llama-7b, chatglm2-6b, a folder with a config.json, or a model on the Hub."
 PAPER_NOTES = (
@@ -46,7 +46,7 @@ def communication(
     """
     if model is None and not compare_paper:
         raise InputError("--model: name one, or give --compare-paper")
-    from fedpriv import communication as counting
+    from fedpriv.plan import communication as counting
 
     result: dict[str, Any] = {}
     if model is not None:

@@ -18,7 +18,7 @@ from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
     from fedpriv.accounting.views import PlannedView
-    from fedpriv.planning import Plan
+    from fedpriv.plan.budget import Plan
     from fedpriv.training.schedule import Phase
 
 # Of the clients, so many are shown, the largest first; --json has them all.
@@ -172,27 +172,27 @@ def plan(
         return
     if not records or epsilon is None:
         raise InputError("plan: needs --records and --epsilon, or a MODEL")
-    from fedpriv import planning
+    from fedpriv.plan import budget
 
     if classes < 2:
         raise InputError(f"classes = {classes}: must be >= 2")
-    setting = planning.Setting.of(
+    setting = budget.Setting.of(
         tuple(records),
         epsilon=epsilon,
         view=cast("PlannedView", view),
-        num_lora_values=planning.LORA_VALUES if lora_values is None else lora_values,
+        num_lora_values=budget.LORA_VALUES if lora_values is None else lora_values,
         delta=delta,
         min_clients=min_clients,
         rounds=rounds,
         train=train,
     )
-    chosen, reason = planning.lora_choice(setting)
+    chosen, reason = budget.lora_choice(setting)
     setting = chosen if setting.config.train == "auto" else setting
     speed = _timed() if records_per_second is None else records_per_second
     left_out: tuple[str, ...] = ()
     if seconds is not None:
-        setting, left_out = planning.fitted(setting, seconds=seconds, records_per_second=speed)
-    found, others = planning.plan(setting), planning.alternatives(setting)
+        setting, left_out = budget.fitted(setting, seconds=seconds, records_per_second=speed)
+    found, others = budget.plan(setting), budget.alternatives(setting)
     values = (
         _values(found)
         | _row(found, speed)
@@ -202,7 +202,7 @@ def plan(
             "needed_records": found.needed_records,
             "is_hopeless": found.is_hopeless,
             "train_auto": reason,
-            "helps_most": planning.most_helpful(others) if others else None,
+            "helps_most": budget.most_helpful(others) if others else None,
             "left_out": list(left_out),
             "clients": [asdict(cost) for cost in found.costs],
             "alternatives": [{"plan": name} | _row(other, speed) for name, other in others.items()],
@@ -320,7 +320,7 @@ def _rounded(value: Any) -> Any:
 
 def _meaning(values: Mapping[str, Any]) -> Iterable[str]:
     """What the ratio says, what is proven of it, and what would help."""
-    from fedpriv.planning import GOOD_RATIO, HOPELESS_STEP, NEEDED_STEP
+    from fedpriv.plan.budget import GOOD_RATIO, HOPELESS_STEP, NEEDED_STEP
 
     nu, ratio = values["noise_per_step_length"], values["noise_to_signal"]
     yield (

@@ -26,7 +26,7 @@ def memory_values(
     """
     import torch
 
-    from fedpriv.memory import PROCESS_BYTES, MemorySetting, largest_batch, memory_plan
+    from fedpriv.plan.memory import PROCESS_BYTES, MemorySetting, largest_batch, memory_plan
     from fedpriv.sizes import parse_bytes
 
     setting = MemorySetting(
