@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flwr.serverapp import Grid
 
-from fedpriv.audit.run_canaries import audit_of
+from fedpriv.audit.black_box import audit_of
 from fedpriv.config import RunConfig
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanism_parameters import with_mechanism_parameters

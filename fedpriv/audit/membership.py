@@ -6,8 +6,9 @@ membership: it is a release that no epsilon of the run covers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -205,3 +206,24 @@ def _finite(name: str, values: npt.ArrayLike) -> Array:
     if not np.isfinite(array).all():
         raise InputError(f"{name} = {array[~np.isfinite(array)][0]}: must be finite")
     return array
+
+
+def plot_roc(attacks: Mapping[str, npt.ArrayLike], members: npt.ArrayLike, path: Path) -> None:
+    """Write the ROC curves of all attacks, on logarithmic axes to show low false positive rates.
+
+    Args:
+        attacks: {name: scores [records]}.
+        members: bool [records].
+        path: of the PNG or SVG file.
+    """
+    from matplotlib.figure import Figure  # deferred: bounds and scores draw nothing
+
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, scores in attacks.items():
+        axes.plot(*roc(scores, members), label=name, drawstyle="steps-post")
+    axes.plot([1e-4, 1], [1e-4, 1], color="grey", linestyle=":", label="chance")
+    axes.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1))
+    axes.set(xlabel="false positive rate", ylabel="true positive rate")
+    axes.legend()
+    figure.savefig(path, dpi=120)

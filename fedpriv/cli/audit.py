@@ -177,7 +177,7 @@ def _report(attacks: dict[str, Any], members: Any, confidence: float, plot: Path
         )
         lines.append(f"{name}: AUC {result.auc:.4f} [{result.auc_low:.4f}, {result.auc_high:.4f}]; {rates}")
     if plot:
-        from fedpriv.audit.plots import plot_roc
+        from fedpriv.audit.membership import plot_roc
 
         plot_roc(attacks, members, plot)
         lines.append(f"written: {plot}")

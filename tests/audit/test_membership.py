@@ -9,8 +9,7 @@ import pytest
 from scipy import stats
 from sklearn import metrics
 
-from fedpriv.audit.membership import calibrated_scores, lira_scores, loss_scores, membership, roc
-from fedpriv.audit.plots import plot_roc
+from fedpriv.audit.membership import calibrated_scores, lira_scores, loss_scores, membership, plot_roc, roc
 from fedpriv.errors import InputError
 
 
