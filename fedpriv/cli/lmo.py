@@ -186,7 +186,7 @@ def compare_noises(
     )
     written: list[str] = []
     if plots is not None:
-        from fedpriv.lmo.plots import write_plots
+        from fedpriv.lmo.comparison import write_plots
 
         written = [str(path) for path in write_plots(records, plots)]
     summary: dict[str, Any] = {
@@ -225,7 +225,7 @@ def coverage_of_space(
 
     Example: fedpriv lmo coverage --quantisation 0.01 --domain-size 51
     """
-    from fedpriv.lmo.coverage import coverage
+    from fedpriv.lmo.search import coverage
 
     records = coverage(
         _space(combination, part, ranges),

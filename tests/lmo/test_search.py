@@ -17,10 +17,16 @@ from fedpriv.accounting.lmo.parameters import from_dict
 from fedpriv.errors import InputError
 from fedpriv.lmo import search as lmo_search
 from fedpriv.lmo.budget import Budget, cost, costs, fitted, laplace, search_orders
-from fedpriv.lmo.comparison import compare, gaussian_sizes, least_mean_absolute, part_choices
-from fedpriv.lmo.coverage import cell_probabilities, coverage, nearest_distances
-from fedpriv.lmo.plots import write_plots
-from fedpriv.lmo.search import PARTS, SearchSpace, search, sobol_candidates
+from fedpriv.lmo.comparison import compare, gaussian_sizes, least_mean_absolute, part_choices, write_plots
+from fedpriv.lmo.search import (
+    PARTS,
+    SearchSpace,
+    cell_probabilities,
+    coverage,
+    nearest_distances,
+    search,
+    sobol_candidates,
+)
 from tests.accounting.lmo.oracle import gamma, uniform
 
 BUDGET = Budget(epsilon=2.0, delta=1e-6)
