@@ -24,8 +24,8 @@ from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
     from fedpriv.integral.procedure import Data
-    from fedpriv.integral.stacked_training import Schedule
-    from fedpriv.integral.tabular import Table
+    from fedpriv.integral.tabular import PreparedTable
+    from fedpriv.integral.training import TrainingSchedule
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,7 +43,7 @@ BatchSize = Annotated[int, typer.Option(help="Records in a step.", min=1)]
 LearningRate = Annotated[float, typer.Option(help="> 0.")]
 Optimizer = Annotated[
     str,
-    typer.Option(click_type=OneOf("fedpriv.integral.stacked_training:OPTIMIZERS"), help="At PyTorch's defaults."),
+    typer.Option(click_type=OneOf("fedpriv.integral.training:OPTIMIZERS"), help="At PyTorch's defaults."),
 ]
 Measure = Annotated[
     str,
@@ -127,7 +127,7 @@ def select_models(
     Example: fedpriv integral select adult.csv --target income --subsample-size 1000 --epsilon 0.05 --epochs 10
     """
     from fedpriv.integral.networks import perceptron
-    from fedpriv.integral.procedure import Settings, recommend
+    from fedpriv.integral.procedure import SelectionSettings, recommend
 
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"out = {str(out)!r}: exists; name another folder")
@@ -135,7 +135,7 @@ def select_models(
         data, target, test_fraction=test_fraction, seed=seed, drop=drop or [], keep=keep or [], scaling=scaling
     )
     network = perceptron(architecture, table.train_features.shape[1], len(table.classes), seed=seed)
-    settings = Settings(
+    settings = SelectionSettings(
         subsample_size=subsample_size,
         epsilon=epsilon,
         measure=measure,  # type: ignore[arg-type]  # checked by the option
@@ -191,8 +191,8 @@ def attack(
 
     fedpriv integral attack adult.csv --target income --trials 10
     """
-    from fedpriv.integral.attack_game import Game
-    from fedpriv.integral.attack_table import Plan, attack_table
+    from fedpriv.integral.attack import Game
+    from fedpriv.integral.attack_table import AttackPlan, attack_table
     from fedpriv.integral.networks import perceptron
 
     table = _table(data, target, test_fraction=0.3, seed=seed, drop=drop or [], keep=keep or [], scaling=scaling)
@@ -206,7 +206,7 @@ def attack(
         num_trials=trials,
         comparison=comparison,  # type: ignore[arg-type]  # checked by the option
     )
-    plan = Plan(
+    plan = AttackPlan(
         epsilon=epsilon,
         clustering=clustering,  # type: ignore[arg-type]  # checked by the option
         schedule=_schedule(epochs, batch_size, learning_rate, "sgd"),
@@ -242,7 +242,7 @@ def sample_size_advice(
     Example: fedpriv integral advice --features 8 --records 10000 --subsample-size 500
     """
     from fedpriv.integral.networks import num_parameters, perceptron
-    from fedpriv.integral.sample_size import advice
+    from fedpriv.integral.subsamples import advice
 
     if data is not None:
         table = _table(data, target, test_fraction=0.3, seed=0, drop=drop or [], keep=keep or [], scaling="standard")
@@ -260,7 +260,7 @@ def sample_size_advice(
     show(values, advice_lines(architecture, features, classes, records, found), as_json)
 
 
-def _table(path: Path, target: str, **options: Any) -> Table:
+def _table(path: Path, target: str, **options: Any) -> PreparedTable:
     """The CSV as features, fitted on its training part."""
     from fedpriv.data.tables import load_table
     from fedpriv.integral.tabular import prepare
@@ -269,7 +269,7 @@ def _table(path: Path, target: str, **options: Any) -> Table:
     return prepare(frame, target, **options)
 
 
-def _data(table: Table) -> Data:
+def _data(table: PreparedTable) -> Data:
     """The table's features and labels."""
     from fedpriv.integral.procedure import Data
 
@@ -282,11 +282,11 @@ def _data(table: Table) -> Data:
     )
 
 
-def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: str) -> Schedule:
+def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: str) -> TrainingSchedule:
     """How each network is trained."""
-    from fedpriv.integral.stacked_training import Schedule
+    from fedpriv.integral.training import TrainingSchedule
 
-    return Schedule(
+    return TrainingSchedule(
         epochs=epochs,
         batch_size=batch_size,
         learning_rate=learning_rate,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from fedpriv.integral.procedure import Recommendation, Settings, TrainAndTest
-    from fedpriv.integral.sample_size import Advice
-    from fedpriv.integral.tabular import Table
+    from fedpriv.integral.procedure import Recommendation, SelectionSettings, TrainAndTest
+    from fedpriv.integral.subsamples import Advice
+    from fedpriv.integral.tabular import PreparedTable
 
 
-def about_table(table: Table) -> dict[str, Any]:
+def about_table(table: PreparedTable) -> dict[str, Any]:
     """What became of the CSV."""
     return {
         "num_train_records": len(table.train_labels),
@@ -28,7 +28,7 @@ def about_table(table: Table) -> dict[str, Any]:
     }
 
 
-def selection_values(found: Recommendation, settings: Settings) -> dict[str, Any]:
+def selection_values(found: Recommendation, settings: SelectionSettings) -> dict[str, Any]:
     """What the procedure found, as `integral select --json` prints it."""
     from fedpriv.integral.selection import statement
 
@@ -119,7 +119,9 @@ def selection_lines(values: Mapping[str, Any]) -> list[str]:
     return lines + [f"written: {path}" for path in values.get("files", [])]
 
 
-def write_means(out: Path, network: nn.Module, table: Table, found: Recommendation, settings: Settings) -> list[Path]:
+def write_means(
+    out: Path, network: nn.Module, table: PreparedTable, found: Recommendation, settings: SelectionSettings
+) -> list[Path]:
     """Write the means as safetensors files, whose metadata names their inputs and outputs."""
     import torch
     from safetensors.torch import save_file

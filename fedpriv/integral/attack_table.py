@@ -10,19 +10,18 @@ from torch import nn
 
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.views import default_delta
-from fedpriv.integral import attack_game
-from fedpriv.integral.attack_game import Game, Publish, Target, Train, play
-from fedpriv.integral.metrics import metrics
-from fedpriv.integral.private_training import PrivateSchedule
+from fedpriv.integral import attack
+from fedpriv.integral.attack import AttackTarget, Game, Publish, Train, play
+from fedpriv.integral.networks import metrics
 from fedpriv.integral.procedure import Data
 from fedpriv.integral.selection import Linkage
-from fedpriv.integral.stacked_training import Schedule
 from fedpriv.integral.subsamples import Indices
+from fedpriv.integral.training import PrivateSchedule, TrainingSchedule
 from fedpriv.mechanisms.sources import SeededSource
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class AttackPlan:
     """Which targets are attacked.
 
     Attributes:
@@ -37,7 +36,7 @@ class Plan:
 
     epsilon: float
     clustering: Linkage = "first-member"
-    schedule: Schedule
+    schedule: TrainingSchedule
     overfit_epochs: int = 200
     dp_epsilons: tuple[float, ...] = (0.1, 0.5, 1.0)
     dp_steps: int = 20
@@ -45,7 +44,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class AttackRow:
     """The result of the attack on one kind of target.
 
     Attributes:
@@ -67,7 +66,7 @@ class Row:
     note: str = ""
 
 
-def attack_table(network: nn.Module, data: Data, game: Game, plan: Plan, *, seed: int) -> Iterator[Row]:
+def attack_table(network: nn.Module, data: Data, game: Game, plan: AttackPlan, *, seed: int) -> Iterator[AttackRow]:
     """A row for each kind of target, all attacked on the same subsamples.
 
     Args:
@@ -79,23 +78,23 @@ def attack_table(network: nn.Module, data: Data, game: Game, plan: Plan, *, seed
     """
     features, labels = data.train_features, data.train_labels
     short, long = plan.schedule, replace(plan.schedule, epochs=plan.overfit_epochs)
-    trainers = {s: attack_game.trainer(network, features, labels, s, seed=seed) for s in (short, long)}
-    mean = attack_game.recommended_mean(plan.epsilon, plan.clustering)
-    yield attacked("plain, overfitted", network, data, game, trainers[long], attack_game.plain, seed)
-    yield attacked("mean of all owners, overfitted", network, data, game, trainers[long], attack_game.mean_of_all, seed)
+    trainers = {s: attack.trainer(network, features, labels, s, seed=seed) for s in (short, long)}
+    mean = attack.recommended_mean(plan.epsilon, plan.clustering)
+    yield attacked("plain, overfitted", network, data, game, trainers[long], attack.plain, seed)
+    yield attacked("mean of all owners, overfitted", network, data, game, trainers[long], attack.mean_of_all, seed)
     yield attacked(f"recommended mean, overfitted, {plan.epsilon:g}", network, data, game, trainers[long], mean, seed)
-    yield attacked("plain, trained as the mean's models", network, data, game, trainers[short], attack_game.plain, seed)
+    yield attacked("plain, trained as the mean's models", network, data, game, trainers[short], attack.plain, seed)
     yield attacked(f"recommended mean, {plan.epsilon:g}", network, data, game, trainers[short], mean, seed)
-    bare = attack_game.recommended_mean(plan.epsilon, plan.clustering, others_known=True)
+    bare = attack.recommended_mean(plan.epsilon, plan.clustering, others_known=True)
     yield attacked("the same, all other generators known", network, data, game, trainers[short], bare, seed)
     dp_schedule = PrivateSchedule(
         steps=plan.dp_steps, learning_rate=plan.dp_learning_rate, expected_batch_size=game.size
     )
-    train = attack_game.clipped_trainer(network, features, labels, dp_schedule)
+    train = attack.clipped_trainer(network, features, labels, dp_schedule)
     for epsilon in (None, *plan.dp_epsilons):
         noise = 0.0 if epsilon is None else noise_multiplier(epsilon, dp_schedule, game.size)
         source = SeededSource("integral attack", seed, str(epsilon))
-        publish = attack_game.private(network, features, labels, dp_schedule, noise_multiplier=noise, source=source)
+        publish = attack.private(network, features, labels, dp_schedule, noise_multiplier=noise, source=source)
         name = "DP-SGD without its noise" if epsilon is None else f"DP-SGD, epsilon {epsilon:g}"
         yield attacked(name, network, data, game, train, publish, seed)
 
@@ -107,11 +106,13 @@ def noise_multiplier(epsilon: float, schedule: PrivateSchedule, num_records: int
     return noise_multiplier_for(epsilon, delta, sampling_probability=probability, steps=schedule.steps)
 
 
-def attacked(name: str, network: nn.Module, data: Data, game: Game, train: Train, publish: Publish, seed: int) -> Row:
+def attacked(
+    name: str, network: nn.Module, data: Data, game: Game, train: Train, publish: Publish, seed: int
+) -> AttackRow:
     """The row of one kind of target; see `play` for the arguments."""
     accuracies, counts = [], []
 
-    def observed(train: Train, owners: Indices, generator: np.random.Generator) -> Target:
+    def observed(train: Train, owners: Indices, generator: np.random.Generator) -> AttackTarget:
         target = publish(train, owners, generator)
         accuracies.append(metrics(network, target.vector, data.test_features, data.test_labels).accuracy)
         counts.append(target.num_generators)
@@ -119,9 +120,9 @@ def attacked(name: str, network: nn.Module, data: Data, game: Game, train: Train
 
     try:
         success = play(network, data.train_labels.numpy(), game, train, observed, seed=seed)
-    except attack_game.NoRecommendationError as error:
-        return Row(name=name, note=str(error))
-    return Row(
+    except attack.NoRecommendationError as error:
+        return AttackRow(name=name, note=str(error))
+    return AttackRow(
         name=name,
         success=success.mean,
         low=success.low,

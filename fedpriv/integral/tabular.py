@@ -36,7 +36,7 @@ _MISSING = "(missing)"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Table:
+class PreparedTable:
     """Features and labels of a table, split into two parts.
 
     Attributes:
@@ -67,7 +67,7 @@ def prepare(
     drop: Sequence[str] = (),
     keep: Sequence[str] = (),
     scaling: Scaling = "standard",
-) -> Table:
+) -> PreparedTable:
     """The table, split by class into a training and a test part, as features that the training part alone determines.
 
     A column is numeric if all of its training values are; it is scaled, and missing values, as well as test values
@@ -106,7 +106,7 @@ def prepare(
         raise InputError(f"target = {target!r}: no other column holds anything to learn from; left out: {left_out}")
     preprocessing = _preprocessing(numeric, categorical, scaling)
     features = preprocessing.fit_transform(_typed(train_part, numeric, categorical))
-    return Table(
+    return PreparedTable(
         train_features=torch.from_numpy(np.asarray(features, dtype=np.float32)),
         train_labels=torch.from_numpy(labels[train]),
         test_features=torch.from_numpy(
