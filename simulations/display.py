@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import html
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
+from statistics import mean
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
+from rich import box
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from fedpriv.accounting.recipe import LearningRate
 from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.names import printable
 from fedpriv.protocol import Registration
-from fedpriv.reports.spending import limit_of, views_text
-from fedpriv.reports.tables import format_bytes, format_delta, format_seconds
+from fedpriv.reports.accuracies import accuracy_table
+from fedpriv.reports.language import changes, counts_next_tokens, language_table
+from fedpriv.reports.spending import audit_line, closing_line, limit_of, views_text
+from fedpriv.reports.stored_variants import closing_table
+from fedpriv.reports.tables import Table as Content
+from fedpriv.reports.tables import client_table, format_bytes, format_delta, format_seconds
+from fedpriv.runs.files import REPORT
 from fedpriv.runs.rows import RoundRow
+from fedpriv.runs.stored_variants import read_stored
 from fedpriv.training.schedule import num_lora_rounds
 from server.observer import Progress, described
-from simulations.closing import closing
-from simulations.live_line import Screen, screen_of
-from simulations.time_left import phases_of, time_left
 
 _MOST_NAMES = 8
 _BAR = "━"
@@ -213,3 +225,188 @@ def _rounds(config: RunConfig) -> str:
         else "",
     ]
     return f"{config.rounds} rounds: {'; '.join(filter(None, parts))}"
+
+
+# A notebook keeps every version of its output until it is drawn.
+_NOTEBOOK_SECONDS = 0.5
+_PER_SECOND = 4
+
+
+class Screen(Protocol):
+    """Where lines are rewritten."""
+
+    def update(self) -> None:
+        """Something changed; it need not be shown at once."""
+
+    def stop(self) -> None:
+        """Take the lines away."""
+
+
+def screen_of(console: Console, lines: Callable[[], str]) -> Screen | None:
+    """A screen that shows the lines from now on; None where nothing can be rewritten, as in a pipe or a file.
+
+    Args:
+        console: in whose place they are shown.
+        lines: what they are just now.
+    """
+    if console.is_jupyter:
+        return _Notebook(lines)
+    # Colours may be forced upon a pipe; lines that are rewritten would litter it.
+    return _Terminal(console, lines) if console.is_terminal and console.file.isatty() else None
+
+
+class _Terminal:
+    def __init__(self, console: Console, lines: Callable[[], str]) -> None:
+        self._live = Live(
+            get_renderable=lambda: Text(lines()), console=console, refresh_per_second=_PER_SECOND, transient=True
+        )
+        self._live.start()
+
+    def update(self) -> None:
+        """Nothing: the lines are drawn several times a second anyway."""
+
+    def stop(self) -> None:
+        self._live.stop()
+
+
+class _Notebook:
+    """rich's own needs ipywidgets in a notebook, and leaves nothing in one that is executed without a browser."""
+
+    def __init__(self, lines: Callable[[], str]) -> None:
+        display: Any = import_module("IPython.display").display  # a notebook has it
+        self._lines = lines
+        self._shown = time.monotonic()
+        self._handle = display(_preformatted(lines()), raw=True, display_id=True)
+
+    def update(self) -> None:
+        if time.monotonic() - self._shown >= _NOTEBOOK_SECONDS:
+            self._shown = time.monotonic()
+            self._handle.update(_preformatted(self._lines()), raw=True)
+
+    def stop(self) -> None:
+        self._handle.update(_preformatted(""), raw=True)
+
+
+def _preformatted(text: str) -> dict[str, str]:
+    return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+
+
+# The first round of a phase reads records whose states later ones keep, so it says little once there are others.
+_NUM_RECENT = 3
+# A smaller share of a round says too little of the rest.
+_SMALLEST_SHARE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeLeft:
+    """An estimate.
+
+    Attributes:
+        seconds: >= 0.
+        is_least: whether rounds are ahead of a kind that has not been timed, so that it takes longer.
+    """
+
+    seconds: float
+    is_least: bool
+
+
+def phases_of(config: RunConfig) -> list[str]:
+    """What each round of a run does: `start`, `head` or `all`; rounds that do the same take about as long."""
+    num_all = num_lora_rounds(config)
+    num_head = config.rounds - config.head_start - num_all
+    return [*["start"] * config.head_start, *["head"] * num_head, *["all"] * num_all]
+
+
+def time_left(
+    seconds: Mapping[str, Sequence[float]], ahead: Sequence[str], spent: float, share: float | None
+) -> TimeLeft | None:
+    """How long the rest takes; None as long as nothing is known.
+
+    Args:
+        seconds: {phase: what its rounds have taken, in order}.
+        ahead: the phases of the rounds that are not over, the current one first.
+        spent: seconds that the current round has taken.
+        share: of the current round that is done, in [0, 1]; None if that is not known.
+    """
+    if not ahead:
+        return TimeLeft(seconds=0.0, is_least=False)
+    usual = {phase: mean(took[-_NUM_RECENT:]) for phase, took in seconds.items() if took}
+    current, *later = ahead
+    if share is not None and share >= _SMALLEST_SHARE:
+        usual.setdefault(current, spent / share)
+    if not usual:
+        return None
+    now = max(0.0, usual.get(current, spent) - spent)
+    known = [usual[phase] for phase in later if phase in usual]
+    return TimeLeft(seconds=now + sum(known), is_least=current not in usual or len(known) < len(later))
+
+
+_ALARM = "bold red"
+
+
+def closing(console: Console, folder: Path, summary: dict[str, Any]) -> None:
+    """Print what a run reached and what it cost, which the run's folder has too."""
+    console.print(_clients(client_table(summary["clients"], summary["accountant"], view=summary["privacy_view"])))
+    if (responses := language_table(summary)) is not None:
+        console.print(_shown(responses))
+        for line in changes(summary):
+            console.print(f"against untrained, paired: {line}", highlight=False)
+    if not counts_next_tokens(summary):
+        console.print(_shown(accuracy_table(summary)))
+    if summary["accuracy"] is None and not summary.get("accuracy_interval"):
+        console.print("accuracy is empty: nothing was evaluated on the holders' records, see test_data")
+    if (stored := read_stored(folder)) is not None:
+        console.print(_shown(closing_table(stored, summary.get("base_model_bytes"))))
+    for line in summary["warnings"]:
+        console.print(Panel(Text(line), title="WARNING", style=_ALARM))
+    if not summary["private"]:
+        console.print(Panel("This run is NOT PRIVATE: see report.html.", style=_ALARM))
+    if not summary["adapters_moved"]:
+        names = ", ".join(summary["unmoved_tensors"][:5])
+        console.print(Panel(Text(f"TRAINING CHANGED NOTHING in: {names}"), style=_ALARM))
+    console.print(_figures(summary))
+    # Whole, so that a path can be copied.
+    console.print(f"results  {from_here(folder)}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"report   {from_here(folder / REPORT)}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _figures(summary: dict[str, Any]) -> Table:
+    """What an audit found, if there was one, and what was spent."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, width=len("results"))
+    grid.add_column(overflow="fold")
+    if audit := summary.get("audit"):
+        grid.add_row("audit", Text(audit_line(audit), style=_ALARM if audit["refuted"] else ""))
+    grid.add_row("spent", closing_line(summary))
+    return grid
+
+
+def _clients(content: Content) -> Table:
+    """The clients' table: in a narrow terminal a name may take two lines, but no figure does."""
+    table = Table(title=content.caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for position, header in enumerate(content.headers):
+        width = max(len(header), *(len(row[position]) for row in content.rows))
+        table.add_column(
+            header,
+            justify="right" if position else "left",
+            no_wrap=bool(position),
+            min_width=width if position else None,
+        )
+    for row in content.rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _shown(content: Content) -> Table:
+    table = Table(title=content.caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for header in content.headers:
+        table.add_column(header, no_wrap=bool(header) or not table.columns)
+    for row in content.rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def from_here(path: Path) -> Path:
+    """The path relative to the working directory if it lies in there, else as it is."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

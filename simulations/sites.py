@@ -1,24 +1,33 @@
-"""A coordinator and data holders on this machine, each with a folder and processes of its own, made by the kits."""
+"""A coordinator and data holders on this machine, each with a folder and processes of its own, made by the kits.
+
+A command line may also run in this process, which takes no seconds to start.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import random
 import re
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from subprocess import CompletedProcess
+from unittest import mock
 
 import psutil
 import typer
 
+from fedpriv.deployment.command_line import run_command_line
 from fedpriv.ledger.entries import Entry, entries
 from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.vault.settings import FILE
-from simulations.processes import free_port, run_in_process
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER, CLIENT = "server.deploy", "clients.deploy"
@@ -249,3 +258,30 @@ def read_ledger(path: Path) -> list[Entry]:
     with reading(path) as db:
         verify_with_head(db, path)
         return list(entries(db))
+
+
+# Below those that Linux hands out by itself and above those of Ray's workers; each of pytest's workers has its own.
+FIRST_PORT, PORTS_OF_A_WORKER, MOST_WORKERS = 20_000, 3_000, 4
+
+
+def free_port() -> int:
+    """A port of loopback that nothing listens on and that no other worker of this test run is given."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % MOST_WORKERS
+    first = FIRST_PORT + worker * PORTS_OF_A_WORKER
+    while True:
+        port = random.SystemRandom().randrange(first, first + PORTS_OF_A_WORKER)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+
+
+def run_in_process(app: typer.Typer, name: str, *arguments: object) -> CompletedProcess[str]:
+    """What `python -m NAME ARGUMENTS` ends with, without the seconds that a new interpreter takes."""
+    out, err, command = io.StringIO(), io.StringIO(), [name, *map(str, arguments)]
+    code = 0
+    with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run_command_line(app, name)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return CompletedProcess(command, code, out.getvalue(), err.getvalue())

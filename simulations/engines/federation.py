@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,15 +12,16 @@ from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.tracking.protocol import check_installed
-from fedpriv.training.local_update import Execute
+from fedpriv.training.local_update import ClientUpdate, Execute, UpdateTask
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.progress import TRAINING, unfailing
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
 from server.app import make_app
-from server.observer import Observer, Progress
+from server.observer import Follow, Observer, Progress
 from server.resume import with_base_dtype
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
-from simulations.engines.progress import following
 from simulations.engines.ray_actors import RayExecutor
 
 RUN_ID = 1
@@ -80,3 +81,46 @@ def contexts(config: RunConfig) -> list[Context]:
 def server_context(config: RunConfig) -> Context:
     """The server's node."""
     return Context(RUN_ID, 1, {}, RecordDict(), to_flower(config))
+
+
+class Followed:
+    """An `Execute` whose follower is told how many of the round's client steps are done.
+
+    Args:
+        execute: trains the tasks.
+        follow: is told, until it raises; models tell while they compute records, where an error would be a record's.
+    """
+
+    def __init__(self, execute: Execute, follow: Follow) -> None:
+        self._execute, self._follow = execute, unfailing(follow)
+        self._round = self._total = 0
+        self._done = 0.0
+
+    def __call__(self, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
+        """Train the tasks, which are all of one round."""
+        self._round = tasks[0].round
+        self._total, self._done = sum(task.spec.local_steps for task in tasks), 0.0
+        return self._execute(tasks)
+
+    def tell(self, what: str, done: float, total: float) -> None:
+        """Pass on what a model tells: of training, the stacks of a round one after the other; of other things, alone.
+
+        A stack that fails is trained again, client by client, and counts from where it began.
+        """
+        if what != TRAINING:
+            self._follow(Progress(what=what, done=done, total=total))
+            return
+        self._follow(Progress(what=what, done=self._done + done, total=self._total, round=self._round))
+        if done == total:
+            self._done += total
+
+
+@contextmanager
+def following(model: TrainingModel, execute: Execute, follow: Follow) -> Iterator[Followed]:
+    """Within this context the model tells the follower what it does, and so does what it trains."""
+    followed = Followed(execute, follow)
+    model.tell = followed.tell
+    try:
+        yield followed
+    finally:
+        del model.tell

@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from fedpriv.reports.tables import format_bytes
-from simulations.sweeps.metrics import Metric, metric_of
-from simulations.sweeps.plan import Sweep
-from simulations.sweeps.table import PRIVACY_KEYS, settings
+from simulations.sweeps.plan import Metric, Sweep, metric_of
+from simulations.sweeps.result import PRIVACY_KEYS, settings
 
 _INK, _GRID = "#1d2126", "#d5d9de"
 _COLOURS = ("#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#2379ad", "#5a5a5a", "#6f6a00")

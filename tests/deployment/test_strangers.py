@@ -21,8 +21,7 @@ from fedpriv.deployment import approvals, keys
 from fedpriv.deployment.checks import check_tls
 from fedpriv.deployment.flower import environment, program_folder
 from server.deploy.folder import Coordinator
-from simulations.processes import free_port
-from simulations.sites import ROOT, SERVER, Federation, kit, wait_until
+from simulations.sites import ROOT, SERVER, Federation, free_port, kit, wait_until
 
 pytestmark = pytest.mark.deployment
 

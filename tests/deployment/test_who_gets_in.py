@@ -14,8 +14,7 @@ import pytest
 from fedpriv.deployment.certificates import make_ca, make_server_certificate
 from server.deploy import superlink
 from server.deploy.folder import Coordinator
-from simulations.processes import free_port
-from simulations.sites import CLIENT, ROOT, SERVER, Federation, Service, kit
+from simulations.sites import CLIENT, ROOT, SERVER, Federation, Service, free_port, kit
 
 pytestmark = pytest.mark.deployment
 

@@ -16,7 +16,7 @@ from fedpriv.training.workbench import forget, workbench
 from server.exchange import Exchange
 from server.observer import LogObserver, Progress, answers
 from simulations.engines import federation
-from simulations.engines.progress import Followed
+from simulations.engines.federation import Followed
 
 FEDPRIV = Path(__file__).resolve().parents[2] / "fedpriv"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedpriv.config import RunConfig
-from simulations.time_left import TimeLeft, phases_of, time_left
+from simulations.display import TimeLeft, phases_of, time_left
 
 
 def test_rounds_take_what_the_last_three_of_their_kind_took():

@@ -18,7 +18,7 @@ from fedpriv.tracking import following, staged
 from fedpriv.tracking.follower import RunFollower
 from fedpriv.tracking.protocol import Place, tracker_of
 from simulations.engines import federation
-from simulations.processes import free_port
+from simulations.sites import free_port
 from tests.tracking.folders import NUM_ROUNDS, begun, summary
 from tests.tracking.test_real_trackers import Notices
 

@@ -29,7 +29,7 @@ from fedpriv.tracking.logged import CLIENT_METRICS, COMPARISON_METRICS, ROUND_ME
 from fedpriv.tracking.protocol import Place, tracker_of
 from server.observer import LogObserver
 from simulations.engines import federation
-from simulations.processes import free_port
+from simulations.sites import free_port
 from simulations.sweeps.command import sweep
 from simulations.sweeps.plan import read
 from tests.tracking.folders import NUM_ROUNDS, begun

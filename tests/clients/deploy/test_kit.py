@@ -23,7 +23,7 @@ from fedpriv.deployment.flower import FlowerError
 from fedpriv.errors import InputError
 from fedpriv.vault import models
 from fedpriv.vault.policy import Limits
-from simulations.processes import run_in_process
+from simulations.sites import run_in_process
 from tests.tiny import LABELS
 
 ROOT = Path(__file__).resolve().parents[3]

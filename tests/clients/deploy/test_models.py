@@ -12,7 +12,7 @@ from clients.deploy import models
 from clients.deploy.__main__ import app
 from fedpriv.errors import InputError
 from fedpriv.vault.models import approved, is_unchanged, read
-from simulations.processes import run_in_process
+from simulations.sites import run_in_process
 
 
 @pytest.fixture
