@@ -15,6 +15,7 @@ from transformers import AutoConfig, BertConfig
 from typer.testing import CliRunner
 
 from fedpriv.adapters import LoraSettings, attach, trainable
+from fedpriv.cli._command import command
 from fedpriv.cli.communication import communication
 from fedpriv.errors import InputError
 from fedpriv.plan.communication import (
@@ -305,7 +306,7 @@ def test_with_all_layers_adapted_one_figure_is_met(rows, shapes):
 
 def invoke(*arguments: str) -> str:
     app = typer.Typer()
-    app.command()(communication)
+    command(app)(communication)
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout

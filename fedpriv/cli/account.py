@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fedpriv.cli.options import OneOf
-from fedpriv.cli.output import AsJson, entries, show
+from fedpriv.cli._command import OneOf
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,8 +48,7 @@ def account(
     num_tensors: NumTensors = 1,
     head: Head = False,
     rho_bar: RhoBar = 1.0,
-    as_json: AsJson = False,
-) -> None:
+) -> dict[str, Any]:
     """The epsilon that a client spends.
 
     Adjacency: one record of one client added or removed. Example, the smallest hospital of the default run:
@@ -62,7 +60,7 @@ def account(
     _check_rho_bar(rho_bar)
     local = noise_multiplier / _sensitivity_factor(clipping, num_tensors, head)
     event = SubsampledGaussian(noise_multiplier=rho_bar * local, sampling_probability=sampling_probability, count=steps)
-    values = _cost(event, delta, accountant) | {
+    return _cost(event, delta, accountant) | {
         "delta": delta,
         "noise_multiplier": noise_multiplier,
         "effective_noise_multiplier": event.noise_multiplier,
@@ -73,7 +71,6 @@ def account(
         "accountant": accountant,
         "adjacency": "one record of one client added or removed",
     }
-    show(values, entries(values), as_json)
 
 
 def calibrate(
@@ -86,8 +83,7 @@ def calibrate(
     num_tensors: NumTensors = 1,
     head: Head = False,
     rho_bar: RhoBar = 1.0,
-    as_json: AsJson = False,
-) -> None:
+) -> dict[str, Any]:
     """The smallest noise multiplier that keeps a schedule within (epsilon, delta).
 
     Example: fedpriv calibrate --epsilon 2 --delta 1e-5 --sampling-probability 0.16 --steps 30
@@ -108,7 +104,7 @@ def calibrate(
         accountant=cast("Accountant", accountant),
     )
     event = SubsampledGaussian(noise_multiplier=found * scale, sampling_probability=sampling_probability, count=steps)
-    values = {
+    return {
         "noise_multiplier": found,
         "effective_noise_multiplier": event.noise_multiplier,
         "epsilon": _cost(event, delta, accountant)["epsilon"],
@@ -119,7 +115,6 @@ def calibrate(
         "clipping": clipping,
         "accountant": accountant,
     }
-    show(values, entries(values), as_json)
 
 
 def repeat_and_select(
@@ -138,8 +133,7 @@ def repeat_and_select(
     losers_are_hidden: Annotated[
         bool, typer.Option("--losers-are-hidden", help="You state that nobody sees anything of the other runs.")
     ] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> dict[str, Any]:
     """The epsilon of publishing only the best of several runs, against readers who see nothing of the others.
 
     A fixed sweep does not qualify: it costs the sum of all its runs, which one ledger for all of them keeps. Example:
@@ -162,8 +156,7 @@ def repeat_and_select(
         losers_are_hidden=losers_are_hidden,
     )
     one_run = _cost(event, delta, "rdp")["epsilon"]
-    values = {"epsilon": epsilon, "delta": delta, "epsilon_of_one_run": one_run, "mean_repetitions": mean_repetitions}
-    show(values, entries(values), as_json)
+    return {"epsilon": epsilon, "delta": delta, "epsilon_of_one_run": one_run, "mean_repetitions": mean_repetitions}
 
 
 def _cost(event: Any, delta: float, accountant: str) -> dict[str, Any]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import csv
+import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpriv.cli.options import result_of
-from fedpriv.cli.output import AsJson, show
+from fedpriv.cli._command import Result, command, result_of
 from fedpriv.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from fedpriv.audit.bounds import Array
 
 app = typer.Typer(no_args_is_help=True, help="Lower bounds of epsilon and membership inference, from scores.")
 
@@ -20,7 +27,7 @@ Delta = Annotated[float, typer.Option(help="Of the claim, in [0, 1).")]
 NOTE = "Computed from who is a member: publishing it for real data is a release that no epsilon covers."
 
 
-@app.command("one-run")
+@command(app, "one-run")
 def one_run(
     scores: Annotated[
         Path, typer.Option(help="CSV: score, included (0 or 1); a higher score means more likely included.")
@@ -35,22 +42,21 @@ def one_run(
     gaussian: Annotated[
         bool, typer.Option("--gaussian", help="Also test the stronger claim of Gaussian DP; needs --guesses.")
     ] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """A lower bound of epsilon from one run with canaries, each included with probability 1/2.
 
     Example: fedpriv audit one-run --scores scores.csv --delta 1e-5 --guesses 200 --claimed-epsilon 4
     """
-    from fedpriv.audit import bounds, f_dp, score_files
+    from fedpriv.audit import bounds, f_dp
 
     if gaussian and not (guesses and delta > 0):
         raise InputError("gaussian: needs --guesses, fixed beforehand, and --delta > 0")
     if claimed_epsilon is not None and not claimed_epsilon >= 0:
         raise InputError(f"claimed_epsilon = {claimed_epsilon}: must be >= 0")
-    table = score_files.read(scores, ["score", "included"])
+    table = _read_scores(scores, ["score", "included"])
     found = bounds.one_run_audit(
         table["score"],
-        score_files.flags(table["included"], "included"),
+        _flags(table["included"], "included"),
         num_guesses=guesses or None,
         delta=delta,
         confidence=confidence,
@@ -71,11 +77,10 @@ def one_run(
     if claimed_epsilon is not None:
         values |= {"claimed_epsilon": claimed_epsilon, "claim_refuted": refuted}
         lines.append(f"the claim of epsilon {claimed_epsilon:g} is {'refuted' if refuted else 'not refuted'}")
-    show(values, lines, as_json)
-    raise typer.Exit(int(refuted))
+    return Result(values, lines, code=int(refuted))
 
 
-@app.command()
+@command(app)
 def membership(
     scores: Annotated[
         Path,
@@ -86,24 +91,20 @@ def membership(
     ],
     confidence: Confidence = 0.95,
     roc_plot: Annotated[Path | None, typer.Option(help="PNG or SVG to write.")] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """How well losses tell members from others: AUC, and members found at 0.1 % and 1 % false alarms.
 
     Runs every attack that the columns allow: loss threshold, calibrated by a reference model, LiRA.
 
     Example: fedpriv audit membership --scores losses.csv --roc-plot roc.png
     """
-    from fedpriv.audit import score_files
 
-    table = score_files.read(
-        scores, ["member"], ["score", "loss", "reference_loss", "shadow_loss_*", "shadow_member_*"]
-    )
-    members = score_files.flags(table["member"], "member")
-    _report(_attacks(table), members, confidence, roc_plot, as_json)
+    table = _read_scores(scores, ["member"], ["score", "loss", "reference_loss", "shadow_loss_*", "shadow_member_*"])
+    members = _flags(table["member"], "member")
+    return _report(_attacks(table), members, confidence, roc_plot)
 
 
-@app.command()
+@command(app)
 def model(
     weights: Annotated[
         Path, typer.Argument(help="A safetensors file, such as a mean of `integral select` or a restored variant.")
@@ -113,8 +114,7 @@ def model(
     ],
     confidence: Confidence = 0.95,
     roc_plot: Annotated[Path | None, typer.Option(help="PNG or SVG to write.")] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Black-box membership inference on any published model, by the loss threshold.
 
     The function is given {name: tensor} and returns each record's loss and whether the model was trained on it.
@@ -134,7 +134,7 @@ def model(
     except safetensors.SafetensorError as error:
         raise InputError(f"weights = {str(weights)!r}: not a safetensors file ({error})") from None
     of_records, members = judge(tensors)
-    _report({"loss": loss_scores(of_records)}, np.asarray(members), confidence, roc_plot, as_json)
+    return _report({"loss": loss_scores(of_records)}, np.asarray(members), confidence, roc_plot)
 
 
 def _attacks(table: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +142,6 @@ def _attacks(table: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
 
     from fedpriv.audit import membership as attacks
-    from fedpriv.audit import score_files
 
     found = {"score": table["score"]} if "score" in table else {}
     if "loss" in table:
@@ -154,7 +153,7 @@ def _attacks(table: dict[str, Any]) -> dict[str, Any]:
             raise InputError(f"column 'shadow_member_{lacking[0]}': is missing beside shadow_loss_{lacking[0]}")
         if models:
             names = [f"shadow_member_{model}" for model in models]
-            members = np.stack([score_files.flags(table[name], name) for name in names])
+            members = np.stack([_flags(table[name], name) for name in names])
             losses = np.stack([table[f"shadow_loss_{model}"] for model in models])
             found["lira"] = attacks.lira_scores(table["loss"], losses, members)
     if not found:
@@ -162,7 +161,7 @@ def _attacks(table: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _report(attacks: dict[str, Any], members: Any, confidence: float, plot: Path | None, as_json: bool) -> None:
+def _report(attacks: dict[str, Any], members: Any, confidence: float, plot: Path | None) -> Result:
     """Print how well each attack does, and draw its ROC curve if asked to."""
     from fedpriv.audit.membership import membership as judged
 
@@ -182,4 +181,62 @@ def _report(attacks: dict[str, Any], members: Any, confidence: float, plot: Path
         plot_roc(attacks, members, plot)
         lines.append(f"written: {plot}")
     lines.append(NOTE)
-    show({"attacks": {name: asdict(result) for name, result in results.items()}, "note": NOTE}, lines, as_json)
+    return Result({"attacks": {name: asdict(result) for name, result in results.items()}, "note": NOTE}, lines)
+
+
+def _read_scores(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Array]:
+    """{column: finite float64 values}, for the required columns and the optional ones that the file has.
+
+    An optional name such as `shadow_*` stands for all columns that begin with `shadow_`.
+
+    Raises:
+        InputError: the file does not exist, a column is missing, a row has another length, or a value is not a finite
+            number.
+    """
+    import numpy as np
+
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))
+    except FileNotFoundError:
+        raise InputError(f"scores = {str(path)!r}: no such file") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"scores = {str(path)!r}: not a CSV file ({error})") from None
+    if len(rows) < 2:
+        raise InputError(f"scores = {str(path)!r}: has no rows; needs a header and one row for each canary or record")
+    header = [name.strip() for name in rows[0]]
+    if missing := [name for name in required if name not in header]:
+        raise InputError(f"column {missing[0]!r}: {path} has {', '.join(header)}")
+    stems = [name[:-1] for name in optional if name.endswith("*")]
+    wanted = [n for n in header if n in required or n in optional or any(n.startswith(stem) for stem in stems)]
+    for line, row in enumerate(rows[1:], start=2):
+        if len(row) != len(header):
+            raise InputError(f"{path}, line {line}: {len(row)} values for {len(header)} columns")
+    positions = {name: header.index(name) for name in wanted}
+    return {
+        name: np.array([_number(row[position], name, path, line) for line, row in enumerate(rows[1:], start=2)])
+        for name, position in positions.items()
+    }
+
+
+def _flags(values: Array, name: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """The values 0 and 1 as bool.
+
+    Raises:
+        InputError: there is another value.
+    """
+    import numpy as np
+
+    if not np.isin(values, (0, 1)).all():
+        raise InputError(f"{name} = {values[~np.isin(values, (0, 1))][0]:g}: must be 0 or 1")
+    return np.asarray(values.astype(bool))
+
+
+def _number(text: str, name: str, path: Path, line: int) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError(f"{name} = {text.strip()[:40]!r} in {path}, line {line}: must be a finite number")
+    return value

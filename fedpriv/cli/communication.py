@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpriv.cli.output import AsJson, entries, show
+from fedpriv.cli._command import Result, entries
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ def communication(
     compare_paper: Annotated[
         bool, typer.Option("--compare-paper", help="Also every line of the DP-LoRA paper's Tables 5, 18 and 19.")
     ] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """What a federation with LoRA sends: exact parameters and bytes, and the paper's formula. Needs no weights.
 
     Counts A and B only: a classification head, which SEQ_CLS runs send too, and file formats come on top. Example:
@@ -64,7 +63,7 @@ def communication(
     lines = entries({name: _readable(value) for name, value in result.items()})
     paper_lines = _paper_table(rows) if rows else []
     values = result | ({"paper_rows": [asdict(row) for row in rows]} if rows else {})
-    show(values, [*lines, *([""] if lines and paper_lines else []), *paper_lines], as_json)
+    return Result(values, [*lines, *([""] if lines and paper_lines else []), *paper_lines])
 
 
 def _readable(value: Any) -> str:

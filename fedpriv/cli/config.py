@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpriv.cli.output import AsJson, show
+from fedpriv.cli._command import Result, command
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Check a configuration before it runs, and help an editor to write one.")
 
 
-@app.command()
+@command(app)
 def check(
     file: Annotated[Path, typer.Argument(help="TOML file of a run, or of a sweep.")],
     files: Annotated[
         bool, typer.Option("--files/--no-files", help="Also look for the data, the model and the folder that it names.")
     ] = True,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Say everything that is wrong with a configuration, a line for each problem; exit with 2 if there is any.
 
     Paths are looked for from here, as a run from here would.
@@ -42,9 +41,7 @@ def check(
     problems = list(dict.fromkeys(problems))
     values = {"file": str(file), "kind": kind, "num_runs": len(configs), "problems": problems}
     runs = f"a sweep of {len(configs)} runs" if kind == "sweep" else "a run"
-    show(values, problems or [f"{file}: {runs}, nothing wrong"], as_json)
-    if problems:
-        raise typer.Exit(2)
+    return Result(values, problems or [f"{file}: {runs}, nothing wrong"], code=2 if problems else 0)
 
 
 def _checked(file: Path) -> tuple[str, list[RunConfig], list[str]]:
@@ -68,12 +65,11 @@ def _checked(file: Path) -> tuple[str, list[RunConfig], list[str]]:
     return kind, list(dict.fromkeys(configs)), list(dict.fromkeys(problems))
 
 
-@app.command()
+@command(app)
 def schema(
     sweep: Annotated[bool, typer.Option("--sweep", help="Of a sweep's file instead of a run's.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables of all keys, as in the documentation.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Print the JSON Schema (draft 2020-12) of a configuration, with which editors check and complete TOML files.
 
     Example: fedpriv config schema > fedpriv.schema.json
@@ -83,7 +79,6 @@ def schema(
     if markdown:
         tables = dict(config_schema.markdown())
         parts = [f"## {group}\n\n{table}\n" for group, table in tables.items()]
-        show({"tables": tables}, parts, as_json)
-        return
+        return Result({"tables": tables}, parts)
     found: dict[str, Any] = config_schema.schema(sweep=sweep)
-    show(found, [json.dumps(found, indent=2)], as_json)
+    return Result(found, [json.dumps(found, indent=2)])

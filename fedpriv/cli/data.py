@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from fedpriv.cli.output import AsJson, entries, show
+from fedpriv.cli._command import Result, command, entries
 
 app = typer.Typer(no_args_is_help=True, help="Look at data before anything is registered.")
 
 
-@app.command()
+@command(app)
 def check(
     file: Annotated[str, typer.Argument(help="CSV, JSONL or Parquet (gzip allowed), or a data set on the Hub.")],
     text: Annotated[str, typer.Option(help="Column with the text.")] = "text",
@@ -33,8 +33,7 @@ def check(
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of a record, special ones included; by default a run's.", min=1)
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """What a run would see in a file: records, labels, clients, lengths, duplicates. Nothing leaves this machine.
 
     With a column of persons, also how many have several records: epsilon is that of one record.
@@ -49,15 +48,14 @@ def check(
         asked: dict[str, Any] = {"prompt_column": prompt, "response_column": response, "messages_column": messages}
         asked |= {"data": file, "system_prompt": system, "prompt_template": template}
         asked |= {"max_length": max_length} if max_length else {}
-        _check_instructions(asked, client=client, person=person, model=model or "", as_json=as_json)
-        return
+        return _check_instructions(asked, client=client, person=person, model=model or "")
     from fedpriv.config import RunConfig
     from fedpriv.data.checks import describe
 
     columns = {"text": text, "label": label, "text_pair": text_pair, "client": client, "person": person}
     tokenizer = _tokenizer(model)
     values = describe(file, **columns, tokenizer=tokenizer, max_length=max_length or RunConfig.max_length)
-    show(values, [*entries(values), *_about_persons(values)], as_json)
+    return Result(values, [*entries(values), *_about_persons(values)])
 
 
 def _tokenizer(model: str | None) -> Any:
@@ -92,7 +90,7 @@ def _about_persons(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _check_instructions(asked: Mapping[str, Any], *, client: str, person: str, model: str, as_json: bool) -> None:
+def _check_instructions(asked: Mapping[str, Any], *, client: str, person: str, model: str) -> Result:
     """The same of prompts and responses."""
     from fedpriv.config import parse
     from fedpriv.data.instruction_checks import describe_instructions
@@ -109,7 +107,7 @@ def _check_instructions(asked: Mapping[str, Any], *, client: str, person: str, m
     for number, parts in enumerate(shown, 1):
         lines += ["", f"record {number}, with what is learned in brackets:", "".join(map(_marked, parts))]
     samples = [[{"text": text, "learned": learned} for text, learned in parts] for parts in shown]
-    show(values | ({"samples": samples} if model else {}), lines, as_json)
+    return Result(values | ({"samples": samples} if model else {}), lines)
 
 
 def _marked(part: tuple[str, bool]) -> str:
@@ -118,12 +116,11 @@ def _marked(part: tuple[str, bool]) -> str:
     return f"[[{text}]]" if learned else typer.style(text, dim=True)
 
 
-@app.command()
+@command(app)
 def lines(
     file: Annotated[str, typer.Argument(help="CSV, JSONL or Parquet (gzip allowed), or a data set on the Hub.")],
     out: Annotated[Path, typer.Argument(help="New JSONL file, which you alone may read.")],
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Write a table with one record a line, as a node needs its own records: no field goes on over several lines.
 
     Example: fedpriv data lines letters.csv letters.jsonl
@@ -131,4 +128,4 @@ def lines(
     from fedpriv.data.own import write_lines
 
     num_records = write_lines(file, out)
-    show({"records": num_records, "file": str(out)}, [f"{num_records} records in {out}"], as_json)
+    return Result({"records": num_records, "file": str(out)}, [f"{num_records} records in {out}"])

@@ -1,33 +1,38 @@
-"""`fedpriv dedup ...`: store the variants of a model by the blocks that they share."""
+"""`fedpriv dedup ...`: store the variants of a model by the blocks that they share.
+
+Where a run is, stands in one line that is rewritten on a terminal; elsewhere each variant gets a line.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedpriv.cli import dedup_store
+from fedpriv.cli._command import AsJson, OneOf, Result, StorePath, command, result_of, show
 from fedpriv.cli.dedup_bench import bench
-from fedpriv.cli.dedup_progress import shown
-from fedpriv.cli.options import OneOf, StorePath, result_of
-from fedpriv.cli.output import AsJson, show
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
     from fedpriv.dedup.outcomes import Outcome
     from fedpriv.dedup.planning import Settings
+    from fedpriv.dedup.progress import Observer, Progress
     from fedpriv.dedup.validation import PrivateValidation
     from fedpriv.dedup.variants import Described
     from fedpriv.dedup.work import Evaluator, Evaluators
     from fedpriv.ledger.entries import DataSet
     from fedpriv.ledger.ledger import Ledger
+
 
 app = typer.Typer(no_args_is_help=True, help="Store the variants of a model by the blocks that they share.")
 
@@ -70,7 +75,7 @@ UtilityBound = Annotated[
 ]
 
 
-@app.command()
+@command(app)
 def plan(
     folder: Folder,
     algorithm: Algorithm = "drd",
@@ -79,8 +84,7 @@ def plan(
     epsilon_bound: EpsilonBound = None,
     utility_bound: UtilityBound = None,
     max_distance: MaxDistance = 0.5,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Which variants may take blocks of which others, and what each would then cost; no weights are read.
 
     With --algorithm shared-basis: which variants would share a basis, and so be ancestors of each other.
@@ -105,7 +109,7 @@ def plan(
         for name, t in targets.items()
     ]
     lines += [f"{name}: stays as it is, {reason}" for name, reason in untouched.items()]
-    show({"targets": targets, "untouched": untouched}, lines, as_json)
+    return Result({"targets": targets, "untouched": untouched}, lines)
 
 
 def _planned_blocks(variants: list[Described], settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
@@ -203,7 +207,7 @@ def run(
         raise InputError("validation_records, seed: are for a run's own test set; an --evaluator chooses its records")
     if not evaluator:
         _check_of_run(folder)
-    with shown(quiet=as_json) as observer:
+    with _shown(quiet=as_json) as observer:
         pipeline.check(list(described.values()), read, store, settings)
         judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder, validation_records, seed)
         given = judge if isinstance(judge, Mapping) else dict.fromkeys(folders, judge)
@@ -249,9 +253,9 @@ def _line(outcome: Outcome, algorithm: str) -> str:
     )
 
 
-for command in (dedup_store.restore, dedup_store.verify, dedup_store.remove, dedup_store.gc):
-    app.command()(command)
-app.command("list")(dedup_store.list_)
+for of_store in (dedup_store.restore, dedup_store.verify, dedup_store.remove, dedup_store.gc):
+    command(app)(of_store)
+command(app, "list")(dedup_store.list_)
 app.command()(bench)
 
 
@@ -349,3 +353,63 @@ def _registered(ledger: Ledger, evaluator: Evaluator) -> DataSet:
     if known is None or known.num_records != evaluator.num_records:
         raise InputError(f"data_set = {id_!r}: {ledger.path} has no such data set of {evaluator.num_records} records")
     return known
+
+
+@contextmanager
+def _shown(*, quiet: bool) -> Iterator[Observer]:
+    """Show on stderr, within this context, what the observer is told; Ctrl-C ends it in one line and exit code 130.
+
+    Args:
+        quiet: show nothing but that line.
+    """
+    last: list[Progress] = []
+    display = _nothing if quiet else _rewritten_line if sys.stderr.isatty() else _printed_lines
+
+    try:
+        with display() as update:
+
+            def observer(progress: Progress) -> None:
+                last[:] = [progress]
+                update(progress)
+
+            yield observer
+    except KeyboardInterrupt:
+        stored = f"{last[0].num_stored} of {last[0].num_variants} variants are stored" if last else "nothing is stored"
+        typer.echo(f"interrupted: {stored}; the same command goes on from there", err=True)
+        raise typer.Exit(130) from None
+
+
+def _progress_line(progress: Progress) -> str:
+    """The state in one line."""
+    left = progress.seconds_left
+    parts = [
+        f"{progress.num_stored} of {progress.num_variants} variants stored",
+        progress.name,
+        f"{progress.num_validations} validations",
+        "estimating the time left" if left is None else f"{timedelta(seconds=round(left))} left",
+    ]
+    return " | ".join(parts)
+
+
+@contextmanager
+def _nothing() -> Iterator[Observer]:
+    yield lambda progress: None
+
+
+@contextmanager
+def _printed_lines() -> Iterator[Observer]:
+    yield lambda progress: typer.echo(_progress_line(progress), err=True) if progress.stored else None
+
+
+@contextmanager
+def _rewritten_line() -> Iterator[Observer]:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = TextColumn("{task.description}"), TimeElapsedColumn(), BarColumn(bar_width=24)
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("preparing", total=None)
+        yield lambda progress: bar.update(
+            task, description=_progress_line(progress), completed=progress.num_stored, total=progress.num_variants
+        )

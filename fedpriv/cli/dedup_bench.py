@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpriv.cli.options import StorePath, result_of
-from fedpriv.cli.output import AsJson, show
+from fedpriv.cli._command import AsJson, StorePath, result_of, show
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:

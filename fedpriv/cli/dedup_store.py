@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedpriv.cli.options import StorePath
-from fedpriv.cli.output import AsJson, show, table
+from fedpriv.cli._command import Result, StorePath, table
 from fedpriv.errors import InputError
 
 _COLUMNS = (
@@ -22,8 +21,7 @@ def restore(
     store: StorePath,
     name: Annotated[str, typer.Argument(help="Name of the variant.")],
     out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Write a stored variant as an ordinary safetensors file, bit for bit as it was validated.
 
     Example: fedpriv dedup restore store round-20 --out round-20.safetensors
@@ -39,10 +37,10 @@ def restore(
     temporary = out.with_name(f"{out.name}.tmp")
     safetensors.numpy.save_file(tensors, temporary)
     temporary.replace(out)
-    show({"name": name, "file": str(out), "num_tensors": len(tensors)}, [f"{len(tensors)} tensors in {out}"], as_json)
+    return Result({"name": name, "file": str(out), "num_tensors": len(tensors)}, [f"{len(tensors)} tensors in {out}"])
 
 
-def verify(store: StorePath, as_json: AsJson = False) -> None:
+def verify(store: StorePath) -> Result:
     """Check that every block, manifest and extra tensor of a store is as it was written. Exit code 1 if not.
 
     Example: fedpriv dedup verify store
@@ -51,11 +49,11 @@ def verify(store: StorePath, as_json: AsJson = False) -> None:
 
     with Store(store, read_only=True) as opened:
         damage, names = opened.verify(), opened.names
-    show({"names": names, "damage": damage}, damage or [f"{len(names)} variants, all sound"], as_json)
-    raise typer.Exit(1 if damage else 0)
+    sound = [f"{len(names)} variants, all sound"]
+    return Result({"names": names, "damage": damage}, damage or sound, code=1 if damage else 0)
 
 
-def list_(store: StorePath, as_json: AsJson = False) -> None:
+def list_(store: StorePath) -> Result:
     """The variants of a store: bytes and blocks of their own, epsilon and accuracy, and whose blocks they may hold.
 
     Example: fedpriv dedup list store
@@ -68,14 +66,13 @@ def list_(store: StorePath, as_json: AsJson = False) -> None:
         summary = {"bytes_stored": opened.bytes_stored, "bytes_logical": opened.bytes_logical}
     rows = [asdict(model) | {"bases": ", ".join(model.bases)} for model in models]
     lines = [*table(rows, _COLUMNS), f"{summary['bytes_stored']} of {summary['bytes_logical']} bytes stored"]
-    show({"variants": [asdict(model) for model in models], **summary}, lines, as_json)
+    return Result({"variants": [asdict(model) for model in models], **summary}, lines)
 
 
 def remove(
     store: StorePath,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of the variants.")],
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Remove variants, but no base of one that stays; `gc` then frees the space that only they used.
 
     Example: fedpriv dedup remove store client-2 client-3
@@ -87,10 +84,10 @@ def remove(
     with Store(store) as opened:
         contents.remove(opened, names)
         left = opened.names
-    show({"removed": names, "left": left}, [f"{len(left)} variants left: {', '.join(left) or 'none'}"], as_json)
+    return Result({"removed": names, "left": left}, [f"{len(left)} variants left: {', '.join(left) or 'none'}"])
 
 
-def gc(store: StorePath, as_json: AsJson = False) -> None:
+def gc(store: StorePath) -> Result:
     """Free the space of blocks that no variant uses any more.
 
     Example: fedpriv dedup gc store
@@ -103,7 +100,7 @@ def gc(store: StorePath, as_json: AsJson = False) -> None:
         num_blocks = opened.compact()
         freed, left = before - opened.bytes_stored, opened.bytes_stored
     values = {"num_blocks": num_blocks, "bytes_freed": freed, "bytes_stored": left}
-    show(values, [f"{num_blocks} blocks dropped, {freed} bytes given back, {left} left"], as_json)
+    return Result(values, [f"{num_blocks} blocks dropped, {freed} bytes given back, {left} left"])
 
 
 def _check_store(store: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -10,22 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpriv.cli.integral_output import (
-    about_table,
-    advice_lines,
-    attack_lines,
-    selection_lines,
-    selection_values,
-    write_means,
-)
-from fedpriv.cli.options import OneOf
-from fedpriv.cli.output import AsJson, show
+from fedpriv.cli._command import OneOf, Result, command
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    from fedpriv.integral.procedure import Data
+    from torch import nn
+
+    from fedpriv.integral.procedure import Data, Recommendation, SelectionSettings, TrainAndTest
+    from fedpriv.integral.subsamples import Advice
     from fedpriv.integral.tabular import PreparedTable
     from fedpriv.integral.training import TrainingSchedule
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -92,7 +88,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@app.command("select")
+@command(app, "select")
 @_one_thread()
 def select_models(
     data: DataFile,
@@ -120,8 +116,7 @@ def select_models(
     test_fraction: TestFraction = 0.3,
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="New folder for the means: mean-1.safetensors and so on.")] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Recommend the means of models that recur, and show what recurrence costs in accuracy.
 
     Example: fedpriv integral select adult.csv --target income --subsample-size 1000 --epsilon 0.05 --epochs 10
@@ -150,10 +145,10 @@ def select_models(
     values = about_table(table) | selection_values(found, settings)
     if out is not None:
         values["files"] = [str(path) for path in write_means(out, network, table, found, settings)]
-    show(values, selection_lines(values), as_json)
+    return Result(values, selection_lines(values))
 
 
-@app.command()
+@command(app)
 @_one_thread()
 def attack(
     data: DataFile,
@@ -182,8 +177,7 @@ def attack(
     drop: Drop = None,
     keep: Keep = None,
     seed: Seed = 0,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Play the model comparison attack against plain, integrally private and differentially private models.
 
     Half of the candidates were used for training, so guessing succeeds with probability 0.5. Noise is seeded: the
@@ -216,10 +210,10 @@ def attack(
     )
     rows = [asdict(row) for row in attack_table(network, _data(table), game, plan, seed=seed)]
     values = about_table(table) | {"chance": 0.5, "confidence": 0.95, "targets": rows}
-    show(values, attack_lines(rows), as_json)
+    return Result(values, attack_lines(rows))
 
 
-@app.command("advice")
+@command(app, "advice")
 def sample_size_advice(
     data: Annotated[Path | None, typer.Argument(help="CSV with a header; or give --features and --records.")] = None,
     target: Annotated[str, typer.Option(help="Column of the CSV with the class.")] = "",
@@ -235,8 +229,7 @@ def sample_size_advice(
     failure_probability: Annotated[float, typer.Option(help="Delta of the PAC form, in (0, 1).")] = 0.05,
     drop: Drop = None,
     keep: Keep = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """How many records a network needs by two rules, and how many disjoint subsamples the data then give.
 
     Example: fedpriv integral advice --features 8 --records 10000 --subsample-size 500
@@ -257,7 +250,7 @@ def sample_size_advice(
         subsample_size=subsample_size,
     )
     values = {"architecture": architecture, "num_features": features, "num_records": records, **asdict(found)}
-    show(values, advice_lines(architecture, features, classes, records, found), as_json)
+    return Result(values, advice_lines(architecture, features, classes, records, found))
 
 
 def _table(path: Path, target: str, **options: Any) -> PreparedTable:
@@ -292,3 +285,155 @@ def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: str
         learning_rate=learning_rate,
         optimizer=optimizer,  # type: ignore[arg-type]  # checked by the option
     )
+
+
+def about_table(table: PreparedTable) -> dict[str, Any]:
+    """What became of the CSV."""
+    return {
+        "num_train_records": len(table.train_labels),
+        "num_test_records": len(table.test_labels),
+        "num_features": len(table.feature_names),
+        "classes": list(table.classes),
+        "left_out_columns": dict(table.left_out),
+        "num_unlabelled": table.num_unlabelled,
+    }
+
+
+def selection_values(found: Recommendation, settings: SelectionSettings) -> dict[str, Any]:
+    """What the procedure found, as `integral select --json` prints it."""
+    from fedpriv.integral.selection import statement
+
+    clusters = [
+        {
+            "recurrence": cluster.recurrence,
+            "k": cluster.anonymity.k,
+            "holds": cluster.anonymity.holds,
+            "intersection_is_empty": cluster.anonymity.intersection_is_empty,
+            "largest_difference": cluster.largest_difference,
+            "members": list(cluster.members),
+            **_metrics(mean),
+            "member_test_accuracy": [found.members[row].test.accuracy for row in cluster.members],
+            "statement": statement(cluster, settings.epsilon, settings.measure),
+        }
+        for cluster, mean in zip(found.clusters, found.means, strict=True)
+    ]
+    looks = [
+        {
+            "epochs": look.epochs,
+            "epsilon": look.epsilon,
+            "recurrence": look.recurrence,
+            "k": look.k,
+            "test_accuracy": None if look.mean is None else look.mean.test.accuracy,
+            "plain_test_accuracy": look.plain.test.accuracy,
+            "majority_test_accuracy": found.majority.test.accuracy,
+        }
+        for look in found.snapshots
+    ]
+    return {
+        "epsilon": settings.epsilon,
+        "measure": settings.measure,
+        "clustering": settings.clustering,
+        "num_subsamples": len(found.subsamples.records),
+        "subsample_size": settings.subsample_size,
+        "share_left_over": found.subsamples.share_left_over,
+        "recurrence": found.cluster_sizes[0],
+        "cluster_sizes": list(found.cluster_sizes),
+        "clusters": clusters,
+        "plain": _metrics(found.plain),
+        "majority": _metrics(found.majority),
+        "looks": looks,
+        "is_differentially_private": False,
+    }
+
+
+def _metrics(both: TrainAndTest) -> dict[str, float]:
+    """{"train_accuracy": ..., "test_accuracy": ..., ...} of one model."""
+    return {
+        f"{part}_{name}": value for part in ("train", "test") for name, value in asdict(getattr(both, part)).items()
+    }
+
+
+def selection_lines(values: Mapping[str, Any]) -> list[str]:
+    """The same as text: the data, a table over epochs and epsilon, a paragraph for each cluster."""
+    share = f"{100 * values['share_left_over']:.1f} % left over"
+    lines = [
+        f"{values['num_train_records']} training and {values['num_test_records']} test records, "
+        f"{values['num_features']} features, {len(values['classes'])} classes",
+        f"{values['num_subsamples']} disjoint subsamples of {values['subsample_size']} training records, {share}",
+    ]
+    lines += [f"column {name} left out: {reason}" for name, reason in values["left_out_columns"].items()]
+    if values["num_unlabelled"]:
+        lines.append(f"{values['num_unlabelled']} records without a class left out")
+    lines += ["", "epochs  epsilon  largest cluster    k  accuracy of its mean  plain model  majority class"]
+    for look in values["looks"]:
+        mean = "none" if look["test_accuracy"] is None else f"{look['test_accuracy']:.4f}"
+        lines.append(
+            f"{look['epochs']:>6}  {look['epsilon']:>7g}  {look['recurrence']:>15}  {look['k']:>3}  {mean:>20}  "
+            f"{look['plain_test_accuracy']:>11.4f}  {look['majority_test_accuracy']:>14.4f}"
+        )
+    lines.append("")
+    if not values["clusters"]:
+        lines.append(
+            f"No two of {values['num_subsamples']} models are within {values['epsilon']:g} of each other: there is no "
+            "cluster, and nothing is recommended. Train less, raise epsilon or take larger subsamples."
+        )
+    for number, cluster in enumerate(values["clusters"], start=1):
+        lines += [
+            f"cluster {number}: {cluster['recurrence']} models, at most {cluster['largest_difference']:.4f} apart; its "
+            f"mean has accuracy {cluster['test_accuracy']:.4f}, F1 {cluster['test_f1']:.4f}, loss "
+            f"{cluster['test_loss']:.4f} on test records (on training records {cluster['train_accuracy']:.4f}, "
+            f"{cluster['train_f1']:.4f}, {cluster['train_loss']:.4f})",
+            f"  {cluster['statement']}",
+        ]
+    if values["clusters"] and values["clusters"][0]["test_accuracy"] <= values["majority"]["test_accuracy"]:
+        lines.append("The first mean is no better than guessing the majority class.")
+    return lines + [f"written: {path}" for path in values.get("files", [])]
+
+
+def write_means(
+    out: Path, network: nn.Module, table: PreparedTable, found: Recommendation, settings: SelectionSettings
+) -> list[Path]:
+    """Write the means as safetensors files, whose metadata names their inputs and outputs."""
+    import torch
+    from safetensors.torch import save_file
+
+    from fedpriv.integral.networks import from_vectors
+
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for number, cluster in enumerate(found.clusters, start=1):
+        named = from_vectors(network, torch.from_numpy(cluster.mean).float())
+        about = {
+            "features": json.dumps(table.feature_names),
+            "classes": json.dumps(table.classes),
+            "epsilon": str(settings.epsilon),
+            "k": str(cluster.anonymity.k),
+        }
+        path = out / f"mean-{number}.safetensors"
+        save_file({name: value.contiguous() for name, value in named.items()}, path, metadata=about)
+        paths.append(path)
+    return paths
+
+
+def attack_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table with a line for each target of the attack."""
+    lines = [f"{'target':<44} {'success':>7}  95 % interval   test accuracy"]
+    for row in rows:
+        if row["note"]:
+            lines.append(f"{row['name']:<44} {row['note']}")
+            continue
+        interval = f"{row['low']:.3f} to {row['high']:.3f}"
+        verdict = "  beats chance" if row["beats_chance"] else ""
+        lines.append(f"{row['name']:<44} {row['success']:>7.3f}  {interval}  {row['test_accuracy']:>13.3f}{verdict}")
+    return lines
+
+
+def advice_lines(architecture: str, features: int, classes: int, records: int, found: Advice) -> list[str]:
+    """The sizes that the rules ask for, and how many disjoint subsamples of each size the records give."""
+    lines = [f"{architecture}: {found.num_parameters} weights with {features} features and {classes} classes"]
+    sizes = {"ten records per weight": found.rule_of_thumb, "PAC form, constant 1": found.pac, "given": found.chosen}
+    for name, size in sizes.items():
+        if size is not None:
+            few = "" if size.num_subsamples >= 2 else "; too few to select from"
+            lines.append(f"{name}: {size.records} records, {size.num_subsamples} disjoint subsamples of {records}{few}")
+    return lines

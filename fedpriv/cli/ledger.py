@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fedpriv.cli.options import OneOf
-from fedpriv.cli.output import AsJson, entries, show, table
+from fedpriv.cli._command import OneOf, Result, command, entries, table
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ HEADINGS = {
 }
 
 
-@app.command("show")
+@command(app, "show")
 def show_ledger(
     path: LedgerPath,
     budget_epsilon: Annotated[
@@ -56,8 +55,7 @@ def show_ledger(
     ] = None,
     view: ViewName = "local",
     run: RunFolder = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """What each client and data set has spent, by pld; with a budget, also the rounds that remain.
 
     On the aggregate view, an upload that the server saw by itself counts in full.
@@ -77,7 +75,7 @@ def show_ledger(
         lines.append(statement.ODOMETER)
     if any("remaining_rounds" in row for row in rows):
         lines.append(f"left: rounds like the last one until ε {budget_epsilon:g} on the {view} view")
-    show({"ledger": str(path), "data_sets": rows, "adopted": adopted, "recovered": recovered}, lines, as_json)
+    return Result({"ledger": str(path), "data_sets": rows, "adopted": adopted, "recovered": recovered}, lines)
 
 
 def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
@@ -93,14 +91,13 @@ def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
     return table(cells, list(headings.values()))
 
 
-@app.command()
+@command(app)
 def verify(
     path: LedgerPath,
     head: Annotated[
         str | None, typer.Option(help="A digest that a report or statement of this ledger printed: 64 hex digits.")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Check the hash chain from the first entry to the last, and that PATH.head agrees. Exit code 1 if not.
 
     With --head, also check that the chain still holds the entry with this digest: then no entry up to it was changed
@@ -128,17 +125,16 @@ def verify(
     values: dict[str, Any] = {"entries": last.number if last else 0, "head": last.digest if last else None}
     values |= {"intact": True} | ({} if number is None else {"kept_head_is_entry": number})
     lines = [*entries(values), *statement.adoption_lines(adopted), *statement.recovery_lines(recovered)]
-    show(values | {"adopted": adopted, "recovered": recovered}, lines, as_json)
+    return Result(values | {"adopted": adopted, "recovered": recovered}, lines)
 
 
-@app.command("adopt-head")
+@command(app, "adopt-head")
 def adopt_head(
     path: LedgerPath,
     reason: Annotated[
         str | None, typer.Option(help="Why you vouch that no entry is missing; it is logged. Without it, only look.")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Go on with a ledger whose PATH.head is missing or unreadable. Without --reason it only shows what is there.
 
     Compare the number of entries, the last digest and the spending with the last statement or report that you have:
@@ -165,10 +161,10 @@ def adopt_head(
     lines = [*_spent(rows), *entries(values)]
     if reason is None:
         lines.append("nothing is adopted yet: compare this with your last statement, then give --reason")
-    show({**values, "data_sets": rows}, lines, as_json)
+    return Result({**values, "data_sets": rows}, lines)
 
 
-@app.command()
+@command(app)
 def recover(
     path: LedgerPath,
     sources: Annotated[
@@ -186,8 +182,7 @@ def recover(
     reason: Annotated[
         str | None, typer.Option(help="Why the ledger lacks charges; it is logged. Without it, only look.")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Charge what a node's ledger lacks since it was restored from an old copy. Without --reason, only show that.
 
     What a receipt under a key of the node proves is charged with its event. If one proves a charge of which no source
@@ -230,21 +225,19 @@ def recover(
     elif reason is None:
         lines.append("nothing is charged yet: compare this with what you know, then give --reason")
     charged = reason is not None
-    show(
+    return Result(
         {"ledger": str(path), "missing": releases, "retired": retired, "charged": charged, "data_sets": rows},
         [*lines, *_spent(rows)],
-        as_json,
     )
 
 
-@app.command()
+@command(app)
 def statement(
     path: LedgerPath,
     client: Annotated[str, typer.Option(help="Number of the client, as `ledger show` lists it.")],
     view: ViewName = "local",
     run: RunFolder = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """One page for a privacy officer: what a client's data have spent, what that covers and what it does not.
 
     With --view aggregate it also states what the releases cost where the server saw sums alone.
@@ -258,10 +251,10 @@ def statement(
         known = names.known(db, path, run)
         pages = statements.statement(db, path, client, names=known, view=cast("PlannedView", view))
     text = "\n\n".join(map(statements.render, pages))
-    show({"client": client, "statements": pages}, [text], as_json)
+    return Result({"client": client, "statements": pages}, [text])
 
 
-@app.command()
+@command(app)
 def register(
     path: LedgerPath,
     client: Annotated[str, typer.Option(help="Id of the client that holds the data.")],
@@ -270,8 +263,7 @@ def register(
         str | None, typer.Option(help="Your statement why no record is in an earlier data set of this ledger.")
     ] = None,
     delta: Annotated[float | None, typer.Option(help="By default 1 / (10 N_k), at most 1e-5.")] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Register a data set in a node's ledger: it gets a random id and starts with nothing spent.
 
     A node registers its first data set by itself. Any further one needs your statement that it shares no record with
@@ -293,10 +285,10 @@ def register(
             raise InputError("--disjoint: this ledger holds a data set; say why the new one shares no record with it")
         made = opened.register(client, num_records, delta, note=disjoint)
     values = {"data_set": made.id, "client": client, "num_records": num_records, "delta": delta}
-    show(values, entries(values), as_json)
+    return Result(values, entries(values))
 
 
-@app.command()
+@command(app)
 def permit(
     path: LedgerPath,
     client: Annotated[str, typer.Option(help="Id of the client whose uploads may be published.")],
@@ -305,8 +297,7 @@ def permit(
         str, typer.Option(help="Id of the run; by default the one charged last, and for --withdraw the one permitted.")
     ] = "",
     withdraw: Annotated[bool, typer.Option("--withdraw", help="End a permission instead.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Record that a data holder lets its own variant of a run be published; `fedpriv push` asks for this entry.
 
     It is the word of whoever keeps the ledger that the holder agreed. It is never removed; --withdraw adds another
@@ -333,4 +324,4 @@ def permit(
         opened.permit(data_set, known_run, reason.strip(), withdraw=withdraw)
         head = opened.head
     values = {"client": client, "data_set": data_set.id, "run": known_run, "permitted": not withdraw, "head": head}
-    show(values, entries(values), as_json)
+    return Result(values, entries(values))

@@ -10,11 +10,11 @@ import typer
 
 import fedpriv
 from fedpriv.cli import audit, config, data, dedup, integral, ledger, lmo, serve
+from fedpriv.cli._command import command
 from fedpriv.cli.account import account, calibrate, repeat_and_select
 from fedpriv.cli.communication import communication
 from fedpriv.cli.plan import plan
-from fedpriv.cli.predict import predict
-from fedpriv.cli.publish import card, export, push
+from fedpriv.cli.publish import card, export, predict, push
 from fedpriv.cli.report import report
 from fedpriv.cli.status import status
 from fedpriv.cli.watch import watch
@@ -22,21 +22,14 @@ from fedpriv.errors import LedgerError, StoreError
 from fedpriv.names import printable
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (
-    account,
-    calibrate,
-    repeat_and_select,
-    plan,
-    report,
-    communication,
-    status,
-    watch,
-    predict,
-    export,
-    card,
-    push,
-):
-    app.command()(command)
+for function in (account, calibrate, repeat_and_select, plan):
+    command(app)(function)
+app.command()(report)
+command(app)(communication)
+app.command()(status)
+app.command()(watch)
+for function in (predict, export, card, push):
+    command(app)(function)
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(ledger.app, name="ledger")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from click.core import ParameterSource
 
-from fedpriv.cli.options import OneOf
-from fedpriv.cli.output import AsJson, entries, show, table
-from fedpriv.cli.plan_memory import memory_page, memory_values
+from fedpriv.cli._command import OneOf, Result, entries, table
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,10 +26,6 @@ if TYPE_CHECKING:
 # Of the clients, so many are shown, the largest first; --json has them all.
 _MOST_CLIENTS = 10
 
-# Options of either use, as --help groups them.
-_OF_A_BUDGET = "A run within a budget: --records and --epsilon"
-_OF_MEMORY = "The memory of a step: MODEL"
-
 # What plans are compared by.
 _COLUMNS = ("noise_multiplier", "lora_noise_multiplier", "final_noise", "noise_to_signal", "seconds")
 
@@ -37,107 +35,8 @@ def plan(
     model: Annotated[
         str | None, typer.Argument(help="A causal model's folder, or its name on the Hub: plans memory instead.")
     ] = None,
-    records: Annotated[
-        list[int] | None,
-        typer.Option(help="N_k, the records of a client, >= 1; repeat it for each.", rich_help_panel=_OF_A_BUDGET),
-    ] = None,
-    epsilon: Annotated[
-        float | None, typer.Option(help="What each client may spend, > 0.", rich_help_panel=_OF_A_BUDGET)
-    ] = None,
-    delta: Annotated[
-        float | None,
-        typer.Option(
-            help="In (0, 1); by default 1 / (10 N_k) for each client, at most 1e-5.", rich_help_panel=_OF_A_BUDGET
-        ),
-    ] = None,
-    view: Annotated[
-        str,
-        typer.Option(
-            click_type=OneOf("fedpriv.accounting.views:PlannedView"),
-            help="Who may learn no more: the server, or those who see only sums (secure aggregation).",
-            rich_help_panel=_OF_A_BUDGET,
-        ),
-    ] = "local",
-    min_clients: Annotated[
-        int | None,
-        typer.Option(
-            help="No sum of fewer uploads is seen; for --view aggregate all, by default.",
-            rich_help_panel=_OF_A_BUDGET,
-        ),
-    ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(help="The first starts the head; by default as in a run.", rich_help_panel=_OF_A_BUDGET),
-    ] = None,
-    train: Annotated[
-        str | None,
-        typer.Option(
-            click_type=OneOf("fedpriv.config_types:Train"),
-            help="A, B and head in the last rounds, the head alone, or what pays; by default as in a run.",
-            rich_help_panel=_OF_A_BUDGET,
-        ),
-    ] = None,
-    lora_values: Annotated[
-        int | None,
-        typer.Option(
-            help="d, the values in A and B; by default those of the default model.", rich_help_panel=_OF_A_BUDGET
-        ),
-    ] = None,
-    classes: Annotated[
-        int,
-        typer.Option(help="C >= 2, for the chance that noise misplaces a record.", rich_help_panel=_OF_A_BUDGET),
-    ] = 2,
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="For the passes of all clients' records; what does not fit is left out.",
-            rich_help_panel=_OF_A_BUDGET,
-        ),
-    ] = None,
-    records_per_second: Annotated[
-        float | None,
-        typer.Option(
-            help="That pass through the model; by default timed here, with the default model.",
-            rich_help_panel=_OF_A_BUDGET,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also write each client's releases, for `python -m clients.deploy register DIR --plan FILE`.",
-            rich_help_panel=_OF_A_BUDGET,
-        ),
-    ] = None,
-    bits: Annotated[
-        int, typer.Option(help="Of the frozen base: 32, 16 (bfloat16) or 4 (NF4).", rich_help_panel=_OF_MEMORY)
-    ] = 16,
-    rank: Annotated[int, typer.Option(help="r >= 1 of LoRA.", rich_help_panel=_OF_MEMORY)] = 8,
-    target_modules: Annotated[
-        str, typer.Option(help="Linear layers, comma-separated; by default peft's.", rich_help_panel=_OF_MEMORY)
-    ] = "",
-    layers: Annotated[
-        str, typer.Option(help="all, last-N, or indices such as 4,5.", rich_help_panel=_OF_MEMORY)
-    ] = "all",
-    batch: Annotated[int, typer.Option(help="Records that pass at once, >= 1.", rich_help_panel=_OF_MEMORY)] = 8,
-    max_length: Annotated[int, typer.Option(help="Tokens of each, >= 2.", rich_help_panel=_OF_MEMORY)] = 512,
-    activation_checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--activation-checkpointing",
-            help="Trained layers run again in the backward pass.",
-            rich_help_panel=_OF_MEMORY,
-        ),
-    ] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu or cuda; by default cuda for 4 bits or where a GPU is.", rich_help_panel=_OF_MEMORY),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(help="That there is, such as 80GB; by default this machine's.", rich_help_panel=_OF_MEMORY),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    **options: Any,
+) -> Result:
     """What a run with the recipe `fedpriv` could learn: noise, learning rate, epsilons, time, and what would help.
 
     Nothing is read but these numbers. Examples:
@@ -154,26 +53,64 @@ def plan(
 
     fedpriv plan SmolLM2-135M-Instruct --bits 32 --layers last-2 --max-length 256 --device cpu --memory 8GB
     """
-    _check_use(context, has_model=model is not None)
-    if model is not None:
-        values = memory_values(
-            model=model,
-            bits=bits,
-            rank=rank,
-            target_modules=target_modules,
-            layers=layers,
-            batch=batch,
-            max_length=max_length,
-            activation_checkpointing=activation_checkpointing,
-            device=device,
-            memory=memory,
-        )
-        show(values, memory_page(values), as_json)
-        return
-    if not records or epsilon is None:
-        raise InputError("plan: needs --records and --epsilon, or a MODEL")
+    use = _plan_budget if model is None else partial(_plan_memory, model)
+    own = {name: options[name] for name in inspect.signature(use).parameters}
+    for option in context.command.params:
+        name = option.name or ""
+        if name in options.keys() - own.keys() and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            reason = "plans memory, and there is no MODEL" if model is None else "a MODEL plans memory alone"
+            raise InputError(f"{option.opts[0]}: {reason}")
+    return use(**own)
+
+
+def _plan_budget(
+    records: Annotated[
+        list[int] | None, typer.Option(help="N_k, the records of a client, >= 1; repeat it for each.")
+    ] = None,
+    epsilon: Annotated[float | None, typer.Option(help="What each client may spend, > 0.")] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="In (0, 1); by default 1 / (10 N_k) for each client, at most 1e-5.")
+    ] = None,
+    view: Annotated[
+        str,
+        typer.Option(
+            click_type=OneOf("fedpriv.accounting.views:PlannedView"),
+            help="Who may learn no more: the server, or those who see only sums (secure aggregation).",
+        ),
+    ] = "local",
+    min_clients: Annotated[
+        int | None, typer.Option(help="No sum of fewer uploads is seen; for --view aggregate all, by default.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="The first starts the head; by default as in a run.")] = None,
+    train: Annotated[
+        str | None,
+        typer.Option(
+            click_type=OneOf("fedpriv.config_types:Train"),
+            help="A, B and head in the last rounds, the head alone, or what pays; by default as in a run.",
+        ),
+    ] = None,
+    lora_values: Annotated[
+        int | None, typer.Option(help="d, the values in A and B; by default those of the default model.")
+    ] = None,
+    classes: Annotated[int, typer.Option(help="C >= 2, for the chance that noise misplaces a record.")] = 2,
+    seconds: Annotated[
+        float | None, typer.Option(help="For the passes of all clients' records; what does not fit is left out.")
+    ] = None,
+    records_per_second: Annotated[
+        float | None, typer.Option(help="That pass through the model; by default timed here, with the default model.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write each client's releases, for `python -m clients.deploy register DIR --plan FILE`."
+        ),
+    ] = None,
+) -> Result:
+    """A run within a budget: its values, and a page of them."""
     from fedpriv.plan import budget
 
+    if not records or epsilon is None:
+        raise InputError("plan: needs --records and --epsilon, or a MODEL")
     if classes < 2:
         raise InputError(f"classes = {classes}: must be >= 2")
     setting = budget.Setting.of(
@@ -193,26 +130,99 @@ def plan(
     if seconds is not None:
         setting, left_out = budget.fitted(setting, seconds=seconds, records_per_second=speed)
     found, others = budget.plan(setting), budget.alternatives(setting)
-    values = (
-        _values(found)
-        | _row(found, speed)
-        | {
-            "records_per_second": speed,
-            "misplaced": min(1 - 1 / classes, (classes - 1) * found.misplaced),
-            "needed_records": found.needed_records,
-            "is_hopeless": found.is_hopeless,
-            "train_auto": reason,
-            "helps_most": budget.most_helpful(others) if others else None,
-            "left_out": list(left_out),
-            "clients": [asdict(cost) for cost in found.costs],
-            "alternatives": [{"plan": name} | _row(other, speed) for name, other in others.items()],
-        }
-    )
+    values = _values(found) | _row(found, speed)
+    values |= {
+        "records_per_second": speed,
+        "misplaced": min(1 - 1 / classes, (classes - 1) * found.misplaced),
+        "needed_records": found.needed_records,
+        "is_hopeless": found.is_hopeless,
+        "train_auto": reason,
+        "helps_most": budget.most_helpful(others) if others else None,
+        "left_out": list(left_out),
+        "clients": [asdict(cost) for cost in found.costs],
+        "alternatives": [{"plan": name} | _row(other, speed) for name, other in others.items()],
+    }
     if out is not None:
         committed = _committed(found)
         out.write_text(json.dumps(committed, indent=1) + "\n")
         values["filtered_epsilon"] = max(client["filtered_epsilon"] for client in committed["clients"])
-    show(values, _page(values), as_json)
+    return Result(values, _page(values))
+
+
+def _plan_memory(
+    model: str,
+    bits: Annotated[int, typer.Option(help="Of the frozen base: 32, 16 (bfloat16) or 4 (NF4).")] = 16,
+    rank: Annotated[int, typer.Option(help="r >= 1 of LoRA.")] = 8,
+    target_modules: Annotated[str, typer.Option(help="Linear layers, comma-separated; by default peft's.")] = "",
+    layers: Annotated[str, typer.Option(help="all, last-N, or indices such as 4,5.")] = "all",
+    batch: Annotated[int, typer.Option(help="Records that pass at once, >= 1.")] = 8,
+    max_length: Annotated[int, typer.Option(help="Tokens of each, >= 2.")] = 512,
+    activation_checkpointing: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="Trained layers run again in the backward pass.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; by default cuda for 4 bits or where a GPU is.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="That there is, such as 80GB; by default this machine's.")] = None,
+) -> Result:
+    """The memory of a step: its values in bytes, and a page of them."""
+    import torch
+
+    from fedpriv.plan.memory import PROCESS_BYTES, MemorySetting, largest_batch, memory_plan
+    from fedpriv.sizes import parse_bytes
+
+    setting = MemorySetting(
+        model=model,
+        bits=bits,
+        rank=rank,
+        target_modules=tuple(name.strip() for name in target_modules.split(",") if name.strip()),
+        layers=layers,
+        batch=batch,
+        max_length=max_length,
+        activation_checkpointing=activation_checkpointing,
+        device=device or ("cuda" if bits == 4 or torch.cuda.is_available() else "cpu"),
+    )
+    available = _memory_of_machine(setting.device) if memory is None else parse_bytes(memory)
+    found = memory_plan(setting)
+    values = asdict(setting) | {
+        "parameters": found.num_parameters,
+        "trained_parameters": found.num_trained,
+        "base_bytes": found.base,
+        "adapter_bytes": found.adapter,
+        "activation_bytes": found.activations,
+        "activation_bytes_kept": found.activations_of(False),
+        "activation_bytes_recomputed": found.activations_of(True),
+        "logits_bytes": found.logits,
+        "gradient_bytes": found.gradients,
+        "total_bytes": found.total,
+        "process_bytes": PROCESS_BYTES,
+        "cache_bytes_per_1000_records": found.cache_per_1000_records,
+        "available_bytes": available,
+        "fits": found.total + PROCESS_BYTES <= available,
+        "largest_batch": largest_batch(setting, available) if available else None,
+    }
+    return Result(values, _memory_page(values))
+
+
+def _joined_signature() -> inspect.Signature:
+    """The options of both uses, each use's in a panel of its own in --help."""
+    uses = {
+        "A run within a budget: --records and --epsilon": _plan_budget,
+        "The memory of a step: MODEL": _plan_memory,
+    }
+    context, model, _ = inspect.signature(plan, eval_str=True).parameters.values()
+    parameters = [context, model]
+    for panel, use in uses.items():
+        for parameter in inspect.signature(use, eval_str=True).parameters.values():
+            if parameter.name != model.name:
+                kind, option = get_args(parameter.annotation)
+                option = copy(option)
+                option.rich_help_panel = panel
+                parameters.append(parameter.replace(annotation=Annotated[kind, option]))
+    return inspect.Signature(parameters)
+
+
+plan.__signature__ = _joined_signature()  # type: ignore[attr-defined]
 
 
 def _committed(found: Plan) -> dict[str, Any]:
@@ -228,16 +238,6 @@ def _committed(found: Plan) -> dict[str, Any]:
         cost = {"delta": delta, "filtered_epsilon": filtered_epsilon(releases, delta)}
         clients.append({"client": client, "num_records": size} | cost | listed)
     return {"view": setting.config.privacy_view, "clients": clients}
-
-
-def _check_use(context: typer.Context, *, has_model: bool) -> None:
-    """Refuse an option of the other use."""
-    other = _OF_A_BUDGET if has_model else _OF_MEMORY
-    for option in context.command.params:
-        given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
-        if given and getattr(option, "rich_help_panel", None) == other:
-            reason = "a MODEL plans memory alone" if has_model else "plans memory, and there is no MODEL"
-            raise InputError(f"{option.opts[0]}: {reason}")
 
 
 def _timed() -> float:
@@ -349,3 +349,49 @@ def _help(values: Mapping[str, Any], good: float) -> str:
     if best is None or plans[best] > 0.9 * values["noise_to_signal"]:
         return f"More records or a larger epsilon help, nothing else in the table does: {records}"
     return f"Of the table, {best} helps most (noise to signal {plans[best]:.2g}); {records}"
+
+
+def _memory_of_machine(device: str) -> int:
+    """Bytes; 0 without a GPU."""
+    import torch
+
+    if device == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+
+
+def _memory_page(values: Mapping[str, Any]) -> Iterable[str]:
+    """Lines for a reader."""
+    size = {name: f"{value / 1e9:.2f} GB" for name, value in values.items() if "bytes" in name}
+    kind = {4: "4-bit NF4", 16: "bfloat16", 32: "float32"}[values["bits"]]
+    kept, again = size["activation_bytes_kept"], size["activation_bytes_recomputed"]
+    recomputes = values["activation_checkpointing"]
+    shown = {
+        "parameters": f"{values['parameters']:,}, and {values['trained_parameters']:,} trained",
+        f"base, {kind}": size["base_bytes"],
+        "adapter": f"{size['adapter_bytes']}: values, sums, noise, optimizer",
+        "activations": (
+            f"{again} with layers that run again ({kept} without)"
+            if recomputes
+            else f"{kept} ({again} with --activation-checkpointing)"
+        ),
+        "logits": f"{size['logits_bytes']} more",
+        "total": f"{size['total_bytes']} at the peak of a step on {values['batch']} records of "
+        f"{values['max_length']} tokens",
+    }
+    yield from entries(shown)
+    cache = values["cache_bytes_per_1000_records"]
+    yield (
+        f"prefix cache: {size['cache_bytes_per_1000_records']} for each 1,000 records, in memory or in a file"
+        if cache
+        else "prefix cache: none, since the first layer is trained"
+    )
+    if not values["available_bytes"]:
+        yield "This machine has no GPU; --memory 80GB says what fits one."
+        return
+    verdict = "fits" if values["fits"] else "does not fit"
+    yield (
+        f"It {verdict} in {size['available_bytes']} ({values['device']}), of which process and libraries take up to "
+        f"{size['process_bytes']}; the largest batch that does at once is {values['largest_batch']}."
+    )
+    yield "A larger batch passes in parts, to the same sum: memory_limit_mb bounds a part."

@@ -12,8 +12,7 @@ import click
 import typer
 from typer.core import TyperGroup
 
-from fedpriv.cli.options import OneOf
-from fedpriv.cli.output import AsJson, show
+from fedpriv.cli._command import AsJson, OneOf, Result, command, show
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def run(
         serving.close()
 
 
-@app.command()
+@command(app)
 def new_token(
     name: Annotated[str, typer.Argument(help="Name of the token, for your own use.")],
     tokens: Annotated[Path, typer.Option(help="The file to add it to; created if it is missing.")],
@@ -128,8 +127,7 @@ def new_token(
         str, typer.Option(help="Names of variants, or patterns such as 'round-*', divided by commas.")
     ] = "",
     metrics: Annotated[bool, typer.Option("--metrics", help="It may read /metrics.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Make a bearer token, print it once, and add its digest to a file. A running server reads it after SIGHUP.
 
     Example: fedpriv serve new-token clinic --tokens tokens.toml --variants 'global,round-*'
@@ -141,7 +139,7 @@ def new_token(
         raise InputError("variants = '': name at least one, or give --metrics")
     secret = add_new(tokens, name, patterns, metrics=metrics)
     lines = [secret, f"{tokens} has its digest only: this is the one time that the token is shown"]
-    show({"name": name, "token": secret, "variants": patterns, "metrics": metrics}, lines, as_json)
+    return Result({"name": name, "token": secret, "variants": patterns, "metrics": metrics}, lines)
 
 
 def _serve_modules() -> Any:
