@@ -31,7 +31,7 @@ from fedpriv.training.workbench import Workbench
 MOST_RECORDS = 20_000
 """Training records of a baseline at most, drawn with the seed: more take minutes and change the third digit."""
 
-FOLDS = 5
+_FOLDS = 5
 """Of the cross-validation on the server's test records."""
 
 _FOLDS_FOR_C = 3
@@ -106,7 +106,7 @@ def _cross_validated(records: Labelled, seed: int) -> Baselines | None:
     if num < 2:
         return None
     order = np.random.default_rng(seed).permutation(num)[:MOST_RECORDS]
-    records, folds = records.part(order), min(FOLDS, num)
+    records, folds = records.part(order), min(_FOLDS, num)
     parts = list(KFold(folds).split(order))
     counts = np.array([hits(records.part(rest), records.part(held_out), seed) for rest, held_out in parts])
     probe, tfidf = counts.sum(axis=0) / len(order)

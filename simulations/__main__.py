@@ -65,7 +65,7 @@ def _show_script(value: bool) -> None:
         raise typer.Exit
 
 
-def override_names(incomplete: str) -> list[str]:
+def _override_names(incomplete: str) -> list[str]:
     """`key=` of the keys that begin so; or after a `=` the key with each of its values, where those have names."""
     key, sign, _ = incomplete.partition("=")
     if sign:
@@ -75,12 +75,12 @@ def override_names(incomplete: str) -> list[str]:
     return [name for name in found if name.startswith(incomplete)]
 
 
-def engine_names(incomplete: str) -> list[str]:
+def _engine_names(incomplete: str) -> list[str]:
     """The engines that begin so, less Flower's own."""
     return [name for name in _value_names("engine") if name.startswith(incomplete) and name != "flower"]
 
 
-def recipe_names(incomplete: str) -> list[str]:
+def _recipe_names(incomplete: str) -> list[str]:
     """The recipes that begin so."""
     return [name for name in RECIPES if name.startswith(incomplete)]
 
@@ -98,26 +98,26 @@ def _allowed(form: Mapping[str, Any]) -> Iterator[str]:
         yield from _allowed(inner)
 
 
-Override = Annotated[
+_Override = Annotated[
     list[str] | None,
     typer.Option(
         "-c",
         metavar="KEY=VALUE",
         help="Override one key; repeatable. docs/configuration.md lists them.",
-        autocompletion=override_names,
+        autocompletion=_override_names,
     ),
 ]
-EngineOption = Annotated[
+_EngineOption = Annotated[
     str | None,
-    typer.Option("--engine", help="How clients are run: stacked, in-process or ray.", autocompletion=engine_names),
+    typer.Option("--engine", help="How clients are run: stacked, in-process or ray.", autocompletion=_engine_names),
 ]
-RecipeOption = Annotated[
+_RecipeOption = Annotated[
     str | None,
     typer.Option(
         "--recipe",
         metavar="NAME",
         help="Values for the keys that belong together and are not given; see below.",
-        autocompletion=recipe_names,
+        autocompletion=_recipe_names,
     ),
 ]
 
@@ -143,9 +143,9 @@ app.command()(init)
 @app.command(epilog=_RECIPES)
 def run(
     config: Annotated[Path | None, typer.Argument(help="TOML file; without one, the embedded default.")] = None,
-    override: Override = None,
-    recipe: RecipeOption = None,
-    engine: EngineOption = None,
+    override: _Override = None,
+    recipe: _RecipeOption = None,
+    engine: _EngineOption = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; by default a new one in results/.")] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Resume an interrupted run, from its folder or one of its checkpoints.")
@@ -173,9 +173,9 @@ def run(
 @app.command(epilog=_RECIPES)
 def sweep(
     config: Annotated[Path, typer.Argument(help="TOML file: run keys, and a [grid] or [[runs]] of what varies.")],
-    override: Override = None,
-    recipe: RecipeOption = None,
-    engine: EngineOption = None,
+    override: _Override = None,
+    recipe: _RecipeOption = None,
+    engine: _EngineOption = None,
     max_parallel: Annotated[
         int | None, typer.Option(help="Runs at a time; by default one per core. 1 needs no Ray.")
     ] = None,

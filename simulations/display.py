@@ -51,7 +51,7 @@ class TerminalObserver:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._screen: Screen | None = None
+        self._screen: _Screen | None = None
         self._config: RunConfig | None = None
         self._phases: list[str] = []
         self._comparison: list[str] = []
@@ -77,8 +77,8 @@ class TerminalObserver:
         if not self._comparison:  # whose rounds take about as long as those before
             self._seconds = {}
         self._config, self._stage = config, ""
-        self._phases = phases_of(config)
-        self._comparison = phases_of(config.without_noise) if config.compares else []
+        self._phases = _phases_of(config)
+        self._comparison = _phases_of(config.without_noise) if config.compares else []
         self._bytes, self._round, self._figures = 0, 0, ""
         self._delta = max(config.delta or default_delta(r.num_records) for r in registrations)
         self._began = self._round_began = time.monotonic()
@@ -119,7 +119,7 @@ class TerminalObserver:
                 self._round, self._round_began = progress.round, time.monotonic()
         self._now = progress
         if self._screen is None:
-            self._screen = screen_of(self._console, self.lines)
+            self._screen = _screen_of(self._console, self.lines)
         else:
             self._screen.update()
 
@@ -142,7 +142,7 @@ class TerminalObserver:
     def finished(self, folder: Path, summary: dict[str, Any]) -> None:
         """Show the closing tables, what was spent and where everything is."""
         self._close()
-        closing(self._console, folder, summary)
+        _closing(self._console, folder, summary)
 
     def _phase(self, round_: int) -> str:
         return self._phases[round_ - 1] if round_ <= len(self._phases) else ""
@@ -181,7 +181,7 @@ class TerminalObserver:
     def _left(self, now: float) -> str:
         """The time left, the comparison run included."""
         ahead = [*self._phases[max(self._round, 1) - 1 :], *self._comparison]
-        estimate = time_left(self._seconds, ahead, now - self._round_began, self._share)
+        estimate = _time_left(self._seconds, ahead, now - self._round_began, self._share)
         if estimate is None:
             return ""
         return f"{'over' if estimate.is_least else 'about'} {format_seconds(round(estimate.seconds))} left"
@@ -232,7 +232,7 @@ _NOTEBOOK_SECONDS = 0.5
 _PER_SECOND = 4
 
 
-class Screen(Protocol):
+class _Screen(Protocol):
     """Where lines are rewritten."""
 
     def update(self) -> None:
@@ -242,7 +242,7 @@ class Screen(Protocol):
         """Take the lines away."""
 
 
-def screen_of(console: Console, lines: Callable[[], str]) -> Screen | None:
+def _screen_of(console: Console, lines: Callable[[], str]) -> _Screen | None:
     """A screen that shows the lines from now on; None where nothing can be rewritten, as in a pipe or a file.
 
     Args:
@@ -298,7 +298,7 @@ _SMALLEST_SHARE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimeLeft:
+class _TimeLeft:
     """An estimate.
 
     Attributes:
@@ -310,16 +310,16 @@ class TimeLeft:
     is_least: bool
 
 
-def phases_of(config: RunConfig) -> list[str]:
+def _phases_of(config: RunConfig) -> list[str]:
     """What each round of a run does: `start`, `head` or `all`; rounds that do the same take about as long."""
     num_all = num_lora_rounds(config)
     num_head = config.rounds - config.head_start - num_all
     return [*["start"] * config.head_start, *["head"] * num_head, *["all"] * num_all]
 
 
-def time_left(
+def _time_left(
     seconds: Mapping[str, Sequence[float]], ahead: Sequence[str], spent: float, share: float | None
-) -> TimeLeft | None:
+) -> _TimeLeft | None:
     """How long the rest takes; None as long as nothing is known.
 
     Args:
@@ -329,7 +329,7 @@ def time_left(
         share: of the current round that is done, in [0, 1]; None if that is not known.
     """
     if not ahead:
-        return TimeLeft(seconds=0.0, is_least=False)
+        return _TimeLeft(seconds=0.0, is_least=False)
     usual = {phase: mean(took[-_NUM_RECENT:]) for phase, took in seconds.items() if took}
     current, *later = ahead
     if share is not None and share >= _SMALLEST_SHARE:
@@ -338,13 +338,13 @@ def time_left(
         return None
     now = max(0.0, usual.get(current, spent) - spent)
     known = [usual[phase] for phase in later if phase in usual]
-    return TimeLeft(seconds=now + sum(known), is_least=current not in usual or len(known) < len(later))
+    return _TimeLeft(seconds=now + sum(known), is_least=current not in usual or len(known) < len(later))
 
 
 _ALARM = "bold red"
 
 
-def closing(console: Console, folder: Path, summary: dict[str, Any]) -> None:
+def _closing(console: Console, folder: Path, summary: dict[str, Any]) -> None:
     """Print what a run reached and what it cost, which the run's folder has too."""
     console.print(_clients(client_table(summary["clients"], summary["accountant"], view=summary["privacy_view"])))
     if (responses := language_table(summary)) is not None:

@@ -19,14 +19,14 @@ from fedpriv.cli._command import command
 from fedpriv.cli.communication import communication
 from fedpriv.errors import InputError
 from fedpriv.plan.communication import (
-    PRESETS,
+    _PRESETS,
     ModelShape,
+    _meta_model,
     _paper_row,
+    _preset_shape,
     compare_paper,
     count,
-    meta_model,
     model_shape,
-    preset_shape,
 )
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -42,7 +42,7 @@ FEED_FORWARD = {
 
 @pytest.fixture(scope="module")
 def shapes() -> dict[str, ModelShape]:
-    return {name: preset_shape(name) for name in PRESETS}
+    return {name: _preset_shape(name) for name in _PRESETS}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_papers_formula_is_exact_for_square_matrices_only(shapes, name, targ
     assert (counted.formula_parameters == counted.parameters_up) is square
 
 
-@given(rank=st.integers(1, 2048), factor=st.integers(1, 100), name=st.sampled_from(sorted(PRESETS)))
+@given(rank=st.integers(1, 2048), factor=st.integers(1, 100), name=st.sampled_from(sorted(_PRESETS)))
 def test_what_is_trained_grows_linearly_in_the_rank(shapes, rank, factor, name):
     one, many = (count(shapes[name], rank=r) for r in (rank, factor * rank))
     assert many.trainable_parameters == factor * one.trainable_parameters
@@ -145,7 +145,7 @@ def test_an_unknown_target_is_one_line_with_the_layers_there_are(shapes):
 
 
 def test_a_model_type_without_default_needs_targets(tmp_path):
-    AutoConfig.for_model(**PRESETS["chatglm2-6b"] | {"num_hidden_layers": 1}).save_pretrained(tmp_path)
+    AutoConfig.for_model(**_PRESETS["chatglm2-6b"] | {"num_hidden_layers": 1}).save_pretrained(tmp_path)
     shape = model_shape(str(tmp_path))
     with pytest.raises(InputError, match=r"no default for .*q_proj"):
         count(shape, rank=8)
@@ -186,7 +186,7 @@ def test_a_model_that_is_not_there_is_one_line(name):
 
 
 def test_the_model_allocates_nothing():
-    model = meta_model(AutoConfig.for_model(**PRESETS["llama-7b"]))
+    model = _meta_model(AutoConfig.for_model(**_PRESETS["llama-7b"]))
     tensors = [*model.parameters(), *model.buffers()]
     assert sum(tensor.numel() for tensor in tensors) > 6e9
     assert all(tensor.is_meta and tensor.untyped_storage().data_ptr() == 0 for tensor in tensors)

@@ -12,7 +12,7 @@ from fedpriv.adapters import LoraSettings, attach
 from fedpriv.adapters.base_models import freeze
 from fedpriv.errors import InputError
 from fedpriv.plan import memory
-from fedpriv.plan.memory import MemorySetting, configuration, largest_batch, memory_plan
+from fedpriv.plan.memory import MemorySetting, _configuration, largest_batch, memory_plan
 from fedpriv.sizes import parse_bytes
 from fedpriv.training.footprint import Footprint
 from fedpriv.training.live_bytes import LiveBytes, peak_of_pass
@@ -221,6 +221,6 @@ def test_an_encoder_is_refused(tmp_path):
 
 def test_a_gguf_file_is_planned_for_by_its_own_numbers(tmp_path):
     model = tiny_llama()
-    found = configuration(str(write_gguf(tmp_path / "tiny.gguf", model)))
+    found = _configuration(str(write_gguf(tmp_path / "tiny.gguf", model)))
     assert (found.vocab_size, found.hidden_size) == (model.config.vocab_size, model.config.hidden_size)
     assert found.num_hidden_layers == 2

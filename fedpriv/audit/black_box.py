@@ -25,8 +25,8 @@ from fedpriv.mechanisms.sources import RandomSource, SeededSource
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import Workbench
 
-Kind = Literal["tokens", "mislabelled"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+_Kind = Literal["tokens", "mislabelled"]
+_KINDS: tuple[_Kind, ...] = get_args(_Kind)
 
 _RECORDS_PER_PASS = 64
 
@@ -45,13 +45,13 @@ class CanaryPlan:
         InputError: a value is out of range.
     """
 
-    kind: Kind = "tokens"
+    kind: _Kind = "tokens"
     num: int = 100
     num_tokens: int = 16
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InputError(f"kind = {self.kind!r}: must be one of {', '.join(KINDS)}")
+        if self.kind not in _KINDS:
+            raise InputError(f"kind = {self.kind!r}: must be one of {', '.join(_KINDS)}")
         if self.num < 2 or self.num_tokens < 3:
             raise InputError(f"num = {self.num}, num_tokens = {self.num_tokens}: must be >= 2 and >= 3")
 
@@ -170,7 +170,7 @@ def record_losses(model: TrainingModel, adapter: Adapter, records: Records) -> A
     return losses
 
 
-CONFIDENCE = 0.95
+_CONFIDENCE = 0.95
 
 
 def audited(config: RunConfig, bench: Workbench, index: int) -> AuditedClient | None:
@@ -197,7 +197,7 @@ def _audited(bench: Workbench, index: int, kind: str, num: int, seed: int) -> Au
     """Always the same object for a client, because caches of its records use object identity."""
     return audited_client(
         bench.client(index),
-        CanaryPlan(kind=cast(Kind, kind), num=num),
+        CanaryPlan(kind=cast(_Kind, kind), num=num),
         num_labels=len(bench.data.label_names),
         vocabulary=bench.base.model.config.vocab_size,
         canary_source=SeededSource(seed, index, "canaries"),
@@ -227,7 +227,7 @@ def audit_of(
     # Even, since half of the guesses are that a canary is in.
     num_guesses = 2 * max(1, sum(len(client.canaries) for client in clients) // 4)
     result = audit_run(
-        bench.model, bench.initial, final, clients, num_guesses=num_guesses, delta=delta, confidence=CONFIDENCE
+        bench.model, bench.initial, final, clients, num_guesses=num_guesses, delta=delta, confidence=_CONFIDENCE
     )
     refuted = result.epsilon_lower > claimed_epsilon
     return {"kind": config.audit, **asdict(result), "claimed_epsilon": claimed_epsilon, "refuted": refuted}

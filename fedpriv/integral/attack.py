@@ -65,7 +65,7 @@ class Success:
         return self.low > CHANCE
 
 
-def draw_generators(
+def _draw_generators(
     labels: Indices, background: Indices, class_counts: Indices, num: int, generator: np.random.Generator
 ) -> Indices:
     """The intruder's guessed training sets, int64 [num, size]: the background and a uniform draw of the others.
@@ -92,7 +92,7 @@ def draw_generators(
     return np.concatenate(drawn, axis=1).astype(np.int64)
 
 
-def rank_generators(vectors: Vectors, target: Vectors, comparison: Comparison = "norm") -> Indices:
+def _rank_generators(vectors: Vectors, target: Vectors, comparison: Comparison = "norm") -> Indices:
     """Rows of the models, the one closest to the target first.
 
     Args:
@@ -115,7 +115,7 @@ def rank_generators(vectors: Vectors, target: Vectors, comparison: Comparison = 
     return np.argsort(scores, kind="stable")
 
 
-def membership_scores(
+def _membership_scores(
     generators: Indices, order: Indices, num_candidates: int, num_best: int
 ) -> npt.NDArray[np.float64]:
     """For each candidate, the share of the best generators that contain it, [candidates]; 1 for their intersection.
@@ -137,7 +137,7 @@ def membership_scores(
     return np.bincount(best.ravel(), minlength=num_candidates) / num_best
 
 
-def infer_members(
+def _infer_members(
     scores: npt.NDArray[np.float64], unknown: Indices, num_members: int, generator: np.random.Generator
 ) -> Indices:
     """The candidates classified as members: those with the highest scores, with ties broken at random.
@@ -152,7 +152,7 @@ def infer_members(
     return np.sort(unknown[order[:num_members]])
 
 
-def success(shares: Sequence[float], confidence: float = 0.95) -> Success:
+def _success(shares: Sequence[float], confidence: float = 0.95) -> Success:
     """The mean of the trials' shares of correct answers, with its confidence interval.
 
     Args:
@@ -260,7 +260,7 @@ def play(network: nn.Module, labels: Indices, game: Game, train: Train, publish:
         target = publish(train, dealt[:-2], dealer)
         members = dealer.permutation(dealt[target.owner])
         shares.append(_trial(network, labels, game, train, target.vector, members, dealt[-2:].ravel(), dealer))
-    return success(shares)
+    return _success(shares)
 
 
 def _trial(
@@ -279,11 +279,11 @@ def _trial(
     pool = np.concatenate([members, *others])
     background, unknown = np.arange(game.num_background), np.arange(game.num_background, len(pool))
     counts = np.bincount(labels[members])
-    guessed = draw_generators(labels[pool], background, counts, game.num_subsamples, generator)
+    guessed = _draw_generators(labels[pool], background, counts, game.num_subsamples, generator)
     vectors = aligned(network, train(pool[guessed]), target)
-    order = rank_generators(vectors.double().numpy(), target.double().numpy(), game.comparison)
-    scores = membership_scores(guessed, order, len(pool), game.num_best)
-    inferred = infer_members(scores, unknown, int(wanted.sum()), generator)
+    order = _rank_generators(vectors.double().numpy(), target.double().numpy(), game.comparison)
+    scores = _membership_scores(guessed, order, len(pool), game.num_best)
+    inferred = _infer_members(scores, unknown, int(wanted.sum()), generator)
     # Half of the unknown candidates are members, so precision equals accuracy.
     return float(np.mean(inferred < game.size))
 

@@ -139,8 +139,8 @@ _MAX_PASSES = 20
 # How many costs of pairs of neurons are held in memory at once.
 _VALUES_AT_ONCE = 2**24
 
-Permutations = list[Tensor]
-Layers = list[tuple[Tensor, Tensor]]
+_Permutations = list[Tensor]
+_Layers = list[tuple[Tensor, Tensor]]
 
 
 def aligned(network: nn.Module, vectors: Tensor, reference: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def aligned(network: nn.Module, vectors: Tensor, reference: Tensor) -> Tensor:
     return torch.cat(result)
 
 
-def _permuted(network: nn.Module, names: Sequence[str], vectors: Tensor, orders: Permutations) -> Tensor:
+def _permuted(network: nn.Module, names: Sequence[str], vectors: Tensor, orders: _Permutations) -> Tensor:
     """Each network with its hidden neurons in its own order, [networks, width] for each hidden layer."""
     result = vectors.clone()
     named = from_vectors(network, result)
@@ -186,7 +186,7 @@ def _permuted(network: nn.Module, names: Sequence[str], vectors: Tensor, orders:
     return result
 
 
-def _orders(layers: Layers, target: Layers) -> Permutations:
+def _orders(layers: _Layers, target: _Layers) -> _Permutations:
     """The order of each hidden layer, [networks, width], that brings each network closest to the target."""
     num = len(layers[0][0])
     orders = [torch.arange(weight.shape[1]).repeat(num, 1) for weight, _ in layers[:-1]]
@@ -211,7 +211,7 @@ def _cost(costs: Tensor, order: Tensor) -> Tensor:
     return costs.gather(2, order.unsqueeze(2)).sum(dim=(1, 2))
 
 
-def _incoming(layers: Layers, target: Layers, orders: Permutations, depth: int) -> Tensor:
+def _incoming(layers: _Layers, target: _Layers, orders: _Permutations, depth: int) -> Tensor:
     """|difference|^2 of incoming weights and bias, [networks, target's neurons, own neurons]."""
     weight, bias = layers[depth]
     weight = weight if depth == 0 else _columns(weight, orders[depth - 1])
@@ -219,7 +219,7 @@ def _incoming(layers: Layers, target: Layers, orders: Permutations, depth: int) 
     return _distances(torch.cat([target[depth][0], target[depth][1].unsqueeze(2)], dim=2), own).square()
 
 
-def _outgoing(layers: Layers, target: Layers, orders: Permutations, depth: int) -> Tensor:
+def _outgoing(layers: _Layers, target: _Layers, orders: _Permutations, depth: int) -> Tensor:
     """|difference|^2 of outgoing weights, [networks, target's neurons, own neurons]."""
     weight = layers[depth + 1][0]
     rows = weight if depth + 1 == len(orders) else _rows(weight, orders[depth + 1])
@@ -250,7 +250,7 @@ def _linear_names(network: nn.Module) -> list[str]:
     return [name for name, module in network.named_children() if isinstance(module, nn.Linear)]
 
 
-def _layers(network: nn.Module, names: Sequence[str], vectors: Tensor) -> Layers:
+def _layers(network: nn.Module, names: Sequence[str], vectors: Tensor) -> _Layers:
     """(weight [networks, out, in], bias [networks, out]) of each linear layer; zeros where it has no bias."""
     named = from_vectors(network, vectors)
     weights = [named[f"{name}.weight"] for name in names]

@@ -16,7 +16,7 @@ from fedpriv.integral.subsamples import Subsamples, disjoint_subsamples
 from fedpriv.integral.training import TrainingSchedule, train_stacked
 
 # Epochs after which recurrence and accuracy are measured, in addition to the last.
-SNAPSHOT_EPOCHS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+_SNAPSHOT_EPOCHS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +60,7 @@ class SelectionSettings:
     schedule: TrainingSchedule = field(default_factory=TrainingSchedule)
     seed: int = 0
     epsilons: tuple[float, ...] = ()
-    keep: tuple[int, ...] = SNAPSHOT_EPOCHS
+    keep: tuple[int, ...] = _SNAPSHOT_EPOCHS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ class Subsamples:
     share_left_over: float
 
 
-def largest_remainder(quotas: npt.NDArray[np.float64], total: int) -> Indices:
+def _largest_remainder(quotas: npt.NDArray[np.float64], total: int) -> Indices:
     """Integers that sum to `total`, each the floor or ceiling of its quota; ties go to the smaller index.
 
     Args:
@@ -64,7 +64,7 @@ def class_counts(class_sizes: Sequence[int], size: int) -> Indices:
     floors = size * sizes // num_records
     num_extra = size - int(floors.sum())
     fractions = (size * sizes % num_records) / num_records
-    extras = largest_remainder(num_subsamples * fractions, num_subsamples * num_extra)
+    extras = _largest_remainder(num_subsamples * fractions, num_subsamples * num_extra)
     counts = np.tile(floors, (num_subsamples, 1))
     classes = np.repeat(np.arange(len(sizes)), extras)
     np.add.at(counts, (np.arange(len(classes)) % num_subsamples, classes), 1)
@@ -126,7 +126,7 @@ def _check_every_class(class_sizes: Indices, counts: Indices, size: int, names: 
     )
 
 
-SAMPLES_PER_WEIGHT = 10
+_SAMPLES_PER_WEIGHT = 10
 """Source: Baum and Haussler 1988, as a rule of thumb in Varshney and Torra 2023, section 4.1."""
 
 
@@ -197,7 +197,7 @@ def advice(
     pac = math.ceil((num_parameters + math.log(1 / failure_probability)) / excess_loss**2)
     return Advice(
         num_parameters=num_parameters,
-        rule_of_thumb=sized(SAMPLES_PER_WEIGHT * num_parameters),
+        rule_of_thumb=sized(_SAMPLES_PER_WEIGHT * num_parameters),
         pac=sized(pac),
         chosen=None if subsample_size is None else sized(subsample_size),
     )

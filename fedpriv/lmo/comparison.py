@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EPSILONS = (0.3, 0.7, 2.0, 3.0)
 
 # Average reduction of the noise's absolute value against Gaussian noise: Yang et al., Figure 6.
-PAPER_REDUCTION = {0.3: 0.9513, 0.7: 0.9219, 2.0: 0.8771, 3.0: 0.8731}
+_PAPER_REDUCTION = {0.3: 0.9513, 0.7: 0.9219, 2.0: 0.8771, 3.0: 0.8731}
 
 Record = dict[str, Any]
 
@@ -56,7 +56,7 @@ def compare(
         ablations: search every choice of one, two and three parts instead of only all three.
         seed: of the search.
     """
-    choices = part_choices() if ablations else [PARTS]
+    choices = _part_choices() if ablations else [PARTS]
     records: list[Record] = []
     for epsilon in epsilons:
         scalar = replace(budget, epsilon=epsilon, dimension=1, accounting="sound")
@@ -70,7 +70,7 @@ def compare(
     return records
 
 
-def part_choices() -> list[tuple[PartName, ...]]:
+def _part_choices() -> list[tuple[PartName, ...]]:
     """All choices of one, two and three parts."""
     return [choice for num in range(1, len(PARTS) + 1) for choice in combinations(PARTS, num)]
 
@@ -93,15 +93,15 @@ def reductions(records: Sequence[Record], sensitivity: float = 1.0) -> list[Reco
         noises = {r["noise"]: r for r in scalar if r["noise"] != "lmo" or r["parts"] == "+".join(PARTS)}
         stddev = sensitivity * math.sqrt(2 * math.log(1.25 / scalar[0]["delta"])) / epsilon
         means = {name: noises[name]["mean_absolute"] for name in ("laplace", "lmo")}
-        means["staircase"] = sensitivity * least_mean_absolute(epsilon)
-        row: Record = {"epsilon": epsilon, "paper": PAPER_REDUCTION.get(epsilon)}
+        means["staircase"] = sensitivity * _least_mean_absolute(epsilon)
+        row: Record = {"epsilon": epsilon, "paper": _PAPER_REDUCTION.get(epsilon)}
         row |= {name: 1 - mean / noises["gaussian"]["mean_absolute"] for name, mean in means.items()}
-        classical = gaussian_sizes(stddev)["mean_absolute"]
+        classical = _gaussian_sizes(stddev)["mean_absolute"]
         rows.append(row | {f"{name}_classical": 1 - mean / classical for name, mean in means.items()})
     return rows
 
 
-def least_mean_absolute(epsilon: float) -> float:
+def _least_mean_absolute(epsilon: float) -> float:
     """The least mean absolute value of any epsilon-DP noise on a scalar of sensitivity 1: the staircase mechanism's.
 
     Source: Geng and Viswanath 2014, Theorem 3: e^(epsilon / 2) / (e^epsilon - 1).
@@ -118,7 +118,7 @@ def _at_dimension(budget: Budget, shapes: dict[str, LmoParameters], largest: int
         scale=1 / budget.sensitivity,
         accountant="rdp",
     )
-    gaussian = gaussian_sizes(multiplier)
+    gaussian = _gaussian_sizes(multiplier)
     common = {"epsilon": budget.epsilon, "delta": budget.delta, "dimension": budget.dimension}
     yield common | {"noise": "gaussian", "parts": None, **gaussian, "noise_multiplier": multiplier}
     noises = {("laplace", ""): laplace(budget)}
@@ -144,7 +144,7 @@ def sizes(parameters: LmoParameters) -> Record:
     }
 
 
-def gaussian_sizes(stddev: float) -> Record:
+def _gaussian_sizes(stddev: float) -> Record:
     """The same for Gaussian noise."""
     return {
         "variance": stddev**2,

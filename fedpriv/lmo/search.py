@@ -33,7 +33,7 @@ Objective = Literal["variance", "mean-absolute", "usefulness"]
 PartName = Literal["gamma", "exponential", "uniform"]
 PARTS: tuple[PartName, ...] = get_args(PartName)
 
-Range = tuple[float, float]
+_Range = tuple[float, float]
 
 # Points of the coarse Sobol sequence; population and generations of the optimiser. The sound curve takes about 20 times
 # as long to compute as the published one.
@@ -60,12 +60,12 @@ class SearchSpace:
 
     combination: Combination = "mixture"
     parts: tuple[PartName, ...] = PARTS
-    weight: Range = (0.1, 0.9)
-    shape: Range = (0.5, 50.0)
-    scale: Range = (1e-5, 10.0)
-    rate: Range = (0.1, 1e5)
-    low: Range = (1e-4, 100.0)
-    high: Range = (1e-4, 100.0)
+    weight: _Range = (0.1, 0.9)
+    shape: _Range = (0.5, 50.0)
+    scale: _Range = (1e-5, 10.0)
+    rate: _Range = (0.1, 1e5)
+    low: _Range = (1e-4, 100.0)
+    high: _Range = (1e-4, 100.0)
 
     def __post_init__(self) -> None:
         if self.combination not in get_args(Combination):
@@ -143,7 +143,7 @@ def search(
         candidates = _decoded(space, units)
         factor = _largest_factor(space, candidates, budget, orders)
         fits = np.isfinite(factor)
-        objectives = measure(candidates.scaled(np.where(fits, factor, 1.0)), objective, tolerance)
+        objectives = _measure(candidates.scaled(np.where(fits, factor, 1.0)), objective, tolerance)
         return np.where(fits & np.isfinite(objectives), np.log(np.maximum(objectives, 1e-300)), np.inf)
 
     num = _COARSE[budget.accounting]
@@ -166,12 +166,12 @@ def search(
     return _finished(space, budget, refined.x, objective, tolerance, num + _POPULATION * refined.nfev, orders)
 
 
-def sobol_candidates(space: SearchSpace, num: int, *, seed: int) -> Columns:
+def _sobol_candidates(space: SearchSpace, num: int, *, seed: int) -> Columns:
     """`num` candidates spread evenly over the space by a Sobol sequence with this seed."""
     return _decoded(space, _sobol(space, num, seed))
 
 
-def measure(candidates: Columns, objective: Objective, tolerance: float) -> Array:
+def _measure(candidates: Columns, objective: Objective, tolerance: float) -> Array:
     """[...] The objective of the candidates, smaller is better; see `search`."""
     if objective == "variance":
         return variance(candidates)
@@ -193,7 +193,7 @@ def _finished(
     parameters = fitted(_parameters(space, shape), budget, largest_factor=float(_factors(space, shape)[1][0]))
     return FoundNoise(
         parameters=parameters,
-        value=float(measure(columns(parameters), objective, tolerance)),
+        value=float(_measure(columns(parameters), objective, tolerance)),
         epsilon=cost(parameters, budget),
         valid_dimension=budget.valid_dimension,
         num_candidates=num_candidates,
@@ -231,7 +231,7 @@ def _largest_factor(space: SearchSpace, candidates: Columns, budget: Budget, ord
 
 def _factors(space: SearchSpace, candidates: Columns) -> tuple[Array, Array]:
     """[n] The smallest and largest factor on u that keep all of its parameters in their ranges."""
-    bounds: list[tuple[Array, Range]] = []
+    bounds: list[tuple[Array, _Range]] = []
     if "gamma" in space.parts:
         bounds.append((candidates.scale, space.scale))
     if "exponential" in space.parts:
@@ -351,7 +351,7 @@ def coverage(
     if num_samples < 1:
         raise InputError(f"num_samples = {num_samples}: must be >= 1")
     generator = np.random.default_rng(seed)
-    noises = sobol_candidates(space, num_samples, seed=seed)
+    noises = _sobol_candidates(space, num_samples, seed=seed)
     records = []
     for quantisation in quantisations:
         throws = round(1 / quantisation)
@@ -359,12 +359,12 @@ def coverage(
             simulated = generator.multinomial(throws, np.full(size, 1 / size), size=num_samples) / throws
             records.append(
                 {"quantisation": quantisation, "domain_size": size, "num_samples": num_samples}
-                | nearest_distances(simulated, cell_probabilities(noises, size))
+                | _nearest_distances(simulated, _cell_probabilities(noises, size))
             )
     return records
 
 
-def cell_probabilities(candidates: Columns, num_cells: int) -> Array:
+def _cell_probabilities(candidates: Columns, num_cells: int) -> Array:
     """[n, cells] Probability of equal cells of [-1, 1] under each noise, normalised to sum to one."""
     edges = np.linspace(-1, 1, num_cells + 1)
     tails = np.exp(log_mgf(candidates.with_axes(1), -np.abs(edges))) / 2
@@ -372,7 +372,7 @@ def cell_probabilities(candidates: Columns, num_cells: int) -> Array:
     return np.asarray(shares / shares.sum(axis=1, keepdims=True))
 
 
-def nearest_distances(simulated: Array, noises: Array) -> dict[str, float]:
+def _nearest_distances(simulated: Array, noises: Array) -> dict[str, float]:
     """Mean and largest distance of rows [m, cells] to the nearest of rows [n, cells]; each row is a distribution."""
     floor = np.maximum(noises, np.finfo(float).tiny)
     kl = special.xlogy(simulated, simulated).sum(axis=1)[:, None] - simulated @ np.log(floor).T

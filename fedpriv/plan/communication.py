@@ -15,7 +15,7 @@ from typing import Any
 
 from fedpriv.errors import InputError
 
-PRESETS: dict[str, dict[str, Any]] = {
+_PRESETS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_positions": 1024}
     | {"n_embd": 768, "n_layer": 12, "n_head": 12},
     "bert-base": {"model_type": "bert", "architectures": ["BertModel"], "vocab_size": 30522, "hidden_size": 768}
@@ -97,28 +97,28 @@ def model_shape(name: str) -> ModelShape:
     from fedpriv.adapters.base_models import quiet_transformers, resolve
 
     folder = Path(name).expanduser()
-    if not folder.is_dir() and name in PRESETS:
-        return preset_shape(name)
+    if not folder.is_dir() and name in _PRESETS:
+        return _preset_shape(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise InputError(f"model = {name!r}: this folder has no config.json")
     location = str(folder) if folder.is_dir() else resolve(name)
     try:
         with quiet_transformers():
-            return shape_of(AutoConfig.from_pretrained(location, trust_remote_code=False), name)
+            return _shape_of(AutoConfig.from_pretrained(location, trust_remote_code=False), name)
     except Exception as error:  # a foreign configuration may cause any error in transformers or torch
         reason = textwrap.shorten(str(error) or type(error).__name__, 120)
-        raise InputError(f"model = {name!r}: {reason} (no network needed: {', '.join(PRESETS)})") from None
+        raise InputError(f"model = {name!r}: {reason} (no network needed: {', '.join(_PRESETS)})") from None
 
 
-def preset_shape(name: str) -> ModelShape:
-    """The shape of one of `PRESETS`; if peft has no default targets for it, they are query, key and value."""
+def _preset_shape(name: str) -> ModelShape:
+    """The shape of one of `_PRESETS`; if peft has no default targets for it, they are query, key and value."""
     from transformers import AutoConfig
 
-    shape = shape_of(AutoConfig.for_model(**PRESETS[name]), name)
+    shape = _shape_of(AutoConfig.for_model(**_PRESETS[name]), name)
     return replace(shape, default_targets=shape.default_targets or _ATTENTION[name])
 
 
-def shape_of(config: Any, name: str) -> ModelShape:
+def _shape_of(config: Any, name: str) -> ModelShape:
     """The shape of the model that a transformers configuration describes; messages call it by the given name."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
@@ -126,7 +126,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
     from fedpriv.adapters.base_models import BaseModel
     from fedpriv.adapters.lora import default_targets
 
-    model = meta_model(config)
+    model = _meta_model(config)
     linear = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     try:
         defaults = default_targets(BaseModel(name, model, None, (), "model"))
@@ -142,7 +142,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
     )
 
 
-def meta_model(config: Any) -> Any:
+def _meta_model(config: Any) -> Any:
     """The model that a configuration describes, on torch's meta device, which allocates nothing.
 
     It has its head if the configuration's first architecture is a causal model or a sequence classifier, else none.
@@ -300,7 +300,7 @@ def compare_paper() -> list[PaperRow]:
     for model, printed in _PAPER.items():
         table, lines = printed.split(": ")
         entries = [line.split() for line in lines.split(", ")]
-        shape = preset_shape(model)
+        shape = _preset_shape(model)
         rows += [_paper_row(int(table), shape, entries[0][1], *entry) for entry in entries]
     return rows
 

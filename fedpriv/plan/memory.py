@@ -28,7 +28,7 @@ from fedpriv.training.stacked import FLOATS_PER_VALUE
 _FLOAT_BYTES = 4
 
 # NF4 with double quantisation: 4 bits, 8 bits for the scale of each 64 values, 32 for that of each 256 such scales.
-NF4_BYTES = 4 / 8 + 1 / 64 + 4 / (64 * 256)
+_NF4_BYTES = 4 / 8 + 1 / 64 + 4 / (64 * 256)
 
 # What the step's values take thrice: the model's own, those that a run starts from, those that a client received.
 _COPIES_OF_ADAPTER = 3
@@ -224,7 +224,7 @@ def _base_bytes(model: Any, bits: int) -> int:
     if bits != 4:
         return total * bits // 8
     quantised = sum(p.numel() for p in _in_layers(model))
-    return round(quantised * NF4_BYTES + 2 * (total - quantised))
+    return round(quantised * _NF4_BYTES + 2 * (total - quantised))
 
 
 def _in_layers(model: Any) -> list[Tensor]:
@@ -245,7 +245,7 @@ def _model(setting: MemorySetting, vocabulary: int | None) -> Any:
     """The peft model on torch's meta device, its base in the format that it computes in."""
     from transformers import AutoModelForCausalLM
 
-    config = configuration(setting.model)
+    config = _configuration(setting.model)
     config.pad_token_id = 0
     if vocabulary is not None:
         config.vocab_size = vocabulary
@@ -293,7 +293,7 @@ _QWEN_7B = _decoder("qwen2", 152064, 3584, 18944, 28, 28, 4, max_position_embedd
 _SMOLLM = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
 
 # {name on the Hub: configuration}. Instruction-tuned versions have the same shapes.
-CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
+_CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-2-7b-hf": _LLAMA_2_7B,
     "meta-llama/Llama-2-7b-chat-hf": _LLAMA_2_7B,
     "meta-llama/Llama-2-13b-hf": _LLAMA_2_13B,
@@ -318,14 +318,14 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 # The last part of a name is enough, in any case.
-_BY_LAST_PART = {name.rpartition("/")[2].lower(): values for name, values in CONFIGURATIONS.items()}
+_BY_LAST_PART = {name.rpartition("/")[2].lower(): values for name, values in _CONFIGURATIONS.items()}
 
 
-def configuration(name: str) -> Any:
+def _configuration(name: str) -> Any:
     """The transformers configuration of a model. No weights are read.
 
     Args:
-        name: a local folder with a config.json, the path of a GGUF file, else one of `CONFIGURATIONS` (its last part
+        name: a local folder with a config.json, the path of a GGUF file, else one of `_CONFIGURATIONS` (its last part
             will do), else a model on the Hub, from which only the configuration is fetched.
 
     Raises:
@@ -336,7 +336,7 @@ def configuration(name: str) -> Any:
     from fedpriv.adapters.base_models import quiet_transformers
 
     folder = Path(name).expanduser()
-    known = CONFIGURATIONS.get(name) or _BY_LAST_PART.get(name.lower())
+    known = _CONFIGURATIONS.get(name) or _BY_LAST_PART.get(name.lower())
     if known is not None and not folder.is_dir():
         return AutoConfig.for_model(**known)
     if folder.is_dir() and not (folder / "config.json").is_file():

@@ -48,7 +48,7 @@ def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
     model = workbench(config).model
     if config.engine == "ray":
         observer.progressed(Progress(what="starting Ray"))
-        with RayExecutor(config) as ray, following(model, ray, observer.progressed) as execute:
+        with RayExecutor(config) as ray, _following(model, ray, observer.progressed) as execute:
             ray.tell = execute.tell
             yield execute
         return
@@ -59,7 +59,7 @@ def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
         )
     one_by_one = config.engine == "in-process" or clients_at_once(model) == 1
     train = partial(execute_one_by_one if one_by_one else execute_stacked, model)
-    with following(model, train, observer.progressed) as execute:
+    with _following(model, train, observer.progressed) as execute:
         yield execute
 
 
@@ -83,7 +83,7 @@ def server_context(config: RunConfig) -> Context:
     return Context(RUN_ID, 1, {}, RecordDict(), to_flower(config))
 
 
-class Followed:
+class _Followed:
     """An `Execute` whose follower is told how many of the round's client steps are done.
 
     Args:
@@ -116,9 +116,9 @@ class Followed:
 
 
 @contextmanager
-def following(model: TrainingModel, execute: Execute, follow: Follow) -> Iterator[Followed]:
+def _following(model: TrainingModel, execute: Execute, follow: Follow) -> Iterator[_Followed]:
     """Within this context the model tells the follower what it does, and so does what it trains."""
-    followed = Followed(execute, follow)
+    followed = _Followed(execute, follow)
     model.tell = followed.tell
     try:
         yield followed

@@ -61,7 +61,7 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
     try:
         with following(_job(planned, out), notices.append):
             try:
-                with SweepDisplay(console, planned, out) as display:
+                with _SweepDisplay(console, planned, out) as display:
                     errors = run_all(planned, out, at_once=at_once, on_change=display.update)
             finally:
                 finished = _written(planned, out, errors)
@@ -100,7 +100,7 @@ def _show(finished: FinishedSweep, planned: Sweep, console: Console) -> None:
     from simulations.display import from_here  # deferred, as above
 
     if (pivoted := finished.pivot) is not None:
-        console.print(pivot_table(pivoted, metric_of(planned)))
+        console.print(_pivot_table(pivoted, metric_of(planned)))
     for key, error in finished.errors.items():
         console.print(f"[bold red]failed[/] {key}: {escape(error)}", soft_wrap=True, highlight=False)
     spent = finished.spending
@@ -116,7 +116,7 @@ def _show(finished: FinishedSweep, planned: Sweep, console: Console) -> None:
 _STYLES = {"waiting": "dim", "running": "bold", "done": "green", "failed": "bold red"}
 
 
-class SweepDisplay:
+class _SweepDisplay:
     """Follows a sweep; a context manager. Without a terminal it prints one line for each run that ends.
 
     Args:
@@ -180,7 +180,7 @@ class SweepDisplay:
         return sorted(self._sweep.runs, key=lambda run: order[self._states.get(run.key, "waiting")])[:num_lines]
 
 
-def pivot_table(pivoted: pd.DataFrame, metric: Metric) -> Table:
+def _pivot_table(pivoted: pd.DataFrame, metric: Metric) -> Table:
     """The pivot's means with their spread over seeds."""
     table = Table(title=f"{metric.label}, mean ± standard deviation over seeds", box=box.SIMPLE_HEAD, pad_edge=False)
     two_keys = pivoted.columns.nlevels > 1

@@ -139,7 +139,7 @@ class Metric:
     far: float
 
 
-ACCURACY = Metric(
+_ACCURACY = Metric(
     name="accuracy",
     label="test accuracy",
     text=lambda value: f"{100 * value:.0f} %",
@@ -152,7 +152,7 @@ ACCURACY = Metric(
     far=0.05,
 )
 
-PERPLEXITY = Metric(
+_PERPLEXITY = Metric(
     name="perplexity",
     label="test perplexity",
     text=lambda value: f"{value:.3g}",
@@ -163,10 +163,8 @@ PERPLEXITY = Metric(
     far=0.5,
 )
 
-METRICS = (ACCURACY, PERPLEXITY)
-
 
 def metric_of(sweep: Sweep) -> Metric:
     """Perplexity if every run's model answers freely; accuracy wherever there are classes or allowed answers."""
     free = all(run.config.task == "CAUSAL_LM" and not run.config.answers for run in sweep.runs)
-    return PERPLEXITY if free else ACCURACY
+    return _PERPLEXITY if free else _ACCURACY

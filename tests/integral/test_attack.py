@@ -98,7 +98,7 @@ def test_a_permuted_target_is_aligned_first():
 
 def test_generators_are_drawn_from_the_pool_with_the_background_and_the_class_counts():
     labels, background = np.array([0, 0, 0, 0, 1, 1, 1]), np.array([0, 4])
-    drawn = attack.draw_generators(labels, background, np.array([2, 2]), 500, np.random.default_rng(0))
+    drawn = attack._draw_generators(labels, background, np.array([2, 2]), 500, np.random.default_rng(0))
     assert drawn.shape == (500, 4)
     assert (drawn[:, :2] == background).all()
     assert all(np.bincount(labels[row]).tolist() == [2, 2] and len(set(row)) == 4 for row in drawn)
@@ -109,20 +109,20 @@ def test_generators_are_drawn_from_the_pool_with_the_background_and_the_class_co
 
 def test_scores_are_shares_of_the_best_and_1_is_their_intersection():
     generators = np.array([[0, 1], [0, 2], [3, 4]])
-    order = attack.rank_generators(np.array([[0.1], [0.2], [5.0]]), np.array([0.0]))
+    order = attack._rank_generators(np.array([[0.1], [0.2], [5.0]]), np.array([0.0]))
     assert order.tolist() == [0, 1, 2]
-    scores = attack.membership_scores(generators, order, 5, 2)
+    scores = attack._membership_scores(generators, order, 5, 2)
     assert scores.tolist() == [1.0, 0.5, 0.5, 0.0, 0.0]
-    assert attack.infer_members(scores, np.arange(1, 5), 2, np.random.default_rng(0)).tolist() == [1, 2]
+    assert attack._infer_members(scores, np.arange(1, 5), 2, np.random.default_rng(0)).tolist() == [1, 2]
 
 
 def test_the_interval_is_students_and_covers():
     shares = [0.4, 0.6, 0.5, 0.7]
-    found = attack.success(shares)
+    found = attack._success(shares)
     low, high = stats.t.interval(0.95, 3, loc=np.mean(shares), scale=stats.sem(shares))
     assert (found.low, found.high) == pytest.approx((low, high))
     assert not found.beats_chance
-    assert attack.success([0.7, 0.71, 0.69]).beats_chance
+    assert attack._success([0.7, 0.71, 0.69]).beats_chance
 
 
 @pytest.mark.parametrize(
@@ -143,5 +143,5 @@ def test_too_few_records_for_the_game():
     with pytest.raises(InputError, match="100 records give 10 subsamples of 10, and two more"):
         play(NETWORK, LABELS[:100], GAME, mean_of_records, attack.plain, seed=0)
     with pytest.raises(InputError, match="comparison = 'cosine'"):
-        attack.rank_generators(np.zeros((2, 1)), np.zeros(1), "cosine")
+        attack._rank_generators(np.zeros((2, 1)), np.zeros(1), "cosine")
     assert len(to_vector(NETWORK)) == 30

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.config import KEYS
-from simulations.__main__ import engine_names, override_names, recipe_names
+from simulations.__main__ import _engine_names, _override_names, _recipe_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,13 +22,13 @@ echo "${{COMPREPLY[*]}}"
 
 
 def test_keys_their_values_engines_and_recipes_are_completed():
-    assert override_names("target_") == ["target_modules=", "target_epsilon="]
-    assert override_names("") == [f"{key}=" for key in KEYS]
-    assert override_names("simulate=") == ["simulate=true", "simulate=false"]
-    assert override_names("mechanism=l") == ["mechanism=lmo"]
-    assert override_names("rank=") == override_names("none=") == []
-    assert engine_names("") == ["stacked", "in-process", "ray"]
-    assert recipe_names("dp") == ["dp-lora-paper"]
+    assert _override_names("target_") == ["target_modules=", "target_epsilon="]
+    assert _override_names("") == [f"{key}=" for key in KEYS]
+    assert _override_names("simulate=") == ["simulate=true", "simulate=false"]
+    assert _override_names("mechanism=l") == ["mechanism=lmo"]
+    assert _override_names("rank=") == _override_names("none=") == []
+    assert _engine_names("") == ["stacked", "in-process", "ray"]
+    assert _recipe_names("dp") == ["dp-lora-paper"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
 from fedpriv.runs.rows import RoundRow
 from server.observer import Progress, answers
-from simulations.display import TerminalObserver, screen_of
+from simulations.display import TerminalObserver, _screen_of
 
 NAMES = ("St. Anna", "Clinic of the North West and Lakes Region", "\x1b[31mred[bold]")
 
@@ -135,7 +135,7 @@ def test_a_notebook_updates_one_output_and_needs_no_widgets(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
     monkeypatch.setattr("simulations.display._NOTEBOOK_SECONDS", 0.0)
     console = SimpleNamespace(is_jupyter=True)
-    screen = screen_of(console, lambda: "round 1/4 <b>")  # type: ignore[arg-type]
+    screen = _screen_of(console, lambda: "round 1/4 <b>")  # type: ignore[arg-type]
     assert screen is not None
     screen.update()
     screen.stop()

@@ -25,8 +25,8 @@ from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger.entries import data_sets, releases
 from fedpriv.ledger.reader import reading
 from simulations.sweeps import plots, result
-from simulations.sweeps.command import SweepDisplay, pivot_table, sweep
-from simulations.sweeps.plan import ACCURACY, PERPLEXITY, expand, metric_of, read
+from simulations.sweeps.command import _pivot_table, _SweepDisplay, sweep
+from simulations.sweeps.plan import _ACCURACY, _PERPLEXITY, expand, metric_of, read
 from simulations.sweeps.result import SweepSpending, total
 from simulations.sweeps.runner import attempts
 
@@ -267,11 +267,11 @@ def test_several_ways_to_say_how_private_a_run_is_are_one_column(write):
     assert keys == ["privacy", "aggregation"]
     assert found["privacy"].tolist() == ["epsilon 2"] * 4 + ["epsilon 8"] * 4 + ["no noise"] * 4
     assert result.pivot(frame, plan).loc["epsilon 8", ("mean", "flora")] == pytest.approx(0.5 + 0.01 * 6.5)
-    figure = plots.metric_against(frame, plan, "epsilon_local_max", "epsilon")
+    figure = plots._metric_against(frame, plan, "epsilon_local_max", "epsilon")
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["2", "8", "no noise"]
 
 
-@pytest.mark.parametrize(("answers", "metric"), [([], PERPLEXITY), (["good", "bad"], ACCURACY)])
+@pytest.mark.parametrize(("answers", "metric"), [([], _PERPLEXITY), (["good", "bad"], _ACCURACY)])
 def test_language_models_that_answer_freely_are_compared_by_perplexity(write, tmp_path, answers, metric):
     asked = {"prompt_column": "question", "response_column": "answer", "answers": answers}
     plan = read(write(task="CAUSAL_LM", grid={"rank": [2, 4]}, **asked))
@@ -293,9 +293,9 @@ def test_language_models_that_answer_freely_are_compared_by_perplexity(write, tm
 def test_names_in_brackets_are_shown_and_not_taken_for_markup(tmp_path, is_terminal):
     planned = expand({"grid": {"data": ["[red].csv", "[/b].csv"]}}, source="grid", title="[/t]")
     text = io.StringIO()
-    with SweepDisplay(Console(file=text, force_terminal=is_terminal, width=80), planned, tmp_path) as display:
+    with _SweepDisplay(Console(file=text, force_terminal=is_terminal, width=80), planned, tmp_path) as display:
         display.update(dict.fromkeys((run.key for run in planned.runs), "done"))
     assert {"data=[red].csv", "data=[/b].csv"} == set(re.findall(r"data=\S+csv", text.getvalue()))
     pivoted = pd.DataFrame({"mean": [0.5], "std": [0.1], "count": [2]}, index=pd.Index(["[/b].csv"], name="data"))
-    Console(file=text).print(pivot_table(pivoted, ACCURACY))
+    Console(file=text).print(_pivot_table(pivoted, _ACCURACY))
     assert "[/b].csv" in text.getvalue().splitlines()[-1] + text.getvalue().splitlines()[-2]
