@@ -34,7 +34,7 @@ from server.series import Series
 from server.summary import Outcome, summarize
 
 if TYPE_CHECKING:
-    from fedpriv.baselines import Baselines
+    from fedpriv.training.baselines import Baselines
 
 
 def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
@@ -139,7 +139,7 @@ def _carry_out(
 
 
 def _baselines(config: RunConfig, bench: Workbench) -> Baselines | None:
-    from fedpriv import baselines  # deferred: scikit-learn is not needed without them
+    from fedpriv.training import baselines  # deferred: scikit-learn is not needed without them
 
     return baselines.compute(config, bench)
 

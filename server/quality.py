@@ -11,7 +11,7 @@ from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.perplexity import log_perplexity_change
 
 if TYPE_CHECKING:
-    from fedpriv.baselines import Baselines
+    from fedpriv.training.baselines import Baselines
 
 _STANDARD_ERRORS = 2
 

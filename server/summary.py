@@ -23,7 +23,7 @@ from server.quality import perplexities, quality
 from server.strategy import RuleStrategy
 
 if TYPE_CHECKING:
-    from fedpriv.baselines import Baselines
+    from fedpriv.training.baselines import Baselines
 
 Costs = Mapping[str, Mapping[int, PrivacySpent | None]]
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from fedpriv import baselines
 from fedpriv.adapters import lora
-from fedpriv.baselines import Baselines, compute, features
 from fedpriv.config import ON_NODES, parse
 from fedpriv.data.records import collate
+from fedpriv.training import baselines
+from fedpriv.training.baselines import Baselines, compute, features
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import Workbench
 from tests.tiny import LABELS, random_records
