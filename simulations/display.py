@@ -1,4 +1,4 @@
-"""What a run shows in the terminal or a notebook: where it is just now, a line for each round, closing tables."""
+"""Shows a run in the terminal or a notebook: its present state, a line a round, the time left, closing tables."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class TerminalObserver:
         return [f"ε ≤ {views} by rdp, δ {format_delta(self._delta)}"]
 
     def lines(self) -> str:
-        """What is shown just now: where the run is, and the figures of its last round."""
+        """The present lines: the state of the run, and the figures of its last round."""
         now, width = time.monotonic(), self._console.width
         in_rounds = self._config is not None and not self._stage
         what = ": ".join(filter(None, (self._stage, self._now.text if self._now.total else "")))
@@ -175,7 +175,7 @@ class TerminalObserver:
 
     @property
     def _share(self) -> float | None:
-        """Of the current round that is done, as far as training goes."""
+        """The share of the current round's training that is done; None if that is not known."""
         return self._now.share if self._now.round is not None else None
 
     def _left(self, now: float) -> str:
@@ -209,7 +209,7 @@ def _who(registrations: Sequence[Registration]) -> str:
 
 
 def _rounds(config: RunConfig) -> str:
-    """What the run's rounds do, in order."""
+    """A line that says how many rounds train the head and how many train all, in order."""
     num_all = num_lora_rounds(config)
     num_head = config.rounds - config.head_start - num_all
     q, of_all = config.sampling_probability, config.lora_sampling_probability
@@ -311,7 +311,7 @@ class _TimeLeft:
 
 
 def _phases_of(config: RunConfig) -> list[str]:
-    """What each round of a run does: `start`, `head` or `all`; rounds that do the same take about as long."""
+    """The phase of each round: `start`, `head` or `all`; rounds of one phase take about as long."""
     num_all = num_lora_rounds(config)
     num_head = config.rounds - config.head_start - num_all
     return [*["start"] * config.head_start, *["head"] * num_head, *["all"] * num_all]
@@ -371,7 +371,7 @@ def _closing(console: Console, folder: Path, summary: dict[str, Any]) -> None:
 
 
 def _figures(summary: dict[str, Any]) -> Table:
-    """What an audit found, if there was one, and what was spent."""
+    """The result of an audit, if there was one, and what was spent."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, width=len("results"))
     grid.add_column(overflow="fold")

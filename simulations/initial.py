@@ -38,7 +38,7 @@ _ABOUT_PRIVACY = "An epsilon for this run, per holder; or `budget 4` for all run
 
 @dataclass(frozen=True, kw_only=True)
 class _Answers:
-    """What a configuration is written from.
+    """The answers that a configuration is written from.
 
     Attributes:
         data: the table of records.
@@ -136,7 +136,7 @@ def _to_toml(answers: _Answers, *, folder: Path) -> str:
 
     Args:
         answers: what it says.
-        folder: where it will lie; a ledger for a budget lies beside it.
+        folder: where it will lie, with the ledger of a budget.
     """
     within = answers.budget if answers.budget is not None else float("inf")
     epsilon = answers.epsilon if answers.epsilon is not None else min(_DEFAULT_EPSILON, within)

@@ -34,7 +34,7 @@ SERVER, CLIENT = "server.deploy", "clients.deploy"
 
 
 def kit(module: str, *arguments: object, code: int = 0) -> str:
-    """What a command of a kit prints.
+    """Run a command of a kit and return what it prints.
 
     Raises:
         RuntimeError: it ended with another exit code than this one.
@@ -78,7 +78,7 @@ class Service:
             )
 
     def text(self) -> str:
-        """What it printed so far."""
+        """The output so far."""
         return self.log.read_text()
 
     def wait_for(self, pattern: str, seconds: float = 60, *, times: int = 1) -> None:
@@ -122,7 +122,7 @@ class Service:
             self.kill()
 
 
-class Federation:
+class DeployedFederation:
     """A coordinator and its nodes."""
 
     def __init__(
@@ -155,7 +155,7 @@ class Federation:
 
     @property
     def ca(self) -> Path:
-        """What the nodes know the coordinator by."""
+        """The file by which the nodes know the coordinator."""
         return self.coordinator / "ca.crt"
 
     def node(self, client: int) -> Path:
@@ -187,7 +187,7 @@ class Federation:
         kit(SERVER, "register", self.coordinator, client, *self.public_keys(client))
 
     def public_keys(self, client: int) -> tuple[Path, Path]:
-        """What a node hands to the coordinator."""
+        """The files that a node hands to the coordinator."""
         return self.node(client) / "node.key.pub", self.node(client) / "vault.key.pub"
 
     def start_superlink(self) -> None:
@@ -212,7 +212,7 @@ class Federation:
         return sum(node["status"] == "online" for node in listed["nodes"])
 
     def flwr(self, *arguments: str) -> str:
-        """What Flower's own command answers."""
+        """The answer of Flower's own command."""
         variables = {**os.environ, "FLWR_HOME": str(self.coordinator / "flower"), "FLWR_DISABLE_UPDATE_CHECK": "1"}
         command = [str(Path(sys.executable).parent / "flwr"), *arguments]
         done = subprocess.run(
@@ -236,7 +236,7 @@ class Federation:
         return [SERVER, "run", str(self.coordinator), *(part for pair in pairs for part in pair)]
 
     def charges(self, client: int) -> list[Entry]:
-        """What a node's ledger says that was charged; its chain must be whole."""
+        """The entries of a node's ledger, whose chain must be whole."""
         return [entry for entry in self.entries(client) if entry.phase == "charged"]
 
     def entries(self, client: int) -> list[Entry]:
@@ -276,7 +276,7 @@ def free_port() -> int:
 
 
 def run_in_process(app: typer.Typer, name: str, *arguments: object) -> CompletedProcess[str]:
-    """What `python -m NAME ARGUMENTS` ends with, without the seconds that a new interpreter takes."""
+    """Run `python -m NAME ARGUMENTS` in this process, without the seconds that a new interpreter takes."""
     out, err, command = io.StringIO(), io.StringIO(), [name, *map(str, arguments)]
     code = 0
     with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

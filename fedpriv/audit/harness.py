@@ -183,7 +183,7 @@ def observed(setup: Setup, model: LinearModel, data: Sequence[Records], round_: 
 
 @dataclass(frozen=True, kw_only=True)
 class Observations:
-    """What an attacker observes in one run, for each canary.
+    """The observations of an attacker in one run, for each canary.
 
     Attributes:
         local: [rounds, canaries] inner product of each canary's direction with its client's upload, in units of C.

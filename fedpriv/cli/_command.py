@@ -33,7 +33,7 @@ ModelName = Annotated[
 
 @dataclass(frozen=True)
 class Result:
-    """What a command found.
+    """The result of a command.
 
     Attributes:
         values: one JSON object, in which null stands for infinity and NaN.
@@ -135,11 +135,11 @@ class OneOf(click.types.StringParamType):
         return (*(get_args(known) or known), *self._others)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        """What --help shows."""
+        """The names, as --help shows them."""
         return f"[{'|'.join(self.names())}]"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The names that begin so."""
+        """The names that begin with the incomplete word."""
         return [CompletionItem(name) for name in self.names() if name.startswith(incomplete)]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
@@ -156,7 +156,7 @@ class OneOf(click.types.StringParamType):
 
 
 def result_of(option: str, name: str) -> Any:
-    """What the user's MODULE:FUNCTION returns; the working directory is searched for the module first.
+    """Call the user's MODULE:FUNCTION and return its result; the working directory is searched for the module first.
 
     Args:
         option: that names the function, for the error.

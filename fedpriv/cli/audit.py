@@ -150,7 +150,7 @@ def _attacks(table: dict[str, Any]) -> dict[str, Any]:
             found["calibrated"] = attacks.calibrated_scores(table["loss"], table["reference_loss"])
         models = [name.removeprefix("shadow_loss_") for name in table if name.startswith("shadow_loss_")]
         if lacking := [model for model in models if f"shadow_member_{model}" not in table]:
-            raise InputError(f"column 'shadow_member_{lacking[0]}': is missing beside shadow_loss_{lacking[0]}")
+            raise InputError(f"column 'shadow_member_{lacking[0]}': is missing, unlike shadow_loss_{lacking[0]}")
         if models:
             names = [f"shadow_member_{model}" for model in models]
             members = np.stack([_flags(table[name], name) for name in names])

@@ -37,7 +37,7 @@ def communication(
         bool, typer.Option("--compare-paper", help="Also every line of the DP-LoRA paper's Tables 5, 18 and 19.")
     ] = False,
 ) -> Result:
-    """What a federation with LoRA sends: exact parameters and bytes, and the paper's formula. Needs no weights.
+    """Count what a federation with LoRA sends: exact parameters and bytes, and the paper's formula. Needs no weights.
 
     Counts A and B only: a classification head, which SEQ_CLS runs send too, and file formats come on top. Example:
 

@@ -34,7 +34,7 @@ def check(
         int | None, typer.Option(help="Tokens of a record, special ones included; by default a run's.", min=1)
     ] = None,
 ) -> Result:
-    """What a run would see in a file: records, labels, clients, lengths, duplicates. Nothing leaves this machine.
+    """Show what a run would see in a file: records, labels, clients, lengths, duplicates. Nothing leaves this machine.
 
     With a column of persons, also how many have several records: epsilon is that of one record.
 
@@ -79,7 +79,7 @@ def _tokenizer(model: str | None) -> Any:
 
 
 def _about_persons(values: Mapping[str, Any]) -> list[str]:
-    """What several records of one person mean."""
+    """Lines that say how a person with several records is protected."""
     most = values.get("most_records_of_a_person", 0)
     if most < 2:
         return []
@@ -111,7 +111,7 @@ def _check_instructions(asked: Mapping[str, Any], *, client: str, person: str, m
 
 
 def _marked(part: tuple[str, bool]) -> str:
-    """What is learned in brackets; the rest is dim in a terminal."""
+    """The part as text, in brackets where it is learned; the rest is dim in a terminal."""
     text, learned = part
     return f"[[{text}]]" if learned else typer.style(text, dim=True)
 

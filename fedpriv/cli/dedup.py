@@ -237,7 +237,7 @@ def run(
 
 
 def _line(outcome: Outcome, algorithm: str) -> str:
-    """What became of one variant."""
+    """A line that tells how one variant was stored."""
     from fedpriv.dedup.algorithms import SHARED_BASIS
 
     if outcome.untouched:

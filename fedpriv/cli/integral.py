@@ -159,7 +159,7 @@ def attack(
         list[float] | None, typer.Option(help="Of a DP-SGD model; may be repeated. By default 0.1, 0.5 and 1.")
     ] = None,
     architecture: Architecture = "dnn-1",
-    epochs: Annotated[int, typer.Option(help="Of the mean's models, and of a plain model beside it.", min=1)] = 10,
+    epochs: Annotated[int, typer.Option(help="Of the mean's models, and of one plain model.", min=1)] = 10,
     overfit_epochs: Annotated[int, typer.Option(help="Of an overfitted plain model.", min=1)] = 200,
     dp_steps: Annotated[int, typer.Option(help="Noisy steps of a DP-SGD model, each on all records.", min=1)] = 20,
     batch_size: BatchSize = 32,
@@ -288,7 +288,7 @@ def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: str
 
 
 def about_table(table: PreparedTable) -> dict[str, Any]:
-    """What became of the CSV."""
+    """The sizes of the prepared CSV, and the columns and records that were left out."""
     return {
         "num_train_records": len(table.train_labels),
         "num_test_records": len(table.test_labels),
@@ -300,7 +300,7 @@ def about_table(table: PreparedTable) -> dict[str, Any]:
 
 
 def selection_values(found: Recommendation, settings: SelectionSettings) -> dict[str, Any]:
-    """What the procedure found, as `integral select --json` prints it."""
+    """The recommended clusters, means and their figures, as `integral select --json` prints it."""
     from fedpriv.integral.selection import statement
 
     clusters = [

@@ -56,7 +56,7 @@ def show_ledger(
     view: ViewName = "local",
     run: RunFolder = None,
 ) -> Result:
-    """What each client and data set has spent, by pld; with a budget, also the rounds that remain.
+    """Show what each client and data set has spent, by pld; with a budget, also the rounds that remain.
 
     On the aggregate view, an upload that the server saw by itself counts in full.
 
@@ -300,7 +300,7 @@ def permit(
 ) -> Result:
     """Record that a data holder lets its own variant of a run be published; `fedpriv push` asks for this entry.
 
-    It is the word of whoever keeps the ledger that the holder agreed. It is never removed; --withdraw adds another
+    The keeper of the ledger vouches that the holder agreed. It is never removed; --withdraw adds another
     entry, and calls nothing back that was published already.
 
     Example: fedpriv ledger permit results/ledger.sqlite --client 2 --reason "letter of Dr Huber, 3 May 2027"

@@ -152,7 +152,7 @@ def compare_noises(
     delta: Delta = 1e-10,
     steps: Steps = 1,
     sampling_probability: Sampling = 1.0,
-    dimension: Annotated[int, typer.Option(help="Of a vector that is compared beside a single number.", min=1)] = 76808,
+    dimension: Annotated[int, typer.Option(help="Of a vector, compared as a single number is.", min=1)] = 76808,
     sensitivity: Sensitivity = 1.0,
     combination: Combination = "linear",
     objective: Objective = "usefulness",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Of the clients, so many are shown, the largest first; --json has them all.
 _MOST_CLIENTS = 10
 
-# What plans are compared by.
+# The columns in which plans are compared.
 _COLUMNS = ("noise_multiplier", "lora_noise_multiplier", "final_noise", "noise_to_signal", "seconds")
 
 
@@ -37,7 +37,7 @@ def plan(
     ] = None,
     **options: Any,
 ) -> Result:
-    """What a run with the recipe `fedpriv` could learn: noise, learning rate, epsilons, time, and what would help.
+    """Tell what a run with the recipe `fedpriv` could learn: noise, learning rate, epsilons, time, and what would help.
 
     Nothing is read but these numbers. Examples:
 
@@ -269,7 +269,7 @@ def _values(found: Plan) -> dict[str, Any]:
 
 
 def _phase(found: Plan, phase: Phase) -> dict[str, Any]:
-    """What its rounds ask for, with the name of what they train."""
+    """The values that its rounds ask for, and the name of the part that they train."""
     config, spec = found.setting.config, phase.spec
     is_joint = spec.trains != "head"
     by_adam = config.lora_server_optimizer == "adam"
@@ -319,7 +319,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _meaning(values: Mapping[str, Any]) -> Iterable[str]:
-    """What the ratio says, what is proven of it, and what would help."""
+    """Lines that explain the ratio, say how far it is proven, and name what would help."""
     from fedpriv.plan.budget import GOOD_RATIO, HOPELESS_STEP, NEEDED_STEP
 
     nu, ratio = values["noise_per_step_length"], values["noise_to_signal"]
@@ -342,7 +342,7 @@ def _meaning(values: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _help(values: Mapping[str, Any], good: float) -> str:
-    """What would lower the ratio most."""
+    """A sentence that names what would lower the ratio most."""
     records = f"{values['needed_records']:,} records in the same proportions would bring it to {good:g}."
     plans = {row["plan"]: row["noise_to_signal"] for row in values["alternatives"]}
     best = values["helps_most"]

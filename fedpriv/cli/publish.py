@@ -51,10 +51,10 @@ def export(
 def card(
     source: SavedModel,
     variant: VariantName = "",
-    write: Annotated[bool, typer.Option("--write", help="Write README.md beside the variant instead.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write README.md into the variant's folder instead.")] = False,
     license: License = "",
 ) -> Result:
-    """Print the model card of a run's variant, or write it anew: what it cost, what it is for, in the Hub's format.
+    """Print the model card of a run's variant, or write it again: its cost and its purpose, in the Hub's format.
 
     Example: fedpriv card results/20261121-042553-embedded
     """

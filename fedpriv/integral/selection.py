@@ -31,7 +31,7 @@ _METRICS = {"largest": "chebyshev", "norm": "euclidean"}
 
 @dataclass(frozen=True, kw_only=True)
 class Anonymity:
-    """What k-anonymous integral privacy requires of the generators of a model.
+    """The requirements of k-anonymous integral privacy on the generators of a model.
 
     Attributes:
         k: the number of generators.
@@ -229,7 +229,7 @@ def _cluster(
 
 
 def statement(cluster: Cluster, epsilon: float, measure: Measure = "largest") -> str:
-    """What may be claimed of a cluster's mean, in one sentence."""
+    """The claim that a cluster's mean allows, in one sentence."""
     anonymity = cluster.anonymity
     unit = "largest weight difference" if measure == "largest" else "norm of the difference"
     if not anonymity.holds:

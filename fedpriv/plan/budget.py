@@ -1,4 +1,4 @@
-"""What a run could learn within a budget, before anything is registered: noise, rates, epsilons, time.
+"""Plan what a run could learn within a budget, before anything is registered: noise, rates, epsilons, time.
 
 Everything here is a function of public numbers; noise and rates are computed by what a run computes them with.
 docs/recipes.md derives the formulas.
@@ -125,7 +125,7 @@ class Setting:
 
     @property
     def adapter(self) -> Adapter:
-        """What stands for the run's adapter: Gaussian noise costs the same for any, and rates depend on d alone."""
+        """A stand-in for the run's adapter: Gaussian noise costs the same for any, and rates depend on d alone."""
         return {
             "layer.lora_A.weight": torch.empty(self.num_lora_values, device="meta"),
             "classifier.bias": torch.empty(1, device="meta"),
@@ -160,7 +160,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientCost:
-    """What taking part is expected to cost a client, by pld, on the three views.
+    """The expected cost of taking part for a client, by pld, on the three views.
 
     Attributes:
         num_records: N_k.
@@ -181,7 +181,7 @@ class ClientCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a setting comes to.
+    """The noise, the steps and the costs that follow from a setting.
 
     Attributes:
         setting: as asked for, with numbers for all noise and all learning rates in its configuration.
@@ -275,7 +275,7 @@ class Plan:
         )
 
     def releases(self, client: int) -> list[Event]:
-        """What a client releases if it takes part in all rounds, on the run's view, whoever else drops out.
+        """The releases of a client that takes part in all rounds, on the run's view, even if all others drop out.
 
         A trillionth of the noise is left off, so that a run's own arithmetic never ends below it.
         """

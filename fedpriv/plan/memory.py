@@ -1,7 +1,8 @@
 """How much memory a step of DP-LoRA needs, from a language model's configuration alone, before anything is loaded.
 
 Parameters are counted on the model itself, with its adapter, on torch's meta device. Activations, logits and per-sample
-gradients are counted in the library's own pass, run on tensors that have shapes but no values.
+gradients are counted in the library's own pass, run on tensors that have shapes but no values. The configurations of
+well-known models stand here, so that a plan needs neither their weights nor a network.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FLOAT_BYTES = 4
 # NF4 with double quantisation: 4 bits, 8 bits for the scale of each 64 values, 32 for that of each 256 such scales.
 _NF4_BYTES = 4 / 8 + 1 / 64 + 4 / (64 * 256)
 
-# What the step's values take thrice: the model's own, those that a run starts from, those that a client received.
+# The step keeps its values three times: the model's own, those that a run starts from, those that a client received.
 _COPIES_OF_ADAPTER = 3
 
 # Batches that are tried on the way to the largest one that fits.
@@ -42,7 +43,7 @@ PROCESS_BYTES = 750 * 10**6
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySetting:
-    """What the memory of a step depends on.
+    """The properties of a step that its memory depends on.
 
     Attributes:
         model: a local folder, a name of `fedpriv.plan.memory`, or one on the Hub.
@@ -84,7 +85,7 @@ class MemorySetting:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What a setting needs, in bytes.
+    """The memory that a setting needs, in bytes.
 
     Attributes:
         setting: as asked for.
@@ -107,12 +108,12 @@ class MemoryPlan:
 
     @cached_property
     def activations(self) -> int:
-        """What a pass holds at once beside base and adapter, without logits."""
+        """Bytes that a pass holds at once in addition to base and adapter, without logits."""
         return self.activations_of(self.setting.activation_checkpointing)
 
     @cached_property
     def logits(self) -> int:
-        """What the vocabulary adds to a pass."""
+        """Bytes that the vocabulary adds to a pass."""
         return max(0, _pass_bytes(self.setting) - self.activations)
 
     def activations_of(self, activation_checkpointing: bool) -> int:
@@ -122,12 +123,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """What a step needs at its peak, without the prefix cache and the process itself."""
+        """Bytes of a step at its peak, without the prefix cache and the process itself."""
         return self.base + self.adapter + max(self.activations + self.logits, self.gradients)
 
 
 def memory_plan(setting: MemorySetting) -> MemoryPlan:
-    """What the setting needs.
+    """The memory that the setting needs.
 
     Raises:
         InputError: there is no such model, it is not a causal language model, or it lacks a layer.
@@ -201,7 +202,7 @@ _FEW_TOKENS = 8
 
 @lru_cache(maxsize=256)
 def _pass_bytes(setting: MemorySetting, vocabulary: int | None = None) -> int:
-    """What a pass holds at once beside base and adapter."""
+    """Bytes that a pass holds at once in addition to base and adapter."""
     model = _model_for(setting, vocabulary)
     peak = peak_of_pass(
         model,
@@ -214,12 +215,12 @@ def _pass_bytes(setting: MemorySetting, vocabulary: int | None = None) -> int:
 
 
 def _bytes_of_base(setting: MemorySetting) -> int:
-    """Of a value in the format that the base computes in."""
+    """Bytes of a value in the format that the base computes in."""
     return 4 if setting.bits == 32 else 2
 
 
 def _base_bytes(model: Any, bits: int) -> int:
-    """Of the frozen weights."""
+    """Bytes of the frozen weights."""
     total = sum(p.numel() for p in frozen_base(model).values())
     if bits != 4:
         return total * bits // 8

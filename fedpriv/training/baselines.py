@@ -1,4 +1,4 @@
-"""What a user would do without a federation and without privacy: plain classifiers on the pooled records.
+"""Plain classifiers on the pooled records, which a user could train without a federation and without privacy.
 
 They cost no privacy because they are computed for public data alone: on the training records of all clients where the
 run's data are public, or on the server's own test records where the holders' never leave their nodes.
@@ -32,7 +32,7 @@ MOST_RECORDS = 20_000
 """Training records of a baseline at most, drawn with the seed: more take minutes and change the third digit."""
 
 _FOLDS = 5
-"""Of the cross-validation on the server's test records."""
+"""The number of parts in the cross-validation on the server's test records."""
 
 _FOLDS_FOR_C = 3
 # Inverse strengths of the L2 penalty, the strongest first: of standardised features, and of TF-IDF rows of norm 1.

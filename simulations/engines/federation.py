@@ -43,7 +43,7 @@ def run(config: RunConfig, observer: Observer) -> None:
 
 @contextmanager
 def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
-    """What trains a round's clients: all that engines differ in."""
+    """The function that trains a round's clients; engines differ in it alone."""
     observer.progressed(Progress(what="loading model and data"))
     model = workbench(config).model
     if config.engine == "ray":

@@ -73,7 +73,7 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
 
 
 def _job(planned: Sweep, out: Path) -> Job | None:
-    """What a tracker is told of the sweep; None without one."""
+    """The description of the sweep for a tracker; None without one."""
     if planned.track == "none":
         return None
     names = {run.key: run_name(run.varied) for run in planned.runs}
@@ -172,7 +172,7 @@ class _SweepDisplay:
         return table
 
     def _visible(self) -> list[PlannedRun]:
-        """As many runs as the terminal has lines for, running ones first."""
+        """The first runs, as many as the terminal has lines for, running ones first."""
         num_lines = max(3, self._console.height - 7)
         order = {"running": 0, "failed": 1, "waiting": 2, "done": 3}
         if len(self._sweep.runs) <= num_lines:

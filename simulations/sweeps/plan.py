@@ -1,4 +1,4 @@
-"""What a sweep runs: a TOML file of ordinary run keys, a `[grid]` and a list of `[[runs]]`, as one run each.
+"""Plans a sweep: a TOML file of ordinary run keys, a `[grid]` and a list of `[[runs]]`, as one run each.
 
 Runs are compared by accuracy, or by the perplexity of a language model that answers freely.
 """
@@ -70,7 +70,7 @@ class Sweep:
     track: Track = "none"
 
     def as_dict(self) -> dict[str, Any]:
-        """What `fedpriv watch` shows of runs that have not begun: plain values."""
+        """Plain values, from which `fedpriv watch` shows runs that have not begun."""
         return {"title": self.title, "runs": [{"key": run.key, "varied": run.varied} for run in self.runs]}
 
 

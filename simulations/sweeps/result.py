@@ -34,7 +34,7 @@ class FinishedSweep:
     Attributes:
         folder: of the sweep; each run has a folder in it.
         title: as the plots have it.
-        plots: the paths of the plots, as PNG; an SVG lies beside each.
+        plots: the paths of the plots, as PNG; each has an SVG too.
         spending: what all runs cost together, on the `local` view, unfinished attempts included. This, and not a run's
             own epsilon, covers choosing the best of them.
         errors: {name of a run's folder: why the run failed}.
