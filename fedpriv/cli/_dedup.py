@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpriv.cli import dedup_store
+from fedpriv.cli import _dedup_store
 from fedpriv.cli._command import AsJson, OneOf, Result, StorePath, command, result_of, show
 from fedpriv.cli.dedup_bench import bench
 from fedpriv.errors import InputError
@@ -253,9 +253,9 @@ def _line(outcome: Outcome, algorithm: str) -> str:
     )
 
 
-for of_store in (dedup_store.restore, dedup_store.verify, dedup_store.remove, dedup_store.gc):
+for of_store in (_dedup_store.restore, _dedup_store.verify, _dedup_store.remove, _dedup_store.gc):
     command(app)(of_store)
-command(app, "list")(dedup_store.list_)
+command(app, "list")(_dedup_store.list_)
 app.command()(bench)
 
 
