@@ -182,7 +182,7 @@ def observed(setup: Setup, model: LinearModel, data: Sequence[Records], round_: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observations:
+class _Observations:
     """The observations of an attacker in one run, for each canary.
 
     Attributes:
@@ -196,7 +196,7 @@ class Observations:
     included: np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-def observe(setup: Setup, directions: Tensor, included: np.ndarray, *, num_clients: int = 1) -> Observations:
+def observe(setup: Setup, directions: Tensor, included: np.ndarray, *, num_clients: int = 1) -> _Observations:
     """A run in which the canaries are dealt out to the clients in turn.
 
     Args:
@@ -216,7 +216,7 @@ def observe(setup: Setup, directions: Tensor, included: np.ndarray, *, num_clien
             inner[own == client] = directions[own == client] @ sums[client]
         local.append(inner)
         total.append(directions @ sums.sum(dim=0))
-    return Observations(local=torch.stack(local), aggregate=torch.stack(total), included=included)
+    return _Observations(local=torch.stack(local), aggregate=torch.stack(total), included=included)
 
 
 def observe_clients(setup: Setup, bits: np.ndarray) -> Tensor:

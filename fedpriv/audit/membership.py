@@ -24,7 +24,7 @@ _SMALLEST_STDDEV = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtFalsePositiveRate:
+class _AtFalsePositiveRate:
     """An attack at the threshold that keeps a given false positive rate.
 
     Attributes:
@@ -57,7 +57,7 @@ class Membership:
     confidence: float
     num_members: int
     num_others: int
-    rates: tuple[AtFalsePositiveRate, ...]
+    rates: tuple[_AtFalsePositiveRate, ...]
 
 
 def loss_scores(losses: npt.ArrayLike) -> Array:
@@ -166,13 +166,13 @@ def _roc(scores: npt.ArrayLike, members: npt.ArrayLike) -> tuple[Array, Array]:
     )
 
 
-def _at_rate(rate: float, members: Array, others: Array, confidence: float) -> AtFalsePositiveRate:
+def _at_rate(rate: float, members: Array, others: Array, confidence: float) -> _AtFalsePositiveRate:
     if not 0 < rate < 1:
         raise InputError(f"false_positive_rate = {rate}: must lie in (0, 1)")
     threshold = np.sort(others)[::-1][int(rate * len(others) * (1 + 1e-12))]
     num = int((members > threshold).sum())
     low, high = clopper_pearson(num, len(members), confidence)
-    return AtFalsePositiveRate(false_positive_rate=rate, true_positive_rate=num / len(members), low=low, high=high)
+    return _AtFalsePositiveRate(false_positive_rate=rate, true_positive_rate=num / len(members), low=low, high=high)
 
 
 def _auc(members: Array, others: Array) -> tuple[float, float]:

@@ -185,8 +185,7 @@ def attack(
 
     fedpriv integral attack adult.csv --target income --trials 10
     """
-    from fedpriv.integral.attack import Game
-    from fedpriv.integral.attack_table import AttackPlan, attack_table
+    from fedpriv.integral.attack import AttackPlan, Game, attack_table
     from fedpriv.integral.networks import perceptron
 
     table = _table(data, target, test_fraction=0.3, seed=seed, drop=drop or [], keep=keep or [], scaling=scaling)

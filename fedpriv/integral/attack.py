@@ -14,8 +14,8 @@ exchangeable, so random guesses are right half the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -24,8 +24,11 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
+from fedpriv.accounting.calibration import noise_multiplier_for
+from fedpriv.accounting.views import default_delta
 from fedpriv.errors import InputError
-from fedpriv.integral.networks import aligned
+from fedpriv.integral.networks import aligned, metrics
+from fedpriv.integral.procedure import Data
 from fedpriv.integral.selection import Linkage, Measure, Vectors, distances, select
 from fedpriv.integral.subsamples import Indices, disjoint_subsamples
 from fedpriv.integral.training import (
@@ -35,7 +38,7 @@ from fedpriv.integral.training import (
     train_privately,
     train_stacked,
 )
-from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.mechanisms.sources import RandomSource, SeededSource
 
 Comparison = Literal["largest", "norm", "projection"]
 
@@ -44,7 +47,7 @@ CHANCE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Success:
+class _Success:
     """The success rate of the intruder.
 
     Attributes:
@@ -152,7 +155,7 @@ def _infer_members(
     return np.sort(unknown[order[:num_members]])
 
 
-def _success(shares: Sequence[float], confidence: float = 0.95) -> Success:
+def _success(shares: Sequence[float], confidence: float = 0.95) -> _Success:
     """The mean of the trials' shares of correct answers, with its confidence interval.
 
     Args:
@@ -169,10 +172,10 @@ def _success(shares: Sequence[float], confidence: float = 0.95) -> Success:
     mean = float(np.mean(shares))
     half = float(stats.t.ppf((1 + confidence) / 2, len(shares) - 1)) * float(np.std(shares, ddof=1))
     half /= math.sqrt(len(shares))
-    return Success(mean=mean, low=max(mean - half, 0.0), high=min(mean + half, 1.0), num_trials=len(shares))
+    return _Success(mean=mean, low=max(mean - half, 0.0), high=min(mean + half, 1.0), num_trials=len(shares))
 
 
-class NoRecommendationError(InputError):
+class _NoRecommendationError(InputError):
     """No two models are close enough, so there is no mean to attack."""
 
 
@@ -181,7 +184,7 @@ Train = Callable[[Indices], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AttackTarget:
+class _AttackTarget:
     """A published model.
 
     Attributes:
@@ -195,7 +198,7 @@ class AttackTarget:
     num_generators: int
 
 
-Publish = Callable[[Train, Indices, np.random.Generator], AttackTarget]
+Publish = Callable[[Train, Indices, np.random.Generator], _AttackTarget]
 """The target of a trial, from the owners' records, int64 [owners, size]."""
 
 
@@ -232,7 +235,7 @@ class Game:
             raise InputError(f"num_best = {self.num_best}: must lie in 1..{self.num_subsamples}, the subsamples drawn")
 
 
-def play(network: nn.Module, labels: Indices, game: Game, train: Train, publish: Publish, *, seed: int) -> Success:
+def _play(network: nn.Module, labels: Indices, game: Game, train: Train, publish: Publish, *, seed: int) -> _Success:
     """How often the intruder was right about candidates that they did not know beforehand.
 
     Args:
@@ -297,7 +300,7 @@ def trainer(network: nn.Module, features: Tensor, labels: Tensor, schedule: Trai
     return train
 
 
-def clipped_trainer(network: nn.Module, features: Tensor, labels: Tensor, schedule: PrivateSchedule) -> Train:
+def _clipped_trainer(network: nn.Module, features: Tensor, labels: Tensor, schedule: PrivateSchedule) -> Train:
     """The private algorithm without its noise: the best choice of an intruder who does not know the noise."""
 
     def train(records: Indices) -> Tensor:
@@ -306,14 +309,14 @@ def clipped_trainer(network: nn.Module, features: Tensor, labels: Tensor, schedu
     return train
 
 
-def plain(train: Train, owners: Indices, generator: np.random.Generator) -> AttackTarget:
+def plain(train: Train, owners: Indices, generator: np.random.Generator) -> _AttackTarget:
     """The model of the first owner."""
-    return AttackTarget(vector=train(owners[:1])[0], owner=0, num_generators=1)
+    return _AttackTarget(vector=train(owners[:1])[0], owner=0, num_generators=1)
 
 
-def mean_of_all(train: Train, owners: Indices, generator: np.random.Generator) -> AttackTarget:
+def _mean_of_all(train: Train, owners: Indices, generator: np.random.Generator) -> _AttackTarget:
     """The mean of all owners' models, regardless of their distances."""
-    return AttackTarget(vector=train(owners).mean(dim=0), owner=0, num_generators=len(owners))
+    return _AttackTarget(vector=train(owners).mean(dim=0), owner=0, num_generators=len(owners))
 
 
 def recommended_mean(epsilon: float, clustering: Linkage = "first-member", *, others_known: bool = False) -> Publish:
@@ -328,11 +331,11 @@ def recommended_mean(epsilon: float, clustering: Linkage = "first-member", *, ot
             from the mean, and obtain the model of the generator under attack.
     """
 
-    def publish(train: Train, owners: Indices, generator: np.random.Generator) -> AttackTarget:
+    def publish(train: Train, owners: Indices, generator: np.random.Generator) -> _AttackTarget:
         vectors = train(owners)
         (cluster,) = select(vectors.numpy(), list(owners), epsilon=epsilon, clustering=clustering, top=1)
         if cluster.recurrence < 2:
-            raise NoRecommendationError(
+            raise _NoRecommendationError(
                 f"epsilon = {epsilon:g}: no two of {len(owners)} models are within it, so no mean is recommended; "
                 "raise it or train less"
             )
@@ -341,12 +344,12 @@ def recommended_mean(epsilon: float, clustering: Linkage = "first-member", *, ot
         if others_known:
             others = [row for row in cluster.members if row != owner]
             mean = cluster.recurrence * mean - vectors[others].double().sum(dim=0)
-        return AttackTarget(vector=mean.to(vectors), owner=owner, num_generators=cluster.recurrence)
+        return _AttackTarget(vector=mean.to(vectors), owner=owner, num_generators=cluster.recurrence)
 
     return publish
 
 
-def private(
+def _private(
     network: nn.Module,
     features: Tensor,
     labels: Tensor,
@@ -357,11 +360,124 @@ def private(
 ) -> Publish:
     """A model trained by DP-SGD on the first owner's records."""
 
-    def publish(train: Train, owners: Indices, generator: np.random.Generator) -> AttackTarget:
+    def publish(train: Train, owners: Indices, generator: np.random.Generator) -> _AttackTarget:
         own = torch.from_numpy(owners[0])
         vector, _ = train_privately(
             network, features[own], labels[own], schedule, noise_multiplier=noise_multiplier, source=source
         )
-        return AttackTarget(vector=vector, owner=0, num_generators=1)
+        return _AttackTarget(vector=vector, owner=0, num_generators=1)
 
     return publish
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackPlan:
+    """The targets that are attacked.
+
+    Attributes:
+        epsilon: of the integrally private mean, units of weights.
+        clustering: of its models.
+        schedule: of the mean's models, and of a plain model for comparison.
+        overfit_epochs: of the overfitted models.
+        dp_epsilons: of the DP-SGD models, under add-or-remove adjacency, at delta 1 / (10 N), at most 1e-5.
+        dp_steps: noisy steps on all records.
+        dp_learning_rate: of these steps.
+    """
+
+    epsilon: float
+    clustering: Linkage = "first-member"
+    schedule: TrainingSchedule
+    overfit_epochs: int = 200
+    dp_epsilons: tuple[float, ...] = (0.1, 0.5, 1.0)
+    dp_steps: int = 20
+    dp_learning_rate: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AttackRow:
+    """The result of the attack on one kind of target.
+
+    Attributes:
+        name: of the kind of target.
+        success, low, high: as in `_Success`; None if there was no target.
+        beats_chance: whether the interval lies above one half.
+        test_accuracy: of the targets, mean over trials.
+        num_generators: subsamples used for a target, mean over trials.
+        note: why there was no target; otherwise empty.
+    """
+
+    name: str
+    success: float | None = None
+    low: float | None = None
+    high: float | None = None
+    beats_chance: bool | None = None
+    test_accuracy: float | None = None
+    num_generators: float | None = None
+    note: str = ""
+
+
+def attack_table(network: nn.Module, data: Data, game: Game, plan: AttackPlan, *, seed: int) -> Iterator[_AttackRow]:
+    """A row for each kind of target, all attacked on the same subsamples.
+
+    Args:
+        network: with the initial weights, which the intruder knows.
+        data: subsamples are dealt from its training part; the test part is only used to measure the targets.
+        game: parameters of the attack.
+        plan: which targets are attacked.
+        seed: of everything, including the noise; only for data that may be treated as public.
+    """
+    features, labels = data.train_features, data.train_labels
+    short, long = plan.schedule, replace(plan.schedule, epochs=plan.overfit_epochs)
+    trainers = {s: trainer(network, features, labels, s, seed=seed) for s in (short, long)}
+    mean = recommended_mean(plan.epsilon, plan.clustering)
+    yield attacked("plain, overfitted", network, data, game, trainers[long], plain, seed)
+    yield attacked("mean of all owners, overfitted", network, data, game, trainers[long], _mean_of_all, seed)
+    yield attacked(f"recommended mean, overfitted, {plan.epsilon:g}", network, data, game, trainers[long], mean, seed)
+    yield attacked("plain, trained as the mean's models", network, data, game, trainers[short], plain, seed)
+    yield attacked(f"recommended mean, {plan.epsilon:g}", network, data, game, trainers[short], mean, seed)
+    bare = recommended_mean(plan.epsilon, plan.clustering, others_known=True)
+    yield attacked("the same, all other generators known", network, data, game, trainers[short], bare, seed)
+    dp_schedule = PrivateSchedule(
+        steps=plan.dp_steps, learning_rate=plan.dp_learning_rate, expected_batch_size=game.size
+    )
+    train = _clipped_trainer(network, features, labels, dp_schedule)
+    for epsilon in (None, *plan.dp_epsilons):
+        noise = 0.0 if epsilon is None else noise_multiplier(epsilon, dp_schedule, game.size)
+        source = SeededSource("integral attack", seed, str(epsilon))
+        publish = _private(network, features, labels, dp_schedule, noise_multiplier=noise, source=source)
+        name = "DP-SGD without its noise" if epsilon is None else f"DP-SGD, epsilon {epsilon:g}"
+        yield attacked(name, network, data, game, train, publish, seed)
+
+
+def noise_multiplier(epsilon: float, schedule: PrivateSchedule, num_records: int) -> float:
+    """The noise multiplier at which a schedule on this many records costs epsilon, at the default delta."""
+    probability = schedule.expected_batch_size / num_records
+    delta = default_delta(num_records)
+    return noise_multiplier_for(epsilon, delta, sampling_probability=probability, steps=schedule.steps)
+
+
+def attacked(
+    name: str, network: nn.Module, data: Data, game: Game, train: Train, publish: Publish, seed: int
+) -> _AttackRow:
+    """The row of one kind of target; see `_play` for the arguments."""
+    accuracies, counts = [], []
+
+    def observed(train: Train, owners: Indices, generator: np.random.Generator) -> _AttackTarget:
+        target = publish(train, owners, generator)
+        accuracies.append(metrics(network, target.vector, data.test_features, data.test_labels).accuracy)
+        counts.append(target.num_generators)
+        return target
+
+    try:
+        success = _play(network, data.train_labels.numpy(), game, train, observed, seed=seed)
+    except _NoRecommendationError as error:
+        return _AttackRow(name=name, note=str(error))
+    return _AttackRow(
+        name=name,
+        success=success.mean,
+        low=success.low,
+        high=success.high,
+        beats_chance=success.beats_chance,
+        test_accuracy=float(np.mean(accuracies)),
+        num_generators=float(np.mean(counts)),
+    )

@@ -72,7 +72,7 @@ class TrainAndTest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class _Snapshot:
     """Recurrence and accuracy after a number of epochs, at one epsilon.
 
     Attributes:
@@ -116,7 +116,7 @@ class Recommendation:
     members: Mapping[int, TrainAndTest]
     plain: TrainAndTest
     majority: TrainAndTest
-    snapshots: tuple[Snapshot, ...]
+    snapshots: tuple[_Snapshot, ...]
 
 
 def recommend(network: nn.Module, data: Data, settings: SelectionSettings) -> Recommendation:
@@ -209,10 +209,10 @@ def _snapshot(
     vectors: Tensor,
     generators: Sequence[np.ndarray],
     plain: TrainAndTest,
-) -> Snapshot:
+) -> _Snapshot:
     largest = _clusters(vectors, generators, settings, epsilon)[0]
     is_cluster = largest.recurrence > 1
-    return Snapshot(
+    return _Snapshot(
         epochs=epoch,
         epsilon=epsilon,
         recurrence=largest.recurrence,

@@ -131,7 +131,7 @@ _SAMPLES_PER_WEIGHT = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleSize:
+class _SampleSize:
     """A subsample size and the resulting number of subsamples.
 
     Attributes:
@@ -155,9 +155,9 @@ class Advice:
     """
 
     num_parameters: int
-    rule_of_thumb: SampleSize
-    pac: SampleSize
-    chosen: SampleSize | None
+    rule_of_thumb: _SampleSize
+    pac: _SampleSize
+    chosen: _SampleSize | None
 
 
 def advice(
@@ -191,8 +191,8 @@ def advice(
         if not 0 < share < 1:
             raise InputError(f"{name} = {share}: must lie in (0, 1)")
 
-    def sized(records: int) -> SampleSize:
-        return SampleSize(records=records, num_subsamples=num_records // records)
+    def sized(records: int) -> _SampleSize:
+        return _SampleSize(records=records, num_subsamples=num_records // records)
 
     pac = math.ceil((num_parameters + math.log(1 / failure_probability)) / excess_loss**2)
     return Advice(

@@ -23,8 +23,16 @@ import torch
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.views import default_delta
 from fedpriv.data.tables import load_table
-from fedpriv.integral.attack import Game, plain, recommended_mean, trainer
-from fedpriv.integral.attack_table import AttackPlan, attack_table, attacked, noise_multiplier
+from fedpriv.integral.attack import (
+    AttackPlan,
+    Game,
+    attack_table,
+    attacked,
+    noise_multiplier,
+    plain,
+    recommended_mean,
+    trainer,
+)
 from fedpriv.integral.networks import HIDDEN, perceptron
 from fedpriv.integral.procedure import Data, SelectionSettings, evaluate, recommend
 from fedpriv.integral.selection import select

@@ -12,7 +12,7 @@ from torch import nn
 
 from fedpriv.errors import InputError
 from fedpriv.integral import attack
-from fedpriv.integral.attack import AttackTarget, Game, NoRecommendationError, play
+from fedpriv.integral.attack import Game, _AttackTarget, _NoRecommendationError, _play
 from fedpriv.integral.networks import perceptron, to_vector
 from fedpriv.integral.training import TrainingSchedule
 from tests.integral.permuted import permuted
@@ -29,7 +29,7 @@ def mean_of_records(records):
 
 
 def test_finds_members_where_the_model_tells_them():
-    found = play(NETWORK, LABELS, GAME, mean_of_records, attack.plain, seed=0)
+    found = _play(NETWORK, LABELS, GAME, mean_of_records, attack.plain, seed=0)
     assert found.beats_chance
     assert found.mean > 0.75
 
@@ -39,17 +39,17 @@ def test_guesses_where_the_model_is_of_other_records(comparison):
     """False alarm: of the target's own records none is in the pool. A two-sided test at 1 in 1,000."""
 
     def elsewhere(train, owners, generator):
-        return AttackTarget(vector=train(owners[1:2])[0], owner=0, num_generators=1)
+        return _AttackTarget(vector=train(owners[1:2])[0], owner=0, num_generators=1)
 
     game = replace(GAME, num_trials=60, comparison=comparison)
-    found = play(NETWORK, LABELS, game, mean_of_records, elsewhere, seed=1)
+    found = _play(NETWORK, LABELS, game, mean_of_records, elsewhere, seed=1)
     standard_error = (found.high - found.low) / 2 / stats.t.ppf(0.975, 59)
     assert abs(found.mean - 0.5) < stats.t.ppf(0.9995, 59) * standard_error
 
 
 def test_success_falls_with_the_number_of_generators():
     one, two, ten = (
-        play(NETWORK, LABELS, replace(GAME, num_owners=num), mean_of_records, attack.mean_of_all, seed=2).mean
+        _play(NETWORK, LABELS, replace(GAME, num_owners=num), mean_of_records, attack._mean_of_all, seed=2).mean
         for num in (1, 2, 10)
     )
     assert one > two > ten
@@ -61,20 +61,20 @@ def test_who_knows_the_other_generators_takes_them_off_the_mean():
     owners = np.arange(100).reshape(10, 10)
     target = bare(mean_of_records, owners, np.random.default_rng(0))
     torch.testing.assert_close(target.vector, mean_of_records(owners)[target.owner])
-    hidden = play(NETWORK, LABELS, GAME, mean_of_records, attack.recommended_mean(100.0), seed=0)
-    known = play(NETWORK, LABELS, GAME, mean_of_records, bare, seed=0)
+    hidden = _play(NETWORK, LABELS, GAME, mean_of_records, attack.recommended_mean(100.0), seed=0)
+    known = _play(NETWORK, LABELS, GAME, mean_of_records, bare, seed=0)
     assert known.beats_chance
     assert known.mean > hidden.mean + 0.1
 
 
 def test_without_a_cluster_nothing_is_recommended():
-    with pytest.raises(NoRecommendationError, match="no two of 10 models are within it"):
-        play(NETWORK, LABELS, GAME, mean_of_records, attack.recommended_mean(1e-6), seed=0)
+    with pytest.raises(_NoRecommendationError, match="no two of 10 models are within it"):
+        _play(NETWORK, LABELS, GAME, mean_of_records, attack.recommended_mean(1e-6), seed=0)
 
 
 def test_background_records_are_known_and_not_scored():
     game = replace(GAME, num_background=6)
-    assert play(NETWORK, LABELS, game, mean_of_records, attack.plain, seed=0).mean > 0.75
+    assert _play(NETWORK, LABELS, game, mean_of_records, attack.plain, seed=0).mean > 0.75
 
 
 def test_a_permuted_target_is_aligned_first():
@@ -90,7 +90,7 @@ def test_a_permuted_target_is_aligned_first():
         return replace(target, vector=permuted(network, target.vector, orders))
 
     game = Game(size=10, num_owners=2, num_subsamples=100, num_best=5, num_trials=6)
-    plain, hidden = (play(network, labels.numpy(), game, train, how, seed=3) for how in (attack.plain, shuffled))
+    plain, hidden = (_play(network, labels.numpy(), game, train, how, seed=3) for how in (attack.plain, shuffled))
     # The permutations take draws of their own, so trials differ in their candidates only after the target is made.
     assert hidden.mean > 0.5
     assert abs(plain.mean - hidden.mean) < 0.2
@@ -141,7 +141,7 @@ def test_a_game_that_cannot_be_is_refused(changes, words):
 
 def test_too_few_records_for_the_game():
     with pytest.raises(InputError, match="100 records give 10 subsamples of 10, and two more"):
-        play(NETWORK, LABELS[:100], GAME, mean_of_records, attack.plain, seed=0)
+        _play(NETWORK, LABELS[:100], GAME, mean_of_records, attack.plain, seed=0)
     with pytest.raises(InputError, match="comparison = 'cosine'"):
         attack._rank_generators(np.zeros((2, 1)), np.zeros(1), "cosine")
     assert len(to_vector(NETWORK)) == 30
