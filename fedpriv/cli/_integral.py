@@ -275,7 +275,7 @@ def _data(table: PreparedTable) -> Data:
 
 
 def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: str) -> TrainingSchedule:
-    """How each network is trained."""
+    """The training schedule that the options describe."""
     from fedpriv.integral.training import TrainingSchedule
 
     return TrainingSchedule(

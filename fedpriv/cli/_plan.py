@@ -352,7 +352,7 @@ def _help(values: Mapping[str, Any], good: float) -> str:
 
 
 def _memory_of_machine(device: str) -> int:
-    """Bytes; 0 without a GPU."""
+    """The memory of this machine, or of its first GPU, in bytes; 0 without a GPU."""
     import torch
 
     if device == "cpu":

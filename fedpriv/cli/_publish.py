@@ -231,7 +231,7 @@ def _lines(row: dict[str, Any], labels: Sequence[str]) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Without what a terminal would obey."""
+    """The text without characters that a terminal would obey."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 

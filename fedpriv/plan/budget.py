@@ -120,7 +120,7 @@ class Setting:
 
     @property
     def deltas(self) -> tuple[float, ...]:
-        """[clients]."""
+        """The delta of each client, [clients]."""
         return tuple(self.config.delta or default_delta(size) for size in self.sizes)
 
     @property
@@ -255,7 +255,7 @@ class Plan:
 
     @cached_property
     def costs(self) -> tuple[ClientCost, ...]:
-        """[clients], if all take part in every round."""
+        """The cost of each client, [clients], if all take part in every round."""
         config, sizes = self.setting.config, dict(enumerate(self.setting.sizes))
         masses = client_masses(config, sizes)
         shares = {client: mass / math.fsum(masses.values()) for client, mass in masses.items()}

@@ -237,7 +237,7 @@ def _in_layers(model: Any) -> list[Tensor]:
 
 
 def _model_for(setting: MemorySetting, vocabulary: int | None = None) -> Any:
-    """`_model`, which is the same whatever passes through it."""
+    """The `_model` of the setting, which does not depend on the records that pass through it."""
     return _model(replace(setting, batch=1, max_length=2, activation_checkpointing=False), vocabulary)
 
 
