@@ -12,8 +12,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
-from sklearn.metrics import f1_score
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -128,6 +126,8 @@ def majority_class(train_labels: Tensor, labels: Tensor) -> NetworkMetrics:
 
 
 def _of_predictions(loss: float, predicted: Tensor, labels: Tensor) -> NetworkMetrics:
+    from sklearn.metrics import f1_score  # deferred: networks are trained without it
+
     accuracy = float((predicted == labels).double().mean())
     f1 = f1_score(labels.numpy(), predicted.numpy(), average="macro", zero_division=0, labels=np.unique(labels.numpy()))
     return NetworkMetrics(loss=loss, accuracy=accuracy, f1=float(f1))
@@ -188,6 +188,8 @@ def _permuted(network: nn.Module, names: Sequence[str], vectors: Tensor, orders:
 
 def _orders(layers: _Layers, target: _Layers) -> _Permutations:
     """The order of each hidden layer, [networks, width], that brings each network closest to the target."""
+    from scipy.optimize import linear_sum_assignment  # deferred: networks are trained without it
+
     num = len(layers[0][0])
     orders = [torch.arange(weight.shape[1]).repeat(num, 1) for weight, _ in layers[:-1]]
     for attempt in range(_MAX_PASSES):
