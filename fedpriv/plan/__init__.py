@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from fedpriv.plan.budget import Setting as Setting
     from fedpriv.plan.budget import alternatives as alternatives
     from fedpriv.plan.budget import fitted as fitted
-    from fedpriv.plan.budget import lora_choice as lora_choice
     from fedpriv.plan.budget import plan as plan
     from fedpriv.plan.communication import Communication as Communication
     from fedpriv.plan.communication import ModelShape as ModelShape

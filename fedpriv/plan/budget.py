@@ -299,13 +299,17 @@ class Plan:
         return np.asarray(rounds * recipe.arrived(len(rounds), momentum_of(self.setting.config)))
 
 
-@lru_cache(maxsize=64)
 def plan(setting: Setting) -> Plan:
     """The least noise that keeps every client within the budget, and what follows from it.
 
     Raises:
         InputError: the budget is out of range, or no noise meets it.
     """
+    return _plan(setting)
+
+
+@lru_cache(maxsize=64)
+def _plan(setting: Setting) -> Plan:
     if setting.config.train == "auto":
         setting, _ = lora_choice(setting)
     config = calibrated(setting.config, setting.sizes, setting.adapter)
