@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import asdict
 from functools import partial
@@ -206,7 +206,7 @@ def _plan_memory(
 
 def _joined_signature() -> inspect.Signature:
     """The options of both uses, each use's in a panel of its own in --help."""
-    uses = {
+    uses: Mapping[str, Callable[..., Result]] = {
         "A run within a budget: --records and --epsilon": _plan_budget,
         "The memory of a step: MODEL": _plan_memory,
     }

@@ -22,14 +22,14 @@ from fedpriv.errors import LedgerError, StoreError
 from fedpriv.names import printable
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-for function in (account, calibrate, repeat_and_select, plan):
-    command(app)(function)
+for of_costs in (account, calibrate, repeat_and_select, plan):
+    command(app)(of_costs)
 app.command()(report)
 command(app)(communication)
 app.command()(status)
 app.command()(watch)
-for function in (predict, export, card, push):
-    command(app)(function)
+for of_models in (predict, export, card, push):
+    command(app)(of_models)
 app.add_typer(_config.app, name="config")
 app.add_typer(_data.app, name="data")
 app.add_typer(_ledger.app, name="ledger")
