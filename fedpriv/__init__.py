@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fedpriv import adapters as adapters
     from fedpriv import aggregation as aggregation
     from fedpriv import audit as audit
-    from fedpriv import communication as communication
     from fedpriv import config as config
     from fedpriv import data as data
     from fedpriv import dedup as dedup
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from fedpriv import ledger as ledger
     from fedpriv import lmo as lmo
     from fedpriv import mechanisms as mechanisms
-    from fedpriv import memory as memory
-    from fedpriv import planning as planning
+    from fedpriv import plan as plan
     from fedpriv import runs as runs
     from fedpriv import secure_aggregation as secure_aggregation
     from fedpriv import serving as serving

@@ -27,7 +27,7 @@ from server.evaluation import PrivateEvaluation
 from server.strategy import RuleStrategy
 
 if TYPE_CHECKING:
-    from fedpriv.baselines import Baselines
+    from fedpriv.training.baselines import Baselines
 
 
 _CostsByView = Mapping[str, Mapping[int, PrivacySpent | None]]

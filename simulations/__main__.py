@@ -1,9 +1,13 @@
-"""`python -m simulations`: run federations on this machine."""
+"""`python -m simulations`: run federations on this machine, with tab completion of keys, values, engines and recipes.
+
+Typer completes programs by name, and this one's is python's; so the shell's side is a function of our own, which asks
+click's as soon as a line begins with `python -m simulations`, and otherwise leaves python to the shell's default.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,9 +17,11 @@ from rich.markup import escape
 
 from fedpriv import config as configuration
 from fedpriv import recipes
+from fedpriv.config import KEYS, schema
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.names import printable
-from simulations import api, completion
+from fedpriv.recipes import RECIPES
+from simulations import api
 from simulations.initial import init
 
 # A traceback with its variables would show records.
@@ -27,28 +33,91 @@ _RECIPES = "Recipes, of which docs/recipes.md tells more:\n\n" + "\n\n".join(
     f"- **{name}**: {text}" for name, text in recipes.DESCRIPTIONS.items()
 )
 
-Override = Annotated[
+# By which environment variable the shell asks.
+_COMPLETE_VARIABLE = "_SIMULATIONS_COMPLETE"
+
+# The answers are lines of `type,value`. `=` ends a word in bash, so the line up to the cursor is split at blanks alone,
+# and what is before a `=` is cut off the answers.
+_SCRIPT = """\
+_simulations_completion() {
+    local line="${COMP_LINE:0:$COMP_POINT}" words cur reply
+    COMPREPLY=()
+    [[ "$line" =~ ^[^[:space:]]*python[0-9.]*[[:space:]]+-m[[:space:]]+simulations[[:space:]] ]] || return 0
+    words="simulations ${line#"${BASH_REMATCH[0]}"}"
+    cur="${line##*[[:space:]]}"
+    while IFS= read -r reply; do
+        [[ "$reply" == plain,* ]] && reply="${reply#plain,}" || continue  # files are the shell's
+        [[ "$reply" == "$cur"* ]] || continue
+        [[ "$reply" == *= ]] && compopt -o nospace 2>/dev/null
+        [[ "$cur" == *=* ]] && reply="${reply#*=}"
+        COMPREPLY+=("$reply")
+    done < <(COMP_WORDS="$words" COMP_CWORD=$(($(wc -w <<<"$words") - $([ -n "$cur" ] && echo 1 || echo 0))) \
+        VARIABLE=complete_bash "${line%%[[:space:]]*}" -m simulations 2>/dev/null)
+}
+complete -o default -F _simulations_completion python python3
+""".replace("VARIABLE", _COMPLETE_VARIABLE)
+
+
+def _show_script(value: bool) -> None:
+    """Print the shell's side of the completion, and end."""
+    if value:
+        typer.echo(_SCRIPT, nl=False)
+        raise typer.Exit
+
+
+def _override_names(incomplete: str) -> list[str]:
+    """`key=` of the keys that begin so; or after a `=` the key with each of its values, where those have names."""
+    key, sign, _ = incomplete.partition("=")
+    if sign:
+        found = [f"{name}={value}" for name in KEYS if name == key for value in _value_names(name)]
+    else:
+        found = [f"{name}=" for name in KEYS]
+    return [name for name in found if name.startswith(incomplete)]
+
+
+def _engine_names(incomplete: str) -> list[str]:
+    """The engines that begin so, less Flower's own."""
+    return [name for name in _value_names("engine") if name.startswith(incomplete) and name != "flower"]
+
+
+def _recipe_names(incomplete: str) -> list[str]:
+    """The recipes that begin so."""
+    return [name for name in RECIPES if name.startswith(incomplete)]
+
+
+def _value_names(key: str) -> list[str]:
+    """The values of a key that are names, or true and false."""
+    return list(_allowed(schema()["properties"][key]))
+
+
+def _allowed(form: Mapping[str, Any]) -> Iterator[str]:
+    if form.get("type") == "boolean":
+        yield from ("true", "false")
+    yield from (str(value) for value in (*form.get("enum", ()), form.get("const", "")) if value != "")
+    for inner in form.get("anyOf", ()):
+        yield from _allowed(inner)
+
+
+_Override = Annotated[
     list[str] | None,
     typer.Option(
         "-c",
         metavar="KEY=VALUE",
         help="Override one key; repeatable. docs/configuration.md lists them.",
-        autocompletion=completion.overrides,
+        autocompletion=_override_names,
     ),
 ]
-EngineOption = Annotated[
+_EngineOption = Annotated[
     str | None,
-    typer.Option(
-        "--engine", help="How clients are run: stacked, in-process or ray.", autocompletion=completion.engines
-    ),
+    typer.Option("--engine", help="How clients are run: stacked, in-process or ray.", autocompletion=_engine_names),
 ]
-RecipeOption = Annotated[
+_RecipeOption = Annotated[
     str | None,
     typer.Option(
         "--recipe",
         metavar="NAME",
         help="Values for the keys that belong together and are not given; see below.",
-        autocompletion=completion.recipes,
+        autocompletion=_recipe_names,
     ),
 ]
 
@@ -60,7 +129,7 @@ def main(
         typer.Option(
             "--show-completion",
             is_eager=True,
-            callback=completion.show,
+            callback=_show_script,
             help='Print what completes these commands in bash: eval "$(python -m simulations --show-completion)"',
         ),
     ] = False,
@@ -74,9 +143,9 @@ app.command()(init)
 @app.command(epilog=_RECIPES)
 def run(
     config: Annotated[Path | None, typer.Argument(help="TOML file; without one, the embedded default.")] = None,
-    override: Override = None,
-    recipe: RecipeOption = None,
-    engine: EngineOption = None,
+    override: _Override = None,
+    recipe: _RecipeOption = None,
+    engine: _EngineOption = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; by default a new one in results/.")] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Resume an interrupted run, from its folder or one of its checkpoints.")
@@ -104,9 +173,9 @@ def run(
 @app.command(epilog=_RECIPES)
 def sweep(
     config: Annotated[Path, typer.Argument(help="TOML file: run keys, and a [grid] or [[runs]] of what varies.")],
-    override: Override = None,
-    recipe: RecipeOption = None,
-    engine: EngineOption = None,
+    override: _Override = None,
+    recipe: _RecipeOption = None,
+    engine: _EngineOption = None,
     max_parallel: Annotated[
         int | None, typer.Option(help="Runs at a time; by default one per core. 1 needs no Ray.")
     ] = None,
@@ -157,4 +226,4 @@ def _keys(pairs: list[str] | None, **options: str | None) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):
-        app(complete_var=completion.VARIABLE)
+        app(complete_var=_COMPLETE_VARIABLE)

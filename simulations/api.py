@@ -105,9 +105,9 @@ def federate(
     preflight.check(resolved)  # before the imports below, which take longer
     with console.status("starting"):  # which takes seconds, and on a cold disk many
         from simulations.display import TerminalObserver
-        from simulations.engines import federation, logs
+        from simulations.engines import federation, flower_private
 
-    logs.leave_output_to_display()
+    flower_private.leave_output_to_display()
     with TerminalObserver(console) as observer:
         federation.run(resolved, observer)
     return Path(resolved.out)

@@ -1,30 +1,53 @@
-"""What a run shows in the terminal or a notebook: where it is just now, a line for each round, closing tables."""
+"""Shows a run in the terminal or a notebook: its present state, a line a round, the time left, closing tables."""
 
 from __future__ import annotations
 
+import html
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
+from statistics import mean
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
+from rich import box
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from fedpriv.accounting.recipe import LearningRate
 from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.names import printable
 from fedpriv.protocol import Registration
-from fedpriv.runs.figures import format_bytes, format_delta, format_seconds, limit_of
+from fedpriv.runs.figures import (
+    counts_next_tokens,
+    figures,
+    format_bytes,
+    format_delta,
+    format_seconds,
+    limit_of,
+)
+from fedpriv.runs.files import REPORT
+from fedpriv.runs.folder import RunFolder
 from fedpriv.runs.rows import RoundRow
-from fedpriv.runs.show.tables import views_text
+from fedpriv.runs.show.tables import TextTable as Content
+from fedpriv.runs.show.tables import (
+    accuracy_table,
+    changes,
+    client_table,
+    closing_table,
+    language_table,
+    views_text,
+)
 from fedpriv.training.schedule import num_lora_rounds
 from server.observer import RunProgress, described
-from simulations.closing import closing
-from simulations.live_line import Screen, screen_of
-from simulations.time_left import phases_of, time_left
 
 _MOST_NAMES = 8
 _BAR = "━"
@@ -39,7 +62,7 @@ class TerminalObserver:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._screen: Screen | None = None
+        self._screen: _Screen | None = None
         self._config: RunConfig | None = None
         self._phases: list[str] = []
         self._comparison: list[str] = []
@@ -65,8 +88,8 @@ class TerminalObserver:
         if not self._comparison:  # whose rounds take about as long as those before
             self._seconds = {}
         self._config, self._stage = config, ""
-        self._phases = phases_of(config)
-        self._comparison = phases_of(config.without_noise) if config.compares else []
+        self._phases = _phases_of(config)
+        self._comparison = _phases_of(config.without_noise) if config.compares else []
         self._bytes, self._round, self._figures = 0, 0, ""
         self._delta = max(config.delta or default_delta(r.num_records) for r in registrations)
         self._began = self._round_began = time.monotonic()
@@ -107,7 +130,7 @@ class TerminalObserver:
                 self._round, self._round_began = progress.round, time.monotonic()
         self._now = progress
         if self._screen is None:
-            self._screen = screen_of(self._console, self.lines)
+            self._screen = _screen_of(self._console, self.lines)
         else:
             self._screen.update()
 
@@ -130,7 +153,7 @@ class TerminalObserver:
     def finished(self, folder: Path, summary: dict[str, Any]) -> None:
         """Show the closing tables, what was spent and where everything is."""
         self._close()
-        closing(self._console, folder, summary)
+        _closing(self._console, folder, summary)
 
     def _phase(self, round_: int) -> str:
         return self._phases[round_ - 1] if round_ <= len(self._phases) else ""
@@ -150,7 +173,7 @@ class TerminalObserver:
         return [f"ε ≤ {views} by rdp, δ {format_delta(self._delta)}"]
 
     def lines(self) -> str:
-        """What is shown just now: where the run is, and the figures of its last round."""
+        """The present lines: the state of the run, and the figures of its last round."""
         now, width = time.monotonic(), self._console.width
         in_rounds = self._config is not None and not self._stage
         what = ": ".join(filter(None, (self._stage, self._now.text if self._now.total else "")))
@@ -163,13 +186,13 @@ class TerminalObserver:
 
     @property
     def _share(self) -> float | None:
-        """Of the current round that is done, as far as training goes."""
+        """The share of the current round's training that is done; None if that is not known."""
         return self._now.share if self._now.round is not None else None
 
     def _left(self, now: float) -> str:
         """The time left, the comparison run included."""
         ahead = [*self._phases[max(self._round, 1) - 1 :], *self._comparison]
-        estimate = time_left(self._seconds, ahead, now - self._round_began, self._share)
+        estimate = _time_left(self._seconds, ahead, now - self._round_began, self._share)
         if estimate is None:
             return ""
         return f"{'over' if estimate.is_least else 'about'} {format_seconds(round(estimate.seconds))} left"
@@ -197,7 +220,7 @@ def _who(registrations: Sequence[Registration]) -> str:
 
 
 def _rounds(config: RunConfig) -> str:
-    """What the run's rounds do, in order."""
+    """A line that says how many rounds train the head and how many train all, in order."""
     num_all = num_lora_rounds(config)
     num_head = config.rounds - config.head_start - num_all
     q, of_all = config.sampling_probability, config.lora_sampling_probability
@@ -213,3 +236,188 @@ def _rounds(config: RunConfig) -> str:
         else "",
     ]
     return f"{config.rounds} rounds: {'; '.join(filter(None, parts))}"
+
+
+# A notebook keeps every version of its output until it is drawn.
+_NOTEBOOK_SECONDS = 0.5
+_PER_SECOND = 4
+
+
+class _Screen(Protocol):
+    """Where lines are rewritten."""
+
+    def update(self) -> None:
+        """Something changed; it need not be shown at once."""
+
+    def stop(self) -> None:
+        """Take the lines away."""
+
+
+def _screen_of(console: Console, lines: Callable[[], str]) -> _Screen | None:
+    """A screen that shows the lines from now on; None where nothing can be rewritten, as in a pipe or a file.
+
+    Args:
+        console: in whose place they are shown.
+        lines: what they are just now.
+    """
+    if console.is_jupyter:
+        return _Notebook(lines)
+    # Colours may be forced upon a pipe; lines that are rewritten would litter it.
+    return _Terminal(console, lines) if console.is_terminal and console.file.isatty() else None
+
+
+class _Terminal:
+    def __init__(self, console: Console, lines: Callable[[], str]) -> None:
+        self._live = Live(
+            get_renderable=lambda: Text(lines()), console=console, refresh_per_second=_PER_SECOND, transient=True
+        )
+        self._live.start()
+
+    def update(self) -> None:
+        """Nothing: the lines are drawn several times a second anyway."""
+
+    def stop(self) -> None:
+        self._live.stop()
+
+
+class _Notebook:
+    """rich's own needs ipywidgets in a notebook, and leaves nothing in one that is executed without a browser."""
+
+    def __init__(self, lines: Callable[[], str]) -> None:
+        display: Any = import_module("IPython.display").display  # a notebook has it
+        self._lines = lines
+        self._shown = time.monotonic()
+        self._handle = display(_preformatted(lines()), raw=True, display_id=True)
+
+    def update(self) -> None:
+        if time.monotonic() - self._shown >= _NOTEBOOK_SECONDS:
+            self._shown = time.monotonic()
+            self._handle.update(_preformatted(self._lines()), raw=True)
+
+    def stop(self) -> None:
+        self._handle.update(_preformatted(""), raw=True)
+
+
+def _preformatted(text: str) -> dict[str, str]:
+    return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+
+
+# The first round of a phase reads records whose states later ones keep, so it says little once there are others.
+_NUM_RECENT = 3
+# A smaller share of a round says too little of the rest.
+_SMALLEST_SHARE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TimeLeft:
+    """An estimate.
+
+    Attributes:
+        seconds: >= 0.
+        is_least: whether rounds are ahead of a kind that has not been timed, so that it takes longer.
+    """
+
+    seconds: float
+    is_least: bool
+
+
+def _phases_of(config: RunConfig) -> list[str]:
+    """The phase of each round: `start`, `head` or `all`; rounds of one phase take about as long."""
+    num_all = num_lora_rounds(config)
+    num_head = config.rounds - config.head_start - num_all
+    return [*["start"] * config.head_start, *["head"] * num_head, *["all"] * num_all]
+
+
+def _time_left(
+    seconds: Mapping[str, Sequence[float]], ahead: Sequence[str], spent: float, share: float | None
+) -> _TimeLeft | None:
+    """How long the rest takes; None as long as nothing is known.
+
+    Args:
+        seconds: {phase: what its rounds have taken, in order}.
+        ahead: the phases of the rounds that are not over, the current one first.
+        spent: seconds that the current round has taken.
+        share: of the current round that is done, in [0, 1]; None if that is not known.
+    """
+    if not ahead:
+        return _TimeLeft(seconds=0.0, is_least=False)
+    usual = {phase: mean(took[-_NUM_RECENT:]) for phase, took in seconds.items() if took}
+    current, *later = ahead
+    if share is not None and share >= _SMALLEST_SHARE:
+        usual.setdefault(current, spent / share)
+    if not usual:
+        return None
+    now = max(0.0, usual.get(current, spent) - spent)
+    known = [usual[phase] for phase in later if phase in usual]
+    return _TimeLeft(seconds=now + sum(known), is_least=current not in usual or len(known) < len(later))
+
+
+_ALARM = "bold red"
+
+
+def _closing(console: Console, folder: Path, summary: dict[str, Any]) -> None:
+    """Print what a run reached and what it cost, which the run's folder has too."""
+    console.print(_clients(client_table(summary["clients"], summary["accountant"], view=summary["privacy_view"])))
+    if (responses := language_table(summary)) is not None:
+        console.print(_shown(responses))
+        for line in changes(summary):
+            console.print(f"against untrained, paired: {line}", highlight=False)
+    if not counts_next_tokens(summary):
+        console.print(_shown(accuracy_table(summary)))
+    if summary["accuracy"] is None and not summary.get("accuracy_interval"):
+        console.print("accuracy is empty: nothing was evaluated on the holders' records, see test_data")
+    look = RunFolder(folder)
+    if (stored := look.stored) is not None:
+        console.print(_shown(closing_table(stored, summary.get("base_model_bytes"))))
+    for line in summary["warnings"]:
+        console.print(Panel(Text(line), title="WARNING", style=_ALARM))
+    if not summary["private"]:
+        console.print(Panel("This run is NOT PRIVATE: see report.html.", style=_ALARM))
+    if not summary["adapters_moved"]:
+        names = ", ".join(summary["unmoved_tensors"][:5])
+        console.print(Panel(Text(f"TRAINING CHANGED NOTHING in: {names}"), style=_ALARM))
+    console.print(_figures(look))
+    # Whole, so that a path can be copied.
+    console.print(f"results  {from_here(folder)}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"report   {from_here(folder / REPORT)}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _figures(folder: RunFolder) -> Table:
+    """The figures of the closing page: the result of an audit, if there was one, and what was spent."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, width=len("results"))
+    grid.add_column(overflow="fold")
+    for figure in figures(folder, "closing"):
+        grid.add_row(figure.label, Text(figure.text, style=_ALARM if figure.is_alarming else ""))
+    return grid
+
+
+def _clients(content: Content) -> Table:
+    """The clients' table: in a narrow terminal a name may take two lines, but no figure does."""
+    table = Table(title=content.caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for position, header in enumerate(content.headers):
+        width = max(len(header), *(len(row[position]) for row in content.rows))
+        table.add_column(
+            header,
+            justify="right" if position else "left",
+            no_wrap=bool(position),
+            min_width=width if position else None,
+        )
+    for row in content.rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _shown(content: Content) -> Table:
+    table = Table(title=content.caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for header in content.headers:
+        table.add_column(header, no_wrap=bool(header) or not table.columns)
+    for row in content.rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def from_here(path: Path) -> Path:
+    """The path relative to the working directory if it lies in there, else as it is."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

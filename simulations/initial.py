@@ -37,8 +37,8 @@ _ABOUT_PRIVACY = "An epsilon for this run, per holder; or `budget 4` for all run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
-    """What a configuration is written from.
+class _Answers:
+    """The answers that a configuration is written from.
 
     Attributes:
         data: the table of records.
@@ -92,12 +92,12 @@ def init(
         if place.exists() and not force:
             raise InputError(f"out = {str(place)!r}: exists; name another file, or replace it with --force")
         table = _table(data)
-        answers = Answers(data=data, epsilon=epsilon, budget=budget, test_data=test_data, public=public_data)
+        answers = _Answers(data=data, epsilon=epsilon, budget=budget, test_data=test_data, public=public_data)
         answers = _with_columns(answers, table, text, label, holder, asks=asks)
         if epsilon is None and budget is None and asks:
             typer.echo(_ABOUT_PRIVACY)
             answers = _with_privacy(answers, _ask("How much privacy?", str(_DEFAULT_EPSILON)))
-        written = to_toml(answers, folder=place.absolute().parent)
+        written = _to_toml(answers, folder=place.absolute().parent)
         _check(written)
         _write(place, written)
     except InputError as error:
@@ -107,7 +107,7 @@ def init(
     typer.echo(f"next: python -m simulations run {shlex.quote(str(place))}")
 
 
-def proposed(table: datasets.Dataset) -> tuple[str, str, str]:
+def _proposed(table: datasets.Dataset) -> tuple[str, str, str]:
     """The columns that seem to hold text, label and holder; empty where none does.
 
     A column's name decides if it is a usual one; otherwise the longest texts are taken for the text, and the column
@@ -131,12 +131,12 @@ def proposed(table: datasets.Dataset) -> tuple[str, str, str]:
     return text, label, holder
 
 
-def to_toml(answers: Answers, *, folder: Path) -> str:
+def _to_toml(answers: _Answers, *, folder: Path) -> str:
     """The configuration as commented TOML.
 
     Args:
         answers: what it says.
-        folder: where it will lie; a ledger for a budget lies beside it.
+        folder: where it will lie, with the ledger of a budget.
     """
     within = answers.budget if answers.budget is not None else float("inf")
     epsilon = answers.epsilon if answers.epsilon is not None else min(_DEFAULT_EPSILON, within)
@@ -186,7 +186,7 @@ def _holders(holder: str) -> list[str]:
     ]
 
 
-def _test_set(answers: Answers) -> list[str]:
+def _test_set(answers: _Answers) -> list[str]:
     if answers.test_data is not None:
         place = str(answers.test_data.expanduser().absolute())
         return [
@@ -206,7 +206,7 @@ def _test_set(answers: Answers) -> list[str]:
     ]
 
 
-def _budget(answers: Answers, folder: Path) -> list[str]:
+def _budget(answers: _Answers, folder: Path) -> list[str]:
     if answers.budget is None:
         return [
             "# What all runs on the same records may cost, if a ledger keeps account of them:",
@@ -229,10 +229,10 @@ def _table(data: Path) -> datasets.Dataset:
 
 
 def _with_columns(
-    answers: Answers, table: datasets.Dataset, text: str, label: str, holder: str | None, *, asks: bool
-) -> Answers:
+    answers: _Answers, table: datasets.Dataset, text: str, label: str, holder: str | None, *, asks: bool
+) -> _Answers:
     """The answers with the columns that are given, or else confirmed or proposed."""
-    found = proposed(table)
+    found = _proposed(table)
     chosen = (text or found[0], label or found[1], found[2] if holder is None else holder)
     if asks and not (text and label and holder is not None):
         typer.echo(f"Its columns: {printable(', '.join(table.column_names))}")
@@ -252,7 +252,7 @@ def _with_columns(
     return replace(answers, text=chosen[0], label=chosen[1], holder=chosen[2])
 
 
-def _with_privacy(answers: Answers, answer: str) -> Answers:
+def _with_privacy(answers: _Answers, answer: str) -> _Answers:
     """The answers with an epsilon or a budget, as somebody typed it."""
     words = answer.split()
     try:

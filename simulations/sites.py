@@ -1,31 +1,40 @@
-"""A coordinator and data holders on this machine, each with a folder and processes of its own, made by the kits."""
+"""A coordinator and data holders on this machine, each with a folder and processes of its own, made by the kits.
+
+A command line may also run in this process, which takes no seconds to start.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import random
 import re
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from subprocess import CompletedProcess
+from unittest import mock
 
 import psutil
 import typer
 
+from fedpriv.deployment.command_line import run_command_line
 from fedpriv.ledger.entries import Entry, entries
 from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.vault.settings import FILE
-from simulations.processes import free_port, run_in_process
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER, CLIENT = "server.deploy", "clients.deploy"
 
 
 def kit(module: str, *arguments: object, code: int = 0) -> str:
-    """What a command of a kit prints.
+    """Run a command of a kit and return what it prints.
 
     Raises:
         RuntimeError: it ended with another exit code than this one.
@@ -69,7 +78,7 @@ class Service:
             )
 
     def text(self) -> str:
-        """What it printed so far."""
+        """The output so far."""
         return self.log.read_text()
 
     def wait_for(self, pattern: str, seconds: float = 60, *, times: int = 1) -> None:
@@ -113,7 +122,7 @@ class Service:
             self.kill()
 
 
-class Federation:
+class DeployedFederation:
     """A coordinator and its nodes."""
 
     def __init__(
@@ -146,7 +155,7 @@ class Federation:
 
     @property
     def ca(self) -> Path:
-        """What the nodes know the coordinator by."""
+        """The file by which the nodes know the coordinator."""
         return self.coordinator / "ca.crt"
 
     def node(self, client: int) -> Path:
@@ -178,7 +187,7 @@ class Federation:
         kit(SERVER, "register", self.coordinator, client, *self.public_keys(client))
 
     def public_keys(self, client: int) -> tuple[Path, Path]:
-        """What a node hands to the coordinator."""
+        """The files that a node hands to the coordinator."""
         return self.node(client) / "node.key.pub", self.node(client) / "vault.key.pub"
 
     def start_superlink(self) -> None:
@@ -203,7 +212,7 @@ class Federation:
         return sum(node["status"] == "online" for node in listed["nodes"])
 
     def flwr(self, *arguments: str) -> str:
-        """What Flower's own command answers."""
+        """The answer of Flower's own command."""
         variables = {**os.environ, "FLWR_HOME": str(self.coordinator / "flower"), "FLWR_DISABLE_UPDATE_CHECK": "1"}
         command = [str(Path(sys.executable).parent / "flwr"), *arguments]
         done = subprocess.run(
@@ -227,7 +236,7 @@ class Federation:
         return [SERVER, "run", str(self.coordinator), *(part for pair in pairs for part in pair)]
 
     def charges(self, client: int) -> list[Entry]:
-        """What a node's ledger says that was charged; its chain must be whole."""
+        """The entries of a node's ledger, whose chain must be whole."""
         return [entry for entry in self.entries(client) if entry.phase == "charged"]
 
     def entries(self, client: int) -> list[Entry]:
@@ -249,3 +258,30 @@ def read_ledger(path: Path) -> list[Entry]:
     with reading(path) as db:
         verify_with_head(db, path)
         return list(entries(db))
+
+
+# Below those that Linux hands out by itself and above those of Ray's workers; each of pytest's workers has its own.
+FIRST_PORT, PORTS_OF_A_WORKER, MOST_WORKERS = 20_000, 3_000, 4
+
+
+def free_port() -> int:
+    """A port of loopback that nothing listens on and that no other worker of this test run is given."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % MOST_WORKERS
+    first = FIRST_PORT + worker * PORTS_OF_A_WORKER
+    while True:
+        port = random.SystemRandom().randrange(first, first + PORTS_OF_A_WORKER)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+
+
+def run_in_process(app: typer.Typer, name: str, *arguments: object) -> CompletedProcess[str]:
+    """Run `python -m NAME ARGUMENTS` in this process, without the seconds that a new interpreter takes."""
+    out, err, command = io.StringIO(), io.StringIO(), [name, *map(str, arguments)]
+    code = 0
+    with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run_command_line(app, name)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return CompletedProcess(command, code, out.getvalue(), err.getvalue())

@@ -1,10 +1,14 @@
-"""Audit of a whole run through its final model: text canaries in every client's data, scored by their drop in loss."""
+"""Audit of a whole simulated run through its final model: a lower bound on epsilon from text canaries.
+
+Canaries are put into every client's data and scored by their drop in loss.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -14,13 +18,15 @@ from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.audit.bounds import Array, OneRunAudit, one_run_audit
 from fedpriv.audit.canaries import Flags, inclusions, inserted, mislabelled_canaries, random_token_canaries
 from fedpriv.audit.membership import calibrated_scores
+from fedpriv.config import RunConfig
 from fedpriv.data.records import Records, num_tokens
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.mechanisms.sources import RandomSource, SeededSource
 from fedpriv.training.model import TrainingModel
+from fedpriv.training.workbench import Workbench
 
-Kind = Literal["tokens", "mislabelled"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+_Kind = Literal["tokens", "mislabelled"]
+_KINDS: tuple[_Kind, ...] = get_args(_Kind)
 
 _RECORDS_PER_PASS = 64
 
@@ -39,13 +45,13 @@ class CanaryPlan:
         InputError: a value is out of range.
     """
 
-    kind: Kind = "tokens"
+    kind: _Kind = "tokens"
     num: int = 100
     num_tokens: int = 16
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InputError(f"kind = {self.kind!r}: must be one of {', '.join(KINDS)}")
+        if self.kind not in _KINDS:
+            raise InputError(f"kind = {self.kind!r}: must be one of {', '.join(_KINDS)}")
         if self.num < 2 or self.num_tokens < 3:
             raise InputError(f"num = {self.num}, num_tokens = {self.num_tokens}: must be >= 2 and >= 3")
 
@@ -162,3 +168,66 @@ def record_losses(model: TrainingModel, adapter: Adapter, records: Records) -> A
         indices = order[begin : begin + _RECORDS_PER_PASS]
         losses[indices] = model.predictions(records.items(indices), cached=True).losses.double().cpu().numpy()
     return losses
+
+
+_CONFIDENCE = 0.95
+
+
+def audited(config: RunConfig, bench: Workbench, index: int) -> AuditedClient | None:
+    """A client with its canaries; None in a run without an audit.
+
+    The coins use the run's seed, since the auditor has to know them: they protect only canaries, which belong to
+    nobody.
+
+    Args:
+        config: of the run.
+        bench: with the client's records.
+        index: of the client among the bench's clients.
+
+    Raises:
+        InputError: there are too few records.
+    """
+    if not config.audit:
+        return None
+    return _audited(bench, index, config.audit, config.audit_canaries, config.seed)
+
+
+@lru_cache(maxsize=4096)
+def _audited(bench: Workbench, index: int, kind: str, num: int, seed: int) -> AuditedClient:
+    """Always the same object for a client, because caches of its records use object identity."""
+    return audited_client(
+        bench.client(index),
+        CanaryPlan(kind=cast(_Kind, kind), num=num),
+        num_labels=len(bench.data.label_names),
+        vocabulary=bench.base.model.config.vocab_size,
+        canary_source=SeededSource(seed, index, "canaries"),
+        coins=SeededSource(seed, index, "coins"),
+    )
+
+
+def audit_of(
+    config: RunConfig, bench: Workbench, final: Adapter, *, delta: float, claimed_epsilon: float
+) -> dict[str, Any] | None:
+    """The audit of the run's epsilon by its canaries, for the summary; None in a run without an audit.
+
+    The number of guesses, half of the canaries (or one less, to be even), is fixed beforehand.
+
+    Args:
+        config: of the run.
+        bench: with all clients' records; the adapter of its model is changed.
+        final: the global adapter after the last round.
+        delta: the largest of the clients.
+        claimed_epsilon: the largest of the clients, on the local view; infinite without noise.
+    """
+    maybe_clients = [audited(config, bench, index) for index in range(len(bench.data.clients))]
+    clients = [client for client in maybe_clients if client is not None]
+    if not clients:
+        return None
+    bench.model.merge({})
+    # Even, since half of the guesses are that a canary is in.
+    num_guesses = 2 * max(1, sum(len(client.canaries) for client in clients) // 4)
+    result = audit_run(
+        bench.model, bench.initial, final, clients, num_guesses=num_guesses, delta=delta, confidence=_CONFIDENCE
+    )
+    refuted = result.epsilon_lower > claimed_epsilon
+    return {"kind": config.audit, **asdict(result), "claimed_epsilon": claimed_epsilon, "refuted": refuted}

@@ -113,7 +113,7 @@ def num_correct(scores: Array, included: npt.NDArray[np.bool_], sizes: npt.NDArr
     return np.asarray(out_below[sizes // 2] + in_above[sizes // 2])
 
 
-def one_run_p_value(
+def _one_run_p_value(
     epsilon: npt.ArrayLike,
     delta: float,
     *,
@@ -173,7 +173,7 @@ def one_run_epsilon(
     low, high = np.zeros(r.shape), np.full(r.shape, _LARGEST_EPSILON)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        p = one_run_p_value(middle, delta, num_canaries=num_canaries, num_guesses=r, num_correct=v)
+        p = _one_run_p_value(middle, delta, num_canaries=num_canaries, num_guesses=r, num_correct=v)
         rejected = p < 1 - confidence
         low, high = np.where(rejected, middle, low), np.where(rejected, high, middle)
     return low

@@ -51,7 +51,7 @@ def coordinate_directions(num: int, coordinates: Sequence[int] | range, dimensio
     return directions
 
 
-def random_directions(num: int, dimension: int, source: RandomSource) -> Tensor:
+def _random_directions(num: int, dimension: int, source: RandomSource) -> Tensor:
     """Random unit vectors [num, dimension], uniform on the sphere."""
     values = source.normal(num * dimension).view(num, dimension)
     directions: Tensor = values / values.square().sum(dim=1, keepdim=True).sqrt()

@@ -47,7 +47,7 @@ def gaussian(mu: npt.ArrayLike) -> InverseBlowUp:
     return lambda x: np.asarray(special.ndtr(special.ndtri(x) - mu))
 
 
-def epsilon_delta(epsilon: npt.ArrayLike, delta: npt.ArrayLike) -> InverseBlowUp:
+def _epsilon_delta(epsilon: npt.ArrayLike, delta: npt.ArrayLike) -> InverseBlowUp:
     """(epsilon, delta)-DP."""
     ratio, delta = np.exp(np.asarray(epsilon, dtype=float)), np.asarray(delta, dtype=float)
     return lambda x: np.asarray(np.maximum(0.0, np.maximum((x - delta) / ratio, 1 - delta - ratio * (1 - x))))
@@ -70,7 +70,7 @@ def profile(epsilons: Array, deltas: Array) -> InverseBlowUp:
     return inverse
 
 
-def p_value(inverse: InverseBlowUp, *, num_canaries: int, num_guesses: int, num_correct: int) -> float:
+def _p_value(inverse: InverseBlowUp, *, num_canaries: int, num_guesses: int, num_correct: int) -> float:
     """Upper bound on the probability of at least this many correct guesses under one claim, in [0, 1].
 
     Args:
@@ -102,7 +102,7 @@ def rejected(
     return np.asarray(r + h > g / m * (1 + 1e-12))
 
 
-def largest_rejected(
+def _largest_rejected(
     claims: Callable[[Array], InverseBlowUp],
     largest: float,
     *,
@@ -134,7 +134,7 @@ def largest_rejected(
 
 def gaussian_mu(*, num_canaries: int, num_guesses: int, num_correct: int, confidence: float = 0.95) -> float:
     """A lower bound on mu for a run that is claimed to be mu-GDP, such as Gaussian noise without sampling."""
-    return largest_rejected(
+    return _largest_rejected(
         gaussian,
         _LARGEST_MU,
         num_canaries=num_canaries,

@@ -5,20 +5,30 @@ has logit 0. The gradient of a record's loss then points along its direction, or
 make clipping active: the record's contribution is C times a unit vector, the most that the guarantee covers. Sampling,
 per-sample gradients, clipping, noise, step, upload and event are those of the library; only its forward pass is not
 used.
+
+An observer of all uploads scores canaries by the most powerful test of each, given the schedule. What an audit is too
+weak to detect (noise scale, independent noise, one record's influence, batch sizes) has tests of its own: each returns
+a p-value under the correct mechanism, or a size to compare with its bound. They have access to internals and use data
+of the tester's choice; their outputs on real data must not be published.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from scipy import stats
 from torch import Tensor, nn
 
 from fedpriv.accounting.events import Event
+from fedpriv.accounting.sensitivity import clipping_parts, sensitivity_factor
 from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.audit.bounds import Array
 from fedpriv.config import RunConfig
 from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
@@ -172,8 +182,8 @@ def observed(setup: Setup, model: LinearModel, data: Sequence[Records], round_: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observations:
-    """What an attacker observes in one run, for each canary.
+class _Observations:
+    """The observations of an attacker in one run, for each canary.
 
     Attributes:
         local: [rounds, canaries] inner product of each canary's direction with its client's upload, in units of C.
@@ -186,7 +196,7 @@ class Observations:
     included: np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-def observe(setup: Setup, directions: Tensor, included: np.ndarray, *, num_clients: int = 1) -> Observations:
+def observe(setup: Setup, directions: Tensor, included: np.ndarray, *, num_clients: int = 1) -> _Observations:
     """A run in which the canaries are dealt out to the clients in turn.
 
     Args:
@@ -206,7 +216,7 @@ def observe(setup: Setup, directions: Tensor, included: np.ndarray, *, num_clien
             inner[own == client] = directions[own == client] @ sums[client]
         local.append(inner)
         total.append(directions @ sums.sum(dim=0))
-    return Observations(local=torch.stack(local), aggregate=torch.stack(total), included=included)
+    return _Observations(local=torch.stack(local), aggregate=torch.stack(total), included=included)
 
 
 def observe_clients(setup: Setup, bits: np.ndarray) -> Tensor:
@@ -225,3 +235,139 @@ def observe_clients(setup: Setup, bits: np.ndarray) -> Tensor:
     model = LinearModel(2 * gradient_norm * direction, setup.sizes)
     sums = observed(setup, model, [records_of([0], [0 if bit else 1]) for bit in bits], 0)
     return sums @ direction[0]
+
+
+# Relative error that float32 and the grid of the noise may add to a difference that is exactly at its bound.
+ROUNDING = 1e-3
+
+
+def noise_scale_p_value(noise: npt.ArrayLike, stddev: float) -> float:
+    """Two-sided p-value of the sum of squares of Gaussian noise, chi-squared with one degree of freedom per value.
+
+    Args:
+        noise: uploads of a client whose samples were empty, any shape.
+        stddev: claimed standard deviation, > 0, in the same units.
+    """
+    values = np.asarray(noise, dtype=float).ravel()
+    statistic = float(((values / stddev) ** 2).sum())
+    return float(min(1.0, 2 * min(stats.chi2.cdf(statistic, values.size), stats.chi2.sf(statistic, values.size))))
+
+
+def repeated_noise_p_value(noise: npt.ArrayLike) -> float:
+    """p-value of the largest correlation between the noise of any two rounds, with Bonferroni correction over pairs.
+
+    If two rounds share noise, their difference has less than twice the variance: its expectation is
+    2 (1 - correlation) times the variance of one.
+
+    Args:
+        noise: [rounds, values], rounds >= 2, of a client whose samples were empty.
+    """
+    rows = np.asarray(noise, dtype=float)
+    correlations = np.corrcoef(rows)[np.triu_indices(len(rows), k=1)]
+    largest = min(1.0, float(np.abs(correlations).max()))
+    # For independent normal rows the correlation has exactly this distribution.
+    p_value = 2 * stats.beta.sf((largest + 1) / 2, rows.shape[1] / 2 - 1, rows.shape[1] / 2 - 1)
+    return min(1.0, len(correlations) * float(p_value))
+
+
+def batch_size_p_value(sizes: npt.ArrayLike, *, num_records: int, sampling_probability: float) -> float:
+    """Two-sided p-value of the spread of batch sizes, by the normal approximation of Binomial(N, q).
+
+    Fixed batches have no spread at all; the size of a Poisson sample has variance N q (1 - q).
+
+    Args:
+        sizes: [batches].
+        num_records: N.
+        sampling_probability: q, with N q (1 - q) of at least about 10.
+    """
+    deviations = np.asarray(sizes, dtype=float) - num_records * sampling_probability
+    return noise_scale_p_value(deviations, math.sqrt(num_records * sampling_probability * (1 - sampling_probability)))
+
+
+def largest_influence(setup: Setup, *, num_records: int = 5, trials: int = 8, seed: int = 0) -> float:
+    """How far one record changed the sum before noise, divided by the claimed bound: at most 1 if clipping is correct.
+
+    Neighbouring batches are sent through the engine with the same noise, which cancels. All records are sampled. Their
+    raw gradients, in random directions of all tensors or of one tensor alone, have 1e3 times the clip norm, and that
+    of the last record, which the neighbouring batch lacks, has 1e6 times.
+
+    Args:
+        setup: with q = 1 and a seed, so that noise repeats.
+        num_records: in the larger batch.
+        trials: number of random batches over all tensors, in addition to one for each tensor alone.
+        seed: of the gradients.
+
+    Raises:
+        ValueError: the setup has no seed, or does not sample every record.
+    """
+    if setup.seed is None or setup.spec.batch_size != setup.num_registered:
+        raise ValueError("setup: needs a seed and batch_size = num_registered")
+    names = list(setup.sizes)
+    bound = sensitivity_factor(setup.spec.clipping, len(clipping_parts(setup.spec.clipping, names)))
+    generator = torch.Generator().manual_seed(seed)
+    batches = [_raw_gradients(setup, num_records, None, generator) for _ in range(trials)]
+    batches += [_raw_gradients(setup, num_records, name, generator) for name in names]
+    model = LinearModel(torch.cat(batches), setup.sizes)
+    # Each batch belongs to one client, whose noise is the same in both calls.
+    starts = range(0, len(batches) * num_records, num_records)
+    with_it, without = (
+        observed(setup, model, [records_of(range(start, start + num)) for start in starts], 0).double()
+        for num in (num_records, num_records - 1)
+    )
+    return float((with_it - without).square().sum(dim=1).sqrt().max()) / bound
+
+
+def _raw_gradients(setup: Setup, num_records: int, only: str | None, generator: torch.Generator) -> Tensor:
+    """[records, values] Rows in random directions of all tensors, or of only one, far longer than the clip norm."""
+    blocks = [
+        torch.randn(num_records, size, generator=generator) * float(only in (None, name))
+        for name, size in setup.sizes.items()
+    ]
+    rows = torch.cat(blocks, dim=1)
+    rows *= 2e3 * setup.spec.clip_norm / rows.square().sum(dim=1, keepdim=True).sqrt()
+    rows[-1] *= 1e3
+    return rows
+
+
+def matched_scores(inner_products: npt.ArrayLike, *, noise_stddev: float, sampling_probability: float) -> Array:
+    """[canaries] The log likelihood ratio of in to out, from each canary's own inner products.
+
+    Along its direction an included canary adds 1 in the rounds that sample it, so a round's inner product y has density
+    (1 - q) phi(y) + q phi(y - 1) if it is in and phi(y) if it is out, with phi of variance s^2. The likelihood ratio
+    is 1 - q + q exp((2 y - 1) / (2 s^2)), and its logarithms add up over rounds. This is the most powerful test if
+    directions are orthogonal and the noise is Gaussian.
+
+    Args:
+        inner_products: [rounds, canaries], in units of the clip norm.
+        noise_stddev: s > 0 of an inner product, in the same units: z for the observer of the `local` view, and
+            sqrt(clients) z for an observer of sums only.
+        sampling_probability: q in (0, 1].
+    """
+    ratios = (2 * np.asarray(inner_products, dtype=float) - 1) / (2 * noise_stddev**2)
+    if sampling_probability == 1:
+        return np.asarray(ratios.sum(axis=0))
+    q = sampling_probability
+    return np.asarray(np.logaddexp(np.log1p(-q), np.log(q) + ratios).sum(axis=0))
+
+
+def ideal_scores(
+    included: npt.NDArray[np.bool_],
+    *,
+    rounds: int,
+    noise_stddev: float,
+    sampling_probability: float,
+    generator: np.random.Generator,
+) -> Array:
+    """[canaries] Scores of an ideal attacker who sees every canary separately under exactly the claimed noise.
+
+    They are the best that `matched_scores` of the real engine can achieve, and are used to choose the number of
+    guesses beforehand.
+
+    Args:
+        included: bool [canaries].
+        rounds, noise_stddev, sampling_probability: of the schedule, as for `matched_scores`.
+        generator: of sampling and noise.
+    """
+    drawn = included & (generator.random((rounds, len(included))) < sampling_probability)
+    noise = noise_stddev * generator.standard_normal((rounds, len(included)))
+    return matched_scores(drawn + noise, noise_stddev=noise_stddev, sampling_probability=sampling_probability)

@@ -6,8 +6,9 @@ membership: it is a release that no epsilon of the run covers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ _SMALLEST_STDDEV = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtFalsePositiveRate:
+class _AtFalsePositiveRate:
     """An attack at the threshold that keeps a given false positive rate.
 
     Attributes:
@@ -56,7 +57,7 @@ class Membership:
     confidence: float
     num_members: int
     num_others: int
-    rates: tuple[AtFalsePositiveRate, ...]
+    rates: tuple[_AtFalsePositiveRate, ...]
 
 
 def loss_scores(losses: npt.ArrayLike) -> Array:
@@ -153,7 +154,7 @@ def membership(
     )
 
 
-def roc(scores: npt.ArrayLike, members: npt.ArrayLike) -> tuple[Array, Array]:
+def _roc(scores: npt.ArrayLike, members: npt.ArrayLike) -> tuple[Array, Array]:
     """False and true positive rates at every threshold, from (0, 0) to (1, 1), both [points]."""
     values, is_member = checked_scores(scores, members)
     order = np.argsort(-values, kind="stable")
@@ -165,13 +166,13 @@ def roc(scores: npt.ArrayLike, members: npt.ArrayLike) -> tuple[Array, Array]:
     )
 
 
-def _at_rate(rate: float, members: Array, others: Array, confidence: float) -> AtFalsePositiveRate:
+def _at_rate(rate: float, members: Array, others: Array, confidence: float) -> _AtFalsePositiveRate:
     if not 0 < rate < 1:
         raise InputError(f"false_positive_rate = {rate}: must lie in (0, 1)")
     threshold = np.sort(others)[::-1][int(rate * len(others) * (1 + 1e-12))]
     num = int((members > threshold).sum())
     low, high = clopper_pearson(num, len(members), confidence)
-    return AtFalsePositiveRate(false_positive_rate=rate, true_positive_rate=num / len(members), low=low, high=high)
+    return _AtFalsePositiveRate(false_positive_rate=rate, true_positive_rate=num / len(members), low=low, high=high)
 
 
 def _auc(members: Array, others: Array) -> tuple[float, float]:
@@ -205,3 +206,24 @@ def _finite(name: str, values: npt.ArrayLike) -> Array:
     if not np.isfinite(array).all():
         raise InputError(f"{name} = {array[~np.isfinite(array)][0]}: must be finite")
     return array
+
+
+def plot_roc(attacks: Mapping[str, npt.ArrayLike], members: npt.ArrayLike, path: Path) -> None:
+    """Write the ROC curves of all attacks, on logarithmic axes to show low false positive rates.
+
+    Args:
+        attacks: {name: scores [records]}.
+        members: bool [records].
+        path: of the PNG or SVG file.
+    """
+    from matplotlib.figure import Figure  # deferred: bounds and scores draw nothing
+
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, scores in attacks.items():
+        axes.plot(*_roc(scores, members), label=name, drawstyle="steps-post")
+    axes.plot([1e-4, 1], [1e-4, 1], color="grey", linestyle=":", label="chance")
+    axes.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1))
+    axes.set(xlabel="false positive rate", ylabel="true positive rate")
+    axes.legend()
+    figure.savefig(path, dpi=120)

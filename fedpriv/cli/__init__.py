@@ -1,1 +1,1 @@
-"""The command line `fedpriv ...`: a file for each group of commands, output.py for what all of them print."""
+"""The command line `fedpriv ...`: a file for each group of commands; `_command` makes commands of plain functions."""

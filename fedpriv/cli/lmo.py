@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedpriv.cli.options import OneOf
-from fedpriv.cli.output import AsJson, entries, show, table
+from fedpriv.cli._command import OneOf, Result, command, entries, table
 from fedpriv.errors import InputError
 
 app = typer.Typer(no_args_is_help=True, help="LMO-DP noise: what it costs, the search for it, and how it compares.")
@@ -48,14 +47,13 @@ Ranges = Annotated[
 Seed = Annotated[int, typer.Option(help="Of the search.", min=0)]
 
 
-@app.command()
+@command(app)
 def account(
     params: Params,
     order: Annotated[float, typer.Option(help="Renyi order alpha > 1.")],
     dimension: Annotated[int, typer.Option(help="Coordinates that are noised.", min=1)] = 1,
     sensitivity: Sensitivity = 1.0,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """The Renyi divergence of one release: as published, which holds for a single number, and sound for a vector.
 
     Example: fedpriv lmo account --params lmo.json --order 8 --dimension 76808
@@ -83,10 +81,10 @@ def account(
         "variance": float(variance(of)),
         "published_is_guarantee": dimension == 1,
     }
-    show(values, entries(values), as_json)
+    return Result(values, entries(values))
 
 
-@app.command("search")
+@command(app, "search")
 def search_noise(
     epsilon: Annotated[float, typer.Option(help="Budget of all steps together.")],
     delta: Delta = 1e-10,
@@ -102,8 +100,7 @@ def search_noise(
     ranges: Ranges = None,
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the parameters to this JSON file.")] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """The smallest LMO noise within a budget (the paper's Algorithm 3), and up to which dimension the budget holds.
 
     Example: fedpriv lmo search --epsilon 2 --accounting published --combination linear --objective variance
@@ -146,24 +143,23 @@ def search_noise(
     }
     if out is not None:
         out.write_text(json.dumps(parameters, indent=2) + "\n", encoding="utf-8")
-    show(values, entries(values | {"parameters": json.dumps(parameters)}), as_json)
+    return Result(values, entries(values | {"parameters": json.dumps(parameters)}))
 
 
-@app.command("compare")
+@command(app, "compare")
 def compare_noises(
     epsilon: Annotated[list[float] | None, typer.Option(help="May be repeated; by default 0.3, 0.7, 2 and 3.")] = None,
     delta: Delta = 1e-10,
     steps: Steps = 1,
     sampling_probability: Sampling = 1.0,
-    dimension: Annotated[int, typer.Option(help="Of a vector that is compared beside a single number.", min=1)] = 76808,
+    dimension: Annotated[int, typer.Option(help="Of a vector, compared as a single number is.", min=1)] = 76808,
     sensitivity: Sensitivity = 1.0,
     combination: Combination = "linear",
     objective: Objective = "usefulness",
     ablations: Annotated[bool, typer.Option("--ablations", help="Every choice of one, two or three parts.")] = False,
     plots: Annotated[Path | None, typer.Option(help="Folder for plots.")] = None,
     seed: Seed = 0,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Compare LMO, Laplace and Gaussian noise of equal cost: the paper's Figures 6 and 7; with --ablations, 10 to 15.
 
     Example: fedpriv lmo compare --epsilon 0.3 --epsilon 3 --ablations --plots results
@@ -186,7 +182,7 @@ def compare_noises(
     )
     written: list[str] = []
     if plots is not None:
-        from fedpriv.lmo.plots import write_plots
+        from fedpriv.lmo.comparison import write_plots
 
         written = [str(path) for path in write_plots(records, plots)]
     summary: dict[str, Any] = {
@@ -201,10 +197,10 @@ def compare_noises(
     if summary["reductions"]:
         lines += ["", "reduction of the mean size of the noise on one number, as a share of Gaussian noise's:"]
         lines += table(summary["reductions"], list(summary["reductions"][0]))
-    show(summary, lines, as_json)
+    return Result(summary, lines)
 
 
-@app.command("coverage")
+@command(app, "coverage")
 def coverage_of_space(
     quantisation: Annotated[
         list[float] | None, typer.Option(help="May be repeated; by default 0.1, 0.01 and 0.001.")
@@ -219,13 +215,12 @@ def coverage_of_space(
     part: Parts = None,
     ranges: Ranges = None,
     seed: Seed = 0,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """How close LMO noise comes to arbitrary noise on a grid (the paper's Algorithm 2 and Figure 5).
 
     Example: fedpriv lmo coverage --quantisation 0.01 --domain-size 51
     """
-    from fedpriv.lmo.coverage import coverage
+    from fedpriv.lmo.search import coverage
 
     records = coverage(
         _space(combination, part, ranges),
@@ -234,7 +229,7 @@ def coverage_of_space(
         num_samples=num_samples,
         seed=seed,
     )
-    show({"records": records}, table(records, list(records[0])), as_json)
+    return Result({"records": records}, table(records, list(records[0])))
 
 
 def _space(combination: str, parts: Sequence[str] | None, ranges: Path | None) -> Any:

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 import fedpriv
-from fedpriv.cli import audit, config, data, dedup, integral, ledger, lmo, serve
-from fedpriv.cli.account import account, calibrate, repeat_and_select
-from fedpriv.cli.communication import communication
-from fedpriv.cli.plan import plan
-from fedpriv.cli.predict import predict
-from fedpriv.cli.publish import card, export, push
+from fedpriv.cli import _audit, _config, _data, _dedup, _integral, _ledger, _serve, lmo
+from fedpriv.cli._account import account, calibrate, repeat_and_select
+from fedpriv.cli._command import command
+from fedpriv.cli._communication import communication
+from fedpriv.cli._plan import plan
+from fedpriv.cli._publish import card, export, predict, push
 from fedpriv.cli.report import report
 from fedpriv.cli.status import status
 from fedpriv.cli.watch import watch
@@ -22,29 +22,22 @@ from fedpriv.errors import LedgerError, StoreError
 from fedpriv.names import printable
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (
-    account,
-    calibrate,
-    repeat_and_select,
-    plan,
-    report,
-    communication,
-    status,
-    watch,
-    predict,
-    export,
-    card,
-    push,
-):
-    app.command()(command)
-app.add_typer(config.app, name="config")
-app.add_typer(data.app, name="data")
-app.add_typer(ledger.app, name="ledger")
-app.add_typer(dedup.app, name="dedup")
+for of_costs in (account, calibrate, repeat_and_select, plan):
+    command(app)(of_costs)
+app.command()(report)
+command(app)(communication)
+app.command()(status)
+app.command()(watch)
+for of_models in (predict, export, card, push):
+    command(app)(of_models)
+app.add_typer(_config.app, name="config")
+app.add_typer(_data.app, name="data")
+app.add_typer(_ledger.app, name="ledger")
+app.add_typer(_dedup.app, name="dedup")
 app.add_typer(lmo.app, name="lmo")
-app.add_typer(integral.app, name="integral")
-app.add_typer(audit.app, name="audit")
-app.add_typer(serve.app, name="serve")
+app.add_typer(_integral.app, name="integral")
+app.add_typer(_audit.app, name="audit")
+app.add_typer(_serve.app, name="serve")
 
 
 @app.callback(invoke_without_command=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedpriv.cli.output import AsJson, entries, show
+from fedpriv.cli._command import AsJson, entries, show
 
 
 def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")], as_json: AsJson = False) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedpriv.cli.output import AsJson, show
+from fedpriv.cli._command import AsJson, show
 
 
 def status(

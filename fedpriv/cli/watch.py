@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedpriv.cli.output import AsJson, show
+from fedpriv.cli._command import AsJson, show
 from fedpriv.errors import InputError
 
 

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from fedpriv.integral.networks import perceptron as perceptron
     from fedpriv.integral.procedure import Data as Data
     from fedpriv.integral.procedure import Recommendation as Recommendation
-    from fedpriv.integral.procedure import Settings as Settings
+    from fedpriv.integral.procedure import SelectionSettings as SelectionSettings
     from fedpriv.integral.procedure import recommend as recommend
-    from fedpriv.integral.sample_size import Advice as Advice
-    from fedpriv.integral.sample_size import advice as advice
     from fedpriv.integral.selection import Anonymity as Anonymity
     from fedpriv.integral.selection import Cluster as Cluster
     from fedpriv.integral.selection import anonymity as anonymity
     from fedpriv.integral.selection import select as select
-    from fedpriv.integral.stacked_training import Schedule as Schedule
+    from fedpriv.integral.subsamples import Advice as Advice
     from fedpriv.integral.subsamples import Subsamples as Subsamples
+    from fedpriv.integral.subsamples import advice as advice
     from fedpriv.integral.subsamples import disjoint_subsamples as disjoint_subsamples
     from fedpriv.integral.tabular import prepare as prepare
+    from fedpriv.integral.training import TrainingSchedule as TrainingSchedule
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -89,7 +89,7 @@ def recurring_adapters(
     return [_variants(adapters, names, cluster) for cluster in clusters]
 
 
-def mean_adapter(adapters: Mapping[str, Mapping[str, Tensor]]) -> Adapter:
+def _mean_adapter(adapters: Mapping[str, Mapping[str, Tensor]]) -> Adapter:
     """An adapter whose products B A are the means of the adapters' products, and whose head is the mean of theirs.
 
     Averaging the factors would give a different map. The mean of k products of rank r has a rank of up to k r; all
@@ -153,5 +153,5 @@ def _variants(adapters: Mapping[str, Mapping[str, Tensor]], names: list[str], cl
         clients=members,
         near_mean=tuple(names[row] for row in cluster.near_mean),
         largest_difference=cluster.largest_difference,
-        mean=mean_adapter({name: adapters[name] for name in members}),
+        mean=_mean_adapter({name: adapters[name] for name in members}),
     )

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.errors import InputError
-from fedpriv.integral.alignment import aligned
-from fedpriv.integral.metrics import Metrics, majority_class, metrics
+from fedpriv.integral.networks import NetworkMetrics, aligned, majority_class, metrics
 from fedpriv.integral.selection import Cluster, Linkage, Measure, check_epsilon, select
-from fedpriv.integral.stacked_training import Schedule, train_stacked
 from fedpriv.integral.subsamples import Subsamples, disjoint_subsamples
+from fedpriv.integral.training import TrainingSchedule, train_stacked
 
 # Epochs after which recurrence and accuracy are measured, in addition to the last.
-SNAPSHOT_EPOCHS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+_SNAPSHOT_EPOCHS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,7 +37,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SelectionSettings:
     """The settings of the procedure.
 
     Attributes:
@@ -58,22 +57,22 @@ class Settings:
     clustering: Linkage = "first-member"
     top: int = 5
     align: bool = False
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: TrainingSchedule = field(default_factory=TrainingSchedule)
     seed: int = 0
     epsilons: tuple[float, ...] = ()
-    keep: tuple[int, ...] = SNAPSHOT_EPOCHS
+    keep: tuple[int, ...] = _SNAPSHOT_EPOCHS
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainAndTest:
     """Metrics of one model."""
 
-    train: Metrics
-    test: Metrics
+    train: NetworkMetrics
+    test: NetworkMetrics
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class _Snapshot:
     """Recurrence and accuracy after a number of epochs, at one epsilon.
 
     Attributes:
@@ -117,10 +116,10 @@ class Recommendation:
     members: Mapping[int, TrainAndTest]
     plain: TrainAndTest
     majority: TrainAndTest
-    snapshots: tuple[Snapshot, ...]
+    snapshots: tuple[_Snapshot, ...]
 
 
-def recommend(network: nn.Module, data: Data, settings: Settings) -> Recommendation:
+def recommend(network: nn.Module, data: Data, settings: SelectionSettings) -> Recommendation:
     """The most recurrent clusters of models trained on disjoint subsamples, with their means and metrics.
 
     Args:
@@ -193,7 +192,9 @@ def evaluate(network: nn.Module, vector: Tensor, data: Data) -> TrainAndTest:
     )
 
 
-def _clusters(vectors: Tensor, generators: Sequence[np.ndarray], settings: Settings, epsilon: float) -> list[Cluster]:
+def _clusters(
+    vectors: Tensor, generators: Sequence[np.ndarray], settings: SelectionSettings, epsilon: float
+) -> list[Cluster]:
     return select(
         vectors.numpy(), generators, epsilon=epsilon, measure=settings.measure, clustering=settings.clustering
     )
@@ -202,16 +203,16 @@ def _clusters(vectors: Tensor, generators: Sequence[np.ndarray], settings: Setti
 def _snapshot(
     network: nn.Module,
     data: Data,
-    settings: Settings,
+    settings: SelectionSettings,
     epoch: int,
     epsilon: float,
     vectors: Tensor,
     generators: Sequence[np.ndarray],
     plain: TrainAndTest,
-) -> Snapshot:
+) -> _Snapshot:
     largest = _clusters(vectors, generators, settings, epsilon)[0]
     is_cluster = largest.recurrence > 1
-    return Snapshot(
+    return _Snapshot(
         epochs=epoch,
         epsilon=epsilon,
         recurrence=largest.recurrence,

@@ -22,7 +22,7 @@ from fedpriv.errors import InputError
 from fedpriv.integral.subsamples import Indices
 
 Vectors = npt.NDArray[np.floating]
-Distances = npt.NDArray[np.float64]
+_Distances = npt.NDArray[np.float64]
 Measure = Literal["largest", "norm"]
 Linkage = Literal["first-member", "complete"]
 
@@ -31,7 +31,7 @@ _METRICS = {"largest": "chebyshev", "norm": "euclidean"}
 
 @dataclass(frozen=True, kw_only=True)
 class Anonymity:
-    """What k-anonymous integral privacy requires of the generators of a model.
+    """The requirements of k-anonymous integral privacy on the generators of a model.
 
     Attributes:
         k: the number of generators.
@@ -73,7 +73,7 @@ class Cluster:
         return len(self.members)
 
 
-def distances(vectors: Vectors, reference: Vectors, measure: Measure = "largest") -> Distances:
+def distances(vectors: Vectors, reference: Vectors, measure: Measure = "largest") -> _Distances:
     """The distance of each model from a reference, [models], float64.
 
     Args:
@@ -93,7 +93,7 @@ def distances(vectors: Vectors, reference: Vectors, measure: Measure = "largest"
     return np.asarray(gaps.max(axis=1) if measure == "largest" else np.linalg.norm(gaps, axis=1))
 
 
-def first_member_clusters(vectors: Vectors, epsilon: float, measure: Measure = "largest") -> list[tuple[int, ...]]:
+def _first_member_clusters(vectors: Vectors, epsilon: float, measure: Measure = "largest") -> list[tuple[int, ...]]:
     """Clusters as published: a model joins the first cluster whose *first* member is within epsilon, or starts one.
 
     Two members may be up to 2 epsilon apart, and the clusters depend on the order of the models.
@@ -117,7 +117,7 @@ def first_member_clusters(vectors: Vectors, epsilon: float, measure: Measure = "
     return [tuple(cluster) for cluster in clusters]
 
 
-def complete_clusters(vectors: Vectors, epsilon: float, measure: Measure = "largest") -> list[tuple[int, ...]]:
+def _complete_clusters(vectors: Vectors, epsilon: float, measure: Measure = "largest") -> list[tuple[int, ...]]:
     """Clusters in which *any* two models are within epsilon, by complete linkage.
 
     The mean of such a cluster is within epsilon of each member. Merging is greedy, so a cluster of the largest
@@ -138,7 +138,7 @@ def complete_clusters(vectors: Vectors, epsilon: float, measure: Measure = "larg
     return sorted(clusters)
 
 
-CLUSTERINGS = {"first-member": first_member_clusters, "complete": complete_clusters}
+_CLUSTERINGS = {"first-member": _first_member_clusters, "complete": _complete_clusters}
 
 
 def anonymity(generators: Sequence[Indices]) -> Anonymity:
@@ -188,8 +188,8 @@ def select(
     Source: Varshney and Torra 2023, Algorithm 1.
     """
     check_epsilon(epsilon)
-    if clustering not in CLUSTERINGS:
-        raise InputError(f"clustering = {clustering!r}: must be one of {', '.join(CLUSTERINGS)}")
+    if clustering not in _CLUSTERINGS:
+        raise InputError(f"clustering = {clustering!r}: must be one of {', '.join(_CLUSTERINGS)}")
     if top is not None and top < 1:
         raise InputError(f"top = {top}: must be >= 1")
     if len(generators) != len(vectors):
@@ -198,7 +198,7 @@ def select(
     if not np.isfinite(vectors).all():
         row = int(np.flatnonzero(~np.isfinite(vectors).all(axis=1))[0])
         raise InputError(f"model {row}: has a weight that is not finite; lower the learning rate")
-    clusters = sorted(CLUSTERINGS[clustering](vectors, epsilon, measure), key=len, reverse=True)
+    clusters = sorted(_CLUSTERINGS[clustering](vectors, epsilon, measure), key=len, reverse=True)
     return [_cluster(vectors, generators, members, epsilon, measure) for members in clusters[:top]]
 
 
@@ -229,7 +229,7 @@ def _cluster(
 
 
 def statement(cluster: Cluster, epsilon: float, measure: Measure = "largest") -> str:
-    """What may be claimed of a cluster's mean, in one sentence."""
+    """The claim that a cluster's mean allows, in one sentence."""
     anonymity = cluster.anonymity
     unit = "largest weight difference" if measure == "largest" else "norm of the difference"
     if not anonymity.holds:

@@ -1,4 +1,4 @@
-"""Disjoint subsamples with the class distribution of the whole data set."""
+"""Disjoint subsamples with the class distribution of the whole data set, and how many records each should have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Subsamples:
     share_left_over: float
 
 
-def largest_remainder(quotas: npt.NDArray[np.float64], total: int) -> Indices:
+def _largest_remainder(quotas: npt.NDArray[np.float64], total: int) -> Indices:
     """Integers that sum to `total`, each the floor or ceiling of its quota; ties go to the smaller index.
 
     Args:
@@ -64,7 +64,7 @@ def class_counts(class_sizes: Sequence[int], size: int) -> Indices:
     floors = size * sizes // num_records
     num_extra = size - int(floors.sum())
     fractions = (size * sizes % num_records) / num_records
-    extras = largest_remainder(num_subsamples * fractions, num_subsamples * num_extra)
+    extras = _largest_remainder(num_subsamples * fractions, num_subsamples * num_extra)
     counts = np.tile(floors, (num_subsamples, 1))
     classes = np.repeat(np.arange(len(sizes)), extras)
     np.add.at(counts, (np.arange(len(classes)) % num_subsamples, classes), 1)
@@ -123,4 +123,81 @@ def _check_every_class(class_sizes: Indices, counts: Indices, size: int, names: 
     raise InputError(
         f"subsample_size = {size}: class {name!r} has {class_sizes[label]} of {num_records} records, too few for one "
         f"in each of {len(counts)} subsamples; {advice}"
+    )
+
+
+_SAMPLES_PER_WEIGHT = 10
+"""Source: Baum and Haussler 1988, as a rule of thumb in Varshney and Torra 2023, section 4.1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SampleSize:
+    """A subsample size and the resulting number of subsamples.
+
+    Attributes:
+        records: N.
+        num_subsamples: floor(|D| / N), disjoint.
+    """
+
+    records: int
+    num_subsamples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Sample sizes for one network and one data set.
+
+    Attributes:
+        num_parameters: weights and biases, used in place of the VC dimension, as in the paper.
+        rule_of_thumb: ten records per parameter.
+        pac: (VC + ln(1 / delta)) / epsilon^2 records. The bound is known up to a constant, taken as 1 here.
+        chosen: the given subsample size, if any.
+    """
+
+    num_parameters: int
+    rule_of_thumb: _SampleSize
+    pac: _SampleSize
+    chosen: _SampleSize | None
+
+
+def advice(
+    num_parameters: int,
+    num_records: int,
+    *,
+    excess_loss: float = 0.1,
+    failure_probability: float = 0.05,
+    subsample_size: int | None = None,
+) -> Advice:
+    """Sample sizes for a network by the rule of thumb and by the PAC bound.
+
+    Args:
+        num_parameters: >= 1.
+        num_records: |D| >= 1.
+        excess_loss: epsilon of the PAC bound, in (0, 1): the excess over the best network of its kind. It is neither
+            the epsilon of integral privacy nor that of differential privacy.
+        failure_probability: delta of the PAC bound, in (0, 1).
+        subsample_size: a size to evaluate as well, >= 1.
+
+    Raises:
+        InputError: a value is out of range.
+
+    Source: Varshney and Torra 2023, section 4.1; Vershynin 2018 for O([VC + ln(1/delta)] / epsilon^2).
+    """
+    counts = {"num_parameters": num_parameters, "num_records": num_records, "subsample_size": subsample_size}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise InputError(f"{name} = {count}: must be >= 1")
+    for name, share in {"excess_loss": excess_loss, "failure_probability": failure_probability}.items():
+        if not 0 < share < 1:
+            raise InputError(f"{name} = {share}: must lie in (0, 1)")
+
+    def sized(records: int) -> _SampleSize:
+        return _SampleSize(records=records, num_subsamples=num_records // records)
+
+    pac = math.ceil((num_parameters + math.log(1 / failure_probability)) / excess_loss**2)
+    return Advice(
+        num_parameters=num_parameters,
+        rule_of_thumb=sized(_SAMPLES_PER_WEIGHT * num_parameters),
+        pac=sized(pac),
+        chosen=None if subsample_size is None else sized(subsample_size),
     )

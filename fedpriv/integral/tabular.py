@@ -21,10 +21,10 @@ from fedpriv.errors import InputError
 
 Scaling = Literal["standard", "min-max"]
 
-MAX_CLASSES = 100
+_MAX_CLASSES = 100
 
 # If a column has more categories than this, the rarest ones share one feature.
-MAX_CATEGORIES = 50
+_MAX_CATEGORIES = 50
 
 # Fewer distinct whole numbers than this may well be a count or an age that happens not to repeat.
 _MIN_NUMBERED = 20
@@ -36,7 +36,7 @@ _MISSING = "(missing)"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Table:
+class PreparedTable:
     """Features and labels of a table, split into two parts.
 
     Attributes:
@@ -67,7 +67,7 @@ def prepare(
     drop: Sequence[str] = (),
     keep: Sequence[str] = (),
     scaling: Scaling = "standard",
-) -> Table:
+) -> PreparedTable:
     """The table, split by class into a training and a test part, as features that the training part alone determines.
 
     A column is numeric if all of its training values are; it is scaled, and missing values, as well as test values
@@ -106,7 +106,7 @@ def prepare(
         raise InputError(f"target = {target!r}: no other column holds anything to learn from; left out: {left_out}")
     preprocessing = _preprocessing(numeric, categorical, scaling)
     features = preprocessing.fit_transform(_typed(train_part, numeric, categorical))
-    return Table(
+    return PreparedTable(
         train_features=torch.from_numpy(np.asarray(features, dtype=np.float32)),
         train_labels=torch.from_numpy(labels[train]),
         test_features=torch.from_numpy(
@@ -137,8 +137,8 @@ def _classes(labelled: pd.DataFrame, target: str) -> tuple[str, ...]:
     names = sorted(set(labelled[target].map(str)))
     if len(names) < 2:
         raise InputError(f"target = {target!r}: {len(names)} classes; there must be at least 2")
-    if len(names) > MAX_CLASSES:
-        raise InputError(f"target = {target!r}: {len(names)} distinct values; at most {MAX_CLASSES} can be classes")
+    if len(names) > _MAX_CLASSES:
+        raise InputError(f"target = {target!r}: {len(names)} distinct values; at most {_MAX_CLASSES} can be classes")
     return tuple(names)
 
 
@@ -213,7 +213,7 @@ def _preprocessing(numeric: Sequence[str], categorical: Sequence[str], scaling: 
     scaler = StandardScaler() if scaling == "standard" else MinMaxScaler(clip=True)
     numbers = make_pipeline(SimpleImputer(strategy="median"), scaler)
     # An unseen category is encoded as all zeros or, if the column has rare categories, as a rare one.
-    names = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=MAX_CATEGORIES, sparse_output=False)
+    names = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=_MAX_CATEGORIES, sparse_output=False)
     return ColumnTransformer(
         [("number", numbers, list(numeric)), ("category", names, list(categorical))],
         verbose_feature_names_out=False,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedpriv.lmo.budget import fitted as fitted
     from fedpriv.lmo.budget import laplace as laplace
     from fedpriv.lmo.comparison import compare as compare
-    from fedpriv.lmo.search import SearchResult as SearchResult
+    from fedpriv.lmo.search import FoundNoise as FoundNoise
     from fedpriv.lmo.search import SearchSpace as SearchSpace
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

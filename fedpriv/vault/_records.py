@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fedpriv.audit.run_canaries import audited
+from fedpriv.audit.black_box import audited
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Encode, Records
 from fedpriv.journal import trace_without_message

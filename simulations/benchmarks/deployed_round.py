@@ -29,7 +29,7 @@ import psutil
 from fedpriv.adapters.locations import BUNDLED_ENCODER
 from fedpriv.config import ON_NODES
 from fedpriv.data import hospital
-from simulations.sites import Federation, Service, wait_until
+from simulations.sites import DeployedFederation, Service, wait_until
 
 TARGET_SECONDS = 6.0
 NUM_NODES = 3
@@ -66,7 +66,7 @@ def run(
         test = write_records(folder / "test.csv", hospital.generate()[1])
         values |= {"data": ON_NODES, "test_data": str(test), "labels": ",".join(hospital.DEPARTMENTS)}
     with contextlib.ExitStack() as running:
-        federation = Federation(folder / "federation", num_nodes=NUM_NODES, **kept)
+        federation = DeployedFederation(folder / "federation", num_nodes=NUM_NODES, **kept)
         running.callback(federation.stop)
         service = federation.start_run("run", values)
         running.callback(service.kill)
@@ -117,7 +117,7 @@ def num_rows(out: Path) -> int:
     return table.read_text().count("\n") - 1 if table.is_file() else 0
 
 
-def spent(federation: Federation, run_: Service) -> Spent:
+def spent(federation: DeployedFederation, run_: Service) -> Spent:
     """Processor seconds of every process so far, with those of its children that have ended."""
     found: Spent = Counter()
     for name, service in {**federation.services, "run": run_}.items():

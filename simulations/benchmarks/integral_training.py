@@ -25,9 +25,9 @@ from torch.nn import functional as F
 
 from fedpriv.data.tables import load_table
 from fedpriv.integral.networks import HIDDEN, perceptron, to_vector
-from fedpriv.integral.stacked_training import OPTIMIZERS, Schedule, batch_order, train_stacked
 from fedpriv.integral.subsamples import Indices, disjoint_subsamples
 from fedpriv.integral.tabular import prepare
+from fedpriv.integral.training import OPTIMIZERS, TrainingSchedule, batch_order, train_stacked
 
 TARGET = 10.0
 JUDGED = ("dnn-1", "dnn-3", "dnn-4")
@@ -37,7 +37,7 @@ SAME = 1e-4
 
 
 def one_by_one(
-    network: nn.Module, features: Tensor, labels: Tensor, records: Indices, schedule: Schedule, *, seed: int
+    network: nn.Module, features: Tensor, labels: Tensor, records: Indices, schedule: TrainingSchedule, *, seed: int
 ) -> Tensor:
     """The weights, [networks, values], by a plain loop over networks and batches."""
     weights = []
@@ -55,7 +55,7 @@ def one_by_one(
 
 
 def together(
-    network: nn.Module, features: Tensor, labels: Tensor, records: Indices, schedule: Schedule, *, seed: int
+    network: nn.Module, features: Tensor, labels: Tensor, records: Indices, schedule: TrainingSchedule, *, seed: int
 ) -> Tensor:
     """The weights, [networks, values], of all networks trained at once."""
     return train_stacked(network, features, labels, records, schedule, seed=seed)[schedule.epochs]
@@ -98,13 +98,13 @@ def main() -> None:
     size = len(labels) // arguments.models
     records = disjoint_subsamples(labels.numpy(), size, np.random.default_rng(arguments.seed)).records
     records = records[: arguments.models]
-    schedule = Schedule(epochs=arguments.epochs)
+    schedule = TrainingSchedule(epochs=arguments.epochs)
     ratios, gaps = {}, {}
     for name in HIDDEN:
         network = perceptron(name, features.shape[1], int(labels.max()) + 1, seed=arguments.seed)
         training = (network, features, labels, records, schedule)
         # The first pass of a process includes loading and is not measured.
-        train_stacked(network, features, labels, records[:2], Schedule(epochs=1), seed=0)
+        train_stacked(network, features, labels, records[:2], TrainingSchedule(epochs=1), seed=0)
         stacked, weights = best_of(arguments.repeats, partial(together, *training, seed=arguments.seed))
         looped, expected = best_of(arguments.repeats, partial(one_by_one, *training, seed=arguments.seed))
         ratios[name], gaps[name] = looped / stacked, float((weights - expected).abs().max())

@@ -41,7 +41,7 @@ from fedpriv.adapters.base_models import freeze, quiet_transformers
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.memory import MemorySetting, memory_plan
+from fedpriv.plan.memory import MemorySetting, memory_plan
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update

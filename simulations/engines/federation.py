@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -11,16 +11,17 @@ from flwr.app import Context, RecordDict
 from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
-from fedpriv.runs.show.following import check_installed
-from fedpriv.training.local_update import Execute
+from fedpriv.tracking.protocol import check_installed
+from fedpriv.training.local_update import ClientUpdate, Execute, UpdateTask
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.progress import TRAINING, unfailing
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
 from server.app import make_app
-from server.checkpoint import with_base_dtype
-from server.observer import Observer, RunProgress
+from server.observer import Follow, Observer, Progress
+from server.resume import with_base_dtype
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
-from simulations.engines.progress import following
 from simulations.engines.ray_actors import RayExecutor
 
 RUN_ID = 1
@@ -42,12 +43,12 @@ def run(config: RunConfig, observer: Observer) -> None:
 
 @contextmanager
 def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
-    """What trains a round's clients: all that engines differ in."""
-    observer.progressed(RunProgress(what="loading model and data"))
+    """The function that trains a round's clients; engines differ in it alone."""
+    observer.progressed(Progress(what="loading model and data"))
     model = workbench(config).model
     if config.engine == "ray":
-        observer.progressed(RunProgress(what="starting Ray"))
-        with RayExecutor(config) as ray, following(model, ray, observer.progressed) as execute:
+        observer.progressed(Progress(what="starting Ray"))
+        with RayExecutor(config) as ray, _following(model, ray, observer.progressed) as execute:
             ray.tell = execute.tell
             yield execute
         return
@@ -58,7 +59,7 @@ def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
         )
     one_by_one = config.engine == "in-process" or clients_at_once(model) == 1
     train = partial(execute_one_by_one if one_by_one else execute_stacked, model)
-    with following(model, train, observer.progressed) as execute:
+    with _following(model, train, observer.progressed) as execute:
         yield execute
 
 
@@ -80,3 +81,46 @@ def contexts(config: RunConfig) -> list[Context]:
 def server_context(config: RunConfig) -> Context:
     """The server's node."""
     return Context(RUN_ID, 1, {}, RecordDict(), to_flower(config))
+
+
+class _Followed:
+    """An `Execute` whose follower is told how many of the round's client steps are done.
+
+    Args:
+        execute: trains the tasks.
+        follow: is told, until it raises; models tell while they compute records, where an error would be a record's.
+    """
+
+    def __init__(self, execute: Execute, follow: Follow) -> None:
+        self._execute, self._follow = execute, unfailing(follow)
+        self._round = self._total = 0
+        self._done = 0.0
+
+    def __call__(self, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
+        """Train the tasks, which are all of one round."""
+        self._round = tasks[0].round
+        self._total, self._done = sum(task.spec.local_steps for task in tasks), 0.0
+        return self._execute(tasks)
+
+    def tell(self, what: str, done: float, total: float) -> None:
+        """Pass on what a model tells: of training, the stacks of a round one after the other; of other things, alone.
+
+        A stack that fails is trained again, client by client, and counts from where it began.
+        """
+        if what != TRAINING:
+            self._follow(Progress(what=what, done=done, total=total))
+            return
+        self._follow(Progress(what=what, done=self._done + done, total=self._total, round=self._round))
+        if done == total:
+            self._done += total
+
+
+@contextmanager
+def _following(model: TrainingModel, execute: Execute, follow: Follow) -> Iterator[_Followed]:
+    """Within this context the model tells the follower what it does, and so does what it trains."""
+    followed = _Followed(execute, follow)
+    model.tell = followed.tell
+    try:
+        yield followed
+    finally:
+        del model.tell

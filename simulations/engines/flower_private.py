@@ -1,7 +1,8 @@
-"""The private names of Flower 1.41 that the in-process engine needs; nothing else in the project uses any."""
+"""The private names of Flower 1.41 that the in-process engine needs, and its log lines kept out of what a user sees."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,3 +41,10 @@ def task_identity(run_id: int) -> Iterator[None]:
         yield
     finally:
         TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = before
+
+
+def leave_output_to_display() -> None:
+    """Show Flower's warnings alone; importing Flower, which sets a level of its own, takes seconds."""
+    colours_on_a_terminal_alone()
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    logging.getLogger("flwr").propagate = False

@@ -23,15 +23,22 @@ import torch
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.views import default_delta
 from fedpriv.data.tables import load_table
-from fedpriv.integral.attack_game import Game, plain, recommended_mean, trainer
-from fedpriv.integral.attack_table import Plan, attack_table, attacked, noise_multiplier
+from fedpriv.integral.attack import (
+    AttackPlan,
+    Game,
+    attack_table,
+    attacked,
+    noise_multiplier,
+    plain,
+    recommended_mean,
+    trainer,
+)
 from fedpriv.integral.networks import HIDDEN, perceptron
-from fedpriv.integral.private_training import PrivateSchedule, train_privately
-from fedpriv.integral.procedure import Data, Settings, evaluate, recommend
+from fedpriv.integral.procedure import Data, SelectionSettings, evaluate, recommend
 from fedpriv.integral.selection import select
-from fedpriv.integral.stacked_training import Schedule, train_stacked
 from fedpriv.integral.subsamples import disjoint_subsamples
 from fedpriv.integral.tabular import Scaling, prepare
+from fedpriv.integral.training import PrivateSchedule, TrainingSchedule, train_privately, train_stacked
 from fedpriv.mechanisms.sources import SeededSource
 from simulations.studies import integral_page
 from simulations.studies.dedup.cells import append, lines
@@ -62,10 +69,10 @@ SOURCES = {
     ),
 }
 
-WAYS: dict[str, tuple[Scaling, Schedule]] = {
-    "SGD 0.1, standardised": ("standard", Schedule(epochs=EPOCHS, learning_rate=0.1)),
-    "Adam 0.001, standardised": ("standard", Schedule(epochs=EPOCHS, learning_rate=0.001, optimizer="adam")),
-    "SGD 0.1, scaled to [0, 1]": ("min-max", Schedule(epochs=EPOCHS, learning_rate=0.1)),
+WAYS: dict[str, tuple[Scaling, TrainingSchedule]] = {
+    "SGD 0.1, standardised": ("standard", TrainingSchedule(epochs=EPOCHS, learning_rate=0.1)),
+    "Adam 0.001, standardised": ("standard", TrainingSchedule(epochs=EPOCHS, learning_rate=0.001, optimizer="adam")),
+    "SGD 0.1, scaled to [0, 1]": ("min-max", TrainingSchedule(epochs=EPOCHS, learning_rate=0.1)),
 }
 
 
@@ -99,10 +106,10 @@ def select_all(folder: Path, out: Path) -> None:
                 print(f"{name}, {way}, {architecture}: {line['seconds']:.0f} s", flush=True)
 
 
-def selected(data: Data, source: Source, architecture: str, schedule: Schedule) -> dict[str, Any]:
+def selected(data: Data, source: Source, architecture: str, schedule: TrainingSchedule) -> dict[str, Any]:
     """Recurrence and accuracy after every epoch, curves of the chosen cluster's models, and the published protocol."""
     network = perceptron(architecture, data.train_features.shape[1], len(data.classes), seed=0)
-    settings = Settings(
+    settings = SelectionSettings(
         subsample_size=source.subsample_size,
         epsilon=EPSILON,
         schedule=schedule,
@@ -152,7 +159,9 @@ def best_epoch(looks: list[dict[str, Any]]) -> dict[str, Any] | None:
     return max(with_mean, key=lambda look: (look["mean"]["train"]["accuracy"], look["recurrence"]), default=None)
 
 
-def whole_table(network: torch.nn.Module, data: Data, source: Source, schedule: Schedule, epoch: int) -> dict[str, Any]:
+def whole_table(
+    network: torch.nn.Module, data: Data, source: Source, schedule: TrainingSchedule, epoch: int
+) -> dict[str, Any]:
     """Recurrence and test accuracy with subsamples of all records, test records included, as in the paper."""
     features = torch.cat([data.train_features, data.test_features])
     labels = torch.cat([data.train_labels, data.test_labels])
@@ -196,7 +205,7 @@ def attack_all(folder: Path, out: Path, trials: int) -> None:
         if comparison in done:
             continue
         game = Game(size=10, num_owners=20, num_subsamples=500, num_trials=trials, comparison=comparison)
-        plan = Plan(epsilon=EPSILON, schedule=Schedule(epochs=10), overfit_epochs=200)
+        plan = AttackPlan(epsilon=EPSILON, schedule=TrainingSchedule(epochs=10), overfit_epochs=200)
         rows = []
         for row in attack_table(network, data, game, plan, seed=0):
             rows.append(asdict(row))
@@ -210,7 +219,7 @@ def attack_useful(folder: Path, out: Path) -> None:
     network = perceptron("dnn-3", data.train_features.shape[1], len(data.classes), seed=0)
     epsilon, epochs = 0.1, 7
     game = Game(size=1000, num_owners=20, num_subsamples=200, num_best=5, num_trials=20)
-    train = trainer(network, data.train_features, data.train_labels, Schedule(epochs=epochs), seed=0)
+    train = trainer(network, data.train_features, data.train_labels, TrainingSchedule(epochs=epochs), seed=0)
     targets = {
         "plain": plain,
         f"recommended mean, {epsilon:g}": recommended_mean(epsilon),

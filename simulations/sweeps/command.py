@@ -1,26 +1,36 @@
-"""A sweep from its plan to its tables and plots."""
+"""A sweep from its plan to its tables and plots, and the live table of its runs in the terminal."""
 
 from __future__ import annotations
 
+import math
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.markup import escape
+from rich.table import Table
 
 from fedpriv import preflight
 from fedpriv.errors import InputError
+from fedpriv.reports import tables
 from fedpriv.runs import files
 from fedpriv.runs.files import write_json
-from fedpriv.runs.show.following import FollowedFolder, following, run_name
+from fedpriv.runs.rows import RoundRow, read_rows
 from fedpriv.runs.sweeps import PLAN
-from simulations.paths import from_here
-from simulations.sweeps.metrics import metric_of
-from simulations.sweeps.plan import Sweep
-from simulations.sweeps.spending import total
+from fedpriv.tracking.following import following
+from fedpriv.tracking.logged import run_name
+from fedpriv.tracking.process import Job
+from simulations.sweeps.plan import Metric, PlannedRun, Sweep, metric_of
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from simulations.sweeps.result import FinishedSweep
 
 
@@ -40,11 +50,10 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
     for problem in preflight.problems(run.config for run in planned.runs if not files.is_finished(out / run.key)):
         raise InputError(problem)
     # Deferred until everything that can be told without them is told: they take seconds.
-    from simulations.engines import logs
-    from simulations.sweeps.display import SweepDisplay
+    from simulations.engines import flower_private
     from simulations.sweeps.runner import run_all
 
-    logs.leave_output_to_display()
+    flower_private.leave_output_to_display()
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / PLAN, planned.as_dict())
     errors: dict[str, str] = {}
@@ -52,7 +61,7 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
     try:
         with following(_job(planned, out), notices.append):
             try:
-                with SweepDisplay(console, planned, out) as display:
+                with _SweepDisplay(console, planned, out) as display:
                     errors = run_all(planned, out, at_once=at_once, on_change=display.update)
             finally:
                 finished = _written(planned, out, errors)
@@ -63,8 +72,8 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
     return finished
 
 
-def _job(planned: Sweep, out: Path) -> FollowedFolder | None:
-    """What a tracker is told of the sweep; None without one."""
+def _job(planned: Sweep, out: Path) -> Job | None:
+    """The description of the sweep for a tracker; None without one."""
     if planned.track == "none":
         return None
     names = {run.key: run_name(run.varied) for run in planned.runs}
@@ -75,26 +84,25 @@ def _job(planned: Sweep, out: Path) -> FollowedFolder | None:
 
 def _written(planned: Sweep, out: Path, errors: dict[str, str]) -> FinishedSweep:
     """Write tables and plots."""
-    from simulations.sweeps import plots, table  # deferred, as above
-    from simulations.sweeps.result import FinishedSweep
+    from simulations.sweeps import plots, result  # deferred, as above
     from simulations.sweeps.runner import attempts
 
-    spent = total(attempts(planned, out))
-    frame = table.tidy(planned, out, errors, spent)
-    pivoted = table.pivot(frame, planned)
-    table.write(frame, pivoted, out)
+    spent = result.total(attempts(planned, out))
+    frame = result.tidy(planned, out, errors, spent)
+    pivoted = result.pivot(frame, planned)
+    result.write_tables(frame, pivoted, out)
     drawn = tuple(plots.write(frame, planned, out))
-    return FinishedSweep(
+    return result.FinishedSweep(
         folder=out, title=planned.title, plots=drawn, spending=spent, errors=errors, _table=frame, _pivot=pivoted
     )
 
 
 def _show(finished: FinishedSweep, planned: Sweep, console: Console) -> None:
     """The closing lines."""
-    from simulations.sweeps.display import pivot_table  # deferred, as above
+    from simulations.display import from_here  # deferred, as above
 
     if (pivoted := finished.pivot) is not None:
-        console.print(pivot_table(pivoted, metric_of(planned)))
+        console.print(_pivot_table(pivoted, metric_of(planned)))
     for key, error in finished.errors.items():
         console.print(f"[bold red]failed[/] {key}: {escape(error)}", soft_wrap=True, highlight=False)
     spent = finished.spending
@@ -105,3 +113,115 @@ def _show(finished: FinishedSweep, planned: Sweep, console: Console) -> None:
     )
     drawn = (f"\nplot     {from_here(path)}" for path in finished.plots)
     console.print(f"results  {from_here(finished.folder)}/sweep.csv", *drawn, soft_wrap=True, sep="", markup=False)
+
+
+_STYLES = {"waiting": "dim", "running": "bold", "done": "green", "failed": "bold red"}
+
+
+class _SweepDisplay:
+    """Follows a sweep; a context manager. Without a terminal it prints one line for each run that ends.
+
+    Args:
+        console: where to.
+        sweep: the plan.
+        out: the sweep's folder; the runs' tables in it show their progress.
+    """
+
+    def __init__(self, console: Console, sweep: Sweep, out: Path) -> None:
+        self._console, self._sweep, self._out = console, sweep, out
+        self._states: dict[str, str] = {}
+        self._started = time.monotonic()
+        self._live = Live(console=console, auto_refresh=False, get_renderable=self._table)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.refresh()
+            self._live.stop()
+
+    def update(self, states: Mapping[str, str]) -> None:
+        """Show the runs' states."""
+        before, self._states = self._states, dict(states)
+        if self._console.is_terminal:
+            self._live.refresh()
+            return
+        for number, run in enumerate(self._sweep.runs, start=1):
+            state = states[run.key]
+            if state in ("done", "failed") and before.get(run.key) != state:
+                outcome = "was finished before" if not before else state
+                line = f"run {number}/{len(self._sweep.runs)} {_name(run)}: {outcome}"
+                self._console.print(line, soft_wrap=True, markup=False)
+
+    def _table(self) -> RenderableType:
+        counts = [f"{sum(s == state for s in self._states.values())} {state}" for state in _STYLES]
+        elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._started))
+        title = f"{self._sweep.title}: {', '.join(counts)}, {elapsed}"
+        table = Table(title=escape(title), box=box.SIMPLE_HEAD, pad_edge=False)
+        for header in ("run", "state", "round", "accuracy", "ε local"):
+            table.add_column(header, justify="left" if header in ("run", "state") else "right", no_wrap=True)
+        for run in self._visible():
+            state = self._states.get(run.key, "waiting")
+            round_, accuracy, epsilon = _progress(self._out / run.key)
+            table.add_row(
+                escape(_name(run)), f"[{_STYLES[state]}]{state}[/]", f"{round_}/{run.config.rounds}", accuracy, epsilon
+            )
+        return table
+
+    def _visible(self) -> list[PlannedRun]:
+        """The first runs, as many as the terminal has lines for, running ones first."""
+        num_lines = max(3, self._console.height - 7)
+        order = {"running": 0, "failed": 1, "waiting": 2, "done": 3}
+        if len(self._sweep.runs) <= num_lines:
+            return list(self._sweep.runs)
+        return sorted(self._sweep.runs, key=lambda run: order[self._states.get(run.key, "waiting")])[:num_lines]
+
+
+def _pivot_table(pivoted: pd.DataFrame, metric: Metric) -> Table:
+    """The pivot's means with their spread over seeds."""
+    table = Table(title=f"{metric.label}, mean ± standard deviation over seeds", box=box.SIMPLE_HEAD, pad_edge=False)
+    two_keys = pivoted.columns.nlevels > 1
+    columns = list(dict.fromkeys(pivoted.columns.get_level_values(1))) if two_keys else [None]
+    table.add_column(escape(str(pivoted.index.name)))
+    for column in columns:
+        header = f"{pivoted.columns.names[1]} = {column}" if two_keys else metric.name
+        table.add_column(escape(header), justify="right")
+    # The pivot's columns are all means, then all standard deviations, then all counts.
+    values = pivoted.to_numpy(dtype=float).reshape(len(pivoted), 3, len(columns))
+    for index, row in zip(pivoted.index, values, strict=True):
+        table.add_row(escape(str(index)), *(_cell(mean, std, count) for mean, std, count in row.T))
+    return table
+
+
+def _cell(mean: float, std: float, count: float) -> str:
+    if math.isnan(mean):
+        return ""
+    return f"{mean:.4f}" if count == 1 else f"{mean:.4f} ± {std:.4f} ({count:g})"
+
+
+def _name(run: PlannedRun) -> str:
+    return ", ".join(f"{key}={value}" for key, value in run.varied.items() if value is not None) or "base"
+
+
+def _progress(folder: Path) -> tuple[int, str, str]:
+    """A run's last written round, with accuracy and epsilon; of a finished run, the final epsilon."""
+    if files.is_finished(folder):
+        summary = files.read_values(folder / files.SUMMARY)
+        return summary["num_rounds"], _accuracy(summary["accuracy"]), tables.format_bound(summary["epsilon_local_max"])
+    try:
+        rounds = read_rows(folder / files.ROUNDS, RoundRow, ("round", "test_accuracy", "epsilon_local_max"))
+    except FileNotFoundError:  # not begun
+        return 0, "", ""
+    if not rounds:
+        return 0, "", ""
+    last = rounds[-1]
+    return last["round"], _accuracy(last["test_accuracy"]), tables.format_bound(last["epsilon_local_max"])
+
+
+def _accuracy(accuracy: float | None) -> str:
+    return "" if accuracy is None else f"{accuracy:.4f}"

@@ -1,10 +1,13 @@
-"""What a sweep runs: a TOML file of ordinary run keys, a `[grid]` and a list of `[[runs]]`, as one run each."""
+"""Plans a sweep: a TOML file of ordinary run keys, a `[grid]` and a list of `[[runs]]`, as one run each.
+
+Runs are compared by accuracy, or by the perplexity of a language model that answers freely.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +70,7 @@ class Sweep:
     track: Track = "none"
 
     def as_dict(self) -> dict[str, Any]:
-        """What `fedpriv watch` shows of runs that have not begun: plain values."""
+        """Plain values, from which `fedpriv watch` shows runs that have not begun."""
         return {"title": self.title, "runs": [{"key": run.key, "varied": run.varied} for run in self.runs]}
 
 
@@ -115,3 +118,53 @@ def _planned(point: Point, keys: tuple[str, ...]) -> PlannedRun:
     # A key that only other runs name has the value of the base, or the default.
     complete = {name: point.varied.get(name, getattr(config, name)) for name in keys}
     return PlannedRun(key=key, varied=complete, config=config, auto_batch=point.auto_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A figure of a run's summary.
+
+    Attributes:
+        name: its column.
+        label: for axes and tables.
+        text: a value as plots write it.
+        references: (column, label, line style) of what runs are compared with.
+        far: how far from the runs, in units of the metric, a reference is only named instead of drawn.
+    """
+
+    name: str
+    label: str
+    text: Callable[[float], str]
+    references: tuple[tuple[str, str, str], ...]
+    far: float
+
+
+_ACCURACY = Metric(
+    name="accuracy",
+    label="test accuracy",
+    text=lambda value: f"{100 * value:.0f} %",
+    references=(
+        ("accuracy_non_private", "z = 0, clipping kept", "--"),
+        ("probe_accuracy", "linear probe", "-."),
+        ("majority_accuracy", "largest class", ":"),
+        ("chance_accuracy", "chance", ":"),
+    ),
+    far=0.05,
+)
+
+_PERPLEXITY = Metric(
+    name="perplexity",
+    label="test perplexity",
+    text=lambda value: f"{value:.3g}",
+    references=(
+        ("perplexity_non_private", "z = 0, clipping kept", "--"),
+        ("perplexity_initial", "untrained", ":"),
+    ),
+    far=0.5,
+)
+
+
+def metric_of(sweep: Sweep) -> Metric:
+    """Perplexity if every run's model answers freely; accuracy wherever there are classes or allowed answers."""
+    free = all(run.config.task == "CAUSAL_LM" and not run.config.answers for run in sweep.runs)
+    return _PERPLEXITY if free else _ACCURACY

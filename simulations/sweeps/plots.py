@@ -11,10 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from fedpriv.runs.figures import format_bytes
-from simulations.sweeps.metrics import Metric, metric_of
-from simulations.sweeps.plan import Sweep
-from simulations.sweeps.table import PRIVACY_KEYS, settings
+from fedpriv.reports.tables import format_bytes
+from simulations.sweeps.plan import Metric, Sweep, metric_of
+from simulations.sweeps.result import PRIVACY_KEYS, settings
 
 _INK, _GRID = "#1d2126", "#d5d9de"
 _COLOURS = ("#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#2379ad", "#5a5a5a", "#6f6a00")
@@ -33,14 +32,14 @@ def write(frame: pd.DataFrame, sweep: Sweep, out: Path) -> list[Path]:
         return []
     figures: dict[str, Figure] = {}
     if any(key in sweep.keys for key in PRIVACY_KEYS):
-        figures[f"{metric.name}-against-epsilon"] = metric_against(
+        figures[f"{metric.name}-against-epsilon"] = _metric_against(
             done, sweep, "epsilon_local_max", f"local epsilon at delta {_range(done['delta_max'])}"
         )
     for key, label in (("rank", "LoRA rank"), ("num_clients", "clients"), ("delta", "delta")):
         if key in sweep.keys:
-            figures[f"{metric.name}-against-{key}"] = metric_against(done, sweep, key, label, log=True)
+            figures[f"{metric.name}-against-{key}"] = _metric_against(done, sweep, key, label, log=True)
     if done["bytes_up"].nunique() > 1:
-        figures[f"bytes-against-{metric.name}"] = bytes_against_metric(done, sweep)
+        figures[f"bytes-against-{metric.name}"] = _bytes_against_metric(done, sweep)
     paths = []
     for name, figure in figures.items():
         for suffix in (".svg", ".png"):
@@ -49,7 +48,7 @@ def write(frame: pd.DataFrame, sweep: Sweep, out: Path) -> list[Path]:
     return paths
 
 
-def metric_against(done: pd.DataFrame, sweep: Sweep, x: str, label: str, *, log: bool = False) -> Figure:
+def _metric_against(done: pd.DataFrame, sweep: Sweep, x: str, label: str, *, log: bool = False) -> Figure:
     """The metric's mean with the seeds' standard deviation over a quantity, a line for each of the other settings.
 
     Runs that differ in their seed alone are one point, at their mean x.
@@ -96,7 +95,7 @@ def _position_of_infinity(values: pd.Series) -> dict[float, float]:
     return {} if len(finite) == len(values) else {math.inf: 1.25 * float(finite.max()) if len(finite) else 1.0}
 
 
-def bytes_against_metric(done: pd.DataFrame, sweep: Sweep) -> Figure:
+def _bytes_against_metric(done: pd.DataFrame, sweep: Sweep) -> Figure:
     """The metric's mean with the seeds' standard deviation over what all clients sent and received, by setting."""
     metric = metric_of(sweep)
     figure, axes = _axes(sweep.title, "bytes sent and received by all clients", metric)

@@ -1,18 +1,30 @@
-"""A finished sweep as Python sees it: its tables as data frames, its runs, and what all of them cost."""
+"""A finished sweep as Python sees it: its tables as data frames, its runs, and what all of them cost.
+
+The tables are one tidy row per run, and a pivot of its metric's mean over seeds. The cost of all runs together bounds
+the cost of picking the best of them.
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import pandas as pd
 
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.events import Event, group
+from fedpriv.data.federated import holdings
+from fedpriv.ledger import entries, reader
+from fedpriv.reports.tables import format_epsilon
+from fedpriv.results import Run, open_run, page_part
 from fedpriv.runs import files
-from fedpriv.runs.figures import format_epsilon
-from fedpriv.runs.show.result import Run, open_run, page_part
-from simulations.sweeps.spending import Total
+from fedpriv.runs.files import LEDGER, read_config
+from fedpriv.runs.reader import LANGUAGE_KEYS
+from simulations.sweeps.plan import Sweep, metric_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -22,7 +34,7 @@ class FinishedSweep:
     Attributes:
         folder: of the sweep; each run has a folder in it.
         title: as the plots have it.
-        plots: the paths of the plots, as PNG; an SVG lies beside each.
+        plots: the paths of the plots, as PNG; each has an SVG too.
         spending: what all runs cost together, on the `local` view, unfinished attempts included. This, and not a run's
             own epsilon, covers choosing the best of them.
         errors: {name of a run's folder: why the run failed}.
@@ -31,7 +43,7 @@ class FinishedSweep:
     folder: Path
     title: str
     plots: tuple[Path, ...]
-    spending: Total
+    spending: SweepSpending
     errors: Mapping[str, str]
     _table: pd.DataFrame = field()
     _pivot: pd.DataFrame | None = field()
@@ -76,3 +88,149 @@ class FinishedSweep:
         done = int((self._table["status"] == "done").sum())
         spent = format_epsilon(self.spending.epsilon, self.spending.delta if self.spending.num_runs else None)
         return f"{done} of {len(self._table)} runs finished, together {spent}"
+
+
+# Keys that decide how private a run is; the finished run's epsilon stands for them.
+PRIVACY_KEYS = ("target_epsilon", "noise_multiplier", "budget_epsilon")
+
+# Of them, a run that was not tested has chance alone.
+_ACCURACIES = ("accuracy", "accuracy_initial", "accuracy_non_private", "chance_accuracy")
+# What older runs of a sweep that is continued do not have.
+_QUALITY = (
+    *("accuracy_standard_error", "macro_f1", "majority_accuracy", "probe_accuracy", "tfidf_accuracy"),
+    *LANGUAGE_KEYS,
+)
+_FIGURES = (
+    *_ACCURACIES,
+    *("epsilon_local_max", "epsilon_rho_max", "delta_max", "noise_source", "private", "num_clients", "num_rounds"),
+    *("bytes_up", "bytes_down", "seconds"),
+)
+
+
+def tidy(sweep: Sweep, out: Path, errors: Mapping[str, str], spent: SweepSpending) -> pd.DataFrame:
+    """One row per run: the varied keys, how it ended, its figures, and what the whole sweep spent.
+
+    Args:
+        sweep: the plan.
+        out: the sweep's folder.
+        errors: {run's key: why it failed}.
+        spent: the cost of all runs together, the same in every row.
+    """
+    rows = []
+    for run in sweep.runs:
+        folder = out / run.key
+        row: dict[str, Any] = dict(run.varied)
+        if files.is_finished(folder):
+            summary = files.read_values(folder / files.SUMMARY)
+            resolved = files.read_values(folder / files.CONFIG)
+            row |= {"status": "done", **{name: summary[name] for name in _FIGURES}}
+            row |= {name: summary.get(name) for name in _QUALITY} | {"num_warnings": len(summary.get("warnings", ()))}
+            row |= {"noise_multiplier": resolved["noise_multiplier"], "batch_size": resolved["batch_size"]}
+        else:
+            row["status"] = "failed" if run.key in errors else "not run"
+        row |= {"epsilon_sum": spent.epsilon, "delta_sum": spent.delta, "num_runs_in_sum": spent.num_runs}
+        row |= {"folder": run.key, "error": errors.get(run.key, "")}
+        rows.append(row)
+    frame = pd.DataFrame(rows)
+    return frame.astype({name: float for name in (*_ACCURACIES, *_QUALITY) if name in frame})
+
+
+def settings(frame: pd.DataFrame, sweep: Sweep) -> tuple[pd.DataFrame, list[str]]:
+    """The table with the keys in which runs differ, other than the seed; several keys of privacy become one.
+
+    That one is called `privacy`, with values such as `epsilon 2`, `z 1.5` or `no noise`.
+    """
+    keys = [key for key in sweep.keys if key != "seed"]
+    private = [key for key in keys if key in PRIVACY_KEYS]
+    if len(private) < 2:
+        return frame, keys
+    keys = ["privacy" if key == private[0] else key for key in keys if key not in private[1:]]
+    return frame.assign(privacy=[_privacy(row) for _, row in frame.iterrows()]), keys
+
+
+def _privacy(row: Any) -> str:
+    if row["noise_multiplier"] == 0:
+        return "no noise"
+    if pd.notna(target := row.get("target_epsilon")) and target:
+        return f"epsilon {target:g}"
+    return f"z {row['noise_multiplier']:.3g}"
+
+
+def pivot(frame: pd.DataFrame, sweep: Sweep) -> pd.DataFrame | None:
+    """The metric's mean, its standard deviation over seeds and the number of runs, by the first two settings.
+
+    None if only the seed varies, or no run is done.
+    """
+    frame, keys = settings(frame, sweep)
+    keys = keys[:2]
+    done = frame[frame["status"] == "done"]
+    if not keys or done.empty:
+        return None
+    cells = done.groupby(keys, dropna=False)[metric_of(sweep).name].agg(["mean", "std", "count"])
+    # Unstacking gives a series only for an index of one level.
+    return cast(pd.DataFrame, cells.unstack(keys[1])) if len(keys) == 2 else cells
+
+
+def write_tables(frame: pd.DataFrame, pivoted: pd.DataFrame | None, out: Path) -> None:
+    """sweep.csv, sweep.parquet and pivot.csv."""
+    frame.to_csv(out / "sweep.csv", index=False)
+    # A key may hold a number in one run and a list or nothing in another; Parquet needs one type per column.
+    mixed = {name: str for name in frame.columns if frame[name].map(type).nunique() > 1 and frame[name].dtype == object}
+    frame.astype(mixed).to_parquet(out / "sweep.parquet", index=False)
+    if pivoted is not None:
+        pivoted.to_csv(out / "pivot.csv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSpending:
+    """The sum of a sweep's ledgers, on the `local` view.
+
+    Attributes:
+        epsilon: the most that any record has spent over all runs; 0 without runs.
+        delta: of that epsilon.
+        num_runs: how many runs are counted, unfinished ones included.
+    """
+
+    epsilon: float
+    delta: float
+    num_runs: int
+
+
+def total(folders: Sequence[Path]) -> SweepSpending:
+    """The sum of the ledgers in the runs' folders.
+
+    Runs in which no record changes its client are composed client by client and converted once, at each client's
+    largest delta. Where runs distribute records differently, a record may belong to any client of another run: there
+    the groups' largest epsilons and deltas add up (basic composition). Either way the sum bounds what each record has
+    spent, in whichever runs it was set aside.
+
+    Raises:
+        LedgerError: a ledger is damaged, or lost entries or its head.
+    """
+    groups: defaultdict[tuple[object, ...], dict[str, tuple[list[Event], float]]] = defaultdict(dict)
+    num_runs = 0
+    for folder in folders:
+        path = folder / LEDGER
+        if not path.is_file():
+            continue  # the run ended before its first charge
+        num_runs += 1
+        clients = groups[holdings(read_config(folder))]
+        with reader.reading(path) as db:
+            reader.verify_with_head(db, path)
+            for data_set in entries.data_sets(db):
+                events, delta = clients.get(data_set.client, ([], 0.0))
+                events += [release.seen_by("local") for release in entries.releases(db, data_set.id)]
+                clients[data_set.client] = (events, max(delta, data_set.delta))
+    costs = [_largest(list(clients.values())) for clients in groups.values()]
+    return SweepSpending(
+        epsilon=sum(epsilon for epsilon, _ in costs), delta=sum(delta for _, delta in costs), num_runs=num_runs
+    )
+
+
+def _largest(clients: Sequence[tuple[list[Event], float]]) -> tuple[float, float]:
+    """The largest epsilon and the largest delta of any client; equal histories are computed once."""
+    histories = {(frozenset(group(events)), delta) for events, delta in clients}
+    return (
+        max((epsilon_of(events, delta).epsilon for events, delta in histories), default=0.0),
+        max((delta for _, delta in histories), default=0.0),
+    )

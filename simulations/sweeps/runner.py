@@ -24,10 +24,10 @@ from simulations.sweeps.plan import PlannedRun, Sweep
 _POLL_SECONDS = 0.5
 
 # Called at every change with {run's key: `waiting`, `running`, `done` or `failed`}.
-OnChange = Callable[[Mapping[str, str]], None]
+_OnChange = Callable[[Mapping[str, str]], None]
 
 
-def is_finished(run: PlannedRun, out: Path) -> bool:
+def _is_finished(run: PlannedRun, out: Path) -> bool:
     """Whether the run is finished."""
     return files.is_finished(out / run.key)
 
@@ -38,7 +38,7 @@ def attempts(sweep: Sweep, out: Path) -> list[Path]:
     return own + sorted(path for path in (out / UNFINISHED).glob("*") if path.is_dir())
 
 
-def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: OnChange) -> dict[str, str]:
+def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: _OnChange) -> dict[str, str]:
     """Run all that are not finished, and return {run's key: why it failed}.
 
     Args:
@@ -50,7 +50,7 @@ def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: OnChange) -> di
     Raises:
         InputError: Ray is needed and not installed.
     """
-    states = {run.key: "done" if is_finished(run, out) else "waiting" for run in sweep.runs}
+    states = {run.key: "done" if _is_finished(run, out) else "waiting" for run in sweep.runs}
     on_change(states)
     missing = [run for run in sweep.runs if states[run.key] == "waiting"]
     for run in missing:
@@ -61,7 +61,7 @@ def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: OnChange) -> di
     return run_missing(missing, out, at_once, states, on_change)
 
 
-def run_one(run: PlannedRun, folder: Path) -> str | None:
+def _run_one(run: PlannedRun, folder: Path) -> str | None:
     """Why the run failed, in one line; None once it is finished. The traceback is in FOLDER.txt."""
     try:
         federation.run(run.placed(folder), _Silent())
@@ -107,13 +107,13 @@ def _set_aside(folder: Path, unfinished: Path) -> None:
 
 
 def _in_this_process(
-    runs: Sequence[PlannedRun], out: Path, at_once: int, states: dict[str, str], on_change: OnChange
+    runs: Sequence[PlannedRun], out: Path, at_once: int, states: dict[str, str], on_change: _OnChange
 ) -> dict[str, str]:
     errors: dict[str, str] = {}
     for run in runs:
         states[run.key] = "running"
         on_change(states)
-        error = run_one(run, out / run.key)
+        error = _run_one(run, out / run.key)
         if error is not None:
             errors[run.key] = error
         states[run.key] = "failed" if error else "done"
@@ -122,7 +122,7 @@ def _in_this_process(
 
 
 def _on_ray(
-    runs: Sequence[PlannedRun], out: Path, at_once: int, states: dict[str, str], on_change: OnChange
+    runs: Sequence[PlannedRun], out: Path, at_once: int, states: dict[str, str], on_change: _OnChange
 ) -> dict[str, str]:
     ray = ray_actors.connect(runs[0].config.ray_address, num_cpus=at_once)
     remote = ray.remote(num_cpus=1, max_retries=0)(_on_one_core)
@@ -142,7 +142,7 @@ def _on_ray(
                     error = ray.get(reference)
                 except ray.exceptions.RayError as failure:
                     error = f"its worker died: {str(failure).splitlines()[0]}"
-                if error is None and not is_finished(run, out):
+                if error is None and not _is_finished(run, out):
                     error = (
                         f"it finished on another node, whose {out} is not this one; give --out a folder of all nodes"
                     )
@@ -157,4 +157,4 @@ def _on_ray(
 
 def _on_one_core(run: PlannedRun, folder: Path) -> str | None:
     torch.set_num_threads(1)
-    return run_one(run, folder)
+    return _run_one(run, folder)

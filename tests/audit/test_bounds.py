@@ -10,13 +10,13 @@ import pytest
 from scipy import special, stats
 
 from fedpriv.audit.bounds import (
+    _one_run_p_value,
     clopper_pearson,
     ladder,
     many_runs_epsilon,
     num_correct,
     one_run_audit,
     one_run_epsilon,
-    one_run_p_value,
 )
 from fedpriv.errors import InputError
 
@@ -40,7 +40,7 @@ def published_p_value(epsilon: float, delta: float, m: int, r: int, v: int) -> f
 def test_p_value_is_the_published_one(canaries, guesses, delta):
     correct = np.unique(np.linspace(0, guesses, 9).round().astype(int))
     for epsilon in (0.0, 0.3, 1.0, 2.5, 6.0):
-        found = one_run_p_value(epsilon, delta, num_canaries=canaries, num_guesses=guesses, num_correct=correct)
+        found = _one_run_p_value(epsilon, delta, num_canaries=canaries, num_guesses=guesses, num_correct=correct)
         expected = [published_p_value(epsilon, delta, canaries, guesses, int(v)) for v in correct]
         assert found == pytest.approx(expected, abs=1e-9)
 
@@ -63,7 +63,7 @@ def test_epsilon_is_where_the_p_value_reaches_the_level():
     guesses = np.array([20, 100, 400])
     correct = np.array([19, 80, 290])
     found = one_run_epsilon(num_canaries=400, num_guesses=guesses, num_correct=correct, delta=1e-4, confidence=0.95)
-    at_it = one_run_p_value(found, 1e-4, num_canaries=400, num_guesses=guesses, num_correct=correct)
+    at_it = _one_run_p_value(found, 1e-4, num_canaries=400, num_guesses=guesses, num_correct=correct)
     assert at_it == pytest.approx(0.05, abs=1e-9)
 
 

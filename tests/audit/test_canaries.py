@@ -30,7 +30,7 @@ def test_directions_are_unit_vectors_and_orthogonal_where_promised():
         torch.testing.assert_close(directions @ directions.T, torch.eye(len(directions)))
     dense = canaries.dense_directions(5, 64, SeededSource(1))
     assert torch.allclose(dense.abs(), torch.tensor(0.125))
-    random = canaries.random_directions(50, 30, SeededSource(1))
+    random = canaries._random_directions(50, 30, SeededSource(1))
     torch.testing.assert_close(random.norm(dim=1), torch.ones(50))
 
 

@@ -33,8 +33,8 @@ def most_likely(epsilon: float, delta: float, canaries: int, guesses: int, corre
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.0), (1.0, 1e-3), (2.5, 1e-2)])
 def test_p_value_is_the_largest_probability_that_the_constraints_allow(canaries, guesses, epsilon, delta):
     for correct in np.unique(np.linspace(1, guesses, 6).round().astype(int)):
-        found = f_dp.p_value(
-            f_dp.epsilon_delta(epsilon, delta), num_canaries=canaries, num_guesses=guesses, num_correct=int(correct)
+        found = f_dp._p_value(
+            f_dp._epsilon_delta(epsilon, delta), num_canaries=canaries, num_guesses=guesses, num_correct=int(correct)
         )
         assert found == pytest.approx(most_likely(epsilon, delta, canaries, guesses, int(correct)), abs=1e-6)
 
@@ -43,7 +43,7 @@ def test_p_value_is_the_largest_probability_that_the_constraints_allow(canaries,
 def test_p_value_covers_randomised_response_exactly(epsilon):
     for correct in range(41):
         exact = stats.binom.sf(correct - 1, 40, special.expit(epsilon))
-        found = f_dp.p_value(f_dp.epsilon_delta(epsilon, 0.0), num_canaries=40, num_guesses=40, num_correct=correct)
+        found = f_dp._p_value(f_dp._epsilon_delta(epsilon, 0.0), num_canaries=40, num_guesses=40, num_correct=correct)
         assert found >= exact - 1e-9
 
 
@@ -73,8 +73,8 @@ def test_gaussian_bound_is_larger_than_that_of_epsilon_delta_for_gaussian_noise(
     counts = right_guesses(0.925, 1000, 100, 21)
     typical = int(np.median(counts))
     mu = f_dp.gaussian_mu(num_canaries=1000, num_guesses=100, num_correct=typical)
-    weaker = f_dp.largest_rejected(
-        lambda epsilon: f_dp.epsilon_delta(epsilon, 1e-5),
+    weaker = f_dp._largest_rejected(
+        lambda epsilon: f_dp._epsilon_delta(epsilon, 1e-5),
         16.0,
         num_canaries=1000,
         num_guesses=100,
@@ -97,7 +97,7 @@ def test_inverse_blow_ups_undo_blow_ups():
     assert f_dp.gaussian(1.3)(special.ndtr(special.ndtri(x) + 1.3)) == pytest.approx(x)
     blown = np.minimum(0.01 + math.e * x, 1 - (1 - 0.01 - x) / math.e)
     inside = blown < 1
-    assert f_dp.epsilon_delta(1.0, 0.01)(blown)[inside] == pytest.approx(x[inside])
+    assert f_dp._epsilon_delta(1.0, 0.01)(blown)[inside] == pytest.approx(x[inside])
 
 
 def test_profile_of_gaussian_dp_is_weaker_than_the_curve_and_close():
@@ -111,4 +111,4 @@ def test_profile_of_gaussian_dp_is_weaker_than_the_curve_and_close():
 
 def test_nothing_is_rejected_without_evidence():
     assert f_dp.gaussian_mu(num_canaries=100, num_guesses=50, num_correct=25) == 0.0
-    assert f_dp.p_value(f_dp.gaussian(0.5), num_canaries=10, num_guesses=10, num_correct=0) == 1.0
+    assert f_dp._p_value(f_dp.gaussian(0.5), num_canaries=10, num_guesses=10, num_correct=0) == 1.0

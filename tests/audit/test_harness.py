@@ -15,8 +15,7 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR
 from fedpriv.audit.bounds import one_run_audit
 from fedpriv.audit.canaries import coordinate_directions, inclusions
-from fedpriv.audit.harness import A, B, Setup, observe, observe_clients, update_spec
-from fedpriv.audit.white_box import ideal_scores, matched_scores
+from fedpriv.audit.harness import A, B, Setup, ideal_scores, matched_scores, observe, observe_clients, update_spec
 from fedpriv.mechanisms.sources import SeededSource
 
 DELTA = 1e-5

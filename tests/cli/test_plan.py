@@ -9,10 +9,10 @@ import dp_accounting
 import pytest
 from dp_accounting import pld
 
-from fedpriv import planning
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
-from fedpriv.planning import Setting
+from fedpriv.plan import budget
+from fedpriv.plan.budget import Setting
 from fedpriv.training.noise_plan import calibrated, num_lora_values, with_learning_rates
 from fedpriv.training.schedule import Schedule
 from fedpriv.training.workbench import workbench
@@ -90,7 +90,7 @@ def test_a_plan_has_the_noise_and_the_rates_that_a_run_computes(of_view, further
     run = with_learning_rates(calibrated(config, SIZES, initial), SIZES, initial)
     view = "aggregate" if of_view else "local"
     setting = Setting.of(SIZES, epsilon=4.0, view=view, min_clients=of_view.get("min_clients"), **further)
-    planned, phases_of_run = planning.plan(setting), Schedule.of(run).phases
+    planned, phases_of_run = budget.plan(setting), Schedule.of(run).phases
     assert [(p.name, p.num_rounds) for p in planned.phases] == [(p.name, p.num_rounds) for p in phases_of_run]
     for found, of_run in zip(planned.phases, phases_of_run, strict=True):
         # What rounding to a grid costs depends on the number of values, of which a plan knows those of LoRA; a ten
@@ -104,9 +104,9 @@ def test_a_plan_has_the_noise_and_the_rates_that_a_run_computes(of_view, further
 @pytest.mark.parametrize("num_clients", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (4, 5))])
 def test_small_federations_have_a_plan_for_their_sum_and_its_alternatives(num_clients):
     setting = Setting.of(SIZES[:num_clients], epsilon=2.0, view="aggregate")
-    planned = planning.plan(setting)
+    planned = budget.plan(setting)
     assert max(cost.epsilon_aggregate for cost in planned.costs) <= 2.0
-    found = planning.alternatives(setting)
+    found = budget.alternatives(setting)
     assert "uploads seen by the server" in found
     assert any("largest of" in name for name in found) == (num_clients > 4)
 
@@ -114,15 +114,15 @@ def test_small_federations_have_a_plan_for_their_sum_and_its_alternatives(num_cl
 def test_two_holders_have_no_plan_for_a_sum_of_which_each_reads_the_others_part():
     with pytest.raises(InputError, match="min_clients = 3: there are 2 clients"):
         Setting.of(SIZES[:2], epsilon=2.0, view="aggregate")
-    assert "secure aggregation" not in planning.alternatives(Setting.of(SIZES[:2], epsilon=2.0))
+    assert "secure aggregation" not in budget.alternatives(Setting.of(SIZES[:2], epsilon=2.0))
 
 
 def test_the_default_model_has_as_many_lora_values_as_a_plan_assumes(initial):
-    assert num_lora_values(RunConfig(), initial) == planning.LORA_VALUES
+    assert num_lora_values(RunConfig(), initial) == budget.LORA_VALUES
 
 
 def test_the_command_shows_what_the_library_plans(five):
-    planned = planning.plan(Setting.of(SIZES, epsilon=2.0))
+    planned = budget.plan(Setting.of(SIZES, epsilon=2.0))
     specs = [phase.spec for phase in planned.phases]
     assert phases(five) == [
         (s.noise_multiplier, s.sampling_probability, n) for s, n in zip(specs, (1, 35, 4), strict=True)
@@ -177,20 +177,20 @@ def test_train_auto_is_explained_and_changes_the_plan_where_lora_pays(five):
     assert five["train_auto"].startswith("train = auto: the head alone, since nu^2 d")
     assert "train = auto" not in {row["plan"] for row in five["alternatives"]}
     setting = Setting.of(LARGE, epsilon=8.0)
-    chosen, reason = planning.lora_choice(setting)
+    chosen, reason = budget.lora_choice(setting)
     assert reason.startswith("train = auto: A, B and head, since nu^2 d")
-    found = planning.plan(chosen)
+    found = budget.plan(chosen)
     specs = [(p.spec.noise_multiplier, p.spec.sampling_probability, p.num_rounds) for p in found.phases]
     assert [(q, rounds) for _, q, rounds in specs] == [(1.0, 1), (1.0, 12), (0.0625, 27)]
     assert composed(*specs, delta=1 / 120_000) == pytest.approx(8.0, abs=1e-2)
-    assert found == planning.plan(Setting.of(LARGE, epsilon=8.0, train="auto"))
-    assert found == planning.alternatives(setting)["train = auto"]
+    assert found == budget.plan(Setting.of(LARGE, epsilon=8.0, train="auto"))
+    assert found == budget.alternatives(setting)["train = auto"]
 
 
 def test_fewer_values_in_a_and_b_may_make_lora_pay():
     few, many = (Setting.of((20_000,), epsilon=8.0, num_lora_values=d) for d in (500, 100_000))
-    assert planning.lora_choice(few)[0].num_lora_rounds == 27
-    assert planning.lora_choice(many)[0].num_lora_rounds == 0
+    assert budget.lora_choice(few)[0].num_lora_rounds == 27
+    assert budget.lora_choice(many)[0].num_lora_rounds == 0
 
 
 def test_time_is_one_pass_for_the_features_and_what_lora_draws(five):
@@ -201,7 +201,7 @@ def test_time_is_one_pass_for_the_features_and_what_lora_draws(five):
 @pytest.mark.slow
 def test_under_secure_aggregation_the_sum_has_the_noise_of_one_client_with_all_records():
     hidden = as_json("plan", *RECORDS, "--epsilon", 2, "--view", "aggregate", *SPEED)
-    one = planning.plan(Setting.of((4000,), epsilon=2.0))
+    one = budget.plan(Setting.of((4000,), epsilon=2.0))
     for (z, _, _), phase in zip(phases(hidden), one.phases, strict=True):
         assert z == pytest.approx(phase.spec.noise_multiplier / math.sqrt(5), rel=5e-4)
     assert hidden["noise_to_signal"] == pytest.approx(one.noise_to_signal, rel=5e-4)
@@ -216,7 +216,7 @@ def test_each_alternative_is_the_plan_of_its_own_setting(five):
         *("q = 0.1", "20 rounds", "80 rounds", "LoRA q = 0.5", "head alone"),
         *("3 largest of 5 clients", "secure aggregation"),
     }
-    few = planning.plan(Setting.of((1200, 1000, 800), epsilon=2.0))
+    few = budget.plan(Setting.of((1200, 1000, 800), epsilon=2.0))
     assert rows["3 largest of 5 clients"]["noise_to_signal"] == pytest.approx(few.noise_to_signal)
     head = rows["head alone"]["noise_multiplier"]
     assert composed(phases(five)[0], (head, 1.0, 39)) == pytest.approx(2.0, abs=2e-3)
@@ -225,7 +225,7 @@ def test_each_alternative_is_the_plan_of_its_own_setting(five):
 
 def test_a_delta_of_a_large_client_is_its_own_and_the_smallest_sets_the_noise():
     setting = Setting.of((100, 50_000), epsilon=1.0, train="head")
-    found = planning.plan(setting)
+    found = budget.plan(setting)
     assert setting.deltas == (1e-5, 2e-6)
     small, large = found.costs
     assert small.epsilon_local < large.epsilon_local == pytest.approx(1.0, abs=1e-3)
@@ -236,7 +236,7 @@ def test_a_delta_of_a_large_client_is_its_own_and_the_smallest_sets_the_noise():
     [(1000, 4, 0.125, 1.0, True), (80, 4, 0.05, 1.0, True), (67, 0, 0.125, 1.0, True), (20, 0, 0.125, None, False)],
 )
 def test_what_the_time_does_not_allow_is_left_out_in_order(seconds, lora_rounds, of_lora, q, head_start):
-    setting, notes = planning.fitted(Setting.of(SIZES, epsilon=2.0), seconds=seconds, records_per_second=60)
+    setting, notes = budget.fitted(Setting.of(SIZES, epsilon=2.0), seconds=seconds, records_per_second=60)
     assert (setting.num_lora_rounds, setting.config.head_start) == (lora_rounds, head_start)
     assert setting.config.lora_sampling_probability == pytest.approx(of_lora)
     assert q is None or setting.config.sampling_probability == q
@@ -254,7 +254,7 @@ def test_a_plan_that_cannot_work_says_so_and_what_would_help():
     assert found["is_hopeless"]
     assert found["affordable_step"] < 40
     factor = found["needed_records"] / 60
-    enough = planning.plan(Setting.of((round(30 * factor),) * 2, epsilon=1.0, delta=1e-5))
+    enough = budget.plan(Setting.of((round(30 * factor),) * 2, epsilon=1.0, delta=1e-5))
     assert enough.noise_to_signal == pytest.approx(0.2, rel=0.01)
     assert "Hopeless" not in fedpriv("plan", *RECORDS, "--epsilon", 2, *SPEED)[0]
 

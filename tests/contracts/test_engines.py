@@ -33,7 +33,7 @@ from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
 from simulations.engines import federation, ray_actors
 from simulations.engines.ray_actors import RayExecutor
-from simulations.processes import free_port
+from simulations.sites import free_port
 from tests.chats import chat_model
 
 # Clients of very different sizes: one has no records to draw, one draws every record.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from simulations.sites import Federation
+from simulations.sites import DeployedFederation
 from tests.tiny import LABELS
 
 # What replies take is no matter here, and public times would be those of the largest samples.
@@ -16,9 +16,9 @@ QUICK = "reply_seconds = 0.1\n"
 
 
 @pytest.fixture(scope="module")
-def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedFederation]:
     """A SuperLink and three nodes of the synthetic corpus."""
-    federation = Federation(tmp_path_factory.mktemp("hospitals") / "federation")
+    federation = DeployedFederation(tmp_path_factory.mktemp("hospitals") / "federation")
     yield federation
     federation.stop()
 
@@ -48,10 +48,12 @@ def holdings(folder: Path, table: Path, *more: str, num_nodes: int = 3) -> dict[
 
 
 @pytest.fixture(scope="module")
-def holders(tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path) -> Iterator[Federation]:
+def holders(tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path) -> Iterator[DeployedFederation]:
     """A SuperLink and three nodes with a file of records each, which run the tiny BERT."""
     folder = tmp_path_factory.mktemp("holders")
-    federation = Federation(folder / "federation", holdings=holdings(folder, table), model=tiny_bert, settings=QUICK)
+    federation = DeployedFederation(
+        folder / "federation", holdings=holdings(folder, table), model=tiny_bert, settings=QUICK
+    )
     yield federation
     federation.stop()
 

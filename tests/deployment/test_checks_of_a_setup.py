@@ -14,7 +14,7 @@ from fedpriv.deployment import certificates, checks, keys
 from fedpriv.deployment.checks import Check
 from fedpriv.deployment.users import User, can_read
 from fedpriv.ledger.ledger import Ledger
-from simulations.processes import free_port
+from simulations.sites import free_port
 from tests.deployment.tls_server import serving
 
 HOST = "127.0.0.1"

@@ -14,7 +14,7 @@ import pytest
 from fedpriv.config import parse
 from server.observer import LogObserver
 from simulations.engines import federation
-from simulations.sites import Federation, read_ledger, wait_until
+from simulations.sites import DeployedFederation, read_ledger, wait_until
 
 pytestmark = pytest.mark.deployment
 
@@ -31,7 +31,7 @@ def num_rounds(out: Path) -> int:
     return max(0, len(table.read_text().splitlines()) - 2) if table.is_file() else 0
 
 
-def num_charges(site: Federation, client: int) -> int:
+def num_charges(site: DeployedFederation, client: int) -> int:
     """How many charges a node's log holds, which is quicker to read than its ledger."""
     file = site.node(client) / "events.jsonl"
     return file.read_text().count('"event": "charged"') if file.is_file() else 0

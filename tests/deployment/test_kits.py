@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from simulations.processes import free_port
-from simulations.sites import wait_until
+from simulations.sites import free_port, wait_until
 
 pytestmark = pytest.mark.deployment
 

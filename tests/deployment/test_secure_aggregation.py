@@ -15,7 +15,7 @@ import pytest
 
 from fedpriv.deployment.approvals import bundle_digest
 from fedpriv.ledger.entries import Entry
-from simulations.sites import CLIENT, ROOT, Federation, Service, kit, read_ledger, wait_until
+from simulations.sites import CLIENT, ROOT, DeployedFederation, Service, kit, read_ledger, wait_until
 from tests.deployment.conftest import QUICK, holdings
 
 pytestmark = pytest.mark.deployment
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.deployment
 NODES = range(4)
 
 
-class Summing(Federation):
+class Summing(DeployedFederation):
     """Four nodes with records of their own that have approved each other, and a coordinator that halts when asked."""
 
     def __init__(self, folder: Path, table: Path, model: Path) -> None:

@@ -21,8 +21,7 @@ from fedpriv.deployment import approvals, keys
 from fedpriv.deployment.checks import check_tls
 from fedpriv.deployment.flower import environment, program_folder
 from server.deploy.folder import Coordinator
-from simulations.processes import free_port
-from simulations.sites import ROOT, SERVER, Federation, kit, wait_until
+from simulations.sites import ROOT, SERVER, DeployedFederation, free_port, kit, wait_until
 
 pytestmark = pytest.mark.deployment
 
@@ -60,7 +59,7 @@ def has_lines(log: str) -> bool:
     return "INFO" in log
 
 
-def plant(federation: Federation, marker: Path) -> list[Path]:
+def plant(federation: DeployedFederation, marker: Path) -> list[Path]:
     """Code of a stranger's, where Flower would install the operator's approved bundle, on coordinator and nodes."""
     name = f"fedpriv.fedpriv.{metadata.version('fedpriv')}.{approvals.bundle_digest(ROOT)[:8]}"
     homes = [federation.coordinator / "flower", federation.node(0) / "flower"]
@@ -129,9 +128,9 @@ class Stranger:
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedFederation]:
     """A SuperLink and two nodes of the synthetic corpus."""
-    federation = Federation(tmp_path_factory.mktemp("door") / "federation", num_nodes=2)
+    federation = DeployedFederation(tmp_path_factory.mktemp("door") / "federation", num_nodes=2)
     yield federation
     federation.stop()
 

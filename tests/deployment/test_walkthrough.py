@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from fedpriv.data import hospital
-from simulations.processes import free_port
-from simulations.sites import ROOT, read_ledger, wait_until
+from simulations.sites import ROOT, free_port, read_ledger, wait_until
 
 pytestmark = pytest.mark.deployment
 

@@ -14,14 +14,13 @@ import pytest
 from fedpriv.deployment.certificates import make_ca, make_server_certificate
 from server.deploy import superlink
 from server.deploy.folder import Coordinator
-from simulations.processes import free_port
-from simulations.sites import CLIENT, ROOT, SERVER, Federation, Service, kit
+from simulations.sites import CLIENT, ROOT, SERVER, DeployedFederation, Service, free_port, kit
 
 pytestmark = pytest.mark.deployment
 
 
 @pytest.fixture
-def stranger(hospitals: Federation, tmp_path: Path):
+def stranger(hospitals: DeployedFederation, tmp_path: Path):
     """Makes a node's folder that was never registered, and starts it."""
     services = []
 

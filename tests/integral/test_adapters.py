@@ -7,7 +7,7 @@ import torch
 
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
 from fedpriv.errors import InputError
-from fedpriv.integral.adapters import mean_adapter, recurring_adapters
+from fedpriv.integral.adapters import _mean_adapter, recurring_adapters
 
 GENERATOR = torch.Generator().manual_seed(0)
 LAYERS = {"layer.0.query": (12, 10), "layer.1.value": (8, 10)}
@@ -70,7 +70,7 @@ def test_lora_scale_is_part_of_the_map():
 @pytest.mark.parametrize("ranks", [(2, 2, 2), (1, 2, 3), (4, 4, 4)])
 def test_the_mean_is_exact_in_the_rank_that_it_takes(ranks):
     clients = {str(place): adapter(rank) for place, rank in enumerate(ranks)}
-    mean = mean_adapter(clients)
+    mean = _mean_adapter(clients)
     for name in (*LAYERS, "classifier.weight"):
         expected = torch.stack([maps(each)[name] for each in clients.values()]).mean(dim=0)
         torch.testing.assert_close(maps(mean)[name], expected, atol=1e-5, rtol=1e-4)

@@ -12,10 +12,10 @@ from hypothesis.extra import numpy as hnp
 
 from fedpriv.errors import InputError
 from fedpriv.integral.selection import (
+    _complete_clusters,
+    _first_member_clusters,
     anonymity,
-    complete_clusters,
     distances,
-    first_member_clusters,
     select,
     statement,
 )
@@ -52,13 +52,13 @@ def test_first_member_clusters_are_algorithm_1(vectors, epsilon, measure):
                 break
         if not present:
             expected.append([row])
-    assert [list(cluster) for cluster in first_member_clusters(vectors, epsilon, measure)] == expected
+    assert [list(cluster) for cluster in _first_member_clusters(vectors, epsilon, measure)] == expected
 
 
 @settings(max_examples=60)
 @given(MODELS, st.floats(0, 0.5, width=32), st.sampled_from(["largest", "norm"]))
 def test_complete_clusters_hold_only_near_pairs_and_the_mean_is_near_all(vectors, epsilon, measure):
-    clusters = complete_clusters(vectors, epsilon, measure)
+    clusters = _complete_clusters(vectors, epsilon, measure)
     assert sorted(row for cluster in clusters for row in cluster) == list(range(len(vectors)))
     for cluster in clusters:
         pairs = itertools.combinations(cluster, 2)
@@ -136,7 +136,7 @@ def test_generators_that_share_records_are_no_anonymity():
 @given(MODELS, st.floats(0, 0.25, width=32), st.floats(0, 0.25, width=32))
 def test_more_epsilon_never_lowers_what_is_near_the_first_model(vectors, epsilon, more):
     def near(radius):
-        return len(first_member_clusters(vectors, radius)[0])
+        return len(_first_member_clusters(vectors, radius)[0])
 
     assert near(epsilon) <= near(epsilon + more)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedpriv.errors import InputError
 from fedpriv.integral.networks import HIDDEN, from_vectors, is_perceptron, num_parameters, perceptron, to_vector
-from fedpriv.integral.stacked_training import Schedule, batch_order, train_stacked
+from fedpriv.integral.training import TrainingSchedule, batch_order, train_stacked
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,9 @@ def test_together_is_one_by_one(records, name, optimizer):
     others = {"odd": Odd(), "no bias": nn.Sequential(nn.Linear(6, 4, bias=False), nn.GELU(), nn.Linear(4, 3))}
     network = others[name] if name in others else perceptron(name, 6, 3, seed=1)
     # 33 records in batches of 8: the last batch of an epoch holds one.
-    schedule = Schedule(epochs=3, batch_size=8, learning_rate=0.05 if optimizer == "sgd" else 1e-3, optimizer=optimizer)
+    schedule = TrainingSchedule(
+        epochs=3, batch_size=8, learning_rate=0.05 if optimizer == "sgd" else 1e-3, optimizer=optimizer
+    )
     rows = np.random.default_rng(0).permutation(198).reshape(6, 33)
     found = train_stacked(network, features, labels, rows, schedule, seed=5, keep=(1, 2))
     assert sorted(found) == [1, 2, 3]
@@ -71,7 +73,7 @@ def test_networks_differ_by_their_records_alone(records):
     features, labels = records
     network, rows = perceptron("dnn-1", 6, 3, seed=0), np.arange(200).reshape(4, 50)
     same = np.stack([rows[0], rows[1], rows[0]])
-    found = train_stacked(network, features, labels, same, Schedule(epochs=2), seed=0)[2]
+    found = train_stacked(network, features, labels, same, TrainingSchedule(epochs=2), seed=0)[2]
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
 
@@ -79,12 +81,12 @@ def test_networks_differ_by_their_records_alone(records):
 def test_the_start_is_left_as_it_was(records):
     network = perceptron("dnn-1", 6, 3, seed=0)
     before = to_vector(network)
-    train_stacked(network, *records, np.arange(20).reshape(2, 10), Schedule(epochs=1), seed=0)
+    train_stacked(network, *records, np.arange(20).reshape(2, 10), TrainingSchedule(epochs=1), seed=0)
     assert torch.equal(to_vector(network), before)
 
 
 def test_every_record_is_seen_once_in_an_epoch():
-    for batches in batch_order(33, Schedule(epochs=2, batch_size=8), 0):
+    for batches in batch_order(33, TrainingSchedule(epochs=2, batch_size=8), 0):
         assert [len(places) for places in batches] == [8, 8, 8, 8, 1]
         assert sorted(torch.cat(batches).tolist()) == list(range(33))
 
@@ -118,13 +120,13 @@ def test_a_vector_is_the_networks_weights():
 )
 def test_a_schedule_that_cannot_be_is_refused(changes):
     with pytest.raises(InputError, match=next(iter(changes))):
-        Schedule(**changes)
+        TrainingSchedule(**changes)
 
 
 def test_a_network_with_buffers_is_refused(records):
     network = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
     with pytest.raises(InputError, match="buffers"):
-        train_stacked(network, *records, np.arange(20).reshape(2, 10), Schedule(epochs=1), seed=0)
+        train_stacked(network, *records, np.arange(20).reshape(2, 10), TrainingSchedule(epochs=1), seed=0)
 
 
 def test_an_unknown_architecture_is_refused():

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpriv.errors import InputError
-from fedpriv.integral.subsamples import class_counts, disjoint_subsamples, largest_remainder
+from fedpriv.integral.subsamples import _largest_remainder, class_counts, disjoint_subsamples
 
 
 def test_largest_remainder_is_hamiltons_apportionment():
     # Balinski and Young, Fair Representation: 10 seats for populations 4.3, 3.4, 2.3 give the largest remainder 0.4.
-    assert largest_remainder(np.array([4.3, 3.4, 2.3]), 10).tolist() == [4, 4, 2]
-    assert largest_remainder(np.array([2.0, 3.0]), 5).tolist() == [2, 3]
+    assert _largest_remainder(np.array([4.3, 3.4, 2.3]), 10).tolist() == [4, 4, 2]
+    assert _largest_remainder(np.array([2.0, 3.0]), 5).tolist() == [2, 3]
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=6), st.integers(1, 40))

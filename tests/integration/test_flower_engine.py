@@ -21,7 +21,7 @@ import fedpriv
 from fedpriv.config import parse, to_flower
 from server.observer import LogObserver
 from simulations.engines import federation
-from simulations.processes import free_port
+from simulations.sites import free_port
 
 pytestmark = [
     pytest.mark.flower,

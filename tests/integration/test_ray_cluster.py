@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import tomli_w
 
-from simulations.processes import free_port
+from simulations.sites import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from fedpriv.config import parse, to_flower
-from simulations.processes import free_port
+from simulations.sites import free_port
 
 # Every day tests/server/test_wire_bytes.py counts the objects that are sent; here they cross a real socket.
 pytestmark = [pytest.mark.flower, pytest.mark.slow]

@@ -17,10 +17,16 @@ from fedpriv.accounting.lmo.parameters import from_dict
 from fedpriv.errors import InputError
 from fedpriv.lmo import search as lmo_search
 from fedpriv.lmo.budget import Budget, cost, costs, fitted, laplace, search_orders
-from fedpriv.lmo.comparison import compare, gaussian_sizes, least_mean_absolute, part_choices
-from fedpriv.lmo.coverage import cell_probabilities, coverage, nearest_distances
-from fedpriv.lmo.plots import write_plots
-from fedpriv.lmo.search import PARTS, SearchSpace, search, sobol_candidates
+from fedpriv.lmo.comparison import _gaussian_sizes, _least_mean_absolute, _part_choices, compare, write_plots
+from fedpriv.lmo.search import (
+    PARTS,
+    SearchSpace,
+    _cell_probabilities,
+    _nearest_distances,
+    _sobol_candidates,
+    coverage,
+    search,
+)
 from tests.accounting.lmo.oracle import gamma, uniform
 
 BUDGET = Budget(epsilon=2.0, delta=1e-6)
@@ -113,10 +119,10 @@ def test_what_cannot_be_searched_is_refused_in_one_line(call, part):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("parts", part_choices(), ids="+".join)
+@pytest.mark.parametrize("parts", _part_choices(), ids="+".join)
 @pytest.mark.parametrize("combination", ["mixture", "linear"])
 def test_every_candidate_lies_in_the_space(parts, combination):
-    of = sobol_candidates(SearchSpace(combination=combination, parts=parts), 200, seed=1)
+    of = _sobol_candidates(SearchSpace(combination=combination, parts=parts), 200, seed=1)
     active = np.array([name in parts for name in PARTS])
     assert (of.weights[~active] == 0).all()
     if len(parts) > 1:
@@ -131,7 +137,7 @@ def test_every_candidate_lies_in_the_space(parts, combination):
 
 
 def test_narrow_weights_of_a_mixture_still_sum_to_one():
-    weights = sobol_candidates(SearchSpace(weight=(0.2, 0.4)), 500, seed=2).weights
+    weights = _sobol_candidates(SearchSpace(weight=(0.2, 0.4)), 500, seed=2).weights
     assert weights.sum(axis=0) == pytest.approx(np.ones(500))
     assert weights.min() >= 0.2 - 1e-12
     assert weights.max() <= 0.4 + 1e-12
@@ -175,7 +181,7 @@ def test_lmo_noise_beats_gaussian_noise_on_one_number_and_not_on_a_gradient(reco
 
 def test_no_scalar_noise_is_smaller_than_the_staircase_allows(records):
     for epsilon in (0.5, 2.0):
-        assert row(records, "lmo", 1, epsilon)["mean_absolute"] > least_mean_absolute(epsilon)
+        assert row(records, "lmo", 1, epsilon)["mean_absolute"] > _least_mean_absolute(epsilon)
 
     # Geng and Viswanath: the least over the step's place of the mean size of staircase noise.
     def staircase(place, epsilon=1.0):
@@ -186,12 +192,12 @@ def test_no_scalar_noise_is_smaller_than_the_staircase_allows(records):
         return sum(inner) + sum(outer)
 
     found = optimize.minimize_scalar(staircase, bounds=(0, 1), method="bounded", options={"xatol": 1e-10}).fun
-    assert least_mean_absolute(1.0) == pytest.approx(found, rel=1e-6)
+    assert _least_mean_absolute(1.0) == pytest.approx(found, rel=1e-6)
 
 
 def test_gaussian_sizes_are_those_of_samples():
     sample = 3.0 * np.random.default_rng(0).standard_normal(400_000)
-    found = gaussian_sizes(3.0)
+    found = _gaussian_sizes(3.0)
     assert found["mean_absolute"] == pytest.approx(np.abs(sample).mean(), rel=0.01)
     assert found["median_absolute"] == pytest.approx(np.median(np.abs(sample)), rel=0.01)
     assert found["variance"] == 9.0
@@ -207,7 +213,7 @@ def test_plots_are_written(records, tmp_path):
 
 
 def test_distances_of_small_distributions_by_hand():
-    found = nearest_distances(np.array([[1.0, 0.0, 0.0]]), np.array([[0.5, 0.5, 0.0], [0.2, 0.0, 0.8]]))
+    found = _nearest_distances(np.array([[1.0, 0.0, 0.0]]), np.array([[0.5, 0.5, 0.0], [0.2, 0.0, 0.8]]))
     assert found["kl"] == pytest.approx(math.log(2))
     assert found["l2"] == found["l2_worst"] == pytest.approx(math.sqrt(0.5))
     assert found["emd"] == pytest.approx(0.5 / 3)
@@ -215,7 +221,7 @@ def test_distances_of_small_distributions_by_hand():
 
 def test_cells_hold_what_the_distribution_says():
     chosen = gamma(2, 1.5)
-    (found,) = cell_probabilities(columns(chosen).mapped(lambda column: column[None]), 8)
+    (found,) = _cell_probabilities(columns(chosen).mapped(lambda column: column[None]), 8)
     edges = np.linspace(-1, 1, 9)
     expected = np.diff(cdf(chosen, edges))
     assert found == pytest.approx(expected / expected.sum())

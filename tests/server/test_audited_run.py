@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clients.node import holder_of
-from fedpriv.audit.run_canaries import audit_of, audited
+from fedpriv.audit.black_box import audit_of, audited
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.recipes import BY_RECIPE

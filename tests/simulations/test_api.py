@@ -13,7 +13,7 @@ import pytest
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from simulations import FinishedSweep, api, run, sweep
-from simulations.sweeps.spending import Total
+from simulations.sweeps.result import SweepSpending
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,7 +115,7 @@ def test_no_text_of_a_sweep_can_run_in_a_notebook(tmp_path):
         folder=tmp_path / attack,
         title=attack,
         plots=(),
-        spending=Total(epsilon=0.0, delta=0.0, num_runs=0),
+        spending=SweepSpending(epsilon=0.0, delta=0.0, num_runs=0),
         errors={attack: attack},
         _table=pd.DataFrame({attack: [attack], "status": ["failed"]}, index=[attack]),
         _pivot=None,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.config import KEYS
-from simulations import completion
+from simulations.__main__ import _engine_names, _override_names, _recipe_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,13 +22,13 @@ echo "${{COMPREPLY[*]}}"
 
 
 def test_keys_their_values_engines_and_recipes_are_completed():
-    assert completion.overrides("target_") == ["target_modules=", "target_epsilon="]
-    assert completion.overrides("") == [f"{key}=" for key in KEYS]
-    assert completion.overrides("simulate=") == ["simulate=true", "simulate=false"]
-    assert completion.overrides("mechanism=l") == ["mechanism=lmo"]
-    assert completion.overrides("rank=") == completion.overrides("none=") == []
-    assert completion.engines("") == ["stacked", "in-process", "ray"]
-    assert completion.recipes("dp") == ["dp-lora-paper"]
+    assert _override_names("target_") == ["target_modules=", "target_epsilon="]
+    assert _override_names("") == [f"{key}=" for key in KEYS]
+    assert _override_names("simulate=") == ["simulate=true", "simulate=false"]
+    assert _override_names("mechanism=l") == ["mechanism=lmo"]
+    assert _override_names("rank=") == _override_names("none=") == []
+    assert _engine_names("") == ["stacked", "in-process", "ray"]
+    assert _recipe_names("dp") == ["dp-lora-paper"]
 
 
 @pytest.mark.slow

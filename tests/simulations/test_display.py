@@ -14,9 +14,8 @@ from rich.console import Console
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
 from fedpriv.runs.rows import RoundRow
-from server.observer import RunProgress, answers
-from simulations import live_line
-from simulations.display import TerminalObserver
+from server.observer import Progress, answers
+from simulations.display import TerminalObserver, _screen_of
 
 NAMES = ("St. Anna", "Clinic of the North West and Lakes Region", "\x1b[31mred[bold]")
 
@@ -134,9 +133,9 @@ def test_a_notebook_updates_one_output_and_needs_no_widgets(monkeypatch):
         return handle
 
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
-    monkeypatch.setattr(live_line, "_NOTEBOOK_SECONDS", 0.0)
+    monkeypatch.setattr("simulations.display._NOTEBOOK_SECONDS", 0.0)
     console = SimpleNamespace(is_jupyter=True)
-    screen = live_line.screen_of(console, lambda: "round 1/4 <b>")  # type: ignore[arg-type]
+    screen = _screen_of(console, lambda: "round 1/4 <b>")  # type: ignore[arg-type]
     assert screen is not None
     screen.update()
     screen.stop()

@@ -16,7 +16,7 @@ from fedpriv.training.workbench import forget, workbench
 from server.exchange import Exchange
 from server.observer import LogObserver, RunProgress, answers
 from simulations.engines import federation
-from simulations.engines.progress import Followed
+from simulations.engines.federation import _Followed
 
 FEDPRIV = Path(__file__).resolve().parents[2] / "fedpriv"
 
@@ -96,7 +96,7 @@ def test_a_stack_that_fails_is_trained_again_and_never_counts_twice():
             followed.tell(TRAINING, 2.0, 2.0)
         return []
 
-    followed = Followed(execute, seen.append)
+    followed = _Followed(execute, seen.append)
     for _ in range(2):
         followed(tasks)  # type: ignore[arg-type]
     assert [each.done for each in seen] == 2 * [3, 1, 2, 3, 4, 5, 6]

@@ -24,13 +24,11 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger.entries import data_sets, releases
 from fedpriv.ledger.reader import reading
-from simulations.sweeps import metrics, plots, table
-from simulations.sweeps.command import sweep
-from simulations.sweeps.display import SweepDisplay, pivot_table
-from simulations.sweeps.metrics import ACCURACY
-from simulations.sweeps.plan import expand, read
+from simulations.sweeps import plots, result
+from simulations.sweeps.command import _pivot_table, _SweepDisplay, sweep
+from simulations.sweeps.plan import _ACCURACY, _PERPLEXITY, expand, metric_of, read
+from simulations.sweeps.result import SweepSpending, total
 from simulations.sweeps.runner import attempts
-from simulations.sweeps.spending import Total, total
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -194,16 +192,18 @@ def test_groups_that_share_records_out_differently_add_up(write, base, tmp_path,
     assert run(path, out)
     apart = [total([out / planned.key]) for planned in read(path).runs]
     both = total([out / planned.key for planned in read(path).runs])
-    assert both == Total(
+    assert both == SweepSpending(
         epsilon=sum(each.epsilon for each in apart), delta=sum(each.delta for each in apart), num_runs=2
     )
 
 
 def test_plots_and_tables_manage_without_a_finished_run(write, tmp_path):
     plan = read(write(grid={"rank": [2, 4]}))
-    frame = table.tidy(plan, tmp_path, {plan.runs[0].key: "no reason"}, Total(epsilon=0.0, delta=0.0, num_runs=0))
+    frame = result.tidy(
+        plan, tmp_path, {plan.runs[0].key: "no reason"}, SweepSpending(epsilon=0.0, delta=0.0, num_runs=0)
+    )
     assert frame["status"].tolist() == ["failed", "not run"]
-    assert table.pivot(frame, plan) is None
+    assert result.pivot(frame, plan) is None
     assert plots.write(frame, plan, tmp_path) == []
 
 
@@ -263,15 +263,15 @@ def test_several_ways_to_say_how_private_a_run_is_are_one_column(write):
         accuracy_non_private=None,
         delta_max=1e-5,
     )
-    found, keys = table.settings(frame, plan)
+    found, keys = result.settings(frame, plan)
     assert keys == ["privacy", "aggregation"]
     assert found["privacy"].tolist() == ["epsilon 2"] * 4 + ["epsilon 8"] * 4 + ["no noise"] * 4
-    assert table.pivot(frame, plan).loc["epsilon 8", ("mean", "flora")] == pytest.approx(0.5 + 0.01 * 6.5)
-    figure = plots.metric_against(frame, plan, "epsilon_local_max", "epsilon")
+    assert result.pivot(frame, plan).loc["epsilon 8", ("mean", "flora")] == pytest.approx(0.5 + 0.01 * 6.5)
+    figure = plots._metric_against(frame, plan, "epsilon_local_max", "epsilon")
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["2", "8", "no noise"]
 
 
-@pytest.mark.parametrize(("answers", "metric"), [([], metrics.PERPLEXITY), (["good", "bad"], metrics.ACCURACY)])
+@pytest.mark.parametrize(("answers", "metric"), [([], _PERPLEXITY), (["good", "bad"], _ACCURACY)])
 def test_language_models_that_answer_freely_are_compared_by_perplexity(write, tmp_path, answers, metric):
     asked = {"prompt_column": "question", "response_column": "answer", "answers": answers}
     plan = read(write(task="CAUSAL_LM", grid={"rank": [2, 4]}, **asked))
@@ -284,8 +284,8 @@ def test_language_models_that_answer_freely_are_compared_by_perplexity(write, tm
         bytes_up=1,
         bytes_down=1,
     )
-    assert metrics.metric_of(plan) == metric
-    assert table.pivot(frame, plan).loc[4, "mean"] == frame[metric.name][1]
+    assert metric_of(plan) == metric
+    assert result.pivot(frame, plan).loc[4, "mean"] == frame[metric.name][1]
     assert [path.name for path in plots.write(frame, plan, tmp_path)] == [f"{metric.name}-against-rank.png"]
 
 
@@ -293,9 +293,9 @@ def test_language_models_that_answer_freely_are_compared_by_perplexity(write, tm
 def test_names_in_brackets_are_shown_and_not_taken_for_markup(tmp_path, is_terminal):
     planned = expand({"grid": {"data": ["[red].csv", "[/b].csv"]}}, source="grid", title="[/t]")
     text = io.StringIO()
-    with SweepDisplay(Console(file=text, force_terminal=is_terminal, width=80), planned, tmp_path) as display:
+    with _SweepDisplay(Console(file=text, force_terminal=is_terminal, width=80), planned, tmp_path) as display:
         display.update(dict.fromkeys((run.key for run in planned.runs), "done"))
     assert {"data=[red].csv", "data=[/b].csv"} == set(re.findall(r"data=\S+csv", text.getvalue()))
     pivoted = pd.DataFrame({"mean": [0.5], "std": [0.1], "count": [2]}, index=pd.Index(["[/b].csv"], name="data"))
-    Console(file=text).print(pivot_table(pivoted, ACCURACY))
+    Console(file=text).print(_pivot_table(pivoted, _ACCURACY))
     assert "[/b].csv" in text.getvalue().splitlines()[-1] + text.getvalue().splitlines()[-2]

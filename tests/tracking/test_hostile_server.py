@@ -18,7 +18,7 @@ from fedpriv.runs.show import _follower, following
 from fedpriv.runs.show._follower import RunFollower
 from fedpriv.runs.show._tracker import Place, tracker_of
 from simulations.engines import federation
-from simulations.processes import free_port
+from simulations.sites import free_port
 from tests.tracking.folders import NUM_ROUNDS, begun, summary
 from tests.tracking.test_real_trackers import Notices
 

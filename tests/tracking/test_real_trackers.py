@@ -28,7 +28,7 @@ from fedpriv.runs.show._follower import RunFollower, read_position
 from fedpriv.runs.show._tracker import CLIENT_METRICS, COMPARISON_METRICS, ROUND_METRICS, Place, tracker_of
 from server.observer import LogObserver
 from simulations.engines import federation
-from simulations.processes import free_port
+from simulations.sites import free_port
 from simulations.sweeps.command import sweep
 from simulations.sweeps.plan import read
 from tests.tracking.folders import NUM_ROUNDS, begun

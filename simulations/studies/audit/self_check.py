@@ -19,10 +19,20 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.lmo import parameters as lmo_parameters
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
-from fedpriv.audit import canaries, checks
+from fedpriv.audit import canaries, harness
 from fedpriv.audit.bounds import one_run_audit
-from fedpriv.audit.harness import HEAD, A, B, LinearModel, Setup, observe, observed, records_of, update_spec
-from fedpriv.audit.white_box import matched_scores
+from fedpriv.audit.harness import (
+    HEAD,
+    A,
+    B,
+    LinearModel,
+    Setup,
+    matched_scores,
+    observe,
+    observed,
+    records_of,
+    update_spec,
+)
 from simulations.studies.audit import broken_mechanisms as broken
 
 SEEDS = range(20)
@@ -132,19 +142,19 @@ def idle_noise(setup: Setup, num_rounds: int) -> np.ndarray:
 def noise_scale(seed: int) -> Finding:
     """Whether the noise of four uploads has another scale than claimed."""
     scaled = setup(seed, clip_norm=2.5)
-    return _by_p_value(checks.noise_scale_p_value(idle_noise(scaled, 4), scaled.spec.noise_multiplier))
+    return _by_p_value(harness.noise_scale_p_value(idle_noise(scaled, 4), scaled.spec.noise_multiplier))
 
 
 def repeated_noise(seed: int) -> Finding:
     """Whether the noise of eight uploads repeats itself."""
-    return _by_p_value(checks.repeated_noise_p_value(idle_noise(setup(seed), 8)))
+    return _by_p_value(harness.repeated_noise_p_value(idle_noise(setup(seed), 8)))
 
 
 def influence(seed: int) -> Finding:
     """Whether one record moves an upload by more than the claimed sensitivity."""
     spec = update_spec(noise_multiplier=1.0, batch_size=5)
-    largest = checks.largest_influence(Setup(spec=spec, num_registered=5, seed=seed, sizes=SIZES), seed=seed)
-    return Finding(flagged=bool(largest > 1 + checks.ROUNDING), value=largest, limit=1 + checks.ROUNDING)
+    largest = harness.largest_influence(Setup(spec=spec, num_registered=5, seed=seed, sizes=SIZES), seed=seed)
+    return Finding(flagged=bool(largest > 1 + harness.ROUNDING), value=largest, limit=1 + harness.ROUNDING)
 
 
 def batch_sizes(seed: int) -> Finding:
@@ -153,7 +163,7 @@ def batch_sizes(seed: int) -> Finding:
     alike = Setup(spec=spec, num_registered=200, seed=seed, sizes={A: 1})
     model = LinearModel(torch.full((1, 1), 1e3), alike.sizes)
     sums = observed(alike, model, [records_of([0] * 200)] * 100, 0).numpy()
-    return _by_p_value(checks.batch_size_p_value(np.round(sums), num_records=200, sampling_probability=0.1))
+    return _by_p_value(harness.batch_size_p_value(np.round(sums), num_records=200, sampling_probability=0.1))
 
 
 def _by_p_value(p_value: float) -> Finding:

@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from fedpriv import baselines
 from fedpriv.accounting.recipe import START_SHARE, Federation, LearningRate, learning_rate, start_noise_multiplier
 from fedpriv.config import RunConfig, parse
 from fedpriv.data.records import Records
@@ -22,6 +21,7 @@ from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.runs.rows import RoundRow
+from fedpriv.training import baselines
 from fedpriv.training.feature_cache import Body
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate
 from fedpriv.training.workbench import Workbench, workbench

@@ -24,7 +24,7 @@ from fedpriv.errors import InputError
 from server.deploy import folder, runs, superlink
 from server.deploy.__main__ import app
 from server.deploy.folder import Coordinator
-from simulations.processes import free_port, run_in_process
+from simulations.sites import free_port, run_in_process
 
 ROOT = Path(__file__).resolve().parents[3]
 PASSPHRASE = "correct horse battery"

@@ -1,0 +1,413 @@
+"""`fedpriv dedup ...`: store the variants of a model by the blocks that they share.
+
+Where a run is, stands in one line that is rewritten on a terminal; elsewhere each variant gets a line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedpriv.cli import _dedup_store
+from fedpriv.cli._command import AsJson, OneOf, Result, StorePath, command, result_of, show
+from fedpriv.errors import InputError
+
+if TYPE_CHECKING:
+    from fedpriv.dedup.outcomes import Outcome
+    from fedpriv.dedup.planning import Settings
+    from fedpriv.dedup.progress import Observer, Progress
+    from fedpriv.dedup.validation import PrivateValidation
+    from fedpriv.dedup.variants import Described
+    from fedpriv.dedup.work import Evaluator, Evaluators, Outcome
+    from fedpriv.ledger.entries import DataSet
+    from fedpriv.ledger.ledger import Ledger
+
+
+app = typer.Typer(no_args_is_help=True, help="Store the variants of a model by the blocks that they share.")
+
+Folder = Annotated[Path, typer.Argument(help="Folder with a folder for each variant, each with a variant.json.")]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        click_type=OneOf("fedpriv.dedup:Strategy"),
+        help="One base for each variant; several; or several, which may themselves have bases.",
+    ),
+]
+Fairness = Annotated[
+    str,
+    typer.Option(
+        click_type=OneOf("fedpriv.dedup:Fairness"),
+        help="Keep the order of epsilons by cutting every bound, or by giving up variants that would overtake others.",
+    ),
+]
+Algorithm = Annotated[
+    str,
+    typer.Option(
+        click_type=OneOf("fedpriv.dedup.algorithms:METHODS", check=False),
+        help="The search for blocks to replace; or a shared basis.",
+    ),
+]
+EpsilonBound = Annotated[
+    float | None, typer.Option(help="By how much epsilon may rise; by default each variant's own bound.", min=0)
+]
+MaxDistance = Annotated[
+    float,
+    typer.Option(
+        help="Of metadata, within a cluster of variants that look for bases among themselves first; 2: all are one "
+        "cluster, of whatever architecture.",
+        min=0,
+        max=2,
+    ),
+]
+UtilityBound = Annotated[
+    float | None, typer.Option(help="By how much accuracy may drop; by default each variant's own bound.", min=0, max=1)
+]
+
+
+@command(app)
+def plan(
+    folder: Folder,
+    algorithm: Algorithm = "drd",
+    strategy: Strategy = "single",
+    fairness: Fairness = "bounds",
+    epsilon_bound: EpsilonBound = None,
+    utility_bound: UtilityBound = None,
+    max_distance: MaxDistance = 0.5,
+) -> Result:
+    """Which variants may take blocks of which others, and what each would then cost; no weights are read.
+
+    With --algorithm shared-basis: which variants would share a basis, and so be ancestors of each other.
+
+    Example: fedpriv dedup plan variants --strategy multi
+
+    Example: fedpriv dedup plan RUN/variants --algorithm shared-basis --fairness outcome
+    """
+    from fedpriv.dedup.algorithms import SHARED_BASIS
+
+    settings = _settings(algorithm=algorithm, strategy=strategy, fairness=fairness, max_distance=max_distance)
+    described = list(_described(folder, epsilon_bound, utility_bound).values())
+    if algorithm == SHARED_BASIS:
+        targets, untouched = _planned_members(described, settings)
+        verb = "shares a basis with"
+    else:
+        targets, untouched = _planned_blocks(described, settings)
+        verb = "blocks of"
+    lines = [
+        f"{name}: {verb} {', '.join(t['bases'])}; epsilon {t['epsilon']:.4g} at delta {t['delta']:g}, "
+        f"at most {t['epsilon_bound']:.4g}"
+        for name, t in targets.items()
+    ]
+    lines += [f"{name}: stays as it is, {reason}" for name, reason in untouched.items()]
+    return Result({"targets": targets, "untouched": untouched}, lines)
+
+
+def _planned_blocks(variants: list[Described], settings: DedupSettings) -> tuple[dict[str, Any], dict[str, str]]:
+    """{target: its bases and its cost} and {another variant: why it stays}."""
+    from fedpriv.dedup import planning
+
+    found = planning.plan(variants, settings)
+    targets = {
+        name: {"bases": list(a.bases), **asdict(a.guarantee), "epsilon_bound": a.limits.epsilon}
+        for name, a in found.assignments.items()
+    }
+    return targets, dict(found.untouched)
+
+
+def _planned_members(variants: list[Described], settings: DedupSettings) -> tuple[dict[str, Any], dict[str, str]]:
+    """The same of the members of shared bases, each of which has the others of its group as bases."""
+    from fedpriv.dedup.planning import choose_members
+
+    found = choose_members(variants, settings)
+    targets = {
+        name: {
+            "bases": [other for other in group if other != name],
+            **asdict(found.costs[name].guarantee),
+            "epsilon_bound": found.limits[name].epsilon,
+        }
+        for group in found.groups
+        for name in group
+    }
+    return targets, dict(found.left_out)
+
+
+@app.command()
+def run(
+    folder: Folder,
+    store: StorePath,
+    evaluator: Annotated[
+        str,
+        typer.Option(
+            help="MODULE:FUNCTION that returns a fedpriv.dedup.work.Evaluator, or {variant: Evaluator}; by default "
+            "the run's."
+        ),
+    ] = "",
+    algorithm: Algorithm = "drd",
+    block_size: Annotated[
+        int | None, typer.Option(help="Values in a block; by default as fits the smallest model.", min=1)
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("-o", help="key=value, an option of the algorithm; may be repeated.")
+    ] = None,
+    strategy: Strategy = "single",
+    fairness: Fairness = "bounds",
+    epsilon_bound: EpsilonBound = None,
+    utility_bound: UtilityBound = None,
+    max_distance: MaxDistance = 0.5,
+    validation_epsilon: Annotated[
+        float | None, typer.Option(help="For private records: the epsilon of validating one variant.")
+    ] = None,
+    cutoff: Annotated[int, typer.Option(help="For private records: failures that end a validation.", min=1)] = 3,
+    ledger: Annotated[Path | None, typer.Option(help="For private records: the ledger to charge.")] = None,
+    validation_records: Annotated[
+        int | None,
+        typer.Option(help="Test records of the run for validation; 0 for all; by default its dedup_records.", min=0),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Which of them; by default the run's seed.", min=0)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Store all variants, replacing as many of their blocks by blocks of their bases as validation accepts.
+
+    The variants of a run, RUN/variants, are validated on the run's own test set. Interrupted, the same command goes on
+    with the variants that are not stored yet.
+
+    Example: fedpriv dedup run RUN/variants RUN/store --fairness outcome --validation-records 500
+
+    Example: fedpriv dedup run variants store --evaluator study:evaluator --algorithm dred -o min_batch=10
+    """
+    from fedpriv.config import parse_overrides
+    from fedpriv.dedup import pipeline, variants
+    from fedpriv.dedup.store import Store
+
+    described = _described(folder, epsilon_bound, utility_bound)
+    folders = {variant.name: path for path, variant in described.items()}
+
+    def read(name: str) -> dict[str, Any]:
+        return variants.read_tensors(folders[name])
+
+    settings = _settings(
+        strategy=strategy,
+        fairness=fairness,
+        max_distance=max_distance,
+        algorithm=algorithm,
+        block_size=block_size or _fitting(described.values(), read),
+        options=parse_overrides(option or []),
+    )
+    if evaluator and (validation_records, seed) != (None, None):
+        raise InputError("validation_records, seed: are for a run's own test set; an --evaluator chooses its records")
+    if not evaluator:
+        _check_of_run(folder)
+    with _shown(quiet=as_json) as observer:
+        pipeline.check(list(described.values()), read, store, settings)
+        judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder, validation_records, seed)
+        given = judge if isinstance(judge, Mapping) else dict.fromkeys(folders, judge)
+        evaluators = {name: each for name, each in given.items() if name in folders}
+        with _private_validation(evaluators, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
+            outcomes = pipeline.deduplicate(
+                list(described.values()),
+                read,
+                evaluators,
+                opened,
+                settings,
+                private=private,
+                evaluation=evaluator or judge.description,
+                observer=observer,
+            )
+            summary = {
+                "compression_ratio": opened.compression_ratio,
+                "bytes_stored": opened.bytes_stored,
+                "bytes_logical": opened.bytes_logical,
+                "block_size": settings.block_size,
+                "num_validations": sum(outcome.num_validations for outcome in outcomes),
+                "variants": [asdict(outcome) for outcome in outcomes],
+            }
+    lines = [_line(outcome, settings.algorithm) for outcome in outcomes]
+    lines.append(f"{summary['bytes_stored']} of {summary['bytes_logical']} bytes stored")
+    show(summary, lines, as_json)
+
+
+def _line(outcome: Outcome, algorithm: str) -> str:
+    """A line that tells how one variant was stored."""
+    from fedpriv.dedup.algorithms import SHARED_BASIS
+
+    if outcome.untouched:
+        return f"{outcome.name}: stays as it is, {outcome.untouched}; epsilon {outcome.epsilon_before:.4g}"
+    of = f"of {outcome.num_records}"
+    correct = f"correct {outcome.correct_before} to {outcome.correct_after} {of}, " if outcome.correct_before else ""
+    replaced = f"{outcome.num_replaced} of {outcome.num_blocks} blocks replaced"
+    if algorithm == SHARED_BASIS:
+        replaced = f"{'by' if outcome.num_replaced else 'not by'} a basis of {len(outcome.bases) + 1} variants"
+    return (
+        f"{outcome.name}: {replaced} in {outcome.num_validations} validations, {correct}"
+        f"epsilon {outcome.epsilon_before:.4g} to {outcome.epsilon_after:.4g}"
+    )
+
+
+for of_store in (_dedup_store.restore, _dedup_store.verify, _dedup_store.remove, _dedup_store.gc):
+    command(app)(of_store)
+command(app, "list")(_dedup_store.list_)
+
+
+def _settings(**values: Any) -> DedupSettings:
+    """The settings of a run, if its algorithm knows all of its options and takes their values."""
+    from fedpriv.dedup.planning import DedupSettings, check_options
+
+    settings = DedupSettings(**values)
+    check_options(settings)
+    return settings
+
+
+def _described(folder: Path, epsilon_bound: float | None, utility_bound: float | None) -> dict[Path, Described]:
+    """{folder: the description of its variant}, with other bounds where these are given."""
+    from fedpriv.dedup import variants
+
+    found = sorted(path.parent for path in folder.glob("*/variant.json"))
+    if not found:
+        raise InputError(f"folder = {str(folder)!r}: holds no variants; each is a folder with a variant.json")
+    given = {"epsilon_bound": epsilon_bound, "utility_bound": utility_bound}
+    bounds: dict[str, Any] = {name: bound for name, bound in given.items() if bound is not None}
+    described = {path: replace(variants.read(path), **bounds) for path in found}
+    names = [variant.name for variant in described.values()]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"name = {twice[0]!r}: two variants in {folder} have it")
+    return described
+
+
+def _fitting(variants: Iterable[Described], read: Callable[[str], Mapping[str, Any]]) -> int:
+    """The block size that fits the smallest of the architectures."""
+    from fedpriv.dedup.blocks import fitting_block_size
+
+    models = [read(name) for name in {variant.architecture: variant.name for variant in variants}.values()]
+    return min(fitting_block_size(t.size for t in model.values() if t.dtype == "float32") for model in models)
+
+
+def _check_of_run(folder: Path) -> None:
+    """Refuse a folder that is not a run's; the run's model is not loaded yet."""
+    if not (folder.absolute().parent / "config.toml").exists():
+        raise InputError(f"folder = {str(folder)!r}: is not the variants of a run; give an --evaluator for them")
+
+
+def _of_run(folder: Path, num_records: int | None, seed: int | None) -> Any:
+    """The evaluator of the run that the folder's variants belong to."""
+    from fedpriv.adapter_variants import AdapterEvaluator
+
+    return AdapterEvaluator.of_run(folder.absolute().parent, num_records=num_records, seed=seed)
+
+
+@contextmanager
+def _private_validation(
+    evaluators: Evaluators, epsilon: float | None, cutoff: int, path: Path | None
+) -> Iterator[PrivateValidation | None]:
+    """How variants are validated on private records, each charged to the ledger; None if all records are public."""
+    from fedpriv.accounting.events import Event
+    from fedpriv.accounting.views import Release
+    from fedpriv.dedup.validation import PrivateValidation
+    from fedpriv.ledger.entries import Charge, Key
+    from fedpriv.ledger.ledger import Ledger
+    from fedpriv.mechanisms.sources import SecureSource
+
+    private_ones = {name: each for name, each in evaluators.items() if each.private is not None}
+    if not private_ones:
+        if epsilon is not None or path is not None:
+            raise InputError("validation_epsilon, ledger: are for private records; the evaluator's are public")
+        yield None
+        return
+    if epsilon is None or path is None or not path.exists():
+        raise InputError(
+            "evaluator: its records are private; give --validation-epsilon, and the --ledger that holds their data set"
+        )
+    source, run = SecureSource(), secrets.token_hex(16)
+    with Ledger(path) as ledger:
+        known = {name: _registered(ledger, each) for name, each in private_ones.items()}
+        numbers = itertools.count(1)
+
+        def charge(name: str, event: Event) -> None:
+            request = hashlib.sha256(name.encode()).hexdigest()
+            data_set = known[name]
+            key = Key(run=run, client=data_set.client, round=next(numbers), request=request)
+            release = Release(event=event, rho_bar=1.0)
+            ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source=source.name)])
+
+        try:
+            private = PrivateValidation(epsilon=epsilon, charge=charge, source=source, cutoff=cutoff)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        yield private
+
+
+def _registered(ledger: Ledger, evaluator: Evaluator) -> DataSet:
+    """The data set of an evaluator's private records, as the ledger has it."""
+    id_ = evaluator.private.data_set if evaluator.private else None
+    known = ledger.data_set(id_) if id_ else None
+    if known is None or known.num_records != evaluator.num_records:
+        raise InputError(f"data_set = {id_!r}: {ledger.path} has no such data set of {evaluator.num_records} records")
+    return known
+
+
+@contextmanager
+def _shown(*, quiet: bool) -> Iterator[Observer]:
+    """Show on stderr, within this context, what the observer is told; Ctrl-C ends it in one line and exit code 130.
+
+    Args:
+        quiet: show nothing but that line.
+    """
+    last: list[Progress] = []
+    display = _nothing if quiet else _rewritten_line if sys.stderr.isatty() else _printed_lines
+
+    try:
+        with display() as update:
+
+            def observer(progress: Progress) -> None:
+                last[:] = [progress]
+                update(progress)
+
+            yield observer
+    except KeyboardInterrupt:
+        stored = f"{last[0].num_stored} of {last[0].num_variants} variants are stored" if last else "nothing is stored"
+        typer.echo(f"interrupted: {stored}; the same command goes on from there", err=True)
+        raise typer.Exit(130) from None
+
+
+def _progress_line(progress: Progress) -> str:
+    """The state in one line."""
+    left = progress.seconds_left
+    parts = [
+        f"{progress.num_stored} of {progress.num_variants} variants stored",
+        progress.name,
+        f"{progress.num_validations} validations",
+        "estimating the time left" if left is None else f"{timedelta(seconds=round(left))} left",
+    ]
+    return " | ".join(parts)
+
+
+@contextmanager
+def _nothing() -> Iterator[Observer]:
+    yield lambda progress: None
+
+
+@contextmanager
+def _printed_lines() -> Iterator[Observer]:
+    yield lambda progress: typer.echo(_progress_line(progress), err=True) if progress.stored else None
+
+
+@contextmanager
+def _rewritten_line() -> Iterator[Observer]:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = TextColumn("{task.description}"), TimeElapsedColumn(), BarColumn(bar_width=24)
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("preparing", total=None)
+        yield lambda progress: bar.update(
+            task, description=_progress_line(progress), completed=progress.num_stored, total=progress.num_variants
+        )

@@ -1,0 +1,327 @@
+"""`fedpriv ledger ...`: what every data set has spent, from its ledger."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from fedpriv.cli._command import OneOf, Result, command, entries, table
+from fedpriv.errors import InputError
+
+if TYPE_CHECKING:
+    from fedpriv.accounting.views import PlannedView
+
+app = typer.Typer(no_args_is_help=True, help="What every data set has spent, from its ledger.")
+
+ViewName = Annotated[
+    str,
+    typer.Option(
+        "--view",
+        click_type=OneOf("fedpriv.accounting.views:PlannedView"),
+        help="What a budget counts: each upload, or under secure aggregation the sum that shows it.",
+    ),
+]
+LedgerPath = Annotated[Path, typer.Argument(help="ledger.sqlite of a run, or a node's own ledger.")]
+
+RunFolder = Annotated[
+    Path | None,
+    typer.Option("--run", help="A run's folder that knows the holders' names; by default the ledger's own folder."),
+]
+
+# What is told of a data set, and its heading.
+HEADINGS = {
+    "client": "client",
+    "data_set": "data set",
+    "num_records": "records",
+    "runs": "runs",
+    "rounds": "rounds",
+    "epsilon_local": "ε local",
+    "epsilon_rho": "ε rho",
+    "epsilon_aggregate": "ε aggregate",
+    "delta": "δ",
+    "noise_source": "noise",
+    "remaining_rounds": "left",
+}
+
+
+@command(app, "show")
+def show_ledger(
+    path: LedgerPath,
+    budget_epsilon: Annotated[
+        float | None, typer.Option(help="Also show how many rounds this budget leaves, on the view.")
+    ] = None,
+    view: ViewName = "local",
+    run: RunFolder = None,
+) -> Result:
+    """Show what each client and data set has spent, by pld; with a budget, also the rounds that remain.
+
+    On the aggregate view, an upload that the server saw by itself counts in full.
+
+    Example: fedpriv ledger show results/ledger.sqlite --budget-epsilon 4
+    """
+    from fedpriv.ledger import names, reader, statement
+
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        known = names.known(db, path, run)
+        rows = statement.spending(db, names=known, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
+        adopted, recovered = statement.adoptions(db), statement.recoveries(db)
+    lines = [*_spent(rows, view), *statement.adoption_lines(adopted), *statement.recovery_lines(recovered)]
+    lines += [f"client {row['client']}: enforced by {row['enforced_by']}" for row in rows if row["enforced_by"]]
+    if any(row["enforced_by"] for row in rows):
+        lines.append(statement.ODOMETER)
+    if any("remaining_rounds" in row for row in rows):
+        lines.append(f"left: rounds like the last one until ε {budget_epsilon:g} on the {view} view")
+    return Result({"ledger": str(path), "data_sets": rows, "adopted": adopted, "recovered": recovered}, lines)
+
+
+def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
+    """A line for each data set, with what is known of it."""
+    from fedpriv.ledger.statement import label
+
+    shown = {name for row in rows for name in row} | (HEADINGS.keys() - {"epsilon_aggregate", "remaining_rounds"})
+    if view != "aggregate":
+        shown.discard("epsilon_aggregate")
+    headings = {name: heading for name, heading in HEADINGS.items() if name in shown}
+    named = [{**row, "client": label(row["client"], row["name"]), "data_set": row["data_set"][:12]} for row in rows]
+    cells = [{heading: row.get(name) for name, heading in headings.items()} for row in named]
+    return table(cells, list(headings.values()))
+
+
+@command(app)
+def verify(
+    path: LedgerPath,
+    head: Annotated[
+        str | None, typer.Option(help="A digest that a report or statement of this ledger printed: 64 hex digits.")
+    ] = None,
+) -> Result:
+    """Check the hash chain from the first entry to the last, and that PATH.head agrees. Exit code 1 if not.
+
+    With --head, also check that the chain still holds the entry with this digest: then no entry up to it was changed
+    or lost since it was printed, even if somebody replaced both files.
+
+    Example: fedpriv ledger verify results/ledger.sqlite
+
+    Example: fedpriv ledger verify ledger.sqlite --head 94c1e3f70f2a4d6b8a5f0e9d7c6b5a493827160594c1e3f70f2a4d6b8a5f0e9d
+    """
+    from fedpriv.errors import LedgerError
+    from fedpriv.ledger import entries as ledger_entries
+    from fedpriv.ledger import reader, statement
+
+    kept = None if head is None else head.strip().lower()
+    if kept is not None and not re.fullmatch("[0-9a-f]{64}", kept):
+        raise InputError(f"--head {head}: must be the 64 hex digits that a report or statement prints")
+    with reader.reading(path) as db:
+        last = reader.verify_with_head(db, path)
+        number = None if kept is None else ledger_entries.number_of(db, kept)
+        adopted, recovered = statement.adoptions(db), statement.recoveries(db)
+    if kept is not None and number is None:
+        raise LedgerError(
+            f"{path}: its chain is intact but has no entry {kept}: entries were lost or replaced since that was printed"
+        )
+    values: dict[str, Any] = {"entries": last.number if last else 0, "head": last.digest if last else None}
+    values |= {"intact": True} | ({} if number is None else {"kept_head_is_entry": number})
+    lines = [*entries(values), *statement.adoption_lines(adopted), *statement.recovery_lines(recovered)]
+    return Result(values | {"adopted": adopted, "recovered": recovered}, lines)
+
+
+@command(app, "adopt-head")
+def adopt_head(
+    path: LedgerPath,
+    reason: Annotated[
+        str | None, typer.Option(help="Why you vouch that no entry is missing; it is logged. Without it, only look.")
+    ] = None,
+) -> Result:
+    """Go on with a ledger whose PATH.head is missing or unreadable. Without --reason it only shows what is there.
+
+    Compare the number of entries, the last digest and the spending with the last statement or report that you have:
+    what was lost at the end would be spent a second time. With --reason the ledger gets an entry that says so and a new
+    head; every later statement repeats it. An intact head needs no adoption, and one that names entries that the
+    ledger lacks cannot be adopted: restore the newest copy.
+
+    Example: fedpriv ledger adopt-head node.sqlite
+
+    Example: fedpriv ledger adopt-head node.sqlite --reason "moved to a new disk; statement of 3 May has the same head"
+    """
+    from fedpriv.ledger import names, reader, statement
+    from fedpriv.ledger.ledger import Ledger
+
+    if reason is not None and not reason.strip():
+        raise InputError("--reason: must not be empty; it is what a later reader of this ledger's statements sees")
+    with reader.reading(path) as db:
+        last = reader.verify_without_head(db, path)
+        rows = statement.spending(db, names=names.known(db, path, None))
+    values: dict[str, Any] = {"entries": last.number if last else 0, "head": last.digest if last else None}
+    if reason is not None:
+        with Ledger(path, adopting=reason.strip()) as ledger:
+            values |= {"adopted_by_entry": ledger.last[0], "new_head": ledger.head}
+    lines = [*_spent(rows), *entries(values)]
+    if reason is None:
+        lines.append("nothing is adopted yet: compare this with your last statement, then give --reason")
+    return Result({**values, "data_sets": rows}, lines)
+
+
+@command(app)
+def recover(
+    path: LedgerPath,
+    sources: Annotated[
+        list[Path],
+        typer.Option(
+            "--from",
+            help="What knows more: receipts.jsonl of this node or a peer, its counter file or events.jsonl, the "
+            "coordinator's *.receipts or receipts.jsonl, or another ledger. Give it once for each.",
+        ),
+    ],
+    key: Annotated[
+        Path | None,
+        typer.Option(help="The node's vault.key.pub, with its vault.key.earlier; by default in the ledger's folder."),
+    ] = None,
+    reason: Annotated[
+        str | None, typer.Option(help="Why the ledger lacks charges; it is logged. Without it, only look.")
+    ] = None,
+) -> Result:
+    """Charge what a node's ledger lacks since it was restored from an old copy. Without --reason, only show that.
+
+    What a receipt under a key of the node proves is charged with its event. If one proves a charge of which no source
+    has the detail, its data set counts as spent in full, and releases nothing more. What only another ledger claims,
+    such as the coordinator's, is charged too: a false claim costs budget. Stop the node first, and restore the newest
+    copy of the ledger together with its head.
+
+    Example: fedpriv ledger recover node.sqlite --from receipts.jsonl
+
+    Example: fedpriv ledger recover node.sqlite --from receipts.jsonl --from coordinator.receipts --reason "new disk"
+    """
+    from fedpriv.deployment import keys
+    from fedpriv.ledger import names, reader, recovery, statement
+    from fedpriv.ledger.ledger import Ledger
+
+    if reason is not None and not reason.strip():
+        raise InputError("--reason: must not be empty; it is what a later reader of this ledger's statements sees")
+    key = key or path.with_name("vault.key.pub")
+    signers = (keys.read_public_line(key, None), *keys.read_lines(key.with_suffix(keys.EARLIER)))
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        found = [each for each in recovery.missing(db, sources, signers) if each]
+    if reason is not None and found:
+        with Ledger(path) as ledger:
+            ledger.recover(found, reason.strip())
+    with reader.reading(path) as db:
+        rows = statement.spending(db, names=names.known(db, path, None))
+    releases = [
+        {"data_set": each.data_set.id, "run": link.run, "round": link.round, "event": link.event, "known_by": how}
+        for each in found
+        for how, links in (("receipt", each.proven), ("claim", each.claimed))
+        for link in links
+    ]
+    retired = [each.data_set.id for each in found if each.unknown]
+    cells = [{name: str(value)[:16] for name, value in each.items()} for each in releases]
+    lines = table(cells, ["data_set", "run", "round", "known_by"]) if cells else []
+    lines += [f"data set {id_}: more was released than the sources know; it counts as spent in full" for id_ in retired]
+    if not found:
+        lines.append("nothing is missing, as far as these sources know")
+    elif reason is None:
+        lines.append("nothing is charged yet: compare this with what you know, then give --reason")
+    charged = reason is not None
+    return Result(
+        {"ledger": str(path), "missing": releases, "retired": retired, "charged": charged, "data_sets": rows},
+        [*lines, *_spent(rows)],
+    )
+
+
+@command(app)
+def statement(
+    path: LedgerPath,
+    client: Annotated[str, typer.Option(help="Number of the client, as `ledger show` lists it.")],
+    view: ViewName = "local",
+    run: RunFolder = None,
+) -> Result:
+    """One page for a privacy officer: what a client's data have spent, what that covers and what it does not.
+
+    With --view aggregate it also states what the releases cost where the server saw sums alone.
+
+    Example: fedpriv ledger statement results/ledger.sqlite --client 2
+    """
+    from fedpriv.ledger import names, reader
+    from fedpriv.ledger import statement as statements
+
+    with reader.reading(path) as db:
+        known = names.known(db, path, run)
+        pages = statements.statement(db, path, client, names=known, view=cast("PlannedView", view))
+    text = "\n\n".join(map(statements.render, pages))
+    return Result({"client": client, "statements": pages}, [text])
+
+
+@command(app)
+def register(
+    path: LedgerPath,
+    client: Annotated[str, typer.Option(help="Id of the client that holds the data.")],
+    num_records: Annotated[int, typer.Option(help="N_k, which never changes afterwards.")],
+    disjoint: Annotated[
+        str | None, typer.Option(help="Your statement why no record is in an earlier data set of this ledger.")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="By default 1 / (10 N_k), at most 1e-5.")] = None,
+) -> Result:
+    """Register a data set in a node's ledger: it gets a random id and starts with nothing spent.
+
+    A node registers its first data set by itself. Any further one needs your statement that it shares no record with
+    the earlier ones: otherwise records that have already paid would start again at zero. This command sees no records;
+    `python -m clients.deploy register` on the node compares them with those of earlier data sets first.
+
+    Example: fedpriv ledger register node.sqlite --client 2 --num-records 5000 --disjoint "admissions of 2027 only"
+    """
+    from fedpriv.accounting.accountants import check_delta
+    from fedpriv.accounting.views import default_delta
+    from fedpriv.ledger.ledger import Ledger
+
+    if num_records < 1:
+        raise InputError(f"--num-records {num_records}: must be >= 1")
+    delta = default_delta(num_records) if delta is None else delta
+    check_delta(delta)
+    with Ledger(path) as opened:
+        if opened.data_set() is not None and not (disjoint or "").strip():
+            raise InputError("--disjoint: this ledger holds a data set; say why the new one shares no record with it")
+        made = opened.register(client, num_records, delta, note=disjoint)
+    values = {"data_set": made.id, "client": client, "num_records": num_records, "delta": delta}
+    return Result(values, entries(values))
+
+
+@command(app)
+def permit(
+    path: LedgerPath,
+    client: Annotated[str, typer.Option(help="Id of the client whose uploads may be published.")],
+    reason: Annotated[str, typer.Option(help="Who gave this permission, when and how; every later reader sees it.")],
+    run: Annotated[
+        str, typer.Option(help="Id of the run; by default the one charged last, and for --withdraw the one permitted.")
+    ] = "",
+    withdraw: Annotated[bool, typer.Option("--withdraw", help="End a permission instead.")] = False,
+) -> Result:
+    """Record that a data holder lets its own variant of a run be published; `fedpriv push` asks for this entry.
+
+    The keeper of the ledger vouches that the holder agreed. It is never removed; --withdraw adds another
+    entry, and calls nothing back that was published already.
+
+    Example: fedpriv ledger permit results/ledger.sqlite --client 2 --reason "letter of Dr Huber, 3 May 2027"
+    """
+    from fedpriv.ledger import entries as ledger_entries
+    from fedpriv.ledger import reader
+    from fedpriv.ledger.ledger import Ledger
+
+    if not reason.strip():
+        raise InputError("--reason: must not be empty; say who gave this permission, when and how")
+    with reader.reading(path) as db:
+        charged = [each for each in ledger_entries.charged_last(db, client) if run in ("", each[1])]
+        standing = [each for each in charged if ledger_entries.permission(db, each[0].id, each[1]) is not None]
+    if not charged:
+        raise InputError(f"--client {client}: {path} has no upload of this client" + (f" in run {run}" if run else ""))
+    if withdraw and len(standing) > 1:
+        permitted = ", ".join(known_run for _, known_run in standing)
+        raise InputError(f"--withdraw: client {client} has permitted several runs ({permitted}); say which with --run")
+    data_set, known_run = standing[0] if withdraw and standing else charged[-1]
+    with Ledger(path) as opened:
+        opened.permit(data_set, known_run, reason.strip(), withdraw=withdraw)
+        head = opened.head
+    values = {"client": client, "data_set": data_set.id, "run": known_run, "permitted": not withdraw, "head": head}
+    return Result(values, entries(values))

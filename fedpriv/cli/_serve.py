@@ -1,0 +1,163 @@
+"""`fedpriv serve ...`: the variants of a run or a store over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import click
+import typer
+from typer.core import TyperGroup
+
+from fedpriv.cli._command import AsJson, OneOf, Result, command, show
+from fedpriv.errors import InputError
+
+if TYPE_CHECKING:
+    from fedpriv.config_types import BaseFormat
+
+
+class _ServesByDefault(TyperGroup):
+    """`fedpriv serve FOLDER` means `fedpriv serve run FOLDER`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """The arguments with the command's name, where another one is not named."""
+        if args and args[0] not in (*self.commands, "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=_ServesByDefault, no_args_is_help=True, help="Answer requests for many variants of one model.")
+
+
+@app.command()
+def run(
+    source: Annotated[Path, typer.Argument(help="Folder of a run, or of a store of its variants.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    memory: Annotated[str, typer.Option(help="Bound on the variants in memory, such as 2GB.")] = "2GB",
+    model: Annotated[str, typer.Option(help="The base model; by default the one that the run names.")] = "",
+    base_dtype: Annotated[
+        str,
+        typer.Option(
+            click_type=OneOf("fedpriv.config_types:BaseFormat"), help="Format of the base; auto takes the run's."
+        ),
+    ] = "auto",
+    tokens: Annotated[Path | None, typer.Option(help="File of bearer tokens, see `fedpriv serve new-token`.")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="PEM file of the certificate, for TLS.")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond this machine without tokens or TLS.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
+    queue: Annotated[int, typer.Option(help="Requests that may wait.", min=1)] = 256,
+    inputs: Annotated[int, typer.Option(help="Texts or prompts in one request.", min=1)] = 64,
+    body_bytes: Annotated[int, typer.Option(help="Longest body of a request.", min=1)] = 2**20,
+    requests_per_token: Annotated[int, typer.Option(help="Requests of one token that are under way.", min=1)] = 64,
+    inputs_per_token: Annotated[
+        int, typer.Option(help="Texts or prompts of one token's requests that are under way, together.", min=1)
+    ] = 128,
+    connections_per_address: Annotated[
+        int,
+        typer.Option(help="Connections of one address without a valid token; more where many share one.", min=1),
+    ] = 64,
+    drain_seconds: Annotated[
+        float, typer.Option(help="After SIGTERM, how long to finish what is under way.", min=0.1)
+    ] = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Serve the variants of a run or store, by OpenAI's API; the word `run` may be left out.
+
+    SIGTERM finishes what is under way and ends with 0; SIGHUP reads the tokens again.
+
+    Example: fedpriv serve run results/20261121-042553-embedded --port 8000 --memory 2GB
+    """
+    serving_app, server = _serve_modules()
+    from fedpriv.serving.http.limits import RequestLimits
+    from fedpriv.serving.http.tokens import Tokens
+    from fedpriv.sizes import parse_bytes
+
+    limits = RequestLimits(
+        body_bytes=body_bytes,
+        num_inputs=inputs,
+        max_new_tokens=max_new_tokens,
+        requests_per_token=requests_per_token,
+        inputs_per_token=inputs_per_token,
+        connections_per_address=connections_per_address,
+        drain_seconds=drain_seconds,
+    )
+    address = server.Address(host=host, port=port, certificate=certificate, key=key)
+    address.check(has_tokens=tokens is not None, insecure=insecure)
+    known = Tokens(tokens)
+    memory_bytes = parse_bytes(memory)
+    if not source.is_dir():
+        raise InputError(f"source = {str(source)!r}: must be the folder of a run or a store")
+    _log_to_stderr()
+
+    from fedpriv.serving.http.cards import Cards
+    from fedpriv.serving.scheduler import open_serving
+
+    typer.echo(f"loading {source} ...", err=True)
+    started = time.monotonic()
+    serving = open_serving(
+        source, memory_bytes=memory_bytes, max_waiting=queue, base_dtype=cast("BaseFormat", base_dtype), model=model
+    )
+    typer.echo(f"loaded {serving.model_name} in {time.monotonic() - started:.1f} s", err=True)
+
+    def tell(url: str) -> None:
+        values = {"url": url, "num_variants": len(serving.names), "task": serving.task, "tokens": known.are_required}
+        needed = "tokens are required" if known.are_required else "no token is required"
+        show(values, [f"{url} serves {len(serving.names)} variants of {serving.model_name}; {needed}"], as_json)
+        sys.stdout.flush()
+
+    try:
+        application = serving_app.create_app(serving, Cards(source), known, limits)
+        server.run(server.Server(application, serving, known, limits, address, tell))
+    finally:
+        serving.close()
+
+
+@command(app)
+def new_token(
+    name: Annotated[str, typer.Argument(help="Name of the token, for your own use.")],
+    tokens: Annotated[Path, typer.Option(help="The file to add it to; created if it is missing.")],
+    variants: Annotated[
+        str, typer.Option(help="Names of variants, or patterns such as 'round-*', divided by commas.")
+    ] = "",
+    metrics: Annotated[bool, typer.Option("--metrics", help="It may read /metrics.")] = False,
+) -> Result:
+    """Make a bearer token, print it once, and add its digest to a file. A running server reads it after SIGHUP.
+
+    Example: fedpriv serve new-token clinic --tokens tokens.toml --variants 'global,round-*'
+    """
+    from fedpriv.serving.http.tokens import add_new
+
+    patterns = [pattern.strip() for pattern in variants.split(",") if pattern.strip()]
+    if not patterns and not metrics:
+        raise InputError("variants = '': name at least one, or give --metrics")
+    secret = add_new(tokens, name, patterns, metrics=metrics)
+    lines = [secret, f"{tokens} has its digest only: this is the one time that the token is shown"]
+    return Result({"name": name, "token": secret, "variants": patterns, "metrics": metrics}, lines)
+
+
+def _serve_modules() -> Any:
+    """The application and the server, or one line that says which extra they need."""
+    try:
+        from fedpriv.serving.http import app as serving_app
+        from fedpriv.serving.http import server
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "prometheus_client", "h11"):
+            raise
+        raise InputError(f"serve: needs {error.name}; install it with pip install 'fedpriv[serve]'") from None
+    return serving_app, server
+
+
+def _log_to_stderr() -> None:
+    """The server's log, a line for each event; uvicorn writes there too, warnings and worse."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for logger, level in (("fedpriv", logging.INFO), ("uvicorn", logging.ERROR)):
+        logging.getLogger(logger).addHandler(handler)
+        logging.getLogger(logger).setLevel(level)
