@@ -15,8 +15,8 @@ from fedpriv.config import RunConfig
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanism_parameters import with_mechanism_parameters
 from fedpriv.names import holder_label
+from fedpriv.plan.preflight import check_clients, check_run
 from fedpriv.publishing import card
-from fedpriv.run_checks import check_clients, check_run
 from fedpriv.runs import files, presence
 from fedpriv.runs.writer import RunWriter
 from fedpriv.tracking.following import following_run

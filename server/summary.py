@@ -14,7 +14,7 @@ from fedpriv.accounting.views import VIEWS
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
-from fedpriv.run_checks import objections_to_aggregate
+from fedpriv.plan.preflight import objections_to_aggregate
 from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.workbench import Workbench

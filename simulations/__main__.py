@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from fedpriv import config as configuration
-from fedpriv import recipes
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.names import printable
 from simulations import api, completion
@@ -24,7 +23,7 @@ app = typer.Typer(
 )
 
 _RECIPES = "Recipes, of which docs/recipes.md tells more:\n\n" + "\n\n".join(
-    f"- **{name}**: {text}" for name, text in recipes.DESCRIPTIONS.items()
+    f"- **{name}**: {text}" for name, text in configuration.RECIPES.items()
 )
 
 Override = Annotated[

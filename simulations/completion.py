@@ -11,8 +11,7 @@ from typing import Any
 
 import typer
 
-from fedpriv.config import KEYS, schema
-from fedpriv.recipes import RECIPES
+from fedpriv.config import KEYS, RECIPES, schema
 
 VARIABLE = "_SIMULATIONS_COMPLETE"
 """The environment variable by which the shell asks."""

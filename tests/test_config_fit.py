@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.config import ON_NODES, parse, to_flower, to_toml, with_overrides
+from fedpriv.config import BY_RECIPE, ON_NODES, parse, to_flower, to_toml, with_overrides
 from fedpriv.errors import InputError
-from fedpriv.recipes import BY_RECIPE
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv import preflight
 from fedpriv.config import ON_NODES, parse
 from fedpriv.data import federated
 from fedpriv.errors import InputError
 from fedpriv.hub import problem as problem_here
+from fedpriv.plan import preflight
 from server import coordinator
 from server.observer import LogObserver
 

@@ -72,7 +72,7 @@ def plan(
     train: Annotated[
         str | None,
         typer.Option(
-            click_type=OneOf("fedpriv.config_types:Train"),
+            click_type=OneOf("fedpriv.config:Train"),
             help="A, B and head in the last rounds, the head alone, or what pays; by default as in a run.",
             rich_help_panel=_OF_A_BUDGET,
         ),

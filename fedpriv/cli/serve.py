@@ -17,7 +17,7 @@ from fedpriv.cli.output import AsJson, show
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    from fedpriv.config_types import BaseFormat
+    from fedpriv.config import BaseFormat
 
 
 class _ServesByDefault(TyperGroup):
@@ -42,9 +42,7 @@ def run(
     model: Annotated[str, typer.Option(help="The base model; by default the one that the run names.")] = "",
     base_dtype: Annotated[
         str,
-        typer.Option(
-            click_type=OneOf("fedpriv.config_types:BaseFormat"), help="Format of the base; auto takes the run's."
-        ),
+        typer.Option(click_type=OneOf("fedpriv.config:BaseFormat"), help="Format of the base; auto takes the run's."),
     ] = "auto",
     tokens: Annotated[Path | None, typer.Option(help="File of bearer tokens, see `fedpriv serve new-token`.")] = None,
     certificate: Annotated[Path | None, typer.Option(help="PEM file of the certificate, for TLS.")] = None,

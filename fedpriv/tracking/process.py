@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedpriv.config_types import Track
+from fedpriv.config import Track
 
 if TYPE_CHECKING:
     from fedpriv.tracking.follower import RunFollower, SweepFollower

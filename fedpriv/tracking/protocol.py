@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
-from fedpriv.config_types import Track
+from fedpriv.config import Track
 from fedpriv.errors import InputError
 from fedpriv.tracking.logged import Parameter, Point
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from fedpriv import preflight
 from fedpriv.errors import InputError
+from fedpriv.plan import preflight
 from fedpriv.runs import files
 from fedpriv.runs.files import write_json
 from fedpriv.runs.sweeps import PLAN

@@ -19,14 +19,13 @@ from fedpriv.accounting.calibration import calibrate
 from fedpriv.accounting.events import EVENTS, from_json, group, to_json
 from fedpriv.accounting.lmo import density, parameters
 from fedpriv.accounting.views import Release
-from fedpriv.config import parse
+from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
-from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench

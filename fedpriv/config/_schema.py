@@ -1,4 +1,4 @@
-"""The configuration as a JSON Schema and as tables, from its own types and `config_keys.toml`."""
+"""The configuration as a JSON Schema and as tables, from its own types and `keys.toml`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from fedpriv.config import RunConfig
+from fedpriv.config._run_config import RunConfig
 from fedpriv.mechanisms.registry import MECHANISMS
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -21,7 +21,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 @cache
 def groups() -> Mapping[str, Mapping[str, str]]:
     """{group: {key: its meaning, in Markdown with links relative to docs/}}, in the order of `RunConfig`."""
-    text = (files("fedpriv") / "config_keys.toml").read_text(encoding="utf-8")
+    text = (files("fedpriv.config") / "keys.toml").read_text(encoding="utf-8")
     found: dict[str, dict[str, str]] = tomllib.loads(text)
     return found
 
@@ -49,7 +49,7 @@ def schema(*, sweep: bool = False) -> dict[str, Any]:
     }
 
 
-def markdown() -> Iterator[tuple[str, str]]:
+def schema_tables() -> Iterator[tuple[str, str]]:
     """(group, its table of keys, what they take, defaults and meanings), for documentation."""
     properties = _properties()
     for group, keys in groups().items():

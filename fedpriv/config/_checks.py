@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from fedpriv.config_types import ON_NODES
+from fedpriv.config._keys import ON_NODES, ConfigValues
 from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
-if TYPE_CHECKING:
-    from fedpriv.config import RunConfig
-
-# The aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step.
 LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora", "rolora", "fedsvd", "fed-sb")
+"""Aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step."""
+
 # Those with rounds that train some of the tensors.
 PARTIAL_RULES = ("rolora", "fedsvd")
 # Those that neither train, decompose nor add to the frozen weights, which may then be in 4 bits.
@@ -36,7 +33,7 @@ class MisfitError(ValueError):
         self.lines = tuple(lines)
 
 
-def check(config: RunConfig) -> None:
+def check_fit(config: ConfigValues) -> None:
     """Refuse keys that do not fit together.
 
     Raises:
@@ -52,7 +49,7 @@ def check(config: RunConfig) -> None:
         raise MisfitError(list(dict.fromkeys(lines)))
 
 
-def _check_data(config: RunConfig) -> None:
+def _check_data(config: ConfigValues) -> None:
     if config.data == ON_NODES and config.task == "SEQ_CLS" and len(config.labels) < 2:
         raise ValueError("data = on-nodes: needs labels, the classes that all holders agreed on")
     if config.max_records and config.data == ON_NODES:
@@ -61,14 +58,14 @@ def _check_data(config: RunConfig) -> None:
         )
 
 
-def _check_partition(config: RunConfig) -> None:
+def _check_partition(config: ConfigValues) -> None:
     if config.partition == "natural" and not config.client_column:
         raise ValueError("partition = natural: needs client_column, the column that says who holds a record")
     if config.partition == "sizes" and not config.client_sizes:
         raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
 
 
-def _check_variants(config: RunConfig) -> None:
+def _check_variants(config: ConfigValues) -> None:
     if config.integral_epsilon is not None and config.aggregation in ONE_FACTOR_RULES:
         raise ValueError(
             f"integral_epsilon: compares the products of uploaded factors; aggregation = {config.aggregation} uploads "
@@ -83,12 +80,12 @@ def _check_variants(config: RunConfig) -> None:
         raise ValueError(f"variant_rounds = {list(config.variant_rounds)}: the run has {config.rounds} rounds")
 
 
-def _check_weight_decay(config: RunConfig) -> None:
+def _check_weight_decay(config: ConfigValues) -> None:
     if config.weight_decay > 0 and config.optimizer == "sgd":
         raise ValueError(f"weight_decay = {config.weight_decay}: only adamw applies it; use 0 with sgd")
 
 
-def _check_aggregation(config: RunConfig) -> None:
+def _check_aggregation(config: ConfigValues) -> None:
     if config.client_ranks and config.aggregation != "flora":
         raise ValueError(
             f"client_ranks = {list(config.client_ranks)}: aggregation = {config.aggregation} averages tensors of one "
@@ -105,12 +102,12 @@ def _check_aggregation(config: RunConfig) -> None:
         )
 
 
-def _check_upload_noise(config: RunConfig) -> None:
+def _check_upload_noise(config: ConfigValues) -> None:
     if config.noise_on == "upload" and config.clipping != "joint":
         raise ValueError(f"clipping = {config.clipping}: with noise_on = upload the whole update is clipped; use joint")
 
 
-def _check_instructions(config: RunConfig) -> None:
+def _check_instructions(config: ConfigValues) -> None:
     """What prompts, responses and answers need of each other."""
     if config.text_pair_column and config.task == "CAUSAL_LM":
         raise ValueError(
@@ -154,7 +151,7 @@ def _check_answers(answers: tuple[str, ...], labels: tuple[str, ...]) -> None:
         raise ValueError(f"answers = {','.join(answers)}: must be two or more texts, each once")
 
 
-def _check_secure_aggregation(config: RunConfig) -> None:
+def _check_secure_aggregation(config: ConfigValues) -> None:
     """What the sum of integers that nobody sees singly allows."""
     if not config.secure_aggregation:
         return
@@ -187,7 +184,7 @@ def _check_secure_aggregation(config: RunConfig) -> None:
         raise ValueError("audit: tests the local epsilon of one client; with secure_aggregation = true use false there")
 
 
-def _check_audit(config: RunConfig) -> None:
+def _check_audit(config: ConfigValues) -> None:
     if not config.audit:
         return
     if config.data == ON_NODES:
@@ -200,7 +197,7 @@ def _check_audit(config: RunConfig) -> None:
         raise ValueError("audit: canaries are records; noise_on = upload protects whole clients")
 
 
-def _check_private_evaluation(config: RunConfig) -> None:
+def _check_private_evaluation(config: ConfigValues) -> None:
     if config.evaluation_noise_multiplier is None:
         return
     key = f"evaluation_noise_multiplier = {config.evaluation_noise_multiplier}"
@@ -212,7 +209,7 @@ def _check_private_evaluation(config: RunConfig) -> None:
         raise ValueError(f"{key}: an audit puts canaries among all of a client's records; leave one of the two out")
 
 
-def _check_without_test_set(config: RunConfig) -> None:
+def _check_without_test_set(config: ConfigValues) -> None:
     if config.has_test_set:
         return
     if config.dedup:
@@ -221,7 +218,7 @@ def _check_without_test_set(config: RunConfig) -> None:
         raise ValueError("comparison = true: compares accuracies on the server's test set; give test_data")
 
 
-def _check_baselines(config: RunConfig) -> None:
+def _check_baselines(config: ConfigValues) -> None:
     if not config.baselines:
         return
     if config.task != "SEQ_CLS":
@@ -235,7 +232,7 @@ def _check_baselines(config: RunConfig) -> None:
         )
 
 
-def _check_mechanism(config: RunConfig) -> None:
+def _check_mechanism(config: ConfigValues) -> None:
     mechanism = MECHANISMS.named(config.mechanism)
     if mechanism.parameters_hint and not config.mechanism_parameters:
         raise ValueError(f"mechanism = {config.mechanism}: needs mechanism_parameters, {mechanism.parameters_hint}")
@@ -254,7 +251,7 @@ def _check_mechanism(config: RunConfig) -> None:
         )
 
 
-def _check_server_optimizer(config: RunConfig) -> None:
+def _check_server_optimizer(config: ConfigValues) -> None:
     plain = config.server_optimizer == "sgd" and config.server_learning_rate == 1
     plain = plain and config.lora_server_optimizer == "same" and config.server_rate_decay == "none"
     if not plain and config.aggregation not in LINEAR_RULES:
@@ -268,7 +265,7 @@ def _check_server_optimizer(config: RunConfig) -> None:
         _check_fedsvd(config)
 
 
-def _check_fedsvd(config: RunConfig) -> None:
+def _check_fedsvd(config: ConfigValues) -> None:
     adaptive = ("adam", "yogi")
     remedies = {
         "server_optimizer": (config.server_optimizer in adaptive, "sgd or momentum"),
@@ -283,7 +280,7 @@ def _check_fedsvd(config: RunConfig) -> None:
             )
 
 
-def _check_recipe(config: RunConfig) -> None:
+def _check_recipe(config: ConfigValues) -> None:
     """What the parts of the recipe `fedpriv` need of each other."""
     remedy = "or use recipe = dp-lora-paper"
     one_clipped_sum = ("task", "noise_on", "optimizer", "clipping", "mechanism")
@@ -309,7 +306,7 @@ def _check_recipe(config: RunConfig) -> None:
         raise ValueError(f"normalize_features = true: a model with task = {config.task} has no head; use false")
 
 
-_RULES: tuple[Callable[[RunConfig], None], ...] = (
+_RULES: tuple[Callable[[ConfigValues], None], ...] = (
     _check_data,
     _check_partition,
     _check_instructions,
