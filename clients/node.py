@@ -9,7 +9,7 @@ from pathlib import Path
 from flwr.app import Context
 
 from fedpriv.config import EMBEDDED, RunConfig
-from fedpriv.journal import Journal
+from fedpriv.files import Journal
 from fedpriv.vault.guard import NodePolicy
 from fedpriv.vault.holder import Holder, parsed
 from fedpriv.vault.policy import Limits

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.names import holder_label
+from fedpriv.texts import holder_label
 from server.bookkeeping import Books
 from server.observer import Observer
 

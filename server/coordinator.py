@@ -14,11 +14,11 @@ from fedpriv.audit.run_canaries import audit_of
 from fedpriv.config import RunConfig
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanism_parameters import with_mechanism_parameters
-from fedpriv.names import holder_label
 from fedpriv.plan.preflight import check_clients, check_run
 from fedpriv.publishing import card
 from fedpriv.runs import files, presence
 from fedpriv.runs.writer import RunWriter
+from fedpriv.texts import holder_label
 from fedpriv.tracking.following import following_run
 from fedpriv.tracking.protocol import check_installed
 from fedpriv.training.lora_choice import decided

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from fedpriv import config as configuration
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
-from fedpriv.names import printable
+from fedpriv.texts import printable
 from simulations import api, completion
 from simulations.initial import init
 

@@ -15,11 +15,11 @@ from rich.markup import escape
 from fedpriv.accounting.recipe import LearningRate
 from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
-from fedpriv.names import printable
 from fedpriv.protocol import Registration
 from fedpriv.reports.spending import limit_of, views_text
 from fedpriv.reports.tables import format_bytes, format_delta, format_seconds
 from fedpriv.runs.rows import RoundRow
+from fedpriv.texts import printable
 from fedpriv.training.schedule import num_lora_rounds
 from server.observer import Progress, described
 from simulations.closing import closing

@@ -15,9 +15,9 @@ from pydantic.dataclasses import dataclass
 from clients.deploy import peers, records
 from clients.deploy.records import Found
 from fedpriv.deployment import certificates, keys
-from fedpriv.deployment.files import new_folder
 from fedpriv.deployment.settings import read_settings, split_address, validated
 from fedpriv.errors import InputError
+from fedpriv.files import new_folder
 from fedpriv.ledger.entries import DataSet
 from fedpriv.vault import models
 from fedpriv.vault import settings as vault_settings

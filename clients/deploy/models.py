@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedpriv.deployment.files import replace
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file
 from fedpriv.vault import models
 from fedpriv.vault.models import ApprovedModel
 from fedpriv.vault.settings import VaultSettings
@@ -54,7 +54,7 @@ def approve(vault: VaultSettings, source: str, *, name: str | None = None, repla
             f"model = {name!r}: is approved with other files, of digest {old.digest[:16]}...; give --replace, or --name"
         )
     others = tuple(other for other in known if other.name != name)
-    replace(vault.models, models.text_of((*others, model)).encode())
+    replace_file(vault.models, models.text_of((*others, model)).encode())
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Approval(model=model, num_bytes=num_bytes, is_new=old is None or old.digest != model.digest)
 
@@ -70,7 +70,7 @@ def _folder(source: str) -> Path:
 def _fetched(name: str) -> str:
     import huggingface_hub
 
-    from fedpriv.quiet import quiet_hub
+    from fedpriv.hub import quiet_hub
 
     try:
         with quiet_hub():

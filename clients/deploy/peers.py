@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fedpriv.accounting.views import num_readers
 from fedpriv.deployment import keys
-from fedpriv.deployment.files import replace
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file
 from fedpriv.vault import peers
 from fedpriv.vault.settings import VaultSettings
 
@@ -40,7 +40,7 @@ def approve(vault: VaultSettings, client: int, key: Path, *, replace_old: bool =
     if client in known and not replace_old:
         raise InputError(f"{file}: exists; ask that holder whether its key was exchanged, then give --replace")
     vault.peers.mkdir(mode=0o700, exist_ok=True)
-    replace(file, f"{line}\n".encode())  # what an earlier version approved is none
+    replace_file(file, f"{line}\n".encode())  # what an earlier version approved is none
     return True
 
 

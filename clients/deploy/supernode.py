@@ -18,9 +18,9 @@ from clients.deploy.folder import ROOT, Node
 from clients.deploy.separate_users import Users
 from fedpriv.deployment import polling
 from fedpriv.deployment.checks import check_port_free
-from fedpriv.deployment.files import replace
 from fedpriv.deployment.flower import EXIT_CODES, environment, logged_exit_code, run_in_foreground, settings
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file
 
 # Where Flower's processes on this machine find each other.
 _HOST = "127.0.0.1"
@@ -96,7 +96,7 @@ def prepare(node: Node) -> Users:
         if not check.ok:
             raise InputError(check.detail)
     users = separate_users.prepared(node, _environment(node))
-    replace(node.node_config_file, tomli_w.dumps(node.node_config).encode())
+    replace_file(node.node_config_file, tomli_w.dumps(node.node_config).encode())
     return users
 
 

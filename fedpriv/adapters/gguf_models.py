@@ -25,8 +25,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedpriv.adapters.shared_pages import cache_folder
-from fedpriv.deployment.files import new_folder
 from fedpriv.errors import InputError
+from fedpriv.files import new_folder
 from fedpriv.vault.models import digest_of
 
 log = logging.getLogger(__name__)

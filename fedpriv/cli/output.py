@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from fedpriv import strict_json
+from fedpriv import texts
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout and nothing else.")]
 
 
 def show(values: Mapping[str, Any], lines: Iterable[str], as_json: bool) -> None:
     """Print the values as one JSON object, in which null stands for infinity and NaN; or print the lines."""
-    typer.echo(strict_json.dumps(values) if as_json else "\n".join(lines))
+    typer.echo(texts.strict_json(values) if as_json else "\n".join(lines))
 
 
 def entries(values: Mapping[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ def memory_values(
     import torch
 
     from fedpriv.memory import PROCESS_BYTES, MemorySetting, largest_batch, memory_plan
-    from fedpriv.sizes import parse_bytes
+    from fedpriv.texts import parse_bytes
 
     setting = MemorySetting(
         device=device or ("cuda" if bits == 4 or torch.cuda.is_available() else "cpu"),

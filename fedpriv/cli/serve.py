@@ -76,7 +76,7 @@ def run(
     serving_app, server = _serve_modules()
     from fedpriv.serving.http.limits import Limits
     from fedpriv.serving.http.tokens import Tokens
-    from fedpriv.sizes import parse_bytes
+    from fedpriv.texts import parse_bytes
 
     limits = Limits(
         body_bytes=body_bytes,

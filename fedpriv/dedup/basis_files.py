@@ -7,7 +7,7 @@ import hashlib
 from fedpriv.dedup.blocks import Layout
 from fedpriv.dedup.folder import Folder, read, sync
 from fedpriv.dedup.shared_basis import SharedBasis
-from fedpriv.deployment.files import replace as replace_file
+from fedpriv.files import replace_file
 
 
 class BasisFiles:

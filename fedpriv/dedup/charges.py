@@ -14,8 +14,8 @@ from pathlib import Path
 from fedpriv.accounting import events
 from fedpriv.accounting.events import Event
 from fedpriv.dedup.folder import Folder, sync
-from fedpriv.deployment.files import replace
 from fedpriv.errors import StoreError
+from fedpriv.files import replace_file
 
 VERSION = 1
 
@@ -70,5 +70,5 @@ def add_charges(store: Path, charges: Iterable[Charge]) -> None:
     """
     known = [*read_charges(store), *charges]
     rows = [{**asdict(charge), "event": events.to_json(charge.event)} for charge in known]
-    replace(Folder(store).charges, json.dumps({"version": VERSION, "charges": rows}).encode())
+    replace_file(Folder(store).charges, json.dumps({"version": VERSION, "charges": rows}).encode())
     sync(store)

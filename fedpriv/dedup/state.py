@@ -19,8 +19,8 @@ from fedpriv.dedup.folder import Folder, sync
 from fedpriv.dedup.manifests import Files, Index, Manifest, array_sha256
 from fedpriv.dedup.row_reading import OpenRows
 from fedpriv.dedup.rows import RowFile
-from fedpriv.deployment.files import replace as replace_file
 from fedpriv.errors import InputError, StoreError
+from fedpriv.files import replace_file
 
 
 class State:

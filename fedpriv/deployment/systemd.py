@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedpriv.deployment.files import write_new
 from fedpriv.errors import InputError
+from fedpriv.files import write_new
 
 # What none of these services does. No PrivateDevices: a GPU is a device.
 _HARDENING = """\

@@ -14,8 +14,8 @@ import re
 import sqlite3
 from pathlib import Path
 
-from fedpriv.deployment.files import sync_folder
 from fedpriv.errors import LedgerError
+from fedpriv.files import sync_folder
 
 # The digest that the first entry is chained to.
 EMPTY_CHAIN = "0" * 64

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedpriv.deployment import keys
-from fedpriv.deployment.files import sync_folder
+from fedpriv.files import sync_folder
 from fedpriv.ledger import entries
 from fedpriv.ledger.head import EMPTY_CHAIN
 

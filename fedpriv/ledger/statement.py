@@ -20,7 +20,7 @@ from fedpriv.accounting.views import PlannedView, Release, least_readers, reader
 from fedpriv.errors import InputError
 from fedpriv.ledger import entries, reader
 from fedpriv.ledger.entries import DataSet, Entry
-from fedpriv.names import holder_label
+from fedpriv.texts import holder_label
 
 ADJACENCY = {
     "record": "one record of the client added or removed",

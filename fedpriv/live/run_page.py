@@ -12,13 +12,13 @@ import pandas as pd
 
 from fedpriv.accounting.views import View
 from fedpriv.live.templating import rendered
-from fedpriv.names import holder_label
 from fedpriv.reports import plots, series, tables
 from fedpriv.reports.page import Panel, panel
 from fedpriv.reports.status_display import event_parts, state_of, trouble_of
 from fedpriv.runs import files
 from fedpriv.runs.rows import ClientRow, RoundRow, parse_epsilon, read_rows
 from fedpriv.runs.status import ClientStatus, RunStatus, read_status
+from fedpriv.texts import holder_label
 
 # Beyond them only those in trouble are listed, and then as many.
 MAX_CLIENTS = 200

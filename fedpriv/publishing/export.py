@@ -21,8 +21,8 @@ from transformers import GenerationConfig
 from fedpriv.adapters import heads
 from fedpriv.adapters.base_models import quiet_transformers
 from fedpriv.adapters.pooling import STATE_SCALE, normalizes
-from fedpriv.deployment.files import new_folder
 from fedpriv.errors import InputError
+from fedpriv.files import new_folder
 from fedpriv.publishing import card, usage
 from fedpriv.publishing.prediction import ends_of
 from fedpriv.publishing.saved import LoadedVariant, SavedVariant

@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedpriv.names import holder_label
-from fedpriv.names import printable as _printable
 from fedpriv.reports.spending import limit_of
 from fedpriv.reports.tables import (
     MISSING,
@@ -24,6 +22,8 @@ from fedpriv.reports.tables import (
     format_seconds,
 )
 from fedpriv.runs.status import ClientStatus, RunStatus
+from fedpriv.texts import holder_label
+from fedpriv.texts import printable as _printable
 
 # If there are more clients, only those in trouble are listed.
 MAX_CLIENTS = 40

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from typing import TYPE_CHECKING, Any
 
-from fedpriv.names import holder_label
 from fedpriv.runs.rows import parse_epsilon
+from fedpriv.texts import holder_label
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,7 +10,7 @@ from pathlib import Path
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
 from fedpriv.data.text import DataSource
 from fedpriv.errors import LedgerError
-from fedpriv.journal import Journal
+from fedpriv.files import Journal
 from fedpriv.ledger import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.training.workbench import Workbench, workbench

@@ -13,11 +13,11 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from fedpriv.deployment import certificates, keys
-from fedpriv.deployment.files import new_folder, replace
 from fedpriv.deployment.flower import CONNECTION
 from fedpriv.deployment.keys import Kind
 from fedpriv.deployment.settings import join_address, read_settings, validated
 from fedpriv.errors import InputError
+from fedpriv.files import new_folder, replace_file
 
 # This checkout, which a run bundles for the nodes.
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,7 +119,7 @@ class Coordinator:
             raise InputError(f"{self.connection_file}: is not valid TOML; delete it") from None
         own = {"address": address, "root-certificates": str(self.ca_certificate)}
         superlinks = {**known.get("superlink", {}), "default": CONNECTION, CONNECTION: own}
-        replace(self.connection_file, tomli_w.dumps({**known, "superlink": superlinks}).encode())
+        replace_file(self.connection_file, tomli_w.dumps({**known, "superlink": superlinks}).encode())
 
     @property
     def approved(self) -> Path:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedpriv.deployment import keys
-from fedpriv.deployment.files import replace
 from fedpriv.deployment.flower import CONNECTION, FlowerError, flwr
 from fedpriv.deployment.keys import NODE, VAULT, Kind
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file
 from server.deploy.folder import Coordinator
 
 _IN_USE = "Public key already in use"
@@ -46,14 +46,14 @@ def register(
     if old_id:
         flwr(coordinator.flower_home, ["supernode", "unregister", old_id, CONNECTION], folder=coordinator.folder)
     if new_id:
-        replace(_id_file(coordinator, partition_id), f"{new_id}\n".encode())
-    replace(coordinator.nodes / f"{partition_id}.pub", f"{node}\n".encode())
+        replace_file(_id_file(coordinator, partition_id), f"{new_id}\n".encode())
+    replace_file(coordinator.nodes / f"{partition_id}.pub", f"{node}\n".encode())
     file = coordinator.vaults / f"{partition_id}.pub"
     file.parent.mkdir(exist_ok=True)
     signed = old_vault or old_node  # one key was both, before there were two
     if signed is not None and signed != vault:
         keys.add_line(file.with_suffix(keys.EARLIER), signed)
-    replace(file, f"{vault}\n".encode())
+    replace_file(file, f"{vault}\n".encode())
     return (old_node, old_vault) != (node, vault)
 
 

@@ -9,8 +9,8 @@ import pytest
 from fedpriv.ledger import names
 from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.names import names_in
-from fedpriv.names import holder_label
 from fedpriv.runs import files
+from fedpriv.texts import holder_label
 from fedpriv.vault import settings
 
 SETS = [DataSet(id=f"d{k}", client=str(k), num_records=9, delta=1e-5) for k in range(2)]

@@ -18,7 +18,7 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.journal import Journal
+from fedpriv.files import Journal
 from fedpriv.ledger import head
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
