@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from scipy import optimize
 
 from fedpriv.accounting.accountants import check_delta, epsilon_of
+from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.accounting.law import Accountant
-from fedpriv.accounting.subsampled_gaussian import MAX_NOISE
+from fedpriv.accounting.gaussian import MAX_NOISE
 
 # All releases of one client as a function of the noise multiplier.
 Schedule = Callable[[float], Sequence[Event]]

@@ -15,8 +15,8 @@ import numpy as np
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import calibrate, noise_multiplier_for
+from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.accounting.law import Array
 
 # Of the budget, in units of 1 / z^2: a Gaussian release costs in proportion to that.
 START_SHARE = 0.15

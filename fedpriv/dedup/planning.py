@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.law import Accountant
 from fedpriv.dedup.algorithms import SHARED_BASIS, algorithm
 from fedpriv.dedup.base_selection import (
     MAX_DISTANCE,

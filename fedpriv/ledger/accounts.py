@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from fedpriv.accounting.accountants import PrivacySpent, check_delta, epsilon_of, stays_within
+from fedpriv.accounting.accountants import PrivacySpent, check_delta, epsilon_of, epsilons, stays_within
+from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, group
-from fedpriv.accounting.law import Accountant
-from fedpriv.accounting.many_clients import epsilons
 from fedpriv.accounting.views import VIEWS, Release, View, default_delta
 
 # Up to this many different histories are each accounted by pld, at about 0.3 s.

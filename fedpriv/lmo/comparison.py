@@ -11,8 +11,7 @@ from typing import Any
 from scipy import stats
 
 from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.lmo.density import entropy, mean_absolute, quantile, variance
-from fedpriv.accounting.lmo.moments import columns
+from fedpriv.accounting.lmo.distribution import columns, entropy, mean_absolute, quantile, variance
 from fedpriv.accounting.lmo.parameters import Combination, LmoParameters, to_dict
 from fedpriv.lmo.budget import Budget, cost, fitted, laplace
 from fedpriv.lmo.search import PARTS, Objective, PartName, SearchSpace, search

@@ -9,7 +9,8 @@ import numpy as np
 from scipy import special
 from scipy.spatial.distance import cdist
 
-from fedpriv.accounting.lmo.moments import Array, Columns, log_mgf
+from fedpriv.accounting.composition.law import Array
+from fedpriv.accounting.lmo.distribution import Columns, log_mgf
 from fedpriv.errors import InputError
 from fedpriv.lmo.search import SearchSpace, sobol_candidates
 

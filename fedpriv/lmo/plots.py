@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
-from fedpriv.accounting.lmo.density import quantile
+from fedpriv.accounting.lmo.distribution import quantile
 from fedpriv.accounting.lmo.parameters import from_dict
 
 Record = dict[str, Any]

@@ -10,11 +10,11 @@ import pytest
 from dp_accounting import rdp
 
 from fedpriv.accounting import many_gaussians
-from fedpriv.accounting.accountants import ORDERS, epsilon_of
+from fedpriv.accounting.accountants import epsilon_of, epsilons
+from fedpriv.accounting.composition.conversion import ORDERS
 from fedpriv.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian, SubsampledLmo
 from fedpriv.accounting.lmo import event as lmo_event
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
-from fedpriv.accounting.many_clients import epsilons
 
 # `epsilon_of` chooses a value discretization interval by epsilon. The rdp bounds already allow for rounding.
 PLD_ROUNDING = 1e-3
@@ -84,7 +84,7 @@ def test_the_conversion_to_epsilon_is_that_of_dp_accounting():
     curve = generator.uniform(0, 0.3) * orders
     deltas = np.exp(generator.uniform(-25, -0.1, 50))
     ones = np.ones(50)
-    clients = many_gaussians._Clients(z=ones, q=ones, count=ones, delta=deltas)
+    clients = many_gaussians._Histories(z=ones, q=ones, count=ones, delta=deltas)
     converted = many_gaussians._to_epsilon(np.tile(curve * (orders - 1), (50, 1)), orders, clients).min(axis=1)
     assert converted == pytest.approx([rdp.compute_epsilon(ORDERS, curve, delta)[0] for delta in deltas], rel=1e-9)
 
