@@ -14,7 +14,7 @@ import pandas as pd
 from fedpriv.accounting.views import VIEWS, View
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.ledger.frames import entries_frame
+from fedpriv.ledger.statement import entries_frame
 from fedpriv.reports.accuracies import accuracy_table
 from fedpriv.reports.language import counts_next_tokens, language_table
 from fedpriv.reports.tables import MISSING, Table, client_table, format_epsilon, format_percent

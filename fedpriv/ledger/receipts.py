@@ -21,7 +21,7 @@ from typing import Any, Self
 from fedpriv.deployment import keys
 from fedpriv.files import sync_folder
 from fedpriv.ledger import entries
-from fedpriv.ledger.head import EMPTY_CHAIN
+from fedpriv.ledger._head import EMPTY_CHAIN
 
 FIELD = "receipt"
 """The field of a message, and of a journal's event, that holds a receipt as text."""

@@ -1,4 +1,7 @@
-"""A ledger for human readers: what every data set has spent, and one page that a privacy officer can sign."""
+"""A ledger for human readers: what every data set has spent, and one page that a privacy officer can sign.
+
+For notebooks and scripts, the same as data frames and text. Nothing is stated unless the chain is found intact.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedpriv.accounting import events, filters
 from fedpriv.accounting.accountants import epsilon_of
@@ -21,6 +24,9 @@ from fedpriv.errors import InputError
 from fedpriv.ledger import entries, reader
 from fedpriv.ledger.entries import DataSet, Entry
 from fedpriv.texts import holder_label
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 ADJACENCY = {
     "record": "one record of the client added or removed",
@@ -346,3 +352,69 @@ def _wrapped(texts: list[str]) -> list[str]:
     return [
         line for text in texts for line in textwrap.wrap(text, 100, initial_indent="  - ", subsequent_indent="    ")
     ]
+
+
+def entries_frame(path: str | Path) -> pd.DataFrame:
+    """Every entry of a ledger in order, a row each, under the names of `fedpriv.ledger.entries.Entry`.
+
+    Raises:
+        LedgerError: the chain of hashes is broken, or the ledger lost entries or its head.
+    """
+    import pandas as pd  # deferred: only notebooks need it
+
+    path = Path(path)
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        rows = [asdict(entry) for entry in entries.entries(db)]
+    frame = pd.DataFrame(rows, columns=list(entries.COLUMNS)).set_index("number")
+    whole, real = ("round", "num_records"), ("rho_bar", "aggregate_scale", "delta")
+    return frame.astype(dict.fromkeys(whole, "Int64") | dict.fromkeys(real, float))
+
+
+def spending_frame(
+    path: str | Path,
+    *,
+    budget_epsilon: float | None = None,
+    view: PlannedView = "local",
+    run: str | Path | None = None,
+) -> pd.DataFrame:
+    """What each data set of a ledger has spent, a row each, as `fedpriv ledger show` has it.
+
+    Args:
+        path: of the ledger.
+        budget_epsilon: > 0; adds `remaining_rounds`, the rounds like the last one that it still allows on the view.
+        view: of the budget.
+        run: a run's folder that knows the holders' names; by default the ledger's own folder.
+
+    Raises:
+        InputError: the run's folder knows no names.
+        LedgerError: as for `entries_frame`.
+    """
+    import pandas as pd  # deferred: only notebooks need it
+
+    path = Path(path)
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        known = reader.holder_names(db, path, Path(run) if run is not None else None)
+        rows = spending(db, names=known, budget_epsilon=budget_epsilon, view=view)
+    return pd.DataFrame(rows)
+
+
+def statement_text(path: str | Path, client: str, *, view: PlannedView = "local", run: str | Path | None = None) -> str:
+    """The privacy statement of a client, one page of plain text for each of its data sets.
+
+    Args:
+        path: of the ledger.
+        client: as the ledger knows it.
+        view: `aggregate` also states what the releases cost where the server saw sums alone.
+        run: a run's folder that knows the holders' names; by default the ledger's own folder.
+
+    Raises:
+        InputError: the ledger does not know the client, or the run's folder no names.
+        LedgerError: as for `entries_frame`.
+    """
+    path = Path(path)
+    with reader.reading(path) as db:
+        known = reader.holder_names(db, path, Path(run) if run is not None else None)
+        pages = statement(db, path, client, names=known, view=view)
+    return "\n\n".join(map(render, pages))

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from fedpriv.ledger import names
+from fedpriv.ledger import reader
 from fedpriv.ledger.entries import DataSet
-from fedpriv.ledger.names import names_in
+from fedpriv.ledger.reader import names_in
 from fedpriv.runs import files
 from fedpriv.texts import holder_label
 from fedpriv.vault import settings
@@ -17,7 +17,7 @@ SETS = [DataSet(id=f"d{k}", client=str(k), num_records=9, delta=1e-5) for k in r
 
 
 def registered(folder, **names: object) -> None:
-    content = {str(k): {"client": k, "data_set": id_, "name": name} for k, (id_, name) in enumerate(names.items())}
+    content = {str(k): {"client": k, "data_set": id_, "name": name} for k, (id_, name) in enumerate(reader.items())}
     (folder / "registrations.json").write_text(json.dumps(content))
 
 
@@ -50,4 +50,4 @@ def test_a_holder_without_a_name_of_its_own_is_called_by_its_number(name):
 
 
 def test_the_files_are_those_that_runs_and_nodes_write():
-    assert (names.REGISTRATIONS, names.NODE) == (files.REGISTRATIONS, settings.FILE)
+    assert (reader.REGISTRATIONS, reader.NODE) == (files.REGISTRATIONS, settings.FILE)

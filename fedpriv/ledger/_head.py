@@ -1,6 +1,6 @@
 """The head of a ledger, PATH.head: number and digest of its last entry, so that entries lost at the end are noticed.
 
-A new ledger's head is on disk, with number 0, before the ledger has a table, and it is written anew after every commit.
+A new ledger's head is on disk, with number 0, before the ledger has a table, and it is rewritten after every commit.
 So at any instant, also after a crash, a ledger with tables has a readable head, and its chain holds the entry that the
 head names: a crash between a commit and its head leaves the head behind, which the next writer mends. A ledger with
 tables and no readable head was tampered with, or moved without it. Anyone who can write both files can replace both;
