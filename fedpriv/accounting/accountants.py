@@ -53,7 +53,7 @@ class PrivacySpent:
 def epsilon_of(
     events: Iterable[Event], delta: float, accountant: Accountant = "pld", *, allow_unproven: bool = False
 ) -> PrivacySpent:
-    """What the composition of all events costs at the given delta.
+    """The cost of the composition of all events at the given delta.
 
     Events are composed first and converted once. If `pld` is requested but the rdp epsilon exceeds 100, or an event
     has no known privacy loss distribution, rdp answers instead and the result is marked as an upper bound.
@@ -73,7 +73,7 @@ def epsilon_of(
             protect different units.
     """
     check_delta(delta)
-    check_accountant(accountant)
+    _check_accountant(accountant)
     composition, remaining_delta = _participating(_checked(events), delta)
     proven = all(event.is_guarantee for event in composition)
     if not composition:
@@ -118,7 +118,7 @@ def delta_of(events: Iterable[Event], epsilon: float, accountant: Accountant = "
     """
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon = {epsilon}: must be finite and >= 0")
-    check_accountant(accountant)
+    _check_accountant(accountant)
     composition, remaining_delta = _participating(_checked(events), 1.0)
     if not composition:
         return 1.0 - remaining_delta
@@ -142,7 +142,7 @@ def check_delta(delta: float) -> None:
         raise ValueError(f"delta = {delta}: must lie in (0, 1), for instance 1e-5")
 
 
-def check_accountant(accountant: str) -> None:
+def _check_accountant(accountant: str) -> None:
     """Refuse an accountant that is neither `pld` nor `rdp`."""
     if accountant not in ("pld", "rdp"):
         raise ValueError(f"accountant = {accountant!r}: must be pld or rdp")
@@ -303,7 +303,7 @@ def _check_clients(events: Sequence[Event], deltas: Sequence[float], accountant:
         check_known(event)
     for delta in deltas:
         check_delta(delta)
-    check_accountant(accountant)
+    _check_accountant(accountant)
     if workers < 1:
         raise ValueError(f"workers = {workers}: must be >= 1")
 

@@ -1,4 +1,4 @@
-"""How much noise a target epsilon needs, and how many rounds a budget allows."""
+"""The noise that a target epsilon needs, and the number of rounds that a budget allows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from scipy import optimize
 
+from fedpriv.accounting._gaussian import MAX_NOISE
 from fedpriv.accounting.accountants import check_delta, epsilon_of
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.accounting.gaussian import MAX_NOISE
 
 # All releases of one client as a function of the noise multiplier.
 Schedule = Callable[[float], Sequence[Event]]

@@ -1,4 +1,4 @@
-"""What discrete Gaussian noise costs: as much as continuous noise of a variance that is smaller by 9.
+"""Discrete Gaussian noise costs as much as continuous noise of a variance that is smaller by 9.
 
 Lemma. On integers, adding N_Z(0, sigma^2) to each of d coordinates has the law of adding N(0, sigma^2 - 9) and rounding
 each result to an integer at random, whatever the data, up to `max_divergence`. So whatever bounds the continuous

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
+from fedpriv.accounting._gaussian import MAX_NOISE, MIN_NOISE, composed_loss, sampled_curve
 from fedpriv.accounting.composition.law import (
     SMALLEST_DIVERGENCE,
     Accountant,
@@ -28,7 +29,6 @@ from fedpriv.accounting.composition.law import (
 )
 from fedpriv.accounting.composition.law import Event as Event
 from fedpriv.accounting.composition.law import Unit as Unit
-from fedpriv.accounting.gaussian import MAX_NOISE, MIN_NOISE, composed_loss, sampled_curve
 from fedpriv.accounting.lmo.event import SubsampledLmo as SubsampledLmo
 
 
@@ -94,9 +94,9 @@ class SubsampledGaussian(Event):
         cls, events: Sequence[Self], deltas: Sequence[float], accountant: Accountant, workers: int
     ) -> tuple[Array, Array]:
         """Bounds found by interpolating over q, count and delta."""
-        from fedpriv.accounting import many_gaussians  # deferred: most need one client's epsilon
+        from fedpriv.accounting import _many_gaussians  # deferred: most need one client's epsilon
 
-        return many_gaussians.epsilon_bounds(events, deltas, accountant, workers=workers)
+        return _many_gaussians.epsilon_bounds(events, deltas, accountant, workers=workers)
 
     @property
     def effective_noise_multiplier(self) -> float:
@@ -119,7 +119,7 @@ class SubsampledGaussian(Event):
 
 
 class _StatedCost(Event):
-    """What both events share: a pure epsilon, composed after any delta of their own has been subtracted."""
+    """The base of both events: a pure epsilon, composed after any delta of their own has been subtracted."""
 
     epsilon: float
     has_pld: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Which keys of a run's configuration do not fit together."""
+"""Refuse keys of a run's configuration that do not fit together."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora", "rolora", "fedsvd", "fed-sb")
 """Aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step."""
 
-# Those with rounds that train some of the tensors.
+# The rules with rounds that train some of the tensors.
 PARTIAL_RULES = ("rolora", "fedsvd")
-# Those that neither train, decompose nor add to the frozen weights, which may then be in 4 bits.
+# The rules that neither train, decompose nor add to the frozen weights, which may then be in 4 bits.
 RULES_ON_QUANTISED = ("dp-lora", "ffa-lora", "rolora", "fedsvd")
 # Characters of a text that the run puts into every record. A record's own label chooses its answer, so without a bound
 # answers of very different lengths would let the memory that a holder needs, and whether it replies, tell its labels.
 MOST_CHARACTERS = {"system_prompt": 20_000, "prompt_template": 20_000, "answers": 1_000}
-# Those whose uploads hold one factor of the map alone; the others are frozen in every model.
+# The rules whose uploads hold one factor of the map alone; the others are frozen in every model.
 ONE_FACTOR_RULES = ("ffa-lora", "fed-sb")
 
 
@@ -25,7 +25,7 @@ class MisfitError(ValueError):
     """Keys do not fit together; its text is the first of `lines`.
 
     Attributes:
-        lines: what is wrong, one line for each set of keys.
+        lines: the problems, one line for each set of keys.
     """
 
     def __init__(self, lines: Sequence[str]) -> None:
@@ -108,7 +108,7 @@ def _check_upload_noise(config: ConfigValues) -> None:
 
 
 def _check_instructions(config: ConfigValues) -> None:
-    """What prompts, responses and answers need of each other."""
+    """Refuse prompts, responses and answers that do not fit each other."""
     if config.text_pair_column and config.task == "CAUSAL_LM":
         raise ValueError(
             f"text_pair_column = {config.text_pair_column}: task = CAUSAL_LM would join the two texts; give "
@@ -152,7 +152,7 @@ def _check_answers(answers: tuple[str, ...], labels: tuple[str, ...]) -> None:
 
 
 def _check_secure_aggregation(config: ConfigValues) -> None:
-    """What the sum of integers that nobody sees singly allows."""
+    """Refuse keys that do not fit a sum of integers of which nobody sees a single one."""
     if not config.secure_aggregation:
         return
     from fedpriv.accounting.views import num_readers  # deferred: few runs need it
@@ -281,7 +281,7 @@ def _check_fedsvd(config: ConfigValues) -> None:
 
 
 def _check_recipe(config: ConfigValues) -> None:
-    """What the parts of the recipe `fedpriv` need of each other."""
+    """Refuse parts of the recipe `fedpriv` without the other parts that they need."""
     remedy = "or use recipe = dp-lora-paper"
     one_clipped_sum = ("task", "noise_on", "optimizer", "clipping", "mechanism")
     parts = {

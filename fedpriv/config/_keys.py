@@ -23,7 +23,7 @@ The server then knows only what the node registers.
 
 
 def split(value: object) -> object:
-    """Flower's run configuration has no lists: `a,b` stands for one, or a JSON list if an item holds a comma."""
+    """The items of a list written as `a,b`, or as JSON if one holds a comma: Flower's configuration has no lists."""
     if isinstance(value, str):
         if value.startswith("["):
             try:
@@ -35,22 +35,22 @@ def split(value: object) -> object:
 
 
 def _one_for_all(value: object) -> object:
-    """A single number holds for all clients."""
+    """The number in a tuple: a single one holds for all clients."""
     return (value,) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def _none_if_empty(value: object) -> object:
-    """TOML has no null, so the empty string stands for it."""
+    """None for the empty string, which stands for it in TOML, where there is no null."""
     return None if value == "" else value
 
 
 def _text_of_number(value: object) -> object:
-    """In TOML, the index of a single layer is a number."""
+    """The text of a number: in TOML, the index of a single layer is one."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _rule_by_any_name(value: object) -> object:
-    """Other libraries have other names for the same clipping rules."""
+    """The clipping rule, by its own name or by that of other libraries."""
     return clipping_rule(value) if isinstance(value, str) else value
 
 
@@ -66,9 +66,9 @@ Train = Literal["all", "head", "auto"]
 """Which of the adapter and the head a run trains."""
 
 Track = Literal["none", "mlflow", "tensorboard", "wandb"]
-"""Where a run's figures are shown while it goes on."""
+"""Trackers that show a run's figures while it goes on."""
 
-# What a JSON Schema says of values that take several forms: a list as one text, and the index of a single layer.
+# How a JSON Schema describes values that take several forms: a list as one text, and the index of a single layer.
 _List = Annotated[str, Field(pattern=r"^[\s\d.,eE+\[\]-]*$")]
 _LAYERS = r"^(all|last-[1-9]\d*|\d+(,\d+)*)$"
 _LayersInput = Annotated[str, Field(pattern=_LAYERS)] | NonNegativeInt
@@ -287,14 +287,14 @@ class ConfigValues:
 
     @property
     def computes_baselines(self) -> bool:
-        """Whether plain classifiers stand beside the run's accuracy; by default, wherever public data are tested on."""
+        """Whether plain classifiers are compared with the run; by default, wherever public data are tested on."""
         if self.baselines is not None:
             return self.baselines
         return self.task == "SEQ_CLS" and self.has_test_set and self.data_are_public
 
     @property
     def partition_rule(self) -> str:
-        """How records are split among clients; `auto` means `natural` if a client column is set, else `iid`."""
+        """The rule that splits records among clients; `auto` means `natural` if a client column is set, else `iid`."""
         if self.partition != "auto":
             return self.partition
         return "natural" if self.client_column else "iid"

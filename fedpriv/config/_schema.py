@@ -83,7 +83,7 @@ def _without_null(value: Any) -> Any:
 
 
 def _of_sweep(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """What is otherwise in a sweep's file."""
+    """The properties that differ in a sweep's file."""
     about = ("title", "description", "markdownDescription", "x-group", "default")
     batch_size = properties["batch_size"]
     number = {key: value for key, value in batch_size.items() if key not in about}
@@ -114,7 +114,7 @@ def _plain(text: str) -> str:
 
 
 def _kind(about: Mapping[str, Any], plural: str = "") -> str:
-    """What a key's schema accepts, in words: `number > 0`.
+    """The values that a key's schema accepts, in words: `number > 0`.
 
     Left out are the empty string for a key that is not set, `a,b` for a list, and patterns, which the key's meaning
     tells better.

@@ -73,7 +73,7 @@ def parse(text: str) -> tuple[int, str] | None:
 
 
 def check_unused(text: str, path: Path) -> None:
-    """Refuse to start a new ledger beside the head of an old one.
+    """Refuse to start a new ledger next to the head of an old one.
 
     Raises:
         LedgerError: the head has seen entries, or holds something else. What a crash leaves of a first head, zeros or

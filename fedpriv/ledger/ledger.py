@@ -52,7 +52,7 @@ class Ledger:
     Opening it checks the whole chain, so nothing is released on top of an entry that was edited or lost.
 
     Args:
-        path: an SQLite file, created if it does not exist. PATH.head beside it holds the number and digest of the last
+        path: an SQLite file, created if it does not exist. PATH.head next to it holds the number and digest of the last
             entry, so that entries missing at the end are noticed.
         adopting: why the operator vouches for a ledger whose head is missing: an `adopted` entry with this reason is
             appended, and the head is written again. None refuses such a ledger.
@@ -191,7 +191,7 @@ class Ledger:
         self._append_bounded([], data_set, note)
 
     def bounds(self, data_set: str) -> list[str]:
-        """How the budget of a data set is enforced: notes for `fedpriv.accounting.filters.rule_of`, in order."""
+        """The notes of how a data set's budget is enforced, in order, for `fedpriv.accounting.filters.rule_of`."""
         return entries.bounds(self._db, data_set)
 
     def _append_bounded(self, lines: list[dict[str, Any]], data_set: DataSet, bound: str | None) -> None:

@@ -1,6 +1,6 @@
 """Read-only access to a ledger, the verification of its chain of hashes, and the names of its data holders.
 
-The ledger knows data holders by number alone; their names are in the files beside it. A name is for display, may
+The ledger knows data holders by number alone; their names are in other files of its folder. A name is for display, may
 change, and is what a holder says of itself, so it has no place in a chain of entries that never change. Anyone who
 reads it here is told that the chain does not cover it.
 """
@@ -39,7 +39,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that never changes the ledger; SQLite may write its own files beside it if it has the permission."""
+    """A connection that never changes the ledger; SQLite may write its own files next to it if permitted."""
     for options in ("mode=rw", "mode=ro&immutable=1"):
         db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, timeout=10)
         try:

@@ -70,7 +70,7 @@ RESTS_ON_OTHERS = (
 
 
 def adoptions(db: sqlite3.Connection) -> list[dict[str, Any]]:
-    """Where an operator alone vouches that no entry is missing: the last `entry` before, when and why."""
+    """The adoptions, where an operator alone vouches that no entry is missing: up to which entry, when and why."""
     return [
         {"up_to_entry": entry.number - 1, "time": entry.time, "reason": entry.note} for entry in entries.adoptions(db)
     ]
@@ -86,7 +86,7 @@ def adoption_lines(adopted: list[dict[str, Any]]) -> list[str]:
 
 
 def recoveries(db: sqlite3.Connection) -> list[dict[str, Any]]:
-    """Where charges were taken over from elsewhere, since the ledger had been restored: when, how many and why."""
+    """The recoveries, where charges were taken over since the ledger had been restored: when, how many and why."""
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries.recoveries(db):
         groups.setdefault((entry.time, entry.data_set, json.loads(entry.note or "{}").get("reason", "")), []).append(
@@ -123,7 +123,7 @@ def recovery_lines(recovered: list[dict[str, Any]]) -> list[str]:
 
 
 def enforcement(db: sqlite3.Connection, data_set: DataSet | None, epsilon: float | None, view: PlannedView) -> str:
-    """What enforces the budget of a data set, and how much of it is used.
+    """The rule that enforces the budget of a data set, and the share of it that is used, in words.
 
     Args:
         db: the ledger, open for reading.
@@ -149,7 +149,7 @@ def spending(
     budget_epsilon: float | None = None,
     view: PlannedView = "local",
 ) -> list[dict[str, Any]]:
-    """What each data set has spent, in order of registration.
+    """The spending of each data set, in order of registration.
 
     `epsilon_aggregate` is what a budget on that view counts: there, an upload that the server saw costs what it does
     on the `local` one.
@@ -236,7 +236,7 @@ def statement(
         path: of the ledger.
         client: as the ledger knows it.
         names: {id of a data set: its holder's name}, where it is known.
-        view: `aggregate` states beside the others what that view costs, and what it rests on.
+        view: `aggregate` also states what that view costs, and what it rests on.
 
     Raises:
         InputError: the ledger does not know the client.
@@ -378,7 +378,7 @@ def spending_frame(
     view: PlannedView = "local",
     run: str | Path | None = None,
 ) -> pd.DataFrame:
-    """What each data set of a ledger has spent, a row each, as `fedpriv ledger show` has it.
+    """The spending of each data set of a ledger, a row each, as `fedpriv ledger show` has it.
 
     Args:
         path: of the ledger.

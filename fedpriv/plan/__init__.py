@@ -1,1 +1,1 @@
-"""What a run could learn, needs, sends and costs, and whether it may be, before it starts."""
+"""Look at a run before it starts: what it could learn, needs, sends and costs, and whether it may be."""

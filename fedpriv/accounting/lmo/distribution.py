@@ -217,10 +217,10 @@ def quantile(parameters: LmoParameters, probability: npt.ArrayLike) -> Array:
     p = np.asarray(probability, dtype=float)
     if not ((p > 0) & (p < 1)).all():
         raise InputError(f"probability = {p.tolist()}: must lie in (0, 1)")
-    return np.asarray(np.sign(p - 0.5) * np.exp(log_size(columns(parameters), np.log(2 * np.minimum(p, 1 - p)))))
+    return np.asarray(np.sign(p - 0.5) * np.exp(_log_size(columns(parameters), np.log(2 * np.minimum(p, 1 - p)))))
 
 
-def log_size(candidates: Columns, log_tail: npt.ArrayLike) -> Array:
+def _log_size(candidates: Columns, log_tail: npt.ArrayLike) -> Array:
     """log x of the x > 0 that the absolute noise exceeds with probability exp(log_tail) = M(-x); at most 690."""
     wanted = np.asarray(log_tail, dtype=float)
     shape = np.broadcast_shapes(wanted.shape, candidates.shape.shape)
@@ -233,20 +233,20 @@ def log_size(candidates: Columns, log_tail: npt.ArrayLike) -> Array:
 
 
 def variance(candidates: Columns) -> Array:
-    """[...] Variance of the noise, 2 E[u^-2]; infinite if u is small too often, see `has_moment`.
+    """[...] Variance of the noise, 2 E[u^-2]; infinite if u is small too often, see `_has_moment`.
 
     Args:
         candidates: parameters, arrays of shape [...].
     """
-    return 2 * inverse_moment(candidates, 2)
+    return 2 * _inverse_moment(candidates, 2)
 
 
 def mean_absolute(candidates: Columns) -> Array:
-    """[...] Mean absolute value of the noise, E[1 / u]; infinite if u is small too often, see `has_moment`."""
-    return inverse_moment(candidates, 1)
+    """[...] Mean absolute value of the noise, E[1 / u]; infinite if u is small too often, see `_has_moment`."""
+    return _inverse_moment(candidates, 1)
 
 
-def inverse_moment(candidates: Columns, order: int) -> Array:
+def _inverse_moment(candidates: Columns, order: int) -> Array:
     """[...] E[u^-n]: closed form for a mixture, integral of t^(n - 1) M(-t) for a linear combination."""
     if candidates.combination == "linear":
         with np.errstate(over="ignore", invalid="ignore"):  # where the moment is infinite
@@ -261,7 +261,7 @@ def inverse_moment(candidates: Columns, order: int) -> Array:
             gamma_weight, _, uniform_weight = candidates.weights
             value = np.where(gamma_weight > 0, gamma_weight * gamma, 0.0)
             value = value + np.where(uniform_weight > 0, uniform_weight * uniform, 0.0)
-    return np.asarray(np.where(has_moment(candidates, order), value, np.inf))
+    return np.asarray(np.where(_has_moment(candidates, order), value, np.inf))
 
 
 def _log_ratio(low: Array, high: Array) -> Array:
@@ -270,17 +270,17 @@ def _log_ratio(low: Array, high: Array) -> Array:
     return np.asarray(np.where(share < 1e-6, 1 + share / 2, -np.log1p(-share) / share) / high)
 
 
-def has_moment(candidates: Columns, order: int) -> npt.NDArray[np.bool_]:
+def _has_moment(candidates: Columns, order: int) -> npt.NDArray[np.bool_]:
     """[...] Whether E[u^-n] is finite, which depends on how often u is small.
 
     A mixture has a finite moment if each part has: a Gamma part if shape > n, a Uniform part if low > 0, an
     Exponential part never. For a linear combination, low > 0 is sufficient; otherwise the powers at zero add up: shape
     for a Gamma part, 1 for an Exponential part and 1 for a Uniform part.
     """
-    return np.asarray(zero_power(candidates) > order)
+    return np.asarray(_zero_power(candidates) > order)
 
 
-def zero_power(candidates: Columns) -> Array:
+def _zero_power(candidates: Columns) -> Array:
     """[...] The power p in P(u < x) = O(x^p) near 0 and in M(-t) = O(t^-p); infinite if u is bounded away from 0."""
     gamma, exponential, uniform = (weight > 0 for weight in candidates.weights)
     parts = [candidates.shape, np.ones_like(candidates.rate), np.where(candidates.low > 0, np.inf, 1.0)]
@@ -321,13 +321,13 @@ def _density_integral(candidates: Columns, function: Callable[[Array, Array, Arr
 def _integral(candidates: Columns, function: Callable[[Array, Array], Array], *, order: int = 0) -> Array:
     """[...] Integral over x > 0 of a function of x and log M(-x) that falls as fast as x^(order - 1) M(-x)."""
     size = tilted_moments(candidates, 0.0)[0]
-    end = log_size(candidates, -_NEGLIGIBLE) + 1.0
+    end = _log_size(candidates, -_NEGLIGIBLE) + 1.0
     start = -np.log(size) - _NEGLIGIBLE
     log_x = start + (end - start) * np.linspace(0, 1, _NODES).reshape(-1, *(1,) * np.ndim(start))
     x = np.exp(log_x)
     values = function(x, log_mgf(candidates, -x)) * x
     # The integral beyond the end for M = x^-power, where x^order M is not small.
-    power = zero_power(candidates)
+    power = _zero_power(candidates)
     with np.errstate(divide="ignore", invalid="ignore"):
         rest = np.where(np.isfinite(power) & (order > 0), values[-1] / (power - order), 0.0)
     return np.asarray(np.trapezoid(values, log_x, axis=0) + rest)

@@ -131,7 +131,7 @@ class SubsampledLmo(Event):
 
     @property
     def caveat(self) -> str:
-        """What `published` accounting leaves unproven."""
+        """The claim that `published` accounting leaves unproven; empty for `sound`."""
         return PUBLISHED_CAVEAT if self.accounting == "published" else ""
 
     def to_fields(self) -> dict[str, Any]:

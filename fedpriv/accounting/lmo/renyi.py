@@ -194,7 +194,7 @@ def _envelope(t: Array, y: Array, position: float, steepest: Array) -> Array:
 
 
 # Grid points of the sound curve under sampling, which needs all integer orders; the difference of 2e-4 is negligible
-# beside its factor 3.
+# next to its factor 3.
 _FEWER_POINTS = 512
 
 

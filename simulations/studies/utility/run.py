@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fedpriv import baselines
-from fedpriv.accounting.recipe import START_SHARE, Federation, LearningRate, learning_rate, start_noise_multiplier
+from fedpriv.accounting.recipe import START_SHARE, LearningRate, WeightedClients, learning_rate, start_noise_multiplier
 from fedpriv.config import RunConfig, parse
 from fedpriv.data.records import Records
 from fedpriv.data.text import TextData
@@ -237,7 +237,7 @@ def probe_learning_rate(config: RunConfig) -> float:
     sizes = [len(client) for client in workbench(config).data.clients]
     alone = start_noise_multiplier(_target(config), DELTA) * sqrt(START_SHARE)
     rate = learning_rate(
-        Federation(sizes=[round(sum(sizes) / len(sizes))], weights=[1.0]),
+        WeightedClients(sizes=[round(sum(sizes) / len(sizes))], weights=[1.0]),
         noise_stddev=alone * sqrt(PROBE_STEPS) * config.clip_norm,
         sampling_probability=1.0,
         num_steps=PROBE_STEPS,

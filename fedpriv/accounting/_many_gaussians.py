@@ -21,6 +21,15 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
+from fedpriv.accounting._gaussian import (
+    MAX_NOISE,
+    MIN_NOISE,
+    MOST_TERMS,
+    NEGLIGIBLE_LOG_RATIO,
+    composed_loss,
+    log_binomial,
+    log_means,
+)
 from fedpriv.accounting.composition.conversion import (
     FINEST_INTERVAL,
     INTEGER_ORDERS,
@@ -32,15 +41,6 @@ from fedpriv.accounting.composition.conversion import (
     total_of,
 )
 from fedpriv.accounting.composition.law import SMALLEST_DIVERGENCE, Accountant, Array, Event
-from fedpriv.accounting.gaussian import (
-    MAX_NOISE,
-    MIN_NOISE,
-    MOST_TERMS,
-    NEGLIGIBLE_LOG_RATIO,
-    composed_loss,
-    log_binomial,
-    log_means,
-)
 
 _FRACTIONAL_ORDERS = np.array([order for order in ORDERS if not float(order).is_integer()])
 
