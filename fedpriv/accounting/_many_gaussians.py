@@ -36,7 +36,6 @@ from fedpriv.accounting.composition.conversion import (
     ORDERS,
     PLD_LIMIT,
     nodes_of,
-    quiet_absl,
     rounded,
     total_of,
 )
@@ -321,8 +320,7 @@ def _node_epsilons(task: tuple[_Node, list[_Query]]) -> list[float]:
 def _gaussian_loss(z: float, q: float, count: int, interval: float) -> Any:
     """The composed privacy loss distribution; for the finest interval exactly as `accountants` builds it."""
     if interval == FINEST_INTERVAL:
-        with quiet_absl():
-            return total_of([composed_loss(q, z, count, interval)], interval)
+        return total_of([composed_loss(q, z, count, interval)], interval)
     if q == 1:
         return _single_gaussian_loss(z / math.sqrt(count), 1.0, interval)
     return _single_gaussian_loss(z, q, interval).self_compose(count)

@@ -11,7 +11,7 @@ import pytest
 from fedpriv.config import BY_RECIPE, ON_NODES, parse, to_flower, to_toml, with_overrides
 from fedpriv.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from fedpriv.config import (
 )
 from fedpriv.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 BAD = {
     "mechanism": "laplace",
