@@ -54,7 +54,7 @@ def _check_data(config: ConfigValues) -> None:
         raise ValueError("data = on-nodes: needs labels, the classes that all holders agreed on")
     if config.max_records and config.data == ON_NODES:
         raise ValueError(
-            f"max_records = {config.max_records}: with data = on-nodes every node has all of its own; use 0"
+            f"max_records = {config.max_records}: with data = on-nodes, every node uses all of its own records; use 0"
         )
 
 
@@ -68,7 +68,7 @@ def _check_partition(config: ConfigValues) -> None:
 def _check_variants(config: ConfigValues) -> None:
     if config.integral_epsilon is not None and config.aggregation in ONE_FACTOR_RULES:
         raise ValueError(
-            f"integral_epsilon: compares the products of uploaded factors; aggregation = {config.aggregation} uploads "
+            f"integral_epsilon: it compares products of uploaded factors; aggregation = {config.aggregation} uploads "
             "one factor alone; use dp-lora"
         )
     if config.dedup and config.aggregation == "fed-sb":
@@ -163,7 +163,7 @@ def _check_secure_aggregation(config: ConfigValues) -> None:
             raise ValueError(f"{key} = {value}: secure_aggregation = true needs {needed or 'none'}")
     if config.aggregation not in LINEAR_RULES:
         raise ValueError(
-            f"aggregation = {config.aggregation}: is no weighted sum of the uploads; secure_aggregation = true needs "
+            f"aggregation = {config.aggregation}: not a weighted sum of the uploads; secure_aggregation = true needs "
             f"one of {', '.join(LINEAR_RULES)}"
         )
     if config.noise_on == "gradients" and (config.local_steps, config.optimizer) != (1, "sgd"):
@@ -179,9 +179,11 @@ def _check_secure_aggregation(config: ConfigValues) -> None:
             f"needs at least {least} uploads, so that noise of another client hides each from those who know their own"
         )
     if config.integral_epsilon is not None:
-        raise ValueError("integral_epsilon: compares single uploads; with secure_aggregation = true, nobody sees those")
+        raise ValueError(
+            "integral_epsilon: it compares single uploads; with secure_aggregation = true, nobody sees those"
+        )
     if config.audit:
-        raise ValueError("audit: tests the local epsilon of one client; with secure_aggregation = true use false there")
+        raise ValueError("audit: it tests the local epsilon of one client; audit a run with secure_aggregation = false")
 
 
 def _check_audit(config: ConfigValues) -> None:
@@ -213,22 +215,22 @@ def _check_without_test_set(config: ConfigValues) -> None:
     if config.has_test_set:
         return
     if config.dedup:
-        raise ValueError(f"dedup = {config.dedup}: validates on the server's test set; give test_data")
+        raise ValueError(f"dedup = {config.dedup}: validated on the server's test set; give test_data")
     if config.comparison and (config.data_are_public or config.simulate):  # elsewhere no run without noise is allowed
-        raise ValueError("comparison = true: compares accuracies on the server's test set; give test_data")
+        raise ValueError("comparison = true: accuracies are compared on the server's test set; give test_data")
 
 
 def _check_baselines(config: ConfigValues) -> None:
     if not config.baselines:
         return
     if config.task != "SEQ_CLS":
-        raise ValueError(f"baselines = true: are classifiers, which task = {config.task} has none of; leave it out")
+        raise ValueError(f"baselines = true: these are classifiers, and task = {config.task} trains none; leave it out")
     if not config.has_test_set:
-        raise ValueError("baselines = true: are tested on the server's test set; give test_data")
+        raise ValueError("baselines = true: baselines are tested on the server's test set; give test_data")
     if config.data != ON_NODES and not config.data_are_public:
         raise ValueError(
-            "baselines = true: would train on the clients' private records without noise; leave it out, or set "
-            "public_data = true if nobody's privacy depends on them"
+            "baselines = true: baselines would train on the clients' private records without noise; leave it out, or "
+            "set public_data = true if nobody's privacy depends on them"
         )
 
 
