@@ -15,7 +15,7 @@ from fedpriv.accounting.events import Event, SubsampledGaussian
 # All releases of one client as a function of the noise multiplier.
 Schedule = Callable[[float], Sequence[Event]]
 # A client's releases in the first rounds of a run, as a function of their number.
-FirstRounds = Callable[[int], Sequence[Event]]
+_FirstRounds = Callable[[int], Sequence[Event]]
 
 _MAX_ROUNDS = 10**9
 _LARGEST_EXCESS = 1e6
@@ -184,7 +184,7 @@ def rounds_within(
 def first_rounds_within(
     epsilon: float,
     delta: float,
-    first_rounds: FirstRounds,
+    first_rounds: _FirstRounds,
     *,
     at_most: int | None = None,
     accountant: Accountant = "pld",

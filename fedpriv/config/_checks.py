@@ -16,12 +16,12 @@ PARTIAL_RULES = ("rolora", "fedsvd")
 RULES_ON_QUANTISED = ("dp-lora", "ffa-lora", "rolora", "fedsvd")
 # Characters of a text that the run puts into every record. A record's own label chooses its answer, so without a bound
 # answers of very different lengths would let the memory that a holder needs, and whether it replies, tell its labels.
-MOST_CHARACTERS = {"system_prompt": 20_000, "prompt_template": 20_000, "answers": 1_000}
+_MOST_CHARACTERS = {"system_prompt": 20_000, "prompt_template": 20_000, "answers": 1_000}
 # The rules whose uploads hold one factor of the map alone; the others are frozen in every model.
-ONE_FACTOR_RULES = ("ffa-lora", "fed-sb")
+_ONE_FACTOR_RULES = ("ffa-lora", "fed-sb")
 
 
-class MisfitError(ValueError):
+class _MisfitError(ValueError):
     """Keys do not fit together; its text is the first of `lines`.
 
     Attributes:
@@ -37,7 +37,7 @@ def check_fit(config: ConfigValues) -> None:
     """Refuse keys that do not fit together.
 
     Raises:
-        MisfitError: names the keys, the values and what would be right.
+        _MisfitError: names the keys, the values and what would be right.
     """
     lines = []
     for rule in _RULES:
@@ -46,7 +46,7 @@ def check_fit(config: ConfigValues) -> None:
         except ValueError as error:
             lines.append(str(error))
     if lines:
-        raise MisfitError(list(dict.fromkeys(lines)))
+        raise _MisfitError(list(dict.fromkeys(lines)))
 
 
 def _check_data(config: ConfigValues) -> None:
@@ -66,7 +66,7 @@ def _check_partition(config: ConfigValues) -> None:
 
 
 def _check_variants(config: ConfigValues) -> None:
-    if config.integral_epsilon is not None and config.aggregation in ONE_FACTOR_RULES:
+    if config.integral_epsilon is not None and config.aggregation in _ONE_FACTOR_RULES:
         raise ValueError(
             f"integral_epsilon: it compares products of uploaded factors; aggregation = {config.aggregation} uploads "
             "one factor alone; use dp-lora"
@@ -131,7 +131,7 @@ def _check_instructions(config: ConfigValues) -> None:
         raise ValueError(f"prompt_column = {config.prompt_column}: needs response_column, with what is to be learned")
     if config.prompt_template and config.prompt_template.count("{}") != 1:
         raise ValueError(f"prompt_template = {config.prompt_template!r}: must have {{}} once, where the prompt goes")
-    for key, most in MOST_CHARACTERS.items():
+    for key, most in _MOST_CHARACTERS.items():
         value = getattr(config, key)
         longest = max(map(len, (value,) if isinstance(value, str) else value), default=0)
         if longest > most:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from fedpriv.config._run_config import RunConfig
 from fedpriv.mechanisms.registry import MECHANISMS
 
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 @cache
@@ -41,7 +41,7 @@ def schema(*, sweep: bool = False) -> dict[str, Any]:
     if sweep:
         properties |= _of_sweep(properties)
     return {
-        "$schema": DIALECT,
+        "$schema": _DIALECT,
         "title": f"Configuration of a {'sweep' if sweep else 'run'} of fedpriv",
         "type": "object",
         "properties": properties,

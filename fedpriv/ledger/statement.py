@@ -33,7 +33,7 @@ ADJACENCY = {
     "client": "the client's whole data, or one record of it, replaced",
 }
 
-COVERS = (
+_COVERS = (
     "every upload charged in this ledger, whether or not it arrived, and everything computed from uploads: "
     "global adapters, variants, the server's evaluations of them"
 )
@@ -53,9 +53,9 @@ ODOMETER = (
     "chose them by what it saw, what is proven is what enforces the budget"
 )
 
-NAME_NOTE = ", a name that it chose; the chain covers its number"
+_NAME_NOTE = ", a name that it chose; the chain covers its number"
 
-OLD_SUMS = (
+_OLD_SUMS = (
     "Some sums were charged as read by the server alone: earlier versions did not count that each participant reads "
     "them too, and knows its own noise. Against a participant those cost up to what they cost on the local view."
 )
@@ -63,7 +63,7 @@ OLD_SUMS = (
 # More of them are not counted.
 _MOST_ROUNDS = 100_000
 
-RESTS_ON_OTHERS = (
+_RESTS_ON_OTHERS = (
     "on the aggregate view: more participants, with the server or without it, than it is stated against; against those "
     "the local view's epsilon is what remains"
 )
@@ -258,9 +258,9 @@ def statement(
             | {
                 "private": not seeded and cost["is_guarantee"],
                 "adjacency": ADJACENCY[cost["unit"]],
-                "covers": COVERS,
+                "covers": _COVERS,
                 "view": view,
-                "does_not_cover": [*DOES_NOT_COVER, *([RESTS_ON_OTHERS] if view == "aggregate" else [])],
+                "does_not_cover": [*DOES_NOT_COVER, *([_RESTS_ON_OTHERS] if view == "aggregate" else [])],
                 "statements": _notes(db, data_set),
                 "run_list": runs,
                 "ledger": str(path),
@@ -281,7 +281,7 @@ def render(page: Mapping[str, Any]) -> str:
     lines = [
         "PRIVACY STATEMENT",
         "",
-        f"Client            {label(page['client'], page['name'])}{NAME_NOTE if page['name'] else ''}",
+        f"Client            {label(page['client'], page['name'])}{_NAME_NOTE if page['name'] else ''}",
         f"Data set          {page['data_set']}, {page['num_records']} records when it was registered",
         f"As of             {page['as_of']}",
         f"Protected         {page['adjacency']}",
@@ -298,7 +298,7 @@ def render(page: Mapping[str, Any]) -> str:
             f"  against {readers_label(page['num_readers'])}",
         ]
         if page["num_readers"] == 0:
-            lines += ["", *textwrap.wrap(OLD_SUMS, 104)]
+            lines += ["", *textwrap.wrap(_OLD_SUMS, 104)]
     if page["enforced_by"]:
         lines += ["", *textwrap.wrap(f"Enforced by {page['enforced_by']}. Each {ODOMETER}.", 104)]
     for caveat in page["caveats"]:

@@ -42,7 +42,7 @@ from fedpriv.errors import InputError
 
 # Grid points of the envelope, from where G is a parabola to within 1e-5 up to the sensitivity; the result is then about
 # 1e-5 too large.
-POINTS = 4096
+_POINTS = 4096
 _SMALLEST_STEP = 1e-5
 
 _BISECTIONS = 48
@@ -75,7 +75,7 @@ def published(candidates: Columns, orders: npt.ArrayLike, sensitivity: float = 1
 
 
 def sound(
-    candidates: Columns, orders: npt.ArrayLike, *, dimension: float, sensitivity: float = 1.0, points: int = POINTS
+    candidates: Columns, orders: npt.ArrayLike, *, dimension: float, sensitivity: float = 1.0, points: int = _POINTS
 ) -> Array:
     """[..., orders] Upper bound on the Renyi divergence of noise on a vector; infinite outside M's domain.
 
@@ -258,7 +258,7 @@ def unsampled_curve(
     """
     if accounting == "published":
         return published(candidates, orders, sensitivity)
-    points = points or (_FEWER_POINTS if sampled else POINTS)
+    points = points or (_FEWER_POINTS if sampled else _POINTS)
     return sound(candidates, orders, dimension=dimension, sensitivity=sensitivity, points=points)
 
 
