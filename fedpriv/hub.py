@@ -20,8 +20,8 @@ _FILES: dict[Kind, str] = {"model": "config.json", "dataset": "README.md"}
 def problem(name: str, kind: Kind) -> str:
     """Why the Hub's name cannot be loaded on this machine; empty if it may be.
 
-    What this user's cache holds is not asked for. A Hub that answers slowly, or with another error than that there is
-    no such name, is left to its own clients.
+    The Hub is not asked for what this user's cache holds. A Hub that answers slowly, or with another error than that
+    there is no such name, is left to its own clients.
     """
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError

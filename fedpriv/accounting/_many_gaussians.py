@@ -318,7 +318,7 @@ def _node_epsilons(task: tuple[_Node, list[_Query]]) -> list[float]:
 
 
 def _gaussian_loss(z: float, q: float, count: int, interval: float) -> Any:
-    """The composed privacy loss distribution; for the finest interval exactly as `accountants` builds it."""
+    """The composed privacy loss distribution; for the finest interval exactly as `total_loss` builds it."""
     if interval == FINEST_INTERVAL:
         return total_of([composed_loss(q, z, count, interval)], interval)
     if q == 1:

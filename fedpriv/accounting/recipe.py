@@ -18,7 +18,7 @@ from fedpriv.accounting.calibration import calibrate, noise_multiplier_for
 from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event, SubsampledGaussian
 
-# Of the budget, in units of 1 / z^2: a Gaussian release costs in proportion to that.
+# The start's share of the budget, in units of 1 / z^2: a Gaussian release costs in proportion to that.
 START_SHARE = 0.15
 
 # The standard deviation with which each of the head's weights may end, and the longest steps: with momentum 0.9 those

@@ -13,7 +13,7 @@ CLIPPING_RULES = ("joint", "split", "per-tensor", "batch")
 # Names that other libraries use for the same rules (Opacus: flat, per_layer).
 _ALIASES = {"flat": "joint", "per-layer": "per-tensor"}
 
-# What the noise is added to: the gradient of every step, or once the whole update before it is uploaded.
+# Noise is added to the gradient of every step, or once to the whole update before it is uploaded.
 NOISE_TARGETS = ("gradients", "upload")
 
 # Whatever a client's data are, the L2 norm of its clipped update is at most S, so replacing the data, or one record of

@@ -16,9 +16,9 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import Release
 
 VERSION = 1
-# Of a ledger with an `adopted` entry: a reader that does not know these would state its spending without reserve.
+# The version with an `adopted` entry: a reader that does not know these would state its spending without reserve.
 ADOPTED_VERSION = 2
-# Of a ledger with an entry of a phase that came later: a reader that does not know it would state too little spending,
+# The version with an entry of a phase that came later: a reader that does not know it would state too little spending,
 # or enforce another rule.
 LATEST_VERSION = 3
 
