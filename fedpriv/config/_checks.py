@@ -54,7 +54,7 @@ def _check_data(config: ConfigValues) -> None:
         raise ValueError("data = on-nodes: needs labels, the classes that all holders agreed on")
     if config.max_records and config.data == ON_NODES:
         raise ValueError(
-            f"max_records = {config.max_records}: with data = on-nodes, every node uses all of its own records; use 0"
+            f"max_records = {config.max_records}: with data = on-nodes every node uses all of its own records; use 0"
         )
 
 

@@ -89,7 +89,7 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("prompt_column") or values.get("messages_column"):
         values.setdefault("task", "CAUSAL_LM")
     recipe = values.setdefault("recipe", _implied(values))
-    presets = dict(_PRESETS[recipe]) if recipe in RECIPES else {}
+    presets = dict(_PRESETS[recipe]) if recipe in list(RECIPES) else {}
     if recipe == "instruction" and "batch_size" in values:
         presets["sampling_probability"] = ""
     if "noise_multiplier" in values:

@@ -1,4 +1,4 @@
-"""Names of a ledger's holders: from the files beside it, by data set, and never trusted."""
+"""Names of a ledger's holders: from the files of its folder, by data set, and never trusted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETS = [DataSet(id=f"d{k}", client=str(k), num_records=9, delta=1e-5) for k in r
 
 
 def registered(folder, **names: object) -> None:
-    content = {str(k): {"client": k, "data_set": id_, "name": name} for k, (id_, name) in enumerate(reader.items())}
+    content = {str(k): {"client": k, "data_set": id_, "name": name} for k, (id_, name) in enumerate(names.items())}
     (folder / "registrations.json").write_text(json.dumps(content))
 
 
