@@ -1,10 +1,13 @@
-"""Whether the Hugging Face Hub has a model or a data set, asked once: its clients retry for a minute."""
+"""Ask the Hugging Face Hub once whether it has a model or a data set, and silence its client, which retries."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
-from fedpriv.quiet import quiet_hub
+import huggingface_hub
 
 _TIMEOUT_SECONDS = 5.0
 
@@ -17,8 +20,8 @@ _FILES: dict[Kind, str] = {"model": "config.json", "dataset": "README.md"}
 def problem(name: str, kind: Kind) -> str:
     """Why the Hub's name cannot be loaded on this machine; empty if it may be.
 
-    What this user's cache holds is not asked for. A Hub that answers slowly, or with another error than that there is
-    no such name, is left to its own clients.
+    The Hub is not asked for what this user's cache holds. A Hub that answers slowly, or with another error than that
+    there is no such name, is left to its own clients.
     """
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
@@ -54,3 +57,15 @@ def _is_cached(name: str, kind: Kind) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(name, _FILES[kind]), str)
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Hide the Hub client's messages about every retry of a connection."""
+    log = huggingface_hub.utils.logging
+    verbosity = log.get_verbosity()
+    log.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)

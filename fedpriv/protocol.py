@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fedpriv
 from fedpriv.accounting import events
+from fedpriv.accounting.composition.law import short
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.law import short
 from fedpriv.adapters import codecs, merged
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import Merged

@@ -13,8 +13,8 @@ from typing import Literal, overload
 from torch import Tensor
 
 from fedpriv.accounting.calibration import first_rounds_within
+from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.views import Release, View
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError

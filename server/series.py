@@ -16,9 +16,9 @@ from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.names import holder_label
 from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.runs.writer import RunWriter
+from fedpriv.texts import holder_label
 from fedpriv.training.choices import Choices, choices_of
 from fedpriv.training.decoding import with_adapter
 from fedpriv.training.evaluation import Evaluation, evaluate

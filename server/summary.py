@@ -17,7 +17,7 @@ from fedpriv.accounting.views import VIEWS
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
-from fedpriv.run_checks import objections_to_aggregate
+from fedpriv.plan.preflight import objections_to_aggregate
 from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.training.class_metrics import accuracy_standard_error, macro_f1, majority_share
 from fedpriv.training.evaluation import Evaluation

@@ -15,9 +15,9 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from fedpriv import config as configuration
-from fedpriv import preflight
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
+from fedpriv.plan import preflight
 from fedpriv.runs.files import CONFIG, run_folder_of
 from simulations.keys import RunKeys, SweepKeys
 

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from fedpriv import config as configuration
 from fedpriv.errors import InputError
-from fedpriv.names import printable
+from fedpriv.texts import printable
 
 if TYPE_CHECKING:
     import datasets

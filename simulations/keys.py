@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from fedpriv.config_types import Aggregation, BaseFormat, Track, Train
-from fedpriv.recipes import Recipe
+from fedpriv.config import Aggregation, BaseFormat, Recipe, Track, Train
 
 
 class _CommonKeys(TypedDict, total=False):

@@ -17,9 +17,9 @@ from pathlib import Path
 from clients.deploy.folder import Node
 from fedpriv.deployment import keys
 from fedpriv.deployment.checks import Check, check_key
-from fedpriv.deployment.files import replace
 from fedpriv.deployment.users import User, can_read, owner_of, user_named
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file
 
 # Others may pass through a folder of this mode, and see no list of its files.
 _PASSABLE = 0o711
@@ -69,7 +69,7 @@ def prepared(node: Node, variables: Mapping[str, str]) -> Users:
     node.folder.chmod(_PASSABLE)
     _give(node.flower_home, client)
     key = client_key(node)
-    replace(key, node.key.read_bytes(), mode=0o600, owner=client)
+    replace_file(key, node.key.read_bytes(), mode=0o600, owner=client)
     users = Users(vault=owner if owner.uid else None, client=client, key=key, home=node.flower_home)
     _probe(node, client, users.client_variables(variables))
     return users

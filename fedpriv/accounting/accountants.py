@@ -1,33 +1,33 @@
 """Epsilon of a composition of events: accountants `pld` and `rdp`, by Google's dp-accounting, and `closed-form`.
 
+`epsilons` bounds the epsilons of many clients at once, in a fraction of the time that one by one would take.
+`repeat_and_select` is the cost of publishing only the best of several runs on the same records.
+
 dp-accounting is imported where an epsilon or a delta is computed: scipy.signal and scipy.stats come with it.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from fedpriv.accounting.composition.conversion import (
+    FINEST_INTERVAL,
+    ORDERS,
+    PLD_LIMIT,
+    epsilon_of_curve,
+    quiet_absl,
+    rdp_bounds,
+    total_loss,
+)
+from fedpriv.accounting.composition.law import Accountant, Array
 from fedpriv.accounting.events import Event, SubsampledGaussian, check_known, group
-from fedpriv.accounting.law import Accountant, Array
-
-# dp-accounting's default orders.
-ORDERS = np.array([*(1 + tenths / 10 for tenths in range(1, 100)), *range(11, 64), 128, 256, 512, 1024])
-
-# The orders at which a bound for any mechanism under Poisson sampling is known.
-INTEGER_ORDERS = np.array([int(order) for order in ORDERS if float(order).is_integer()])
-
-# Above this epsilon, pld takes minutes or gigabytes, and nobody needs its precision.
-PLD_LIMIT = 100.0
-
-FINEST_INTERVAL = 1e-4
+from fedpriv.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class PrivacySpent:
 def epsilon_of(
     events: Iterable[Event], delta: float, accountant: Accountant = "pld", *, allow_unproven: bool = False
 ) -> PrivacySpent:
-    """What the composition of all events costs at the given delta.
+    """The cost of the composition of all events at the given delta.
 
     Events are composed first and converted once. If `pld` is requested but the rdp epsilon exceeds 100, or an event
     has no known privacy loss distribution, rdp answers instead and the result is marked as an upper bound.
@@ -73,7 +73,7 @@ def epsilon_of(
             protect different units.
     """
     check_delta(delta)
-    check_accountant(accountant)
+    _check_accountant(accountant)
     composition, remaining_delta = _participating(_checked(events), delta)
     proven = all(event.is_guarantee for event in composition)
     if not composition:
@@ -118,7 +118,7 @@ def delta_of(events: Iterable[Event], epsilon: float, accountant: Accountant = "
     """
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon = {epsilon}: must be finite and >= 0")
-    check_accountant(accountant)
+    _check_accountant(accountant)
     composition, remaining_delta = _participating(_checked(events), 1.0)
     if not composition:
         return 1.0 - remaining_delta
@@ -142,53 +142,10 @@ def check_delta(delta: float) -> None:
         raise ValueError(f"delta = {delta}: must lie in (0, 1), for instance 1e-5")
 
 
-def check_accountant(accountant: str) -> None:
+def _check_accountant(accountant: str) -> None:
     """Refuse an accountant that is neither `pld` nor `rdp`."""
     if accountant not in ("pld", "rdp"):
         raise ValueError(f"accountant = {accountant!r}: must be pld or rdp")
-
-
-def total_loss(events: Iterable[Event], value_interval: float) -> Any:
-    """A privacy loss distribution that bounds the whole composition from above.
-
-    Like dp-accounting's accountant, it starts from the identity, which truncates 1e-15 of the tails. Without that
-    truncation the bound would be just as valid, but lower than the library's.
-
-    Args:
-        events: each with a known privacy loss distribution.
-        value_interval: value discretization interval of the privacy loss, > 0.
-    """
-    from dp_accounting import pld
-
-    with quiet_absl():
-        losses = (event.pld(value_interval) for event in events)
-        identity = pld.privacy_loss_distribution.identity(value_interval)
-        return reduce(lambda total, loss: total.compose(loss), losses, identity)
-
-
-@contextmanager
-def quiet_absl() -> Iterator[None]:
-    """Silence the warning that an rdp order was left out: fewer orders only raise the bound."""
-    from absl import logging as absl_logging
-
-    root, silent, verbosity = logging.getLogger(), logging.NullHandler(), absl_logging.get_verbosity()
-    root.addHandler(silent)  # without any handler, absl would configure the root logger of the whole process
-    absl_logging.set_verbosity(absl_logging.ERROR)
-    try:
-        yield
-    finally:
-        absl_logging.set_verbosity(verbosity)
-        root.removeHandler(silent)
-
-
-def epsilon_of_curve(curve: Array, delta: float) -> float:
-    """Epsilon of a Renyi curve at `ORDERS`; infinite if the curve is infinite at every order.
-
-    Source: Canonne, Kamath and Steinke 2020, Proposition 12, by dp-accounting.
-    """
-    from dp_accounting.rdp import compute_epsilon
-
-    return float(compute_epsilon(ORDERS, curve, delta)[0]) if np.isfinite(curve).any() else math.inf
 
 
 def _checked(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -297,3 +254,117 @@ def closed_form(events: Iterable[Event], delta: float, *, c1: float = 1.0, c2: f
     }
     violated = tuple(name for name, holds in conditions.items() if not holds)
     return ClosedForm(epsilon=epsilon, conditions_hold=not violated, violated=violated)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brackets:
+    """Bounds on the epsilons of many clients.
+
+    Attributes:
+        lower: [clients], never above the result of `accountants.epsilon_of` for each.
+        upper: [clients], the epsilon to report, a bound on each client's; infinite without noise. For Gaussian noise
+            never below the result of dp-accounting's accountant, nor, to within 0.1 %, below that of
+            `accountants.epsilon_of`.
+    """
+
+    lower: Array
+    upper: Array
+
+
+def epsilons(
+    events: Sequence[Event], deltas: Sequence[float], accountant: Accountant = "pld", *, workers: int = 1
+) -> Brackets:
+    """Bounds on the epsilon of [events[k]] at deltas[k] for every client k.
+
+    Args:
+        events: [clients], the whole history of each; no clients give empty arrays.
+        deltas: [clients], in (0, 1); below 1e-14 the pld upper bound is infinite.
+        accountant: `pld` or `rdp`.
+        workers: processes for `pld`, >= 1. More than one requires that the caller's main module can be imported.
+
+    Raises:
+        ValueError: the lengths differ, an event is of an unknown type, a delta is outside (0, 1), the accountant is
+            unknown, or workers < 1.
+    """
+    _check_clients(events, deltas, accountant, workers)
+    lower, upper = np.empty((2, len(events)))
+    for event_type in dict.fromkeys(type(event) for event in events):
+        rows = [row for row, event in enumerate(events) if type(event) is event_type]
+        row_events, row_deltas = [events[row] for row in rows], [deltas[row] for row in rows]
+        bounds = event_type.epsilon_bounds_of_many(row_events, row_deltas, accountant, workers)
+        lower[rows], upper[rows] = bounds or rdp_bounds(row_events, row_deltas, accountant)
+    return Brackets(lower=lower, upper=upper)
+
+
+def _check_clients(events: Sequence[Event], deltas: Sequence[float], accountant: str, workers: int) -> None:
+    if len(events) != len(deltas):
+        raise ValueError(f"events has {len(events)} entries, deltas has {len(deltas)}: must be one of each per client")
+    for event in events:
+        check_known(event)
+    for delta in deltas:
+        check_delta(delta)
+    _check_accountant(accountant)
+    if workers < 1:
+        raise ValueError(f"workers = {workers}: must be >= 1")
+
+
+def repeat_and_select(
+    events: Iterable[Event],
+    delta: float,
+    *,
+    mean_repetitions: float,
+    shape: float = 1.0,
+    number_is_random_and_secret: bool,
+    losers_are_hidden: bool,
+) -> float:
+    """Epsilon, by rdp, of publishing the best of a random number of runs that each release the given events.
+
+    The sum over all runs, which a ledger keeps, is always a bound. This one is smaller, but holds only if the number of
+    runs is random and secret and the losers stay hidden.
+
+    Args:
+        events: of one run, all subsampled Gaussians.
+        delta: in (0, 1).
+        mean_repetitions: expected number of runs, >= 1.
+        shape: of the truncated negative binomial distribution of that number, >= 0: 1 is geometric, 0 logarithmic,
+            infinity Poisson.
+        number_is_random_and_secret: whether the number of runs was drawn from that distribution and stays secret.
+        losers_are_hidden: whether nobody, not even the server, sees anything of the runs that were not chosen.
+
+    Raises:
+        InputError: a condition does not hold. In a federation the server sees every run's uploads, so the bound never
+            holds against it; it can hold against someone who gets only the chosen model.
+        ValueError: a value is out of range.
+
+    Source: Papernot and Steinke 2022, Theorems 2 and 6, by dp-accounting.
+    """
+    import dp_accounting
+    from dp_accounting import rdp
+
+    advice = "sum the runs, as one ledger for all of them does"
+    if not number_is_random_and_secret:
+        raise InputError(f"repeat-and-select: the number of runs must be random and secret; otherwise {advice}")
+    if not losers_are_hidden:
+        raise InputError(f"repeat-and-select: nobody may see the losers; otherwise {advice}")
+    check_delta(delta)
+    if not 1 <= mean_repetitions < math.inf:
+        raise ValueError(f"mean_repetitions = {mean_repetitions}: must be finite and >= 1")
+    if not shape >= 0:
+        raise ValueError(f"shape = {shape}: must be >= 0")
+    run = [_as_dp_event(event) for event in group(events)]
+    accountant = rdp.RdpAccountant()
+    with quiet_absl():
+        accountant.compose(
+            dp_accounting.dp_event.RepeatAndSelectDpEvent(dp_accounting.ComposedDpEvent(run), mean_repetitions, shape)
+        )
+        return float(accountant.get_epsilon(delta))
+
+
+def _as_dp_event(event: Event) -> Any:
+    import dp_accounting
+
+    if not isinstance(event, SubsampledGaussian):
+        raise ValueError(f"event {event!r}: repeat-and-select supports only subsampled Gaussians")
+    gaussian = dp_accounting.GaussianDpEvent(event.noise_multiplier)
+    sampled = dp_accounting.PoissonSampledDpEvent(event.sampling_probability, gaussian)
+    return dp_accounting.SelfComposedDpEvent(sampled, event.count)

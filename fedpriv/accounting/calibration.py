@@ -1,4 +1,4 @@
-"""How much noise a target epsilon needs, and how many rounds a budget allows."""
+"""The noise that a target epsilon needs, and the number of rounds that a budget allows."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from scipy import optimize
 
+from fedpriv.accounting._gaussian import MAX_NOISE
 from fedpriv.accounting.accountants import check_delta, epsilon_of
+from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.accounting.law import Accountant
-from fedpriv.accounting.subsampled_gaussian import MAX_NOISE
 
 # All releases of one client as a function of the noise multiplier.
 Schedule = Callable[[float], Sequence[Event]]
 # A client's releases in the first rounds of a run, as a function of their number.
-FirstRounds = Callable[[int], Sequence[Event]]
+_FirstRounds = Callable[[int], Sequence[Event]]
 
 _MAX_ROUNDS = 10**9
 _LARGEST_EXCESS = 1e6
@@ -184,7 +184,7 @@ def rounds_within(
 def first_rounds_within(
     epsilon: float,
     delta: float,
-    first_rounds: FirstRounds,
+    first_rounds: _FirstRounds,
     *,
     at_most: int | None = None,
     accountant: Accountant = "pld",

@@ -1,4 +1,4 @@
-"""What discrete Gaussian noise costs: as much as continuous noise of a variance that is smaller by 9.
+"""Discrete Gaussian noise costs as much as continuous noise of a variance that is smaller by 9.
 
 Lemma. On integers, adding N_Z(0, sigma^2) to each of d coordinates has the law of adding N(0, sigma^2 - 9) and rounding
 each result to an integer at random, whatever the data, up to `max_divergence`. So whatever bounds the continuous
@@ -11,14 +11,14 @@ import math
 
 # The variance of the random rounding. A larger one would cost more noise, a smaller one a larger divergence: 4 exp(-18
 # pi^2) is below 3e-77.
-ROUNDING_VARIANCE = 9.0
+_ROUNDING_VARIANCE = 9.0
 
 # Below this the mechanism is not used: the noise that is charged would be noticeably less than what is drawn.
 MIN_STDDEV = 2.0**10
 
 # sqrt(sigma^2 - 9) >= CHARGED_SHARE * sigma for every sigma >= MIN_STDDEV. One factor for all of them: if variances add
 # up, so does what is charged.
-CHARGED_SHARE = math.sqrt(1.0 - ROUNDING_VARIANCE / MIN_STDDEV**2)
+CHARGED_SHARE = math.sqrt(1.0 - _ROUNDING_VARIANCE / MIN_STDDEV**2)
 
 
 def charged_stddev(sigma: float) -> float:
@@ -30,9 +30,9 @@ def charged_stddev(sigma: float) -> float:
     Raises:
         ValueError: sigma is out of range.
     """
-    if not math.sqrt(ROUNDING_VARIANCE) < sigma < math.inf:
+    if not math.sqrt(_ROUNDING_VARIANCE) < sigma < math.inf:
         raise ValueError(f"sigma = {sigma}: must be finite and > 3")
-    return math.sqrt(sigma**2 - ROUNDING_VARIANCE)
+    return math.sqrt(sigma**2 - _ROUNDING_VARIANCE)
 
 
 def max_divergence(dimension: int) -> float:
@@ -44,7 +44,7 @@ def max_divergence(dimension: int) -> float:
         dimension: d, number of coordinates, >= 1.
     """
     # The proof's bound exceeds this by a factor of 1 + 1e-76.
-    return 4.0 * dimension * math.exp(-2.0 * math.pi**2 * ROUNDING_VARIANCE)
+    return 4.0 * dimension * math.exp(-2.0 * math.pi**2 * _ROUNDING_VARIANCE)
 
 
 def sum_divergence(sigma: float, num: int) -> float:

@@ -1,4 +1,4 @@
-"""How a budget is kept although the coordinator chooses each release after it has seen the earlier ones.
+"""Rules that keep a budget although the coordinator chooses each release after it has seen the earlier ones.
 
 To allow each release with which the privacy loss distribution of all stays within the budget bounds nothing: which of
 two releases then does most harm may depend on what was seen (Regehr et al. 2026). Two ways are proven.
@@ -31,7 +31,8 @@ from scipy import optimize
 from scipy.special import log_ndtr
 
 from fedpriv.accounting import events as known_events
-from fedpriv.accounting.accountants import INTEGER_ORDERS, check_delta, epsilon_of
+from fedpriv.accounting.accountants import check_delta, epsilon_of
+from fedpriv.accounting.composition.conversion import INTEGER_ORDERS
 from fedpriv.accounting.events import Event, SubsampledGaussian, group
 
 # A sum of costs counts as this much larger, which is far beyond the rounding of any term.
@@ -39,10 +40,10 @@ _ROUNDING = 1e-9
 
 
 class _Filter:
-    """What both filters share: costs that add up, and a bound on their sum."""
+    """The base of both filters: costs that add up, and a bound on their sum."""
 
     def cost(self, event: Event) -> float:
-        """What one event adds to the sum; infinite if no bound is known."""
+        """The cost that one event adds to the sum; infinite if no bound is known."""
         raise NotImplementedError
 
     def limit(self, epsilon: float, delta: float) -> float:
@@ -59,7 +60,7 @@ class _Filter:
         return spent / limit if limit > 0 else math.inf
 
     def remaining(self, history: Sequence[Event], event: Event, *, epsilon: float, delta: float) -> float:
-        """How many more such events (epsilon, delta) allows; infinite if they cost nothing.
+        """The number of further such events that (epsilon, delta) allows; infinite if they cost nothing.
 
         Args:
             history: all events so far, of one unit, in any order.
@@ -219,7 +220,7 @@ class CommittedPlans:
         return [event for plan in self.plans for event in plan.events]
 
     def remaining(self, history: Sequence[Event], event: Event, *, epsilon: float, delta: float) -> int:
-        """How many more such events fit into slots that are left; none if the plans cost more than (epsilon, delta).
+        """The number of such events that the remaining slots hold; 0 if the plans cost more than (epsilon, delta).
 
         Each release takes the first slot that dominates it, so what it took never depends on what came later.
 
@@ -270,7 +271,7 @@ def filtered_epsilon(events: Sequence[Event], delta: float) -> float:
 
 
 def to_json(rule: RenyiFilter | GaussianFilter | CommittedPlan) -> str:
-    """How a data set's budget is enforced, as one line for its ledger; see `rule_of`."""
+    """The rule that enforces a data set's budget, as one line for its ledger; `rule_of` reads it."""
     fields: dict[str, Any]
     if isinstance(rule, RenyiFilter):
         fields = {"rule": "renyi", "order": rule.order}

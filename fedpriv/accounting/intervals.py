@@ -1,4 +1,4 @@
-"""What noised counts say about an accuracy: an estimate, and an interval that covers the true value."""
+"""An accuracy from noised counts: an estimate, and an interval that covers the true value."""
 
 from __future__ import annotations
 

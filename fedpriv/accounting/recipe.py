@@ -15,10 +15,10 @@ import numpy as np
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import calibrate, noise_multiplier_for
+from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.accounting.law import Array
 
-# Of the budget, in units of 1 / z^2: a Gaussian release costs in proportion to that.
+# The start's share of the budget, in units of 1 / z^2: a Gaussian release costs in proportion to that.
 START_SHARE = 0.15
 
 # The standard deviation with which each of the head's weights may end, and the longest steps: with momentum 0.9 those
@@ -42,18 +42,18 @@ LORA_ROUNDS = 0.7
 LORA_PROBABILITY = 1 / 16
 LORA_ADAM_NOISE = 0.1
 
-# Whom a round may ask is enumerated up to this many possibilities, and beyond that drawn this often, always the same.
+# The rounds that there can be are enumerated up to this many, and beyond that drawn this often, always the same.
 _ENUMERATED_ROUNDS = 5000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Federation:
+class WeightedClients:
     """The public numbers of a federation's rounds.
 
     Attributes:
         sizes: N_k >= 1, registered, of each client.
         weights: w_k > 0, of each client's summed gradients in the global sum.
-        participation: share of the clients that each round asks, drawn anew each time, in (0, 1].
+        participation: share of the clients that each round asks, drawn again for every round, in (0, 1].
     """
 
     sizes: Sequence[int]
@@ -171,8 +171,8 @@ def _gaussian_multiplier(epsilon: float, delta: float, fixed: tuple[Event, ...])
     return calibrate(alone, epsilon, delta, fixed=fixed)
 
 
-def start_noise_beside(noise_multiplier: float, num_steps: int) -> float:
-    """z of the head's start beside full-batch steps whose noise is given, so that it spends the same share.
+def start_noise_for_steps(noise_multiplier: float, num_steps: int) -> float:
+    """z of the head's start that goes with full-batch steps whose noise is given, so that it spends the same share.
 
     Args:
         noise_multiplier: z of each step, >= 0.
@@ -182,7 +182,7 @@ def start_noise_beside(noise_multiplier: float, num_steps: int) -> float:
 
 
 def noise_per_step_length(
-    federation: Federation, *, noise_stddev: float, sampling_probability: float, num_steps: int
+    federation: WeightedClients, *, noise_stddev: float, sampling_probability: float, num_steps: int
 ) -> float:
     """nu = z C sqrt(sum w_k^2) / (q sqrt(T) sum w_k N_k): the noise of a weight per unit of its total step.
 
@@ -196,7 +196,7 @@ def noise_per_step_length(
 
 
 def learning_rate(
-    federation: Federation,
+    federation: WeightedClients,
     *,
     noise_stddev: float,
     sampling_probability: float,
@@ -249,7 +249,7 @@ def affordable_step(noise_per_step_length: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JointRates:
+class _JointRates:
     """Learning rates of rounds that train A, B and head."""
 
     head: float
@@ -257,8 +257,8 @@ class JointRates:
 
 
 def joint_rates(
-    federation: Federation, *, noise_stddev: float, sampling_probability: float, num_steps: int, num_values: int
-) -> JointRates:
+    federation: WeightedClients, *, noise_stddev: float, sampling_probability: float, num_steps: int, num_values: int
+) -> _JointRates:
     """The rates of the last rounds: tau = 0.18 / nu for the head, 0.016 / (nu^2 d) for A and B, each over J.
 
     They are at most 75 and 30, and the head's at most one for each hundred records of an expected step.
@@ -277,13 +277,13 @@ def joint_rates(
     of_sampling = federation.participation * sampling_probability * math.fsum(federation.sizes) / _RECORDS_PER_RATE
     head = _FINAL_NOISE_BESIDE_LORA / nu if nu else math.inf
     lora = _LORA_NOISE / (nu**2 * num_values) if nu else math.inf
-    return JointRates(
+    return _JointRates(
         head=min(head / num_steps, _LARGEST_RATE, of_sampling), lora=min(lora / num_steps, _LARGEST_LORA_RATE)
     )
 
 
 def lora_noise(
-    federation: Federation, *, noise_stddev: float, sampling_probability: float, num_steps: int, num_values: int
+    federation: WeightedClients, *, noise_stddev: float, sampling_probability: float, num_steps: int, num_values: int
 ) -> float:
     """nu^2 d: the squared length of the noise in A and B per unit of their total step, to be held against `LORA_PAYS`.
 

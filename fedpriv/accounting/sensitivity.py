@@ -13,7 +13,7 @@ CLIPPING_RULES = ("joint", "split", "per-tensor", "batch")
 # Names that other libraries use for the same rules (Opacus: flat, per_layer).
 _ALIASES = {"flat": "joint", "per-layer": "per-tensor"}
 
-# What the noise is added to: the gradient of every step, or once the whole update before it is uploaded.
+# Noise is added to the gradient of every step, or once to the whole update before it is uploaded.
 NOISE_TARGETS = ("gradients", "upload")
 
 # Whatever a client's data are, the L2 norm of its clipped update is at most S, so replacing the data, or one record of
@@ -34,7 +34,7 @@ def clipping_parts(rule: str, names: Iterable[str]) -> tuple[tuple[str, ...], ..
         ValueError: the rule is unknown, or there is no tensor.
     """
     names = tuple(names)
-    check_rule(rule)
+    _check_rule(rule)
     if not names:
         raise ValueError("names: clipping needs at least one trainable tensor")
     if rule == "joint":
@@ -62,7 +62,7 @@ def sensitivity_factor(rule: str, num_parts: int) -> float:
     Raises:
         ValueError: the rule is unknown, or num_parts < 1.
     """
-    check_rule(rule)
+    _check_rule(rule)
     if num_parts < 1:
         raise ValueError(f"num_parts = {num_parts}: must be >= 1")
     return math.sqrt(num_parts) * (2.0 if rule == "batch" else 1.0)
@@ -79,7 +79,7 @@ def num_parts(rule: str, *, num_tensors: int, head: bool) -> int:
     Raises:
         ValueError: the rule is unknown, or num_tensors < 1.
     """
-    check_rule(rule)
+    _check_rule(rule)
     if num_tensors < 1:
         raise ValueError(f"num_tensors = {num_tensors}: must be >= 1")
     return {"joint": 1, "split": 2 + head, "per-tensor": num_tensors, "batch": 2 + head}[rule]
@@ -92,11 +92,11 @@ def clipping_rule(name: str) -> str:
         ValueError: the rule is unknown.
     """
     rule = _ALIASES.get(name, name)
-    check_rule(rule)
+    _check_rule(rule)
     return rule
 
 
-def check_rule(rule: str) -> None:
+def _check_rule(rule: str) -> None:
     """Refuse an unknown clipping rule."""
     if rule not in CLIPPING_RULES:
         raise ValueError(f"clipping = {rule!r}: must be one of {', '.join(CLIPPING_RULES)}")

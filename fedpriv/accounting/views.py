@@ -19,7 +19,7 @@ from fedpriv.accounting.events import Event
 
 View = Literal["local", "rho", "aggregate"]
 VIEWS: tuple[View, ...] = get_args(View)
-# Those that say who is protected against whom, for which a run can be planned.
+# The views that say who is protected against whom; a run can be planned for them.
 PlannedView = Literal["local", "aggregate"]
 
 
@@ -183,7 +183,7 @@ def smallest_aggregate_scales(weights: Mapping[int, float], *, threshold: int, c
 
 
 def least_readers(releases: Iterable[Release]) -> int | None:
-    """Against how many participants, with the server, all these hold on the `aggregate` view; None: against all.
+    """The number of participants, with the server, against whom all these hold on the `aggregate` view; None for all.
 
     A release that counts on nobody else's noise holds against all.
     """
@@ -191,7 +191,7 @@ def least_readers(releases: Iterable[Release]) -> int | None:
 
 
 def readers_label(num_readers: int | None) -> str:
-    """Whom the `aggregate` view protects against, for a reader.
+    """The observers against whom the `aggregate` view protects, in words.
 
     Args:
         num_readers: as `least_readers` returns it.

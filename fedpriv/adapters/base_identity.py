@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 
 from fedpriv.adapters import locations
 from fedpriv.errors import InputError
-from fedpriv.quiet import quiet_hub
+from fedpriv.hub import quiet_hub
 
 
 def public_name(name: str) -> str:

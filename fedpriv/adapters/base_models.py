@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fedpriv.adapters import gguf_models, heads, locations, pooling
 from fedpriv.errors import InputError
-from fedpriv.quiet import quiet_hub
+from fedpriv.hub import quiet_hub
 
 
 @dataclass(frozen=True)

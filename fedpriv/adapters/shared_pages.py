@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from fedpriv.deployment.files import write_new
 from fedpriv.errors import InputError
+from fedpriv.files import write_new
 
 log = logging.getLogger(__name__)
 

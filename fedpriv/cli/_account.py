@@ -10,7 +10,7 @@ from fedpriv.cli._command import OneOf
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    from fedpriv.accounting.law import Accountant
+    from fedpriv.accounting.composition.law import Accountant
 
 CLOSED_FORM = "closed-form"
 
@@ -20,7 +20,7 @@ Steps = Annotated[int, typer.Option(help="Noisy steps in all: rounds times local
 AccountantName = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.accounting.law:Accountant", CLOSED_FORM),
+        click_type=OneOf("fedpriv.accounting.composition.law:Accountant", CLOSED_FORM),
         help="pld is tight, rdp fast; closed-form is the DP-LoRA paper's figure.",
     ),
 ]
@@ -141,7 +141,7 @@ def repeat_and_select(
     fedpriv repeat-and-select --noise-multiplier 4 --sampling-probability 0.05 --steps 30 --delta 1e-5
     --mean-repetitions 10 --number-is-random-and-secret --losers-are-hidden
     """
-    from fedpriv.accounting import repeat_and_select as selection
+    from fedpriv.accounting import accountants as selection
     from fedpriv.accounting.events import SubsampledGaussian
 
     event = SubsampledGaussian(

@@ -62,11 +62,11 @@ def show_ledger(
 
     Example: fedpriv ledger show results/ledger.sqlite --budget-epsilon 4
     """
-    from fedpriv.ledger import names, reader, statement
+    from fedpriv.ledger import reader, statement
 
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
-        known = names.known(db, path, run)
+        known = reader.holder_names(db, path, run)
         rows = statement.spending(db, names=known, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
         adopted, recovered = statement.adoptions(db), statement.recoveries(db)
     lines = [*_spent(rows, view), *statement.adoption_lines(adopted), *statement.recovery_lines(recovered)]
@@ -146,14 +146,14 @@ def adopt_head(
 
     Example: fedpriv ledger adopt-head node.sqlite --reason "moved to a new disk; statement of 3 May has the same head"
     """
-    from fedpriv.ledger import names, reader, statement
+    from fedpriv.ledger import reader, statement
     from fedpriv.ledger.ledger import Ledger
 
     if reason is not None and not reason.strip():
         raise InputError("--reason: must not be empty; it is what a later reader of this ledger's statements sees")
     with reader.reading(path) as db:
         last = reader.verify_without_head(db, path)
-        rows = statement.spending(db, names=names.known(db, path, None))
+        rows = statement.spending(db, names=reader.holder_names(db, path, None))
     values: dict[str, Any] = {"entries": last.number if last else 0, "head": last.digest if last else None}
     if reason is not None:
         with Ledger(path, adopting=reason.strip()) as ledger:
@@ -195,7 +195,7 @@ def recover(
     Example: fedpriv ledger recover node.sqlite --from receipts.jsonl --from coordinator.receipts --reason "new disk"
     """
     from fedpriv.deployment import keys
-    from fedpriv.ledger import names, reader, recovery, statement
+    from fedpriv.ledger import reader, recovery, statement
     from fedpriv.ledger.ledger import Ledger
 
     if reason is not None and not reason.strip():
@@ -209,7 +209,7 @@ def recover(
         with Ledger(path) as ledger:
             ledger.recover(found, reason.strip())
     with reader.reading(path) as db:
-        rows = statement.spending(db, names=names.known(db, path, None))
+        rows = statement.spending(db, names=reader.holder_names(db, path, None))
     releases = [
         {"data_set": each.data_set.id, "run": link.run, "round": link.round, "event": link.event, "known_by": how}
         for each in found
@@ -244,11 +244,11 @@ def statement(
 
     Example: fedpriv ledger statement results/ledger.sqlite --client 2
     """
-    from fedpriv.ledger import names, reader
+    from fedpriv.ledger import reader
     from fedpriv.ledger import statement as statements
 
     with reader.reading(path) as db:
-        known = names.known(db, path, run)
+        known = reader.holder_names(db, path, run)
         pages = statements.statement(db, path, client, names=known, view=cast("PlannedView", view))
     text = "\n\n".join(map(statements.render, pages))
     return Result({"client": client, "statements": pages}, [text])

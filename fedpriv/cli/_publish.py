@@ -170,7 +170,7 @@ def predict(
         return Result(values | _as_object(rows[0], found.labels), _lines(rows[0], found.labels))
     table = _csv({**asking.columns, **new})
     if out is not None:
-        from fedpriv.deployment.files import write_new
+        from fedpriv.files import write_new
 
         write_new(out, table.encode())
         values |= {"out": str(out), "num_texts": len(rows)}

@@ -16,7 +16,7 @@ from fedpriv.cli._command import AsJson, OneOf, Result, command, show
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    from fedpriv.config_types import BaseFormat
+    from fedpriv.config import BaseFormat
 
 
 class _ServesByDefault(TyperGroup):
@@ -41,9 +41,7 @@ def run(
     model: Annotated[str, typer.Option(help="The base model; by default the one that the run names.")] = "",
     base_dtype: Annotated[
         str,
-        typer.Option(
-            click_type=OneOf("fedpriv.config_types:BaseFormat"), help="Format of the base; auto takes the run's."
-        ),
+        typer.Option(click_type=OneOf("fedpriv.config:BaseFormat"), help="Format of the base; auto takes the run's."),
     ] = "auto",
     tokens: Annotated[Path | None, typer.Option(help="File of bearer tokens, see `fedpriv serve new-token`.")] = None,
     certificate: Annotated[Path | None, typer.Option(help="PEM file of the certificate, for TLS.")] = None,
@@ -77,7 +75,7 @@ def run(
     serving_app, server = _serve_modules()
     from fedpriv.serving.http.limits import RequestLimits
     from fedpriv.serving.http.tokens import Tokens
-    from fedpriv.sizes import parse_bytes
+    from fedpriv.texts import parse_bytes
 
     limits = RequestLimits(
         body_bytes=body_bytes,

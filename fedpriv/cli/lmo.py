@@ -58,8 +58,7 @@ def account(
 
     Example: fedpriv lmo account --params lmo.json --order 8 --dimension 76808
     """
-    from fedpriv.accounting.lmo.density import fisher_information, variance
-    from fedpriv.accounting.lmo.moments import columns
+    from fedpriv.accounting.lmo.distribution import columns, fisher_information, variance
     from fedpriv.accounting.lmo.parameters import from_json
     from fedpriv.accounting.lmo.renyi import check_domain, checked_orders, published, quadratic_limit, sound
 

@@ -19,7 +19,7 @@ from fedpriv.cli.report import report
 from fedpriv.cli.status import status
 from fedpriv.cli.watch import watch
 from fedpriv.errors import LedgerError, StoreError
-from fedpriv.names import printable
+from fedpriv.texts import printable
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 for of_costs in (account, calibrate, repeat_and_select, plan):

@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 from typing import Literal, TypeVar
 
 from fedpriv.accounting.accountants import check_delta, epsilon_of
+from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, group
-from fedpriv.accounting.law import Accountant
 from fedpriv.accounting.views import Release, View
 from fedpriv.ledger.entries import Key
 

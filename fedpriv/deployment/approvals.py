@@ -15,9 +15,9 @@ from collections.abc import Iterator, Set
 from io import BytesIO
 from pathlib import Path
 
-from fedpriv.deployment.files import replace
 from fedpriv.deployment.flower import FlowerError, environment, program_folder
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file
 
 # Flower's own, whose lines an operator reads.
 log = logging.getLogger("flwr")
@@ -104,7 +104,7 @@ def install(content: bytes, folder: Path) -> None:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
-                replace(path, text)
+                replace_file(path, text)
 
 
 def _within(folder: Path, folders: Set[Path]) -> Iterator[Path]:

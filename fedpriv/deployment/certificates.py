@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedpriv.deployment.files import replace, write_new
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file, write_new
 
 CA_CERTIFICATE, CA_KEY = "ca.crt", "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.crt", "server.key"
@@ -105,8 +105,8 @@ def make_server_certificate(
         )
         .sign(signing_key, hashes.SHA384())
     )
-    replace(folder / SERVER_KEY, _pem(key), mode=0o600)
-    replace(folder / SERVER_CERTIFICATE, certificate.public_bytes(Encoding.PEM))
+    replace_file(folder / SERVER_KEY, _pem(key), mode=0o600)
+    replace_file(folder / SERVER_CERTIFICATE, certificate.public_bytes(Encoding.PEM))
 
 
 def is_encrypted(key: Path) -> bool:
@@ -137,7 +137,7 @@ def encrypt_key(folder: Path, passphrase: str, tell: Callable[[], None] = lambda
     _, key = _authority(folder, folder / CA_KEY, "")
     encrypted = _pem(key, passphrase)
     tell()
-    replace(folder / CA_KEY, encrypted, mode=0o600)
+    replace_file(folder / CA_KEY, encrypted, mode=0o600)
 
 
 def check_host(host: str) -> None:

@@ -24,9 +24,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from fedpriv.deployment.files import replace
 from fedpriv.deployment.users import User
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file
 
 Kind = Literal["ecdsa-sha2-nistp384", "ssh-ed25519"]
 """The type of a key, with which its public line begins."""
@@ -71,8 +71,8 @@ def replace_key_pair(path: Path, kind: Kind, *, owner: User | None = None) -> No
     """
     key: _Private = Ed25519PrivateKey.generate() if kind == VAULT else ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    replace(path, private, mode=0o600, owner=owner)
-    replace(public_path(path), f"{line_of(key)}\n".encode(), owner=owner)
+    replace_file(path, private, mode=0o600, owner=owner)
+    replace_file(public_path(path), f"{line_of(key)}\n".encode(), owner=owner)
 
 
 def public_path(path: Path) -> Path:
@@ -129,7 +129,7 @@ def read_lines(path: Path) -> tuple[str, ...]:
 def add_line(path: Path, public_line: str, *, owner: User | None = None) -> None:
     """Add a line to a file that `read_lines` reads, unless it is there; for `owner` see `replace_key_pair`."""
     lines = dict.fromkeys((*read_lines(path), public_line))
-    replace(path, "".join(f"{line}\n" for line in lines).encode(), owner=owner)
+    replace_file(path, "".join(f"{line}\n" for line in lines).encode(), owner=owner)
 
 
 def kind_of(public_line: str) -> Kind:

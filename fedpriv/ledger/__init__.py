@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from fedpriv.ledger.entries import Charge as Charge
     from fedpriv.ledger.entries import DataSet as DataSet
     from fedpriv.ledger.entries import Key as Key
-    from fedpriv.ledger.frames import entries_frame as entries_frame
-    from fedpriv.ledger.frames import spending_frame as spending_frame
-    from fedpriv.ledger.frames import statement_text as statement_text
     from fedpriv.ledger.ledger import Ledger as Ledger
     from fedpriv.ledger.reader import reading as reading
+    from fedpriv.ledger.statement import entries_frame as entries_frame
     from fedpriv.ledger.statement import spending as spending
+    from fedpriv.ledger.statement import spending_frame as spending_frame
+    from fedpriv.ledger.statement import statement_text as statement_text
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

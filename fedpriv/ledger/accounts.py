@@ -1,4 +1,4 @@
-"""Every client's account: what it has released, in this run and before, and what that costs on each view."""
+"""Every client's account: its releases, in this run and before, and their cost on each view."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from fedpriv.accounting.accountants import PrivacySpent, check_delta, epsilon_of, stays_within
+from fedpriv.accounting.accountants import PrivacySpent, check_delta, epsilon_of, epsilons, stays_within
+from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, group
-from fedpriv.accounting.law import Accountant
-from fedpriv.accounting.many_clients import epsilons
 from fedpriv.accounting.views import VIEWS, Release, View, default_delta
 
 # Up to this many different histories are each accounted by pld, at about 0.3 s.
@@ -56,7 +55,7 @@ class Accounts:
     def epsilon_of(
         self, client: int, view: View, accountant: Accountant, *, this_run_only: bool = False
     ) -> PrivacySpent | None:
-        """What the client's releases cost so far on the view, including earlier runs unless `this_run_only`.
+        """The cost of the client's releases so far on the view, including earlier runs unless `this_run_only`.
 
         None on the `aggregate` view if it does not hold for one of them. Composed first, converted once.
         """
@@ -69,10 +68,10 @@ class Accounts:
         return self._cache[key]
 
     def final(self, view: View, *, this_run_only: bool = False) -> dict[int, PrivacySpent | None]:
-        """What the releases of every client cost by pld, to be reported once, at the end. None as for `epsilon_of`.
+        """The cost of every client's releases by pld, to be reported once, at the end. None as for `epsilon_of`.
 
         Equal histories are computed once. If more than 32 differ, the costs are upper bounds, marked as such: those of
-        `many_clients.epsilons` for a history of equal releases, rdp for any other.
+        `accountants.epsilons` for a history of equal releases, rdp for any other.
         """
         histories = {client: self._histories(client, this_run_only) for client in self._own}
         keys = {
@@ -86,7 +85,7 @@ class Accounts:
 
     @property
     def num_readers(self) -> int | None:
-        """Against how many participants every client's releases hold; as `views.least_readers` has it."""
+        """The number of participants against whom every client's releases hold; as `views.least_readers` has it."""
         histories = [*self._earlier.values(), *self._own.values()]
         least = min((history.num_readers for history in histories), default=math.inf)
         return None if least == math.inf else int(least)

@@ -1,17 +1,42 @@
-"""The entries of a ledger, and queries over an open connection."""
+"""The entries of a ledger: the tables that hold them, and queries over an open connection."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 from fedpriv.accounting import events
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import Release
+
+VERSION = 1
+# The version with an `adopted` entry: a reader that does not know these would state its spending without reserve.
+ADOPTED_VERSION = 2
+# The version with an entry of a phase that came later: a reader that does not know it would state too little spending,
+# or enforce another rule.
+LATEST_VERSION = 3
+
+_SCHEMA = f"""
+CREATE TABLE entries (
+    number INTEGER PRIMARY KEY, time TEXT NOT NULL, phase TEXT NOT NULL, data_set TEXT NOT NULL, client TEXT NOT NULL,
+    run TEXT, round INTEGER, request TEXT, event TEXT, rho_bar REAL, aggregate_scale REAL, noise_source TEXT,
+    reply TEXT, num_records INTEGER, delta REAL, note TEXT, digest TEXT NOT NULL
+);
+CREATE UNIQUE INDEX one_per_key ON entries (run, client, round, request, phase) WHERE request IS NOT NULL;
+CREATE INDEX by_data_set ON entries (data_set, phase);
+CREATE TABLE replies (run TEXT, client TEXT, round INTEGER, request TEXT, content BLOB NOT NULL,
+    PRIMARY KEY (run, client, round, request));
+CREATE TABLE secret (content_key BLOB NOT NULL);
+CREATE TRIGGER no_update BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
+CREATE TRIGGER no_delete BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
+PRAGMA user_version = {VERSION};
+"""
 
 REGISTERED, CHANGED, CHARGED, RELEASED = "registered", "changed", "charged", "released"
 ADOPTED, RECOVERED = "adopted", "recovered"
@@ -125,7 +150,7 @@ class DataSet:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What one run was charged on a data set: its id, number of rounds, first and last time, and noise."""
+    """One run's charges on a data set: the run's id, number of rounds, first and last time, and noise."""
 
     run: str
     rounds: int
@@ -136,12 +161,36 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Charge:
-    """What is charged for one upload before it is computed."""
+    """The charge for one upload, which is made before the upload is computed."""
 
     key: Key
     data_set: str
     release: Release
     noise_source: str
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """The fields of its entry of phase `charged`; the note counts the readers against whom others' noise counts."""
+        counted = self.release.num_readers if self.release.counts_on_others else 0
+        return self._common | {
+            "phase": CHARGED,
+            "event": events.to_json(self.release.event),
+            "noise_source": self.noise_source,
+            "note": json.dumps({"num_readers": counted}) if counted else None,
+        }
+
+    def line_of_release(self, reply: str | None) -> dict[str, Any]:
+        """The fields of the entry of phase `released`, with the digest of the reply, if one arrived."""
+        return self._common | {"phase": RELEASED, "reply": reply}
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        return {
+            "data_set": self.data_set,
+            **asdict(self.key),
+            "rho_bar": self.release.rho_bar,
+            "aggregate_scale": self.release.aggregate_scale,
+        }
 
 
 def entries(db: sqlite3.Connection) -> Iterator[Entry]:
@@ -230,7 +279,7 @@ _RELEASES = """
 
 
 def releases(db: sqlite3.Connection, data_set: str, *, excluding_run: str = "") -> list[Release]:
-    """See `Ledger.releases`."""
+    """Everything charged on a data set in all runs but one; equal releases are merged and their counts summed."""
     counted = _RELEASES.replace("FROM", ", count(*) FROM", 1)
     rows = db.execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3, 4", (data_set, excluding_run))
     merged = []
@@ -242,7 +291,7 @@ def releases(db: sqlite3.Connection, data_set: str, *, excluding_run: str = "") 
 
 
 def releases_in_order(db: sqlite3.Connection, data_set: str) -> list[Release]:
-    """See `Ledger.releases_in_order`."""
+    """Everything charged on a data set, one by one, in the order of the charges."""
     rows = db.execute(f"SELECT {_RELEASES} ORDER BY charged.number", (data_set,))
     known = lru_cache(events.from_json)
     return [
@@ -252,7 +301,7 @@ def releases_in_order(db: sqlite3.Connection, data_set: str) -> list[Release]:
 
 
 def releases_of(db: sqlite3.Connection, data_set: str, run: str) -> list[tuple[Key, Release]]:
-    """See `Ledger.releases_of`."""
+    """The releases that one run was charged on a data set, each with its key, in order."""
     rows = db.execute(
         f"SELECT charged.client, charged.round, charged.request, {_RELEASES} AND charged.run = ? "
         "ORDER BY charged.number",
@@ -268,7 +317,7 @@ def releases_of(db: sqlite3.Connection, data_set: str, run: str) -> list[tuple[K
 
 
 def runs(db: sqlite3.Connection, data_set: str) -> list[RunRecord]:
-    """See `Ledger.runs`."""
+    """The runs charged on a data set, in the order of their first charge."""
     rows = db.execute(
         "SELECT run, count(*), min(time), max(time), group_concat(DISTINCT noise_source) FROM entries "
         "WHERE phase IN ('charged', 'recovered') AND run IS NOT NULL AND data_set = ? GROUP BY run "
@@ -276,3 +325,20 @@ def runs(db: sqlite3.Connection, data_set: str) -> list[RunRecord]:
         (data_set,),
     )
     return [RunRecord(run=r[0], rounds=r[1], first=r[2], last=r[3], noise_source=r[4]) for r in rows]
+
+
+def create(db: sqlite3.Connection) -> None:
+    """Make the tables, and the secret that keys hashes of content, within the caller's transaction."""
+    for statement in _statements(_SCHEMA):
+        db.execute(statement)
+    db.execute("INSERT INTO secret VALUES (?)", (secrets.token_bytes(32),))
+
+
+def _statements(script: str) -> Iterator[str]:
+    """The statements of a script, one by one: sqlite3's own executescript would commit before it starts."""
+    statement = ""
+    for line in script.strip().splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -23,15 +22,16 @@ from typing import Any, Self
 from fedpriv.accounting import events
 from fedpriv.accounting.views import Release
 from fedpriv.errors import LedgerError
-from fedpriv.ledger import entries, head, schema
+from fedpriv.ledger import _head, entries
 from fedpriv.ledger.entries import (
     ADOPTED,
+    ADOPTED_VERSION,
     BOUNDED,
     CHANGED,
     CHARGED,
+    LATEST_VERSION,
     PERMITTED,
     REGISTERED,
-    RELEASED,
     WITHDRAWN,
     Charge,
     DataSet,
@@ -39,7 +39,7 @@ from fedpriv.ledger.entries import (
     Key,
     RunRecord,
 )
-from fedpriv.ledger.reader import ADOPTED_VERSION, LATEST_VERSION, as_ledger_errors, check_version, verify
+from fedpriv.ledger.reader import as_ledger_errors, check_version, verify
 from fedpriv.ledger.receipts import Chain, chain_of, chains_of
 from fedpriv.ledger.recovery import Missing
 
@@ -52,10 +52,10 @@ class Ledger:
     Opening it checks the whole chain, so nothing is released on top of an entry that was edited or lost.
 
     Args:
-        path: an SQLite file, created if it does not exist. PATH.head beside it holds the number and digest of the last
+        path: an SQLite file, created if it does not exist. PATH.head next to it holds the number and digest of the last
             entry, so that entries missing at the end are noticed.
         adopting: why the operator vouches for a ledger whose head is missing: an `adopted` entry with this reason is
-            appended, and the head is written anew. None refuses such a ledger.
+            appended, and the head is written again. None refuses such a ledger.
 
     Raises:
         LedgerError: another process is writing the file; it is read-only, damaged, edited, without its head or of
@@ -65,10 +65,10 @@ class Ledger:
 
     def __init__(self, path: Path, *, adopting: str | None = None) -> None:
         self.path = path
-        self._number, self._digest = head.START
+        self._number, self._digest = _head.START
         with as_ledger_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._head = head.opened(path)
+            self._head = _head.opened(path)
         try:
             _lock(self._head, path)
             with as_ledger_errors(path):
@@ -103,21 +103,21 @@ class Ledger:
 
     def _create(self) -> None:
         """Make the tables, after the head: see `head` for the order."""
-        head.check_unused(head.read(self._head), self.path)
-        head.begin(self._head, self.path)
+        _head.check_unused(_head.read(self._head), self.path)
+        _head.begin(self._head, self.path)
         with self._transaction():
-            schema.create(self._db)
+            entries.create(self._db)
 
     def _check_head(self) -> None:
         """Check the head, and bring it up to date if a crash left it behind."""
-        text = head.read(self._head)
-        head.check(text, self._db, self.path, self._number)
-        if head.parse(text) != self.last:
+        text = _head.read(self._head)
+        _head.check(text, self._db, self.path, self._number)
+        if _head.parse(text) != self.last:
             self._write_head()
 
     def _adopt(self, reason: str) -> None:
         """Log that the operator vouches for the entries so far, and write a head."""
-        head.check_missing(head.read(self._head), self._db, self.path, self._number)
+        _head.check_missing(_head.read(self._head), self._db, self.path, self._number)
         with self._transaction():
             self._insert([{"phase": ADOPTED, "data_set": "", "client": "", "note": reason}])
             self._needs_version(ADOPTED_VERSION)
@@ -191,7 +191,7 @@ class Ledger:
         self._append_bounded([], data_set, note)
 
     def bounds(self, data_set: str) -> list[str]:
-        """How the budget of a data set is enforced: notes for `fedpriv.accounting.filters.rule_of`, in order."""
+        """The notes of how a data set's budget is enforced, in order, for `fedpriv.accounting.filters.rule_of`."""
         return entries.bounds(self._db, data_set)
 
     def _append_bounded(self, lines: list[dict[str, Any]], data_set: DataSet, bound: str | None) -> None:
@@ -265,21 +265,7 @@ class Ledger:
         Raises:
             LedgerError: one of them was charged before, or the charges cannot be written.
         """
-        self._append(
-            [
-                {
-                    "phase": CHARGED,
-                    "data_set": charge.data_set,
-                    **asdict(charge.key),
-                    "event": events.to_json(charge.release.event),
-                    "rho_bar": charge.release.rho_bar,
-                    "aggregate_scale": charge.release.aggregate_scale,
-                    "noise_source": charge.noise_source,
-                    "note": _note_of(charge.release),
-                }
-                for charge in charges
-            ]
-        )
+        self._append([charge.line for charge in charges])
 
     def recover(self, missing: Sequence[Missing], reason: str) -> None:
         """Charge releases that this ledger lacks, all or none of them; those that nobody knows retire their data set.
@@ -310,7 +296,7 @@ class Ledger:
 
     def release(self, released: Sequence[tuple[Charge, str | None]]) -> None:
         """Record how charges ended: the rho_bar of their round, and the digest of each reply that arrived."""
-        self._append([_release_entry(charge, reply) for charge, reply in released])
+        self._append([charge.line_of_release(reply) for charge, reply in released])
 
     def store(self, key: Key, content: bytes) -> bytes:
         """Record the upload of a charge with its content, and return what to send: what was stored first for this key.
@@ -334,7 +320,7 @@ class Ledger:
         release = Release(event=events.from_json(row[1]), rho_bar=row[2], aggregate_scale=row[3])
         charge = Charge(key=key, data_set=row[0], release=release, noise_source=row[4])
         with self._transaction():
-            self._insert([_release_entry(charge, hashlib.sha256(content).hexdigest())])
+            self._insert([charge.line_of_release(hashlib.sha256(content).hexdigest())])
             self._db.execute(
                 "DELETE FROM replies WHERE run = ? AND client = ? AND round < ?", (key.run, key.client, key.round)
             )
@@ -386,13 +372,13 @@ class Ledger:
     def copy(self, path: Path) -> None:
         """Write a copy of the ledger as it is now, with a head of its own."""
         with as_ledger_errors(path):
-            file = head.opened(path)
+            file = _head.opened(path)
             try:
-                if head.parse(head.read(file)) is None:
-                    head.begin(file, path)
+                if _head.parse(_head.read(file)) is None:
+                    _head.begin(file, path)
                 with closing(sqlite3.connect(path)) as target:
                     self._db.backup(target)
-                head.write(file, *self.last)
+                _head.write(file, *self.last)
             finally:
                 os.close(file)
 
@@ -435,24 +421,7 @@ class Ledger:
     def _write_head(self) -> None:
         """Write the head, after the commit: a crash in between leaves the ledger ahead of its head, never behind."""
         with as_ledger_errors(self.path):
-            head.write(self._head, *self.last)
-
-
-def _note_of(release: Release) -> str | None:
-    """The note of a charge: the number of those against whom it counts on others' noise; None if there is none."""
-    counted = release.num_readers if release.counts_on_others else 0
-    return json.dumps({"num_readers": counted}) if counted else None
-
-
-def _release_entry(charge: Charge, reply: str | None) -> dict[str, Any]:
-    return {
-        "phase": RELEASED,
-        "data_set": charge.data_set,
-        **asdict(charge.key),
-        "rho_bar": charge.release.rho_bar,
-        "aggregate_scale": charge.release.aggregate_scale,
-        "reply": reply,
-    }
+            _head.write(self._head, *self.last)
 
 
 def _key_values(key: Key) -> tuple[str, str, int, str]:

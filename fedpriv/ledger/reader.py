@@ -1,23 +1,24 @@
-"""Read-only access to a ledger, and the verification of its chain of hashes."""
+"""Read-only access to a ledger, the verification of its chain of hashes, and the names of its data holders.
+
+The ledger knows data holders by number alone; their names are in other files of its folder. A name is for display, may
+change, and is what a holder says of itself, so it has no place in a chain of entries that never change. Anyone who
+reads it here is told that the chain does not cover it.
+"""
 
 from __future__ import annotations
 
+import json
 import sqlite3
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from fedpriv.errors import LedgerError
-from fedpriv.ledger import entries, head
-from fedpriv.ledger.entries import Entry
-from fedpriv.ledger.head import EMPTY_CHAIN
-
-VERSION = 1
-# Of a ledger with an `adopted` entry: a reader that does not know these would state its spending without reserve.
-ADOPTED_VERSION = 2
-# Of a ledger with an entry of a phase that came later: a reader that does not know it would state too little spending,
-# or enforce another rule.
-LATEST_VERSION = 3
+from fedpriv.errors import InputError, LedgerError
+from fedpriv.ledger import _head, entries
+from fedpriv.ledger._head import EMPTY_CHAIN
+from fedpriv.ledger.entries import LATEST_VERSION, VERSION, DataSet, Entry
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that never changes the ledger; SQLite may write its own files beside it if it has the permission."""
+    """A connection that never changes the ledger; SQLite may write its own files next to it if permitted."""
     for options in ("mode=rw", "mode=ro&immutable=1"):
         db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, timeout=10)
         try:
@@ -83,7 +84,7 @@ def verify_with_head(db: sqlite3.Connection, path: Path) -> Entry | None:
     """
     last = verify(db, path)
     # Read after the entries: it may name one that was appended since, and the check looks that one up.
-    head.check(head.read_beside(path), db, path, last.number if last else 0)
+    _head.check(_head.read_beside(path), db, path, last.number if last else 0)
     return last
 
 
@@ -94,7 +95,7 @@ def verify_without_head(db: sqlite3.Connection, path: Path) -> Entry | None:
         LedgerError: as for `verify`; or the ledger has a head.
     """
     last = verify(db, path)
-    head.check_missing(head.read_beside(path), db, path, last.number if last else 0)
+    _head.check_missing(_head.read_beside(path), db, path, last.number if last else 0)
     return last
 
 
@@ -130,3 +131,55 @@ def as_ledger_errors(path: Path) -> Iterator[None]:
         else:
             reason = "cannot be used"
         raise LedgerError(f"{path}: {reason} ({error}); nothing is released") from None
+
+
+# Written by a run into its folder, and by the operator of a node into its own.
+REGISTRATIONS, NODE = "registrations.json", "vault.toml"
+_LONGEST_NAME = 100
+
+
+def holder_names(db: sqlite3.Connection, path: Path, run: Path | None) -> dict[str, str]:
+    """{id of a data set: its holder's name} for a ledger.
+
+    Args:
+        db: the ledger, open for reading.
+        path: of the ledger, in whose folder names are looked for without a run.
+        run: the folder of a run on this ledger, which knows them.
+
+    Raises:
+        InputError: the run's folder knows no names.
+    """
+    if run is not None and not (run / REGISTRATIONS).is_file():
+        raise InputError(f"run = {str(run)!r}: holds no {REGISTRATIONS}; give the folder that a run wrote")
+    return names_in(path.parent if run is None else run, entries.data_sets(db))
+
+
+def names_in(folder: Path, data_sets: list[DataSet]) -> dict[str, str]:
+    """{id of a data set: its holder's name}, as far as the folder knows; a file that cannot be read knows none.
+
+    Args:
+        folder: of a run, whose registrations name data sets; or of a node, whose ledger holds its own data alone.
+        data_sets: of the ledger.
+    """
+    found = dict(_registered(_values(folder / REGISTRATIONS)))
+    node = _values(folder / NODE)
+    for data_set in data_sets:
+        if data_set.id not in found and str(node.get("partition_id")) == data_set.client:
+            found[data_set.id] = node.get("name")
+    ids = {data_set.id for data_set in data_sets}
+    return {id_: name[:_LONGEST_NAME] for id_, name in found.items() if id_ in ids and isinstance(name, str) and name}
+
+
+def _registered(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for each in values.values():
+        if isinstance(each, dict) and isinstance(each.get("data_set"), str):
+            yield each["data_set"], each.get("name")
+
+
+def _values(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,4 +1,4 @@
-"""Receipts: what a node signs of its charges, so that others can tell it when its ledger is an old copy.
+"""Receipts: a node signs them for its charges, so that others can tell it when its ledger is an old copy.
 
 The charges of a data set form a chain of their own. Each link is the SHA-256 of the one before and of what was charged:
 the release's key, its event, its noise. It holds no hash of content, no time and no size, so two nodes whose records
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedpriv.deployment import keys
-from fedpriv.deployment.files import sync_folder
+from fedpriv.files import sync_folder
 from fedpriv.ledger import entries
-from fedpriv.ledger.head import EMPTY_CHAIN
+from fedpriv.ledger._head import EMPTY_CHAIN
 
 FIELD = "receipt"
 """The field of a message, and of a journal's event, that holds a receipt as text."""
@@ -92,7 +92,7 @@ class Receipt:
 
 
 def from_text(text: object) -> Receipt:
-    """What `Receipt.text` wrote; whether its signature holds is for `is_of` to say.
+    """The receipt that `Receipt.text` wrote. Its signature is not checked here; `is_of` does that.
 
     Raises:
         ValueError: one line that says what is malformed.
@@ -134,7 +134,7 @@ class Chain:
 
     @property
     def digests(self) -> frozenset[str]:
-        """Of all links that the ledger has, or stands in for."""
+        """The digests of all links that the ledger has, or stands in for."""
         return self.replaced.union(link.digest for link in self.links)
 
 

@@ -1,4 +1,4 @@
-"""What a ledger that was restored from an old copy lacks, as far as others know: `fedpriv ledger recover`.
+"""Find the charges that a ledger restored from an old copy lacks, as far as others know: `fedpriv ledger recover`.
 
 A receipt under the node's own signature proves a charge, and all charges before it, since each link of the chain names
 the one before. Where the detail of a proven charge is nowhere to be found, the data set counts as spent in full: it was
@@ -28,7 +28,7 @@ _SQLITE = b"SQLite format 3\0"
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """What a ledger lacks of a data set's charges.
+    """The charges of a data set that a ledger lacks.
 
     Attributes:
         data_set: that they were charged to.
@@ -73,7 +73,7 @@ class Missing:
 
 
 def missing(db: sqlite3.Connection, sources: Iterable[Path], signers: Collection[str]) -> list[Missing]:
-    """What each data set of a ledger lacks, by what these sources know.
+    """The charges that each data set of a ledger lacks, by what these sources know.
 
     Args:
         db: the ledger, open for reading.
@@ -122,7 +122,7 @@ def _of_data_set(
     orphans: Sequence[Receipt],
     ledgers: Sequence[Path],
 ) -> Missing:
-    """What it lacks; it also pays for orphans, charges of data sets that the ledger lost: their records may be its."""
+    """The charges that it lacks, and those of data sets that the ledger lost, the orphans: their records may be its."""
     own = chain_of(db, data_set.id)
     others = {path: _links_in(path, data_set.id) for path in ledgers}
     lost = {each.data_set for each in orphans}
@@ -165,7 +165,7 @@ def _proven(
 
 
 def _content(link: Receipt) -> Receipt:
-    """What a link says of a release, and no more than a coordinator's ledger says of it."""
+    """The link, reduced to what a coordinator's ledger too says of a release."""
     return replace(link, counter=0, previous="", request="", signer="", signature="")
 
 

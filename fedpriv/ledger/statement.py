@@ -1,4 +1,7 @@
-"""A ledger for human readers: what every data set has spent, and one page that a privacy officer can sign."""
+"""A ledger for human readers: what every data set has spent, and one page that a privacy officer can sign.
+
+For notebooks and scripts, the same as data frames and text. Nothing is stated unless the chain is found intact.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedpriv.accounting import events, filters
 from fedpriv.accounting.accountants import epsilon_of
@@ -20,14 +23,17 @@ from fedpriv.accounting.views import PlannedView, Release, least_readers, reader
 from fedpriv.errors import InputError
 from fedpriv.ledger import entries, reader
 from fedpriv.ledger.entries import DataSet, Entry
-from fedpriv.names import holder_label
+from fedpriv.texts import holder_label
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 ADJACENCY = {
     "record": "one record of the client added or removed",
     "client": "the client's whole data, or one record of it, replaced",
 }
 
-COVERS = (
+_COVERS = (
     "every upload charged in this ledger, whether or not it arrived, and everything computed from uploads: "
     "global adapters, variants, the server's evaluations of them"
 )
@@ -47,9 +53,9 @@ ODOMETER = (
     "chose them by what it saw, what is proven is what enforces the budget"
 )
 
-NAME_NOTE = ", a name that it chose; the chain covers its number"
+_NAME_NOTE = ", a name that it chose; the chain covers its number"
 
-OLD_SUMS = (
+_OLD_SUMS = (
     "Some sums were charged as read by the server alone: earlier versions did not count that each participant reads "
     "them too, and knows its own noise. Against a participant those cost up to what they cost on the local view."
 )
@@ -57,14 +63,14 @@ OLD_SUMS = (
 # More of them are not counted.
 _MOST_ROUNDS = 100_000
 
-RESTS_ON_OTHERS = (
+_RESTS_ON_OTHERS = (
     "on the aggregate view: more participants, with the server or without it, than it is stated against; against those "
     "the local view's epsilon is what remains"
 )
 
 
 def adoptions(db: sqlite3.Connection) -> list[dict[str, Any]]:
-    """Where an operator alone vouches that no entry is missing: the last `entry` before, when and why."""
+    """The adoptions, where an operator alone vouches that no entry is missing: up to which entry, when and why."""
     return [
         {"up_to_entry": entry.number - 1, "time": entry.time, "reason": entry.note} for entry in entries.adoptions(db)
     ]
@@ -80,7 +86,7 @@ def adoption_lines(adopted: list[dict[str, Any]]) -> list[str]:
 
 
 def recoveries(db: sqlite3.Connection) -> list[dict[str, Any]]:
-    """Where charges were taken over from elsewhere, since the ledger had been restored: when, how many and why."""
+    """The recoveries, where charges were taken over since the ledger had been restored: when, how many and why."""
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries.recoveries(db):
         groups.setdefault((entry.time, entry.data_set, json.loads(entry.note or "{}").get("reason", "")), []).append(
@@ -117,7 +123,7 @@ def recovery_lines(recovered: list[dict[str, Any]]) -> list[str]:
 
 
 def enforcement(db: sqlite3.Connection, data_set: DataSet | None, epsilon: float | None, view: PlannedView) -> str:
-    """What enforces the budget of a data set, and how much of it is used.
+    """The rule that enforces the budget of a data set, and the share of it that is used, in words.
 
     Args:
         db: the ledger, open for reading.
@@ -143,7 +149,7 @@ def spending(
     budget_epsilon: float | None = None,
     view: PlannedView = "local",
 ) -> list[dict[str, Any]]:
-    """What each data set has spent, in order of registration.
+    """The spending of each data set, in order of registration.
 
     `epsilon_aggregate` is what a budget on that view counts: there, an upload that the server saw costs what it does
     on the `local` one.
@@ -230,7 +236,7 @@ def statement(
         path: of the ledger.
         client: as the ledger knows it.
         names: {id of a data set: its holder's name}, where it is known.
-        view: `aggregate` states beside the others what that view costs, and what it rests on.
+        view: `aggregate` also states what that view costs, and what it rests on.
 
     Raises:
         InputError: the ledger does not know the client.
@@ -252,9 +258,9 @@ def statement(
             | {
                 "private": not seeded and cost["is_guarantee"],
                 "adjacency": ADJACENCY[cost["unit"]],
-                "covers": COVERS,
+                "covers": _COVERS,
                 "view": view,
-                "does_not_cover": [*DOES_NOT_COVER, *([RESTS_ON_OTHERS] if view == "aggregate" else [])],
+                "does_not_cover": [*DOES_NOT_COVER, *([_RESTS_ON_OTHERS] if view == "aggregate" else [])],
                 "statements": _notes(db, data_set),
                 "run_list": runs,
                 "ledger": str(path),
@@ -275,7 +281,7 @@ def render(page: Mapping[str, Any]) -> str:
     lines = [
         "PRIVACY STATEMENT",
         "",
-        f"Client            {label(page['client'], page['name'])}{NAME_NOTE if page['name'] else ''}",
+        f"Client            {label(page['client'], page['name'])}{_NAME_NOTE if page['name'] else ''}",
         f"Data set          {page['data_set']}, {page['num_records']} records when it was registered",
         f"As of             {page['as_of']}",
         f"Protected         {page['adjacency']}",
@@ -292,7 +298,7 @@ def render(page: Mapping[str, Any]) -> str:
             f"  against {readers_label(page['num_readers'])}",
         ]
         if page["num_readers"] == 0:
-            lines += ["", *textwrap.wrap(OLD_SUMS, 104)]
+            lines += ["", *textwrap.wrap(_OLD_SUMS, 104)]
     if page["enforced_by"]:
         lines += ["", *textwrap.wrap(f"Enforced by {page['enforced_by']}. Each {ODOMETER}.", 104)]
     for caveat in page["caveats"]:
@@ -346,3 +352,69 @@ def _wrapped(texts: list[str]) -> list[str]:
     return [
         line for text in texts for line in textwrap.wrap(text, 100, initial_indent="  - ", subsequent_indent="    ")
     ]
+
+
+def entries_frame(path: str | Path) -> pd.DataFrame:
+    """Every entry of a ledger in order, a row each, under the names of `fedpriv.ledger.entries.Entry`.
+
+    Raises:
+        LedgerError: the chain of hashes is broken, or the ledger lost entries or its head.
+    """
+    import pandas as pd  # deferred: only notebooks need it
+
+    path = Path(path)
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        rows = [asdict(entry) for entry in entries.entries(db)]
+    frame = pd.DataFrame(rows, columns=list(entries.COLUMNS)).set_index("number")
+    whole, real = ("round", "num_records"), ("rho_bar", "aggregate_scale", "delta")
+    return frame.astype(dict.fromkeys(whole, "Int64") | dict.fromkeys(real, float))
+
+
+def spending_frame(
+    path: str | Path,
+    *,
+    budget_epsilon: float | None = None,
+    view: PlannedView = "local",
+    run: str | Path | None = None,
+) -> pd.DataFrame:
+    """The spending of each data set of a ledger, a row each, as `fedpriv ledger show` has it.
+
+    Args:
+        path: of the ledger.
+        budget_epsilon: > 0; adds `remaining_rounds`, the rounds like the last one that it still allows on the view.
+        view: of the budget.
+        run: a run's folder that knows the holders' names; by default the ledger's own folder.
+
+    Raises:
+        InputError: the run's folder knows no names.
+        LedgerError: as for `entries_frame`.
+    """
+    import pandas as pd  # deferred: only notebooks need it
+
+    path = Path(path)
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        known = reader.holder_names(db, path, Path(run) if run is not None else None)
+        rows = spending(db, names=known, budget_epsilon=budget_epsilon, view=view)
+    return pd.DataFrame(rows)
+
+
+def statement_text(path: str | Path, client: str, *, view: PlannedView = "local", run: str | Path | None = None) -> str:
+    """The privacy statement of a client, one page of plain text for each of its data sets.
+
+    Args:
+        path: of the ledger.
+        client: as the ledger knows it.
+        view: `aggregate` also states what the releases cost where the server saw sums alone.
+        run: a run's folder that knows the holders' names; by default the ledger's own folder.
+
+    Raises:
+        InputError: the ledger does not know the client, or the run's folder no names.
+        LedgerError: as for `entries_frame`.
+    """
+    path = Path(path)
+    with reader.reading(path) as db:
+        known = reader.holder_names(db, path, Path(run) if run is not None else None)
+        pages = statement(db, path, client, names=known, view=view)
+    return "\n\n".join(map(render, pages))

@@ -16,8 +16,8 @@ from scipy import optimize, special
 from scipy.spatial.distance import cdist
 from scipy.stats import qmc
 
-from fedpriv.accounting.lmo.density import mean_absolute, variance
-from fedpriv.accounting.lmo.moments import Array, Columns, columns, log_mgf
+from fedpriv.accounting.composition.law import Array
+from fedpriv.accounting.lmo.distribution import Columns, columns, log_mgf, mean_absolute, variance
 from fedpriv.accounting.lmo.parameters import (
     Combination,
     ExponentialPart,

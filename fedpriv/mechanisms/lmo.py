@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, cast, get_args
 
 import numpy as np
 
+from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event, SubsampledLmo
-from fedpriv.accounting.law import Array
 from fedpriv.accounting.lmo import parameters as lmo_parameters
-from fedpriv.accounting.lmo.density import quantile
+from fedpriv.accounting.lmo.distribution import columns, quantile
 from fedpriv.accounting.lmo.event import PUBLISHED_CAVEAT
-from fedpriv.accounting.lmo.moments import columns
 from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoAccounting, LmoParameters, Part
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.grid import on_grid

@@ -11,7 +11,7 @@ from fedpriv.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedpriv.accounting.law import Event
+    from fedpriv.accounting.composition.law import Event
     from fedpriv.mechanisms.request import NoiseRequest
     from fedpriv.mechanisms.sources import RandomSource
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedpriv.accounting.law import Unit
+    from fedpriv.accounting.composition.law import Unit
     from fedpriv.mechanisms.sources import RandomSource
 
 

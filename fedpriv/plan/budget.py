@@ -18,8 +18,8 @@ import torch
 
 from fedpriv.accounting import recipe
 from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.law import Array
 from fedpriv.accounting.views import PlannedView, aggregate_scale, default_delta, num_readers, rho_bar
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig, parse

@@ -15,8 +15,8 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from fedpriv.accounting.views import readers_label
 from fedpriv.config import ON_NODES
-from fedpriv.deployment.files import replace
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file
 from fedpriv.ledger.statement import ADJACENCY, DOES_NOT_COVER
 from fedpriv.publishing import usage
 from fedpriv.publishing.escaping import markdown
@@ -44,7 +44,7 @@ def write(run: Path) -> list[Path]:
 def write_one(saved: SavedVariant, *, license: str = "") -> Path:
     """Write a variant's card, in place of an older one; returns the file."""
     path = saved.folder / FILE
-    replace(path, text(saved, license=license).encode())
+    replace_file(path, text(saved, license=license).encode())
     return path
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv import config as configuration
-from fedpriv import strict_json
+from fedpriv import texts
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 
@@ -71,7 +71,7 @@ def read_values(path: Path, *, optional: bool = False) -> dict[str, Any]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file atomically; NaN and infinities become null, since JSON has none."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(strict_json.dumps(content, indent=2) + "\n")
+    temporary.write_text(texts.strict_json(content, indent=2) + "\n")
     temporary.replace(path)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 import fedpriv
 from fedpriv.config import RunConfig, to_toml
 from fedpriv.errors import InputError
-from fedpriv.journal import Journal
+from fedpriv.files import Journal
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
 from fedpriv.runs.files import write_json

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedpriv.config_types import BaseFormat
+from fedpriv.config import BaseFormat
 from fedpriv.data.encoding import chat_format_of
 from fedpriv.serving import sources
 from fedpriv.serving._classification import Classification

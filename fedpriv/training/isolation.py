@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from fedpriv.errors import InputError
-from fedpriv.journal import trace_without_message
+from fedpriv.files import trace_without_message
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)

@@ -12,13 +12,13 @@ from fedpriv.accounting.calibration import Schedule, calibrate_all
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.recipe import (
     START_SHARE,
-    Federation,
     LearningRate,
+    WeightedClients,
     client_weight,
     joint_rates,
     learning_rate,
     noise_multiplier_of_share,
-    start_noise_beside,
+    start_noise_for_steps,
     start_noise_multiplier,
 )
 from fedpriv.accounting.views import default_delta, smallest_aggregate_scales
@@ -200,10 +200,10 @@ def num_lora_values(config: RunConfig, initial: Adapter) -> int:
     return max(1, sum(initial[name].numel() for name in trained if ".lora_" in name))
 
 
-def federation_of(config: RunConfig, sizes: Sequence[int]) -> Federation:
+def federation_of(config: RunConfig, sizes: Sequence[int]) -> WeightedClients:
     """The public numbers of a run's rounds, with the clients' weights."""
     weights = [client_weight(size, equal=config.weighs_records) for size in sizes]
-    return Federation(sizes=sizes, weights=weights, participation=_num_selected(config, sizes) / len(sizes))
+    return WeightedClients(sizes=sizes, weights=weights, participation=_num_selected(config, sizes) / len(sizes))
 
 
 def momentum_of(config: RunConfig) -> float:
@@ -251,7 +251,7 @@ def _with_start_beside(config: RunConfig) -> RunConfig:
     """The configuration with noise for the start of the head beside steps whose noise is given."""
     if not config.head_start or config.start_noise_multiplier is not None:
         return config
-    noise = start_noise_beside(config.noise_multiplier, max(1, _num_steps(config)))
+    noise = start_noise_for_steps(config.noise_multiplier, max(1, _num_steps(config)))
     return replace(config, start_noise_multiplier=noise)
 
 

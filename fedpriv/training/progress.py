@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import ParamSpec
 
-from fedpriv.journal import trace_without_message
+from fedpriv.files import trace_without_message
 
 Told = ParamSpec("Told")
 log = logging.getLogger(__name__)

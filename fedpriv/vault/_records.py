@@ -10,7 +10,7 @@ from torch import Tensor
 from fedpriv.audit.black_box import audited
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Encode, Records
-from fedpriv.journal import trace_without_message
+from fedpriv.files import trace_without_message
 from fedpriv.ledger.entries import DataSet
 from fedpriv.protocol import Broadcast
 from fedpriv.training import private_evaluation

@@ -24,7 +24,7 @@ from fedpriv.adapters.arithmetic import Adapter, difference
 from fedpriv.aggregation import cmfl as relevance
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.journal import trace_without_message
+from fedpriv.files import trace_without_message
 from fedpriv.ledger.entries import DataSet, Key
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.protocol import Broadcast, EvaluationRelease, UploadRelease

@@ -14,7 +14,7 @@ from pathlib import Path
 from fedpriv.adapters.locations import model_state
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
 from fedpriv.errors import LedgerError
-from fedpriv.journal import Journal
+from fedpriv.files import Journal
 from fedpriv.ledger import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.training.workbench import Workbench, workbench

@@ -15,9 +15,8 @@ from functools import cached_property
 from pathlib import Path
 
 from fedpriv.deployment import keys
-from fedpriv.deployment.files import replace as replace_file
-from fedpriv.deployment.files import sync_folder
 from fedpriv.errors import InputError, LedgerError
+from fedpriv.files import replace_file, sync_folder
 from fedpriv.ledger import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import Chain, Receipt, ReceiptLog, chain_of, from_text

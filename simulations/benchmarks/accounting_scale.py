@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.accountants import epsilon_of, epsilons
+from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.law import Accountant
-from fedpriv.accounting.many_clients import epsilons
 from fedpriv.accounting.views import default_delta
 
 BATCH, NOISE_MULTIPLIER, WORKERS = 64, 1.0, 2

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from fedpriv.accounting._gaussian import MAX_NOISE
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import _smallest, calibrate, calibrate_all, noise_multiplier_for, rounds_within
 from fedpriv.accounting.events import SubsampledGaussian, SubsampledLmo
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
-from fedpriv.accounting.subsampled_gaussian import MAX_NOISE
 
 DELTA = 1e-5
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from dp_accounting import rdp
 
-from fedpriv.accounting import many_gaussians
-from fedpriv.accounting.accountants import ORDERS, epsilon_of
+from fedpriv.accounting import _many_gaussians
+from fedpriv.accounting.accountants import epsilon_of, epsilons
+from fedpriv.accounting.composition.conversion import ORDERS
 from fedpriv.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian, SubsampledLmo
 from fedpriv.accounting.lmo import event as lmo_event
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
-from fedpriv.accounting.many_clients import epsilons
 
 # `epsilon_of` chooses a value discretization interval by epsilon. The rdp bounds already allow for rounding.
 PLD_ROUNDING = 1e-3
@@ -84,15 +84,15 @@ def test_the_conversion_to_epsilon_is_that_of_dp_accounting():
     curve = generator.uniform(0, 0.3) * orders
     deltas = np.exp(generator.uniform(-25, -0.1, 50))
     ones = np.ones(50)
-    clients = many_gaussians._Clients(z=ones, q=ones, count=ones, delta=deltas)
-    converted = many_gaussians._to_epsilon(np.tile(curve * (orders - 1), (50, 1)), orders, clients).min(axis=1)
+    clients = _many_gaussians._Histories(z=ones, q=ones, count=ones, delta=deltas)
+    converted = _many_gaussians._to_epsilon(np.tile(curve * (orders - 1), (50, 1)), orders, clients).min(axis=1)
     assert converted == pytest.approx([rdp.compute_epsilon(ORDERS, curve, delta)[0] for delta in deltas], rel=1e-9)
 
 
 @pytest.mark.slow
 def test_pld_bounds_contain_the_exact_epsilon(monkeypatch):
-    monkeypatch.setattr(many_gaussians, "_PLD_LOWER_NODES", (5, 3, 3))
-    monkeypatch.setattr(many_gaussians, "_PLD_UPPER_NODES", (9, 4, 5))
+    monkeypatch.setattr(_many_gaussians, "_PLD_LOWER_NODES", (5, 3, 3))
+    monkeypatch.setattr(_many_gaussians, "_PLD_UPPER_NODES", (9, 4, 5))
     events, deltas = draw(300, seed=5, z=(1.0,), q=(1e-3, 0.1), counts=(10, 60))
     bounds = check(events, deltas, "pld", range(10), PLD_ROUNDING)
     assert (bounds.lower <= bounds.upper).all()
@@ -106,9 +106,9 @@ def test_the_pld_bounds_are_nearly_exact_for_few_clients():
 
 def test_a_coarse_discretization_bounds_the_fine_one_from_above():
     for q in (0.002, 0.05, 0.4):
-        (interval,) = many_gaussians._coarse_interval(np.array([q]), np.array([1.0]))
+        (interval,) = _many_gaussians._coarse_interval(np.array([q]), np.array([1.0]))
         fine, coarse = (
-            many_gaussians._gaussian_loss(1.0, q, 30, h).get_epsilon_for_delta(1e-5) for h in (1e-4, interval)
+            _many_gaussians._gaussian_loss(1.0, q, 30, h).get_epsilon_for_delta(1e-5) for h in (1e-4, interval)
         )
         assert interval > 1e-4
         assert fine <= coarse <= fine * 1.005

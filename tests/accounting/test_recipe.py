@@ -16,11 +16,11 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.recipe import (
     START_SHARE,
-    Federation,
+    WeightedClients,
     arrived,
     client_weight,
     learning_rate,
-    start_noise_beside,
+    start_noise_for_steps,
     start_noise_multiplier,
 )
 from fedpriv.vault.settings import NodeLimits
@@ -48,7 +48,7 @@ def exact_gaussian(epsilon, delta):
 
 def federation(sizes=SIZES, *, equal=False, participation=1.0):
     weights = [client_weight(size, equal=equal) for size in sizes]
-    return Federation(sizes=sizes, weights=weights, participation=participation)
+    return WeightedClients(sizes=sizes, weights=weights, participation=participation)
 
 
 # --- the budget
@@ -84,12 +84,12 @@ def test_what_a_run_releases_besides_leaves_the_start_its_share_of_the_rest():
 
 @pytest.mark.parametrize("num_steps", [1, 39, 160])
 def test_a_start_beside_given_noise_spends_the_same_share(num_steps):
-    start, steps = 1 / start_noise_beside(3.0, num_steps) ** 2, num_steps / 3.0**2
+    start, steps = 1 / start_noise_for_steps(3.0, num_steps) ** 2, num_steps / 3.0**2
     assert start / (start + steps) == pytest.approx(0.15)
 
 
 def test_beside_steps_without_noise_the_start_has_none():
-    assert start_noise_beside(0.0, 40) == 0
+    assert start_noise_for_steps(0.0, 40) == 0
 
 
 # --- the learning rate
@@ -210,7 +210,7 @@ def test_more_noise_never_raises_the_rate_and_more_records_never_lower_it(sizes,
 @given(sizes=CLIENTS, factor=st.floats(1e-3, 1e3), participation=st.floats(0.1, 1))
 def test_only_the_proportions_of_the_weights_count(sizes, factor, participation):
     one = federation(sizes, participation=participation)
-    other = Federation(sizes=sizes, weights=[factor * w for w in one.weights], participation=participation)
+    other = WeightedClients(sizes=sizes, weights=[factor * w for w in one.weights], participation=participation)
     assert other.noise_per_record == pytest.approx(one.noise_per_record)
 
 

@@ -9,9 +9,8 @@ import dp_accounting
 import pytest
 from dp_accounting import rdp
 
-from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.accountants import epsilon_of, repeat_and_select
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
-from fedpriv.accounting.repeat_and_select import repeat_and_select
 from fedpriv.errors import InputError
 
 EVENT = SubsampledGaussian(noise_multiplier=4.0, sampling_probability=0.05, count=30)

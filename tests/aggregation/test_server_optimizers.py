@@ -11,8 +11,7 @@ import torch
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.aggregation.rules import RULES
 from fedpriv.aggregation.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_step
-from fedpriv.config import parse
-from fedpriv.config_checks import LINEAR_RULES
+from fedpriv.config import LINEAR_RULES, parse
 from fedpriv.errors import InputError
 
 ROUNDS = 6

@@ -14,19 +14,19 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpriv.accounting.accountants import ORDERS, epsilon_of
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import calibrate
+from fedpriv.accounting.composition.conversion import ORDERS
 from fedpriv.accounting.events import EVENTS, from_json, group, to_json
-from fedpriv.accounting.lmo import density, parameters
+from fedpriv.accounting.lmo import distribution, parameters
 from fedpriv.accounting.views import Release
-from fedpriv.config import parse
+from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
-from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench
@@ -57,7 +57,7 @@ class Example:
 EXAMPLES = {
     "gaussian": Example(cdf=stats.norm.cdf),
     "discrete-gaussian": Example(cdf=stats.norm.cdf),
-    "lmo": Example(cdf=lambda x: density.cdf(parameters.from_json(LMO), x), parameters=LMO),
+    "lmo": Example(cdf=lambda x: distribution.cdf(parameters.from_json(LMO), x), parameters=LMO),
     "laplace": Example(cdf=stats.laplace.cdf, noise_multiplier=1000.0),
 }
 

@@ -13,7 +13,7 @@ import pytest
 
 from clients.deploy.doctor import check_ledger
 from fedpriv.errors import LedgerError
-from fedpriv.ledger.head import EMPTY_CHAIN
+from fedpriv.ledger._head import EMPTY_CHAIN
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading, verify_with_head
 from tests.ledger.test_ledger import charge_for, edited

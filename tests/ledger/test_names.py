@@ -1,4 +1,4 @@
-"""Names of a ledger's holders: from the files beside it, by data set, and never trusted."""
+"""Names of a ledger's holders: from the files of its folder, by data set, and never trusted."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from fedpriv.ledger import names
+from fedpriv.ledger import reader
 from fedpriv.ledger.entries import DataSet
-from fedpriv.ledger.names import names_in
-from fedpriv.names import holder_label
+from fedpriv.ledger.reader import names_in
 from fedpriv.runs import files
+from fedpriv.texts import holder_label
 from fedpriv.vault import settings
 
 SETS = [DataSet(id=f"d{k}", client=str(k), num_records=9, delta=1e-5) for k in range(2)]
@@ -50,4 +50,4 @@ def test_a_holder_without_a_name_of_its_own_is_called_by_its_number(name):
 
 
 def test_the_files_are_those_that_runs_and_nodes_write():
-    assert (names.REGISTRATIONS, names.NODE) == (files.REGISTRATIONS, settings.FILE)
+    assert (reader.REGISTRATIONS, reader.NODE) == (files.REGISTRATIONS, settings.FILE)

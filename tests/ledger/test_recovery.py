@@ -18,8 +18,8 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.journal import Journal
-from fedpriv.ledger import head
+from fedpriv.files import Journal
+from fedpriv.ledger import _head
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading, verify_with_head
@@ -77,7 +77,7 @@ class Node:
 
     @property
     def files(self) -> list[Path]:
-        return [self.path, head.head_path(self.path), self.receipts, self.events]
+        return [self.path, _head.head_path(self.path), self.receipts, self.events]
 
     def backup(self) -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in self.files if path.exists()}
@@ -280,7 +280,7 @@ def test_a_recovered_ledger_says_so_and_older_readers_refuse_it(restored, tmp_pa
     assert "RECOVERED on" in text
     assert "2 releases that a restored copy" in " ".join(text.split())
     # An adoption later on does not let older readers in again.
-    head.head_path(restored.path).unlink()
+    _head.head_path(restored.path).unlink()
     with Ledger(restored.path, adopting="new disk"):
         pass
     assert version() == 3
@@ -355,7 +355,7 @@ def test_charges_of_a_data_set_that_the_ledger_lost_are_charged_to_the_one_that_
     if not detailed:
         node.receipts.unlink()
         ReceiptLog(node.receipts).add(last)
-    for path in (node.path, head.head_path(node.path)):
+    for path in (node.path, _head.head_path(node.path)):
         path.unlink()
     with Ledger(node.path):
         pass

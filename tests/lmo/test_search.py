@@ -11,8 +11,7 @@ from scipy import optimize
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.lmo.density import cdf, mean_absolute, variance
-from fedpriv.accounting.lmo.moments import columns
+from fedpriv.accounting.lmo.distribution import cdf, columns, mean_absolute, variance
 from fedpriv.accounting.lmo.parameters import from_dict
 from fedpriv.errors import InputError
 from fedpriv.lmo import search as lmo_search

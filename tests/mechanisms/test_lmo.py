@@ -11,8 +11,9 @@ import torch
 from scipy import integrate, stats
 
 from fedpriv.accounting.events import SubsampledLmo
-from fedpriv.accounting.lmo.density import (
+from fedpriv.accounting.lmo.distribution import (
     cdf,
+    columns,
     density,
     entropy,
     fisher_information,
@@ -20,7 +21,6 @@ from fedpriv.accounting.lmo.density import (
     quantile,
     variance,
 )
-from fedpriv.accounting.lmo.moments import columns
 from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart, to_dict
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.lmo import MECHANISM, inverse_scales, lmo_noise

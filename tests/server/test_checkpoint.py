@@ -14,11 +14,10 @@ from typer.testing import CliRunner
 
 from fedpriv.adapters.merged import Product
 from fedpriv.aggregation.global_model import GlobalModel
-from fedpriv.config import parse, read
+from fedpriv.config import BY_RECIPE, parse, read
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
-from fedpriv.recipes import BY_RECIPE
 from fedpriv.runs import files, presence
 from server import checkpoint
 from server.checkpoint import Checkpoint, read_last, write

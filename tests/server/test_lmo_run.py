@@ -12,12 +12,11 @@ import pytest
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledLmo
 from fedpriv.accounting.lmo.parameters import from_json
-from fedpriv.config import parse
+from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
 from fedpriv.ledger import statement
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
-from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.noise_plan import calibrated
 from fedpriv.training.workbench import workbench

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedpriv.config import parse
 from fedpriv.deployment.flower import run_in_foreground
-from fedpriv.names import holder_label
+from fedpriv.texts import holder_label
 from fedpriv.training.local_update import UpdateSpec
 
 COLOURED = "import sys; sys.stdout.write('\\x1b[93mWARNING \\x1b[0m: the node left\\n')"

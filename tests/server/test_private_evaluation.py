@@ -12,11 +12,10 @@ import pytest
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapter_variants import AdapterEvaluator
-from fedpriv.config import parse
+from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import data_sets, releases
 from fedpriv.ledger.reader import reading, verify_with_head
-from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.private_evaluation import count
 from fedpriv.training.workbench import workbench
 from server import checkpoint

@@ -53,7 +53,7 @@ def test_where_nothing_recurs_every_client_is_alone_and_no_claim_is_made(small_r
 def test_nobody_compares_what_nobody_asked_to_or_may_see(small_run, tmp_path):
     assert run(small_run, tmp_path / "run", rounds=1)[1] is None
     hidden = {"secure_aggregation": True, "min_clients": 3, "local_steps": 1, "privacy_view": "aggregate"}
-    with pytest.raises(InputError, match="integral_epsilon: compares single uploads"):
+    with pytest.raises(InputError, match="integral_epsilon: it compares single uploads"):
         parse({**small_run, **hidden, "integral_epsilon": 0.1})
 
 

@@ -9,7 +9,7 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
-from fedpriv.run_checks import objections_to_aggregate
+from fedpriv.plan.preflight import objections_to_aggregate
 from server.observer import LogObserver
 from simulations.engines import federation
 

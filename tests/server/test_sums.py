@@ -17,8 +17,8 @@ from fedpriv.ledger.entries import entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.mechanisms.discrete_gaussian import integers
+from fedpriv.plan.preflight import check_clients
 from fedpriv.protocol import Registration
-from fedpriv.run_checks import check_clients
 from fedpriv.secure_aggregation import TooFewError, make_identity
 from fedpriv.training.coordinates import Coordinates
 from fedpriv.training.local_update import UpdateSpec

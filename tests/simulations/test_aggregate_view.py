@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.config import parse
-from fedpriv.recipes import BY_RECIPE
+from fedpriv.config import BY_RECIPE, parse
 from fedpriv.runs import files
 from server.observer import LogObserver
 from simulations.engines import federation

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedpriv import preflight
 from fedpriv.config import parse, read
+from fedpriv.plan import preflight
 from server.observer import LogObserver
 from simulations.__main__ import app
 from simulations.engines import federation

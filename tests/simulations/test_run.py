@@ -24,9 +24,8 @@ import fedpriv.adapters
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.aggregation.global_model import GlobalModel
-from fedpriv.config import parse
+from fedpriv.config import BY_RECIPE, parse
 from fedpriv.data.records import tokenize
-from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench

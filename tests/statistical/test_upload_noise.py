@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpriv.accounting.lmo import density as lmo_density
+from fedpriv.accounting.lmo import distribution as lmo_density
 from fedpriv.accounting.lmo import parameters as lmo_parameters
 from fedpriv.adapters import LoraSettings, attach, load_base, read
 from fedpriv.config import RunConfig

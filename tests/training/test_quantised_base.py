@@ -15,7 +15,7 @@ from fedpriv.adapters.merged import Product
 from fedpriv.adapters.quantised import is_quantised, quantise
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
-from fedpriv.config_checks import RULES_ON_QUANTISED
+from fedpriv.config._checks import RULES_ON_QUANTISED
 from fedpriv.data.records import collate
 from fedpriv.errors import InputError
 from fedpriv.training.admission import records_are_independent

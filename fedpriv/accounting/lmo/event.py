@@ -11,7 +11,8 @@ from typing import Any, Self, get_args
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.accounting.law import (
+from fedpriv.accounting.composition.conversion import nodes_of, rdp_bounds, rounded
+from fedpriv.accounting.composition.law import (
     SMALLEST_DIVERGENCE,
     Accountant,
     Array,
@@ -24,11 +25,9 @@ from fedpriv.accounting.law import (
     short,
 )
 from fedpriv.accounting.lmo import parameters as lmo_parameters
-from fedpriv.accounting.lmo.moments import columns
+from fedpriv.accounting.lmo.distribution import columns
 from fedpriv.accounting.lmo.parameters import LmoAccounting, LmoParameters
-from fedpriv.accounting.lmo.renyi import sound
-from fedpriv.accounting.lmo.sampling import poisson_sampled, unsampled_curve
-from fedpriv.accounting.nodes import nodes_of, rounded
+from fedpriv.accounting.lmo.renyi import poisson_sampled, sound, unsampled_curve
 
 PUBLISHED_CAVEAT = "LMO noise was accounted as published, which bounds no gradient"
 
@@ -104,8 +103,6 @@ class SubsampledLmo(Event):
 
         Sampling with a larger probability never costs less.
         """
-        from fedpriv.accounting.many_clients import rdp_bounds  # it imports the accountants, which import this module
-
         probabilities = np.array([event.sampling_probability for event in events])
         # Without sampling the curve is computed more finely, so that probability 1 is a node for itself alone.
         sampled = probabilities[(probabilities > 0) & (probabilities < 1)]
@@ -134,7 +131,7 @@ class SubsampledLmo(Event):
 
     @property
     def caveat(self) -> str:
-        """What `published` accounting leaves unproven."""
+        """The claim that `published` accounting leaves unproven; empty for `sound`."""
         return PUBLISHED_CAVEAT if self.accounting == "published" else ""
 
     def to_fields(self) -> dict[str, Any]:

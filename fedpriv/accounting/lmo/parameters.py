@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from fedpriv.accounting.law import short
+from fedpriv.accounting.composition.law import short
 from fedpriv.errors import InputError
 
 # `mixture`: u is one of the parts, chosen with probability equal to its weight. `linear`: u is the weighted sum of the

@@ -136,7 +136,7 @@ def add_new(path: Path, name: str, variants: Sequence[str], *, metrics: bool = F
     """
     import tomli_w
 
-    from fedpriv.deployment.files import replace
+    from fedpriv.files import replace_file
 
     existing = read(path) if path.exists() else ()
     if name in {token.name for token in existing}:
@@ -150,7 +150,7 @@ def add_new(path: Path, name: str, variants: Sequence[str], *, metrics: bool = F
     if not entry.startswith("[[token]]"):
         entry = f"[[token]]\n{tomli_w.dumps({**asdict(token), 'variants': list(variants)})}"
     separator = "" if not before or before.endswith("\n") else "\n"
-    replace(path, f"{before}{separator}{entry}".encode(), mode=0o600)
+    replace_file(path, f"{before}{separator}{entry}".encode(), mode=0o600)
     return secret
 
 

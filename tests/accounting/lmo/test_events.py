@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from dp_accounting import rdp
 
-from fedpriv.accounting.accountants import ORDERS, delta_of, epsilon_of, stays_within
+from fedpriv.accounting.accountants import delta_of, epsilon_of, stays_within
+from fedpriv.accounting.composition.conversion import ORDERS
 from fedpriv.accounting.events import (
     EpsilonDelta,
     PureEpsilon,
@@ -21,10 +22,9 @@ from fedpriv.accounting.events import (
     to_json,
 )
 from fedpriv.accounting.lmo import parameters as lmo_parameters
-from fedpriv.accounting.lmo.moments import columns
+from fedpriv.accounting.lmo.distribution import columns
 from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart
-from fedpriv.accounting.lmo.renyi import published, sound
-from fedpriv.accounting.lmo.sampling import poisson_sampled
+from fedpriv.accounting.lmo.renyi import poisson_sampled, published, sound
 from fedpriv.accounting.views import Release
 from fedpriv.errors import InputError
 from fedpriv.ledger.accounts import Accounts

@@ -18,8 +18,8 @@ from fedpriv.accounting.views import Release
 from fedpriv.deployment import approvals, certificates
 from fedpriv.deployment.users import User
 from fedpriv.errors import InputError
+from fedpriv.ledger._head import head_path
 from fedpriv.ledger.entries import Key
-from fedpriv.ledger.head import head_path
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.receipts import ReceiptLog
 from fedpriv.vault._charging import NodePolicy, charge

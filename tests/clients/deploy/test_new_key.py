@@ -13,8 +13,8 @@ from clients.deploy.folder import Node
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
 from fedpriv.deployment import keys
+from fedpriv.ledger._head import head_path
 from fedpriv.ledger.entries import Key
-from fedpriv.ledger.head import head_path
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import ReceiptLog, chains_of
 from fedpriv.vault._charging import charge, registered_data_set

@@ -21,11 +21,25 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from fedpriv.accounting.accountants import FINEST_INTERVAL, INTEGER_ORDERS, ORDERS, PLD_LIMIT, total_loss
-from fedpriv.accounting.law import SMALLEST_DIVERGENCE, Accountant, Array
-from fedpriv.accounting.nodes import nodes_of, rounded
-from fedpriv.accounting.sampled_curve import MOST_TERMS, NEGLIGIBLE_LOG_RATIO, log_binomial, log_means
-from fedpriv.accounting.subsampled_gaussian import MAX_NOISE, MIN_NOISE, SubsampledGaussian
+from fedpriv.accounting._gaussian import (
+    MAX_NOISE,
+    MIN_NOISE,
+    MOST_TERMS,
+    NEGLIGIBLE_LOG_RATIO,
+    composed_loss,
+    log_binomial,
+    log_means,
+)
+from fedpriv.accounting.composition.conversion import (
+    FINEST_INTERVAL,
+    INTEGER_ORDERS,
+    ORDERS,
+    PLD_LIMIT,
+    nodes_of,
+    rounded,
+    total_of,
+)
+from fedpriv.accounting.composition.law import SMALLEST_DIVERGENCE, Accountant, Array, Event
 
 _FRACTIONAL_ORDERS = np.array([order for order in ORDERS if not float(order).is_integer()])
 
@@ -48,7 +62,7 @@ _TAIL, _MAX_TERMS = 1e-6, 48
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Clients:
+class _Histories:
     """One history per client, as columns, all [clients]."""
 
     z: Array
@@ -56,12 +70,12 @@ class _Clients:
     count: Array
     delta: Array
 
-    def at(self, rows: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> _Clients:
-        return _Clients(z=self.z[rows], q=self.q[rows], count=self.count[rows], delta=self.delta[rows])
+    def at(self, rows: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> _Histories:
+        return _Histories(z=self.z[rows], q=self.q[rows], count=self.count[rows], delta=self.delta[rows])
 
 
 def epsilon_bounds(
-    events: Sequence[SubsampledGaussian], deltas: Sequence[float], accountant: Accountant = "pld", *, workers: int = 1
+    events: Sequence[Event], deltas: Sequence[float], accountant: Accountant = "pld", *, workers: int = 1
 ) -> tuple[Array, Array]:
     """Lower and upper bounds on the epsilon of [events[k]] at deltas[k] for every client k, add-or-remove adjacency.
 
@@ -69,13 +83,13 @@ def epsilon_bounds(
     dp-accounting's accountant, nor, to within 0.1 %, below that of `epsilon_of`.
 
     Args:
-        events: [clients], the whole history of each.
+        events: [clients], Gaussian noise on a Poisson sample, the whole history of each.
         deltas: [clients], in (0, 1); below 1e-14 the pld upper bound is infinite.
         accountant: `pld` or `rdp`.
         workers: processes for `pld`, >= 1. More than one requires that the caller's main module can be imported.
     """
-    clients = _Clients(
-        z=np.array([min(event.noise_multiplier, MAX_NOISE) for event in events], dtype=float),
+    clients = _Histories(
+        z=np.array([min(event.effective_noise_multiplier, MAX_NOISE) for event in events], dtype=float),
         q=np.array([event.sampling_probability for event in events], dtype=float),
         count=np.array([event.count for event in events], dtype=float),
         delta=np.array(deltas, dtype=float),
@@ -93,7 +107,7 @@ def epsilon_bounds(
     return lower, upper
 
 
-def _groups(clients: _Clients) -> Iterator[npt.NDArray[np.intp]]:
+def _groups(clients: _Histories) -> Iterator[npt.NDArray[np.intp]]:
     """Row indices of the clients that share a noise multiplier; those without sampling form groups of their own."""
     keys = np.stack([clients.z, clients.q == 1], axis=1)
     _, group = np.unique(keys, axis=0, return_inverse=True)
@@ -104,7 +118,7 @@ def _groups(clients: _Clients) -> Iterator[npt.NDArray[np.intp]]:
 # --- rdp ---
 
 
-def _rdp(clients: _Clients) -> tuple[Array, Array]:
+def _rdp(clients: _Histories) -> tuple[Array, Array]:
     """Lower and upper epsilon by rdp.
 
     With A_a = exp((a - 1) * divergence at order a), F(a) = (a - 1) * epsilon(a) = count * log A_a
@@ -133,13 +147,13 @@ def _rdp(clients: _Clients) -> tuple[Array, Array]:
     return np.where(trivial, 0.0, lower), upper
 
 
-def _integer_order_epsilons(clients: _Clients) -> tuple[Array, Array]:
+def _integer_order_epsilons(clients: _Histories) -> tuple[Array, Array]:
     """[clients, integer orders] bounds on the epsilon at each order."""
     low, high = _integer_order_logs(clients)
     return _to_epsilon(low, INTEGER_ORDERS, clients), _to_epsilon(high, INTEGER_ORDERS, clients)
 
 
-def _to_epsilon(log_moments: Array, orders: Array, clients: _Clients) -> Array:
+def _to_epsilon(log_moments: Array, orders: Array, clients: _Histories) -> Array:
     """[clients, orders] epsilons as in dp_accounting.rdp.compute_epsilon (arXiv:2004.00010, Proposition 12)."""
     floor = np.minimum(orders / (2 * clients.z[:, None] ** 2), SMALLEST_DIVERGENCE)
     total = clients.count[:, None] * np.maximum(log_moments / (orders - 1), floor)
@@ -148,7 +162,7 @@ def _to_epsilon(log_moments: Array, orders: Array, clients: _Clients) -> Array:
     return np.where(delta**2 + np.expm1(-total) > 0, 0.0, np.maximum(epsilon, 0.0))
 
 
-def _integer_order_logs(clients: _Clients) -> tuple[Array, Array]:
+def _integer_order_logs(clients: _Histories) -> tuple[Array, Array]:
     """[clients, integer orders] bounds on log A_a(q), where A_a(q) = E[(1 + q (L - 1))^a], L = N(1, z^2) / N(0, z^2).
 
     A_a is an expectation of convex functions of q: between two nodes it lies below their chord, and above the
@@ -194,7 +208,7 @@ def _interpolate(q: Array, nodes: Array, logs: Array) -> tuple[Array, Array]:
     return low, high
 
 
-def _fractional_order_logs(order: float, clients: _Clients) -> tuple[Array, Array]:
+def _fractional_order_logs(order: float, clients: _Histories) -> tuple[Array, Array]:
     """[clients, 1] bounds on log A_a(q) as dp-accounting computes it at a fractional order: a sum of positive terms.
 
     It adds the absolute values of an alternating series (arXiv:1908.10530, Section 3.3), so its result is never below
@@ -218,7 +232,7 @@ def _fractional_order_logs(order: float, clients: _Clients) -> tuple[Array, Arra
     return low[:, None], high[:, None]
 
 
-def _log_term(order: float, i: int, clients: _Clients) -> tuple[Array, Array]:
+def _log_term(order: float, i: int, clients: _Histories) -> tuple[Array, Array]:
     """[clients] logs of E[min^i max^(order - i)], see the caller, over q L < 1 - q and over q L > 1 - q."""
     # the caller overwrites the result for q = 1
     return log_means(order, i, np.where(clients.q == 1, 0.5, clients.q), clients.z)
@@ -236,7 +250,7 @@ _Node = tuple[float, float, float]  # z, q, value discretization interval
 _Query = tuple[int, float]  # count, delta
 
 
-def _replace_by_pld(clients: _Clients, rows: npt.NDArray[np.intp], lower: Array, upper: Array, workers: int) -> None:
+def _replace_by_pld(clients: _Histories, rows: npt.NDArray[np.intp], lower: Array, upper: Array, workers: int) -> None:
     """Replace rdp bounds in place: the lower rounds q and count down and delta up to nodes, the upper does the reverse.
 
     Connect-the-dots evaluates the hockey-stick divergence as a function of exp(epsilon) at multiples of an interval and
@@ -252,7 +266,7 @@ def _replace_by_pld(clients: _Clients, rows: npt.NDArray[np.intp], lower: Array,
     upper[rows] = np.where(certain, high, np.maximum(high, upper[rows]))
 
 
-def _rounded(clients: _Clients, *, up: bool) -> list[tuple[_Node, _Query]]:
+def _rounded(clients: _Histories, *, up: bool) -> list[tuple[_Node, _Query]]:
     """For each client the node and the query whose epsilon is its upper (or lower) bound."""
     q, count, delta, interval = np.empty((4, len(clients.q)))
     groups = list(_groups(clients))
@@ -304,9 +318,9 @@ def _node_epsilons(task: tuple[_Node, list[_Query]]) -> list[float]:
 
 
 def _gaussian_loss(z: float, q: float, count: int, interval: float) -> Any:
-    """The composed privacy loss distribution; for the finest interval exactly as `accountants` builds it."""
+    """The composed privacy loss distribution; for the finest interval exactly as `total_loss` builds it."""
     if interval == FINEST_INTERVAL:
-        return total_loss((SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count),), interval)
+        return total_of([composed_loss(q, z, count, interval)], interval)
     if q == 1:
         return _single_gaussian_loss(z / math.sqrt(count), 1.0, interval)
     return _single_gaussian_loss(z, q, interval).self_compose(count)

@@ -1,59 +1,103 @@
-"""The configuration of a run: one flat, frozen list of keys, the same in TOML, after `-c` and with `flwr run`."""
+"""The keys of a run's configuration: their types, their defaults, and what follows from their values."""
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-import tomli_w
-from pydantic import ConfigDict, Field, ValidationError, model_validator
-from pydantic.dataclasses import dataclass
-from pydantic_core import ArgsKwargs
+from pydantic import BeforeValidator, Field, NonNegativeInt
 
-from fedpriv.config_checks import check
-from fedpriv.config_types import EMBEDDED as EMBEDDED
-from fedpriv.config_types import ON_NODES as ON_NODES
-from fedpriv.config_types import (
-    Aggregation,
-    BaseFormat,
-    Budgets,
-    Clipping,
-    Count,
-    Layers,
-    Maybe,
-    Names,
-    NonNegative,
-    Positive,
-    Probability,
-    Sizes,
-    Track,
-    Train,
-    split,
-)
-from fedpriv.config_values import LOCATION_KEYS as LOCATION_KEYS
-from fedpriv.config_values import OUTSIDE_KEYS as OUTSIDE_KEYS
-from fedpriv.config_values import is_resolved, two_noises
-from fedpriv.config_values import parse_overrides as parse_overrides
-from fedpriv.config_values import read as read
-from fedpriv.config_values import with_overrides as with_overrides
-from fedpriv.errors import InputError
-from fedpriv.mechanisms.registry import MECHANISMS, with_current_keys
-from fedpriv.recipes import Recipe, with_recipe
+from fedpriv.accounting.sensitivity import clipping_rule
+from fedpriv.config._recipes import Recipe
+from fedpriv.mechanisms.registry import MECHANISMS
 
-Scalar = str | int | float | bool
+EMBEDDED = "embedded"
+"""The value of `data` that stands for the synthetic corpus inside the package."""
+
+ON_NODES = "on-nodes"
+"""The value of `data` with which every node trains on the data that its own configuration names.
+
+The server then knows only what the node registers.
+"""
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class RunConfig:
-    """Everything that a run depends on, except its data. docs/configuration.md explains each key.
+def split(value: object) -> object:
+    """The items of a list written as `a,b`, or as JSON if one holds a comma: Flower's configuration has no lists."""
+    if isinstance(value, str):
+        if value.startswith("["):
+            try:
+                return tuple(json.loads(value))
+            except (ValueError, RecursionError):
+                raise ValueError(f"{value}: starts like a JSON list but is not one") from None
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
 
-    Raises:
-        pydantic.ValidationError: a value has the wrong type or is out of range; `parse` turns it into one line.
-    """
+
+def _one_for_all(value: object) -> object:
+    """The number in a tuple: a single one holds for all clients."""
+    return (value,) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+def _none_if_empty(value: object) -> object:
+    """None for the empty string, which stands for it in TOML, where there is no null."""
+    return None if value == "" else value
+
+
+def _text_of_number(value: object) -> object:
+    """The text of a number: in TOML, the index of a single layer is one."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _rule_by_any_name(value: object) -> object:
+    """The clipping rule, by its own name or by that of other libraries."""
+    return clipping_rule(value) if isinstance(value, str) else value
+
+
+Aggregation = Literal[
+    "dp-lora", "fedavg", "t-fedavg", "cmfl", "ffa-lora", "rolora", "fedsvd", "fed-sb", "fedex-lora", "flora"
+]
+"""The aggregation rules of fedpriv/aggregation/rules.py."""
+
+BaseFormat = Literal["auto", "float32", "bfloat16", "nf4"]
+"""Formats of the frozen weights."""
+
+Train = Literal["all", "head", "auto"]
+"""Which of the adapter and the head a run trains."""
+
+Track = Literal["none", "mlflow", "tensorboard", "wandb"]
+"""Trackers that show a run's figures while it goes on."""
+
+# How a JSON Schema describes values that take several forms: a list as one text, and the index of a single layer.
+_List = Annotated[str, Field(pattern=r"^[\s\d.,eE+\[\]-]*$")]
+_LAYERS = r"^(all|last-[1-9]\d*|\d+(,\d+)*)$"
+_LayersInput = Annotated[str, Field(pattern=_LAYERS)] | NonNegativeInt
+Layers = Annotated[str, BeforeValidator(_text_of_number, json_schema_input_type=_LayersInput), Field(pattern=_LAYERS)]
+Names = Annotated[tuple[str, ...], BeforeValidator(split, json_schema_input_type=tuple[str, ...] | str)]
+_Size = Annotated[int, Field(ge=1)]
+Sizes = Annotated[tuple[_Size, ...], BeforeValidator(split, json_schema_input_type=tuple[_Size, ...] | _List)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Budgets = Annotated[
+    tuple[Positive, ...],
+    BeforeValidator(split),
+    BeforeValidator(_one_for_all, json_schema_input_type=tuple[Positive, ...] | Positive | _List),
+]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Clipping = Annotated[
+    Literal["joint", "split", "per-tensor", "batch"],
+    BeforeValidator(
+        _rule_by_any_name,
+        json_schema_input_type=Literal["joint", "split", "per-tensor", "batch", "flat", "per-layer"],
+    ),
+]
+Maybe = BeforeValidator(_none_if_empty)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigValues:
+    """A value for every key, and what follows from them. Nothing is checked here: `RunConfig` does that."""
 
     # the keys that belong together and are not given
     recipe: Recipe = "fedpriv"
@@ -178,16 +222,6 @@ class RunConfig:
     out: str = ""
     resume: str = ""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _with_recipe(cls, given: ArgsKwargs) -> dict[str, Any]:
-        return with_recipe(given.kwargs or {})
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RunConfig:
-        check(self)
-        return self
-
     @property
     def mechanism_parameters_are_a_file(self) -> bool:
         """Whether the mechanism's parameters are still to be read from a file."""
@@ -253,14 +287,14 @@ class RunConfig:
 
     @property
     def computes_baselines(self) -> bool:
-        """Whether plain classifiers stand beside the run's accuracy; by default, wherever public data are tested on."""
+        """Whether plain classifiers are compared with the run; by default, wherever public data are tested on."""
         if self.baselines is not None:
             return self.baselines
         return self.task == "SEQ_CLS" and self.has_test_set and self.data_are_public
 
     @property
     def partition_rule(self) -> str:
-        """How records are split among clients; `auto` means `natural` if a client column is set, else `iid`."""
+        """The rule that splits records among clients; `auto` means `natural` if a client column is set, else `iid`."""
         if self.partition != "auto":
             return self.partition
         return "natural" if self.client_column else "iid"
@@ -269,119 +303,3 @@ class RunConfig:
     def noise_source(self) -> str:
         """`seeded` in a run marked `simulate`, otherwise `secure`."""
         return "seeded" if self.simulate else "secure"
-
-    @property
-    def without_noise(self) -> RunConfig:
-        """The configuration of the comparison run: z = 0, clipping kept, since clipping is part of the optimiser."""
-        return replace(
-            self,
-            noise_multiplier=0.0,
-            start_noise_multiplier=0.0 if self.head_start else None,
-            lora_noise_multiplier=None if self.lora_rounds is None else 0.0,
-            mechanism="gaussian",
-            mechanism_parameters="",
-            target_epsilon=None,
-            budget_epsilon=(),
-            privacy_view="local",
-            secure_aggregation=False,
-            secure_masks=None,
-            client_weights="records" if self.weighs_records else self.client_weights,
-            comparison=False,
-            baselines=False,
-            variant_rounds=(),
-            dedup="",
-            integral_epsilon=None,
-            track="none",
-            ledger="",
-            out="",
-            resume="",
-        )
-
-    @property
-    def digest(self) -> str:
-        """SHA-256, in hex, of all keys except `OUTSIDE_KEYS`."""
-        values = {key: value for key, value in asdict(self).items() if key not in OUTSIDE_KEYS}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-KEYS = tuple(field.name for field in fields(RunConfig))
-
-
-def parse(values: Mapping[str, Any]) -> RunConfig:
-    """The configuration that the values describe.
-
-    Raises:
-        InputError: one line that names the key, the value and what would be right.
-    """
-    config, problems = checked(values)
-    if config is None:
-        raise InputError(problems[0])
-    return config
-
-
-def checked(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
-    """The configuration that the values describe, or None; and what is wrong with them, one line for each problem.
-
-    Keys that do not fit together are found only once every single one is right.
-
-    Raises:
-        InputError: a key of an earlier version has no current form.
-    """
-    values = with_current_keys(values)
-    problems = [_unknown(key) for key in values if key not in KEYS]
-    if not is_resolved(values):
-        problems += two_noises(values)
-    known = {key: value for key, value in values.items() if key in KEYS}
-    try:
-        config = RunConfig(**known)
-    except ValidationError as error:
-        return None, problems + _lines(error, known)
-    return (None if problems else config), problems
-
-
-def _unknown(key: str) -> str:
-    close = difflib.get_close_matches(key, KEYS, n=1)
-    hint = f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(KEYS)}"
-    return f"{key}: unknown configuration key{hint}"
-
-
-def _lines(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
-    """One line for each key, or set of keys, that is wrong."""
-    lines: dict[str, str] = {}
-    for each in error.errors():
-        message = each["msg"].removeprefix("Value error, ")
-        if not each["loc"]:  # of all keys together: our own checks name them and their values
-            cause = each.get("ctx", {}).get("error")
-            return list(getattr(cause, "lines", None) or [" ".join(message.split())])
-        key = str(each["loc"][0])
-        value = values.get(key, each["input"])  # a recipe may derive it from a key that is wrong too
-        lines.setdefault(key, f"{key} = {value!r}: {message[:1].lower()}{message[1:]}")
-    return list(lines.values())
-
-
-def to_toml(config: RunConfig) -> str:
-    """The resolved configuration as TOML; `parse` of it gives the same configuration."""
-    return tomli_w.dumps({key: list(v) if isinstance(v, tuple) else v for key, v in _without_null(config)})
-
-
-def to_flower(config: RunConfig) -> dict[str, Scalar]:
-    """The configuration as Flower's run configuration, which holds scalars only."""
-    return {key: _joined(v) if isinstance(v, tuple) else v for key, v in _without_null(config)}
-
-
-def _joined(values: tuple[Any, ...]) -> str:
-    """`a,b`, or a JSON list if `a,b` would be read as something else."""
-    text = ",".join(map(str, values))
-    return text if split(text) == tuple(map(str, values)) else json.dumps(list(values))
-
-
-def _without_null(config: RunConfig) -> list[tuple[str, Any]]:
-    """Keys and values, with the empty string for None."""
-    return [(key, "" if value is None else value) for key, value in asdict(config).items()]
-
-
-def schema(*, sweep: bool = False) -> dict[str, Any]:
-    """JSON Schema of a configuration file; see `fedpriv.config_schema.schema`, which describes every key."""
-    from fedpriv import config_schema  # deferred: it needs this module
-
-    return config_schema.schema(sweep=sweep)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.config import ON_NODES, parse, to_flower, to_toml, with_overrides
+from fedpriv.config import BY_RECIPE, ON_NODES, parse, to_flower, to_toml, with_overrides
 from fedpriv.errors import InputError
-from fedpriv.recipes import BY_RECIPE
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +187,7 @@ def test_the_server_tests_on_records_of_its_own_or_on_some_that_are_nobody_s(set
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (PRIVATE | {"dedup": "drd"}, "dedup = drd: validates on the server's test set; give test_data"),
+        (PRIVATE | {"dedup": "drd"}, "dedup = drd: validated on the server's test set; give test_data"),
         ({"evaluation_noise_multiplier": 2, "comparison": True}, "comparison = true: .* give test_data"),
         (PRIVATE | {"simulate": True, "evaluation_noise_multiplier": 2, "comparison": True}, "give test_data"),
         ({"test_data": "test.csv", "evaluation_noise_multiplier": 2}, "with test_data .* leave one of the two out"),

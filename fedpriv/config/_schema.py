@@ -1,4 +1,4 @@
-"""The configuration as a JSON Schema and as tables, from its own types and `config_keys.toml`."""
+"""The configuration as a JSON Schema and as tables, from its own types and `keys.toml`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from fedpriv.config import RunConfig
+from fedpriv.config._run_config import RunConfig
 from fedpriv.mechanisms.registry import MECHANISMS
 
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 @cache
 def groups() -> Mapping[str, Mapping[str, str]]:
     """{group: {key: its meaning, in Markdown with links relative to docs/}}, in the order of `RunConfig`."""
-    text = (files("fedpriv") / "config_keys.toml").read_text(encoding="utf-8")
+    text = (files("fedpriv.config") / "keys.toml").read_text(encoding="utf-8")
     found: dict[str, dict[str, str]] = tomllib.loads(text)
     return found
 
@@ -41,7 +41,7 @@ def schema(*, sweep: bool = False) -> dict[str, Any]:
     if sweep:
         properties |= _of_sweep(properties)
     return {
-        "$schema": DIALECT,
+        "$schema": _DIALECT,
         "title": f"Configuration of a {'sweep' if sweep else 'run'} of fedpriv",
         "type": "object",
         "properties": properties,
@@ -49,7 +49,7 @@ def schema(*, sweep: bool = False) -> dict[str, Any]:
     }
 
 
-def markdown() -> Iterator[tuple[str, str]]:
+def schema_tables() -> Iterator[tuple[str, str]]:
     """(group, its table of keys, what they take, defaults and meanings), for documentation."""
     properties = _properties()
     for group, keys in groups().items():
@@ -83,7 +83,7 @@ def _without_null(value: Any) -> Any:
 
 
 def _of_sweep(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """What is otherwise in a sweep's file."""
+    """The properties that differ in a sweep's file."""
     about = ("title", "description", "markdownDescription", "x-group", "default")
     batch_size = properties["batch_size"]
     number = {key: value for key, value in batch_size.items() if key not in about}
@@ -114,7 +114,7 @@ def _plain(text: str) -> str:
 
 
 def _kind(about: Mapping[str, Any], plural: str = "") -> str:
-    """What a key's schema accepts, in words: `number > 0`.
+    """The values that a key's schema accepts, in words: `number > 0`.
 
     Left out are the empty string for a key that is not set, `a,b` for a list, and patterns, which the key's meaning
     tells better.

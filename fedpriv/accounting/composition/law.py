@@ -104,7 +104,7 @@ class Event(ABC):
 
     @property
     def total_delta(self) -> float:
-        """What to subtract from delta for all `count` releases before anything is converted."""
+        """The part of delta to subtract for all `count` releases before anything is converted."""
         return 0.0
 
     @property
@@ -129,7 +129,7 @@ class Event(ABC):
     def epsilon_bounds_of_many(
         cls, events: Sequence[Self], deltas: Sequence[float], accountant: Accountant, workers: int
     ) -> tuple[Array, Array] | None:
-        """Lower and upper bounds, [events] each, as in `many_clients`; None to fall back on `rdp_of_many`."""
+        """Lower and upper bounds, [events] each, as in `accountants.epsilons`; None to fall back on `rdp_of_many`."""
         return None
 
     def to_fields(self) -> dict[str, Any]:

@@ -1,34 +1,31 @@
-"""Which keys of a run's configuration do not fit together."""
+"""Refuse keys of a run's configuration that do not fit together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from fedpriv.config_types import ON_NODES
+from fedpriv.config._keys import ON_NODES, ConfigValues
 from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
-if TYPE_CHECKING:
-    from fedpriv.config import RunConfig
-
-# The aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step.
 LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora", "rolora", "fedsvd", "fed-sb")
-# Those with rounds that train some of the tensors.
+"""Aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step."""
+
+# The rules with rounds that train some of the tensors.
 PARTIAL_RULES = ("rolora", "fedsvd")
-# Those that neither train, decompose nor add to the frozen weights, which may then be in 4 bits.
+# The rules that neither train, decompose nor add to the frozen weights, which may then be in 4 bits.
 RULES_ON_QUANTISED = ("dp-lora", "ffa-lora", "rolora", "fedsvd")
 # Characters of a text that the run puts into every record. A record's own label chooses its answer, so without a bound
 # answers of very different lengths would let the memory that a holder needs, and whether it replies, tell its labels.
-MOST_CHARACTERS = {"system_prompt": 20_000, "prompt_template": 20_000, "answers": 1_000}
-# Those whose uploads hold one factor of the map alone; the others are frozen in every model.
-ONE_FACTOR_RULES = ("ffa-lora", "fed-sb")
+_MOST_CHARACTERS = {"system_prompt": 20_000, "prompt_template": 20_000, "answers": 1_000}
+# The rules whose uploads hold one factor of the map alone; the others are frozen in every model.
+_ONE_FACTOR_RULES = ("ffa-lora", "fed-sb")
 
 
-class MisfitError(ValueError):
+class _MisfitError(ValueError):
     """Keys do not fit together; its text is the first of `lines`.
 
     Attributes:
-        lines: what is wrong, one line for each set of keys.
+        lines: the problems, one line for each set of keys.
     """
 
     def __init__(self, lines: Sequence[str]) -> None:
@@ -36,11 +33,11 @@ class MisfitError(ValueError):
         self.lines = tuple(lines)
 
 
-def check(config: RunConfig) -> None:
+def check_fit(config: ConfigValues) -> None:
     """Refuse keys that do not fit together.
 
     Raises:
-        MisfitError: names the keys, the values and what would be right.
+        _MisfitError: names the keys, the values and what would be right.
     """
     lines = []
     for rule in _RULES:
@@ -49,29 +46,29 @@ def check(config: RunConfig) -> None:
         except ValueError as error:
             lines.append(str(error))
     if lines:
-        raise MisfitError(list(dict.fromkeys(lines)))
+        raise _MisfitError(list(dict.fromkeys(lines)))
 
 
-def _check_data(config: RunConfig) -> None:
+def _check_data(config: ConfigValues) -> None:
     if config.data == ON_NODES and config.task == "SEQ_CLS" and len(config.labels) < 2:
         raise ValueError("data = on-nodes: needs labels, the classes that all holders agreed on")
     if config.max_records and config.data == ON_NODES:
         raise ValueError(
-            f"max_records = {config.max_records}: with data = on-nodes every node has all of its own; use 0"
+            f"max_records = {config.max_records}: with data = on-nodes every node uses all of its own records; use 0"
         )
 
 
-def _check_partition(config: RunConfig) -> None:
+def _check_partition(config: ConfigValues) -> None:
     if config.partition == "natural" and not config.client_column:
         raise ValueError("partition = natural: needs client_column, the column that says who holds a record")
     if config.partition == "sizes" and not config.client_sizes:
         raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
 
 
-def _check_variants(config: RunConfig) -> None:
-    if config.integral_epsilon is not None and config.aggregation in ONE_FACTOR_RULES:
+def _check_variants(config: ConfigValues) -> None:
+    if config.integral_epsilon is not None and config.aggregation in _ONE_FACTOR_RULES:
         raise ValueError(
-            f"integral_epsilon: compares the products of uploaded factors; aggregation = {config.aggregation} uploads "
+            f"integral_epsilon: it compares products of uploaded factors; aggregation = {config.aggregation} uploads "
             "one factor alone; use dp-lora"
         )
     if config.dedup and config.aggregation == "fed-sb":
@@ -83,12 +80,12 @@ def _check_variants(config: RunConfig) -> None:
         raise ValueError(f"variant_rounds = {list(config.variant_rounds)}: the run has {config.rounds} rounds")
 
 
-def _check_weight_decay(config: RunConfig) -> None:
+def _check_weight_decay(config: ConfigValues) -> None:
     if config.weight_decay > 0 and config.optimizer == "sgd":
         raise ValueError(f"weight_decay = {config.weight_decay}: only adamw applies it; use 0 with sgd")
 
 
-def _check_aggregation(config: RunConfig) -> None:
+def _check_aggregation(config: ConfigValues) -> None:
     if config.client_ranks and config.aggregation != "flora":
         raise ValueError(
             f"client_ranks = {list(config.client_ranks)}: aggregation = {config.aggregation} averages tensors of one "
@@ -105,13 +102,13 @@ def _check_aggregation(config: RunConfig) -> None:
         )
 
 
-def _check_upload_noise(config: RunConfig) -> None:
+def _check_upload_noise(config: ConfigValues) -> None:
     if config.noise_on == "upload" and config.clipping != "joint":
         raise ValueError(f"clipping = {config.clipping}: with noise_on = upload the whole update is clipped; use joint")
 
 
-def _check_instructions(config: RunConfig) -> None:
-    """What prompts, responses and answers need of each other."""
+def _check_instructions(config: ConfigValues) -> None:
+    """Refuse prompts, responses and answers that do not fit each other."""
     if config.text_pair_column and config.task == "CAUSAL_LM":
         raise ValueError(
             f"text_pair_column = {config.text_pair_column}: task = CAUSAL_LM would join the two texts; give "
@@ -134,7 +131,7 @@ def _check_instructions(config: RunConfig) -> None:
         raise ValueError(f"prompt_column = {config.prompt_column}: needs response_column, with what is to be learned")
     if config.prompt_template and config.prompt_template.count("{}") != 1:
         raise ValueError(f"prompt_template = {config.prompt_template!r}: must have {{}} once, where the prompt goes")
-    for key, most in MOST_CHARACTERS.items():
+    for key, most in _MOST_CHARACTERS.items():
         value = getattr(config, key)
         longest = max(map(len, (value,) if isinstance(value, str) else value), default=0)
         if longest > most:
@@ -154,8 +151,8 @@ def _check_answers(answers: tuple[str, ...], labels: tuple[str, ...]) -> None:
         raise ValueError(f"answers = {','.join(answers)}: must be two or more texts, each once")
 
 
-def _check_secure_aggregation(config: RunConfig) -> None:
-    """What the sum of integers that nobody sees singly allows."""
+def _check_secure_aggregation(config: ConfigValues) -> None:
+    """Refuse keys that do not fit a sum of integers of which nobody sees a single one."""
     if not config.secure_aggregation:
         return
     from fedpriv.accounting.views import num_readers  # deferred: few runs need it
@@ -166,7 +163,7 @@ def _check_secure_aggregation(config: RunConfig) -> None:
             raise ValueError(f"{key} = {value}: secure_aggregation = true needs {needed or 'none'}")
     if config.aggregation not in LINEAR_RULES:
         raise ValueError(
-            f"aggregation = {config.aggregation}: is no weighted sum of the uploads; secure_aggregation = true needs "
+            f"aggregation = {config.aggregation}: not a weighted sum of the uploads; secure_aggregation = true needs "
             f"one of {', '.join(LINEAR_RULES)}"
         )
     if config.noise_on == "gradients" and (config.local_steps, config.optimizer) != (1, "sgd"):
@@ -182,12 +179,14 @@ def _check_secure_aggregation(config: RunConfig) -> None:
             f"needs at least {least} uploads, so that noise of another client hides each from those who know their own"
         )
     if config.integral_epsilon is not None:
-        raise ValueError("integral_epsilon: compares single uploads; with secure_aggregation = true, nobody sees those")
+        raise ValueError(
+            "integral_epsilon: it compares single uploads; with secure_aggregation = true, nobody sees those"
+        )
     if config.audit:
-        raise ValueError("audit: tests the local epsilon of one client; with secure_aggregation = true use false there")
+        raise ValueError("audit: it tests the local epsilon of one client; audit a run with secure_aggregation = false")
 
 
-def _check_audit(config: RunConfig) -> None:
+def _check_audit(config: ConfigValues) -> None:
     if not config.audit:
         return
     if config.data == ON_NODES:
@@ -200,7 +199,7 @@ def _check_audit(config: RunConfig) -> None:
         raise ValueError("audit: canaries are records; noise_on = upload protects whole clients")
 
 
-def _check_private_evaluation(config: RunConfig) -> None:
+def _check_private_evaluation(config: ConfigValues) -> None:
     if config.evaluation_noise_multiplier is None:
         return
     key = f"evaluation_noise_multiplier = {config.evaluation_noise_multiplier}"
@@ -212,30 +211,30 @@ def _check_private_evaluation(config: RunConfig) -> None:
         raise ValueError(f"{key}: an audit puts canaries among all of a client's records; leave one of the two out")
 
 
-def _check_without_test_set(config: RunConfig) -> None:
+def _check_without_test_set(config: ConfigValues) -> None:
     if config.has_test_set:
         return
     if config.dedup:
-        raise ValueError(f"dedup = {config.dedup}: validates on the server's test set; give test_data")
+        raise ValueError(f"dedup = {config.dedup}: validated on the server's test set; give test_data")
     if config.comparison and (config.data_are_public or config.simulate):  # elsewhere no run without noise is allowed
-        raise ValueError("comparison = true: compares accuracies on the server's test set; give test_data")
+        raise ValueError("comparison = true: accuracies are compared on the server's test set; give test_data")
 
 
-def _check_baselines(config: RunConfig) -> None:
+def _check_baselines(config: ConfigValues) -> None:
     if not config.baselines:
         return
     if config.task != "SEQ_CLS":
-        raise ValueError(f"baselines = true: are classifiers, which task = {config.task} has none of; leave it out")
+        raise ValueError(f"baselines = true: these are classifiers, and task = {config.task} trains none; leave it out")
     if not config.has_test_set:
-        raise ValueError("baselines = true: are tested on the server's test set; give test_data")
+        raise ValueError("baselines = true: baselines are tested on the server's test set; give test_data")
     if config.data != ON_NODES and not config.data_are_public:
         raise ValueError(
-            "baselines = true: would train on the clients' private records without noise; leave it out, or set "
-            "public_data = true if nobody's privacy depends on them"
+            "baselines = true: baselines would train on the clients' private records without noise; leave it out, or "
+            "set public_data = true if nobody's privacy depends on them"
         )
 
 
-def _check_mechanism(config: RunConfig) -> None:
+def _check_mechanism(config: ConfigValues) -> None:
     mechanism = MECHANISMS.named(config.mechanism)
     if mechanism.parameters_hint and not config.mechanism_parameters:
         raise ValueError(f"mechanism = {config.mechanism}: needs mechanism_parameters, {mechanism.parameters_hint}")
@@ -254,7 +253,7 @@ def _check_mechanism(config: RunConfig) -> None:
         )
 
 
-def _check_server_optimizer(config: RunConfig) -> None:
+def _check_server_optimizer(config: ConfigValues) -> None:
     plain = config.server_optimizer == "sgd" and config.server_learning_rate == 1
     plain = plain and config.lora_server_optimizer == "same" and config.server_rate_decay == "none"
     if not plain and config.aggregation not in LINEAR_RULES:
@@ -268,7 +267,7 @@ def _check_server_optimizer(config: RunConfig) -> None:
         _check_fedsvd(config)
 
 
-def _check_fedsvd(config: RunConfig) -> None:
+def _check_fedsvd(config: ConfigValues) -> None:
     adaptive = ("adam", "yogi")
     remedies = {
         "server_optimizer": (config.server_optimizer in adaptive, "sgd or momentum"),
@@ -283,8 +282,8 @@ def _check_fedsvd(config: RunConfig) -> None:
             )
 
 
-def _check_recipe(config: RunConfig) -> None:
-    """What the parts of the recipe `fedpriv` need of each other."""
+def _check_recipe(config: ConfigValues) -> None:
+    """Refuse parts of the recipe `fedpriv` without the other parts that they need."""
     remedy = "or use recipe = dp-lora-paper"
     one_clipped_sum = ("task", "noise_on", "optimizer", "clipping", "mechanism")
     parts = {
@@ -309,7 +308,7 @@ def _check_recipe(config: RunConfig) -> None:
         raise ValueError(f"normalize_features = true: a model with task = {config.task} has no head; use false")
 
 
-_RULES: tuple[Callable[[RunConfig], None], ...] = (
+_RULES: tuple[Callable[[ConfigValues], None], ...] = (
     _check_data,
     _check_partition,
     _check_instructions,

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 Recipe = Literal["fedpriv", "dp-lora-paper", "instruction"]
-RECIPES: tuple[Recipe, ...] = get_args(Recipe)
+"""Names of recipes."""
 
-DESCRIPTIONS: Mapping[Recipe, str] = {
+RECIPES: Mapping[Recipe, str] = {
     "fedpriv": "classifiers: the head starts from class means, noise and learning rates follow from an epsilon of 2.3",
     "dp-lora-paper": "as in the DP-LoRA paper: several local steps on small batches, a fixed noise multiplier",
     "instruction": "language models that answer: one frozen factor, Adam at the server; prompts or messages imply it",
 }
+"""{name of a recipe: what it is for}."""
 
-# The value that leaves a key to the recipe, where each key must have one, as in Flower's project file.
 BY_RECIPE = "by recipe"
+"""The value that leaves a key to the recipe, where each key must have one, as in Flower's project file."""
 
 # The default of `num_clients`.
 _NUM_CLIENTS = 5
@@ -88,7 +89,7 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("prompt_column") or values.get("messages_column"):
         values.setdefault("task", "CAUSAL_LM")
     recipe = values.setdefault("recipe", _implied(values))
-    presets = dict(_PRESETS[recipe]) if recipe in RECIPES else {}
+    presets = dict(_PRESETS[recipe]) if recipe in list(RECIPES) else {}
     if recipe == "instruction" and "batch_size" in values:
         presets["sampling_probability"] = ""
     if "noise_multiplier" in values:

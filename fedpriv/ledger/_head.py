@@ -1,6 +1,6 @@
 """The head of a ledger, PATH.head: number and digest of its last entry, so that entries lost at the end are noticed.
 
-A new ledger's head is on disk, with number 0, before the ledger has a table, and it is written anew after every commit.
+A new ledger's head is on disk, with number 0, before the ledger has a table, and it is rewritten after every commit.
 So at any instant, also after a crash, a ledger with tables has a readable head, and its chain holds the entry that the
 head names: a crash between a commit and its head leaves the head behind, which the next writer mends. A ledger with
 tables and no readable head was tampered with, or moved without it. Anyone who can write both files can replace both;
@@ -14,8 +14,8 @@ import re
 import sqlite3
 from pathlib import Path
 
-from fedpriv.deployment.files import sync_folder
 from fedpriv.errors import LedgerError
+from fedpriv.files import sync_folder
 
 # The digest that the first entry is chained to.
 EMPTY_CHAIN = "0" * 64
@@ -73,7 +73,7 @@ def parse(text: str) -> tuple[int, str] | None:
 
 
 def check_unused(text: str, path: Path) -> None:
-    """Refuse to start a new ledger beside the head of an old one.
+    """Refuse to start a new ledger next to the head of an old one.
 
     Raises:
         LedgerError: the head has seen entries, or holds something else. What a crash leaves of a first head, zeros or

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.config import KEYS, RunConfig, parse, schema, to_toml
-from fedpriv.config_schema import groups, markdown
+from fedpriv.config import KEYS, RunConfig, parse, schema, schema_tables, to_toml
+from fedpriv.config._schema import groups
 from fedpriv.mechanisms.registry import MECHANISMS
-from tests.test_config import BAD, CHANGED
+from tests.config.test_run_config import BAD, CHANGED
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "simulations" / "configs"
 
 
@@ -86,12 +86,12 @@ def test_names_of_mechanisms_are_those_of_the_registry():
 
 def test_the_page_has_the_tables_that_the_descriptions_make():
     page = (ROOT / "docs" / "configuration.md").read_text()
-    missing = [group for group, table in markdown() if f"## {group}\n\n{table}\n" not in page]
+    missing = [group for group, table in schema_tables() if f"## {group}\n\n{table}\n" not in page]
     assert not missing, f"paste what `fedpriv config schema --markdown` prints of {missing}"
 
 
 def test_the_tables_say_what_each_key_takes():
-    rows = dict(markdown())
+    rows = dict(schema_tables())
     for group, row in {
         "Model and adapter": "| `rank` | integer >= 1 | 4 | ",
         "Local update and privacy": "| `delta` | number > 0, < 1 |  | ",

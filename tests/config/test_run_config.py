@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv import config as configuration
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import (
+    BY_RECIPE,
     KEYS,
     RunConfig,
     checked,
@@ -21,9 +21,8 @@ from fedpriv.config import (
     to_toml,
 )
 from fedpriv.errors import InputError
-from fedpriv.recipes import BY_RECIPE
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 BAD = {
     "mechanism": "laplace",
@@ -284,7 +283,7 @@ def test_an_error_before_keys_are_checked_is_one_line_whatever_its_type(monkeypa
     def fail(values):
         raise error
 
-    monkeypatch.setattr(configuration, "with_recipe", fail)
+    monkeypatch.setattr("fedpriv.config._run_config.with_recipe", fail)
     _, (line,) = checked({})
     assert "\n" not in line
     assert str(error).split()[-1:] == line.split()[-1:] or not str(error)

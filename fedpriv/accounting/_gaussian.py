@@ -1,4 +1,4 @@
-"""The Renyi curve of the Gaussian mechanism on a Poisson sample, at all orders at once.
+"""The Gaussian mechanism on a Poisson sample: its Renyi curve, at all orders at once, and its privacy losses.
 
 dp-accounting has the same curve, term by term in Python; a calibration asks for it dozens of times.
 """
@@ -6,12 +6,18 @@ dp-accounting has the same curve, term by term in Python; a calibration asks for
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaln, log_ndtr, logsumexp
 
-from fedpriv.accounting.law import Array
+from fedpriv.accounting.composition.law import Array
+
+# Outside this range of z floating-point results are meaningless: a smaller z counts as no noise, a larger one as the
+# largest. Both only raise the cost.
+MIN_NOISE, MAX_NOISE = 1e-6, 1e6
 
 # dp-accounting abandons a fractional order if, after this many terms, a term still exceeds e^-30 of the sum: the curve
 # is infinite there. So is this one, since the bounds for many clients rest on that.
@@ -96,3 +102,28 @@ def log_binomial(n: npt.ArrayLike, k: npt.ArrayLike) -> Array:
     """log |n over k| for any real n."""
     n, k = np.asarray(n, dtype=float), np.asarray(k, dtype=float)
     return np.asarray(gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1))
+
+
+def composed_loss(sampling_probability: float, noise_multiplier: float, count: int, value_interval: float) -> Any:
+    """The privacy loss distribution of `count` releases, built in the same steps as by dp-accounting's accountant.
+
+    Args:
+        sampling_probability: q in (0, 1].
+        noise_multiplier: z > 0.
+        count: number of releases, >= 1.
+        value_interval: value discretization interval of the privacy loss, > 0.
+    """
+    if sampling_probability == 1:
+        # n Gaussian releases equal one with 1 / sqrt(n) of the noise.
+        return _single_loss(noise_multiplier / math.sqrt(count), 1.0, value_interval)
+    return _single_loss(noise_multiplier, sampling_probability, value_interval).self_compose(count)
+
+
+@lru_cache(maxsize=64)
+def _single_loss(noise_multiplier: float, sampling_probability: float, value_interval: float) -> Any:
+    """The privacy loss distribution of one release, as dp-accounting's own accountant builds it."""
+    from dp_accounting import pld
+
+    return pld.privacy_loss_distribution.from_gaussian_mechanism(
+        noise_multiplier, value_discretization_interval=value_interval, sampling_prob=sampling_probability
+    )

@@ -1,0 +1,52 @@
+"""Texts for people and programs: names that data holders chose, sizes, and JSON without NaN and infinities."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from fedpriv.errors import InputError
+
+
+def printable(text: object) -> str:
+    """The text without control characters: names and reasons come from others, and must not control the terminal."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))
+
+
+def holder_label(client: int | str, name: str | None) -> str:
+    """A data holder by its name with its partition id, such as `St. Anna (0)`; by its id alone if it has no name.
+
+    The id stays, since another holder may have chosen the same name.
+    """
+    shown, plain = printable(name or ""), f"client {client}"
+    return plain if shown in ("", plain, f"client-{client}") else f"{shown} ({client})"
+
+
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as 80GB or 24GiB.
+
+    Raises:
+        InputError: the text is not a size.
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise InputError(f"memory = {text!r}: must be a size such as 80GB or 24GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def strict_json(value: Any, *, indent: int | None = None) -> str:
+    """Standard JSON, unlike that of Python's `json`: null stands for every NaN and infinity.
+
+    Args:
+        value: what `json.dumps` takes.
+        indent: spaces per level; None writes a single line.
+
+    Raises:
+        TypeError: the value holds something that JSON cannot express.
+    """
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=indent, allow_nan=False)
