@@ -18,10 +18,10 @@ from fedpriv.data.records import usable
 from fedpriv.runs import files, samples
 from fedpriv.runs.samples import Sample
 from fedpriv.runs.writer import RunWriter
-from fedpriv.training import rouge
-from fedpriv.training.choices import text_of
+from fedpriv.training import metrics
 from fedpriv.training.decoding import Tokens, ends_of_turn, greedy_answers, prompt_and_response, with_adapter
-from fedpriv.training.perplexity import mean_of
+from fedpriv.training.evaluation import text_of
+from fedpriv.training.metrics import mean_estimate
 from fedpriv.training.workbench import Workbench
 from server.observer import Observer
 from server.summary import Outcome
@@ -91,7 +91,7 @@ def answered(
             for prompt, reference, untrained, private, non_private in rows
         ],
     )
-    return _figures({name: rouge.rouge_l(references, of) for name, of in texts.items()})
+    return _figures({name: metrics.rouge_l(references, of) for name, of in texts.items()})
 
 
 def _questions(config: RunConfig, bench: Workbench) -> _Questions:
@@ -141,7 +141,7 @@ def _texts(
 
 def _figures(scores: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, Any]:
     """The means of the scores, and what they say of the private model."""
-    private, change = mean_of(scores[PRIVATE]), mean_of(scores[PRIVATE] - scores[UNTRAINED])
+    private, change = mean_estimate(scores[PRIVATE]), mean_estimate(scores[PRIVATE] - scores[UNTRAINED])
     return {
         "rouge_l": private.mean,
         "rouge_l_initial": float(scores[UNTRAINED].mean()),

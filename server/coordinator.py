@@ -21,8 +21,7 @@ from fedpriv.runs import files, presence
 from fedpriv.runs.writer import RunWriter
 from fedpriv.tracking.following import following_run
 from fedpriv.tracking.protocol import check_installed
-from fedpriv.training.lora_choice import decided
-from fedpriv.training.noise_plan import calibrated
+from fedpriv.training.noise_plan import calibrated, decided
 from fedpriv.training.workbench import Workbench, workbench
 from server import answers, checkpoint, registry, resume
 from server.budgets import announce_budgets

@@ -6,9 +6,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fedpriv.runs.rows import RoundRow
-from fedpriv.training.class_metrics import accuracy_standard_error, macro_f1, majority_share
 from fedpriv.training.evaluation import Evaluation
-from fedpriv.training.perplexity import log_perplexity_change
+from fedpriv.training.metrics import accuracy_standard_error, log_perplexity_change, macro_f1, majority_share
 
 if TYPE_CHECKING:
     from fedpriv.baselines import Baselines

@@ -19,9 +19,8 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.names import holder_label
 from fedpriv.runs.rows import ClientRow, RoundRow
 from fedpriv.runs.writer import RunWriter
-from fedpriv.training.choices import Choices, choices_of
 from fedpriv.training.decoding import with_adapter
-from fedpriv.training.evaluation import Evaluation, evaluate
+from fedpriv.training.evaluation import Choices, Evaluation, choices_of, evaluate
 from fedpriv.training.noise_plan import derived_learning_rate, with_learning_rates
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.workbench import Workbench

@@ -30,11 +30,10 @@ from fedpriv.protocol import Broadcast
 from fedpriv.runs.rows import USABLE, ClientRow, RoundRow
 from fedpriv.secure_aggregation import DealerError, ProtocolError, TooFewError
 from fedpriv.training.evaluation import Evaluation
-from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.local_update import UpdateSpec, num_trained_values, trained_names
 from fedpriv.training.noise_plan import start_noise
-from fedpriv.training.schedule import Schedule
+from fedpriv.training.schedule import RunSchedule
 from fedpriv.training.summing import mean_of_sum, mean_upload
-from fedpriv.training.trained import num_trained_values, trained_names
 from fedpriv.vault import guard
 from server.absence import ROUNDS_WITHOUT_ANSWER, Absences
 from server.bookkeeping import Books
@@ -87,7 +86,7 @@ class RuleStrategy(Strategy):
         absences: Absences | None = None,
         receipts: Receipts | None = None,
     ) -> None:
-        self.schedule = Schedule.of(config)
+        self.schedule = RunSchedule.of(config)
         self.books = books
         self.model = resumed.model if resumed else GlobalModel(initial=initial, adapter=initial)
         self.uploads: dict[int, tuple[Adapter, Merged]] = dict(resumed.uploads) if resumed else {}

@@ -15,7 +15,7 @@ from fedpriv.errors import InputError
 from fedpriv.known_models import configuration
 from fedpriv.memory import MemorySetting, largest_batch, memory_plan
 from fedpriv.sizes import parse_bytes
-from fedpriv.training.footprint import Footprint
+from fedpriv.training._pass_sizes import Footprint
 from fedpriv.training.live_bytes import LiveBytes, peak_of_pass
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients

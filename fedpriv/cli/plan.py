@@ -241,7 +241,7 @@ def _check_use(context: typer.Context, *, has_model: bool) -> None:
 
 
 def _timed() -> float:
-    from fedpriv.training.speed import records_per_second
+    from fedpriv.training.workbench import records_per_second
 
     return records_per_second()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedpriv.accounting.events import Event
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource
-from fedpriv.training.noised_sum import noised_sum
+from fedpriv.training.summing import noised_sum
 
 Batch = Mapping[str, Tensor]
 """{input: [records, ...]}, such as `fedpriv.data.records.collate` makes."""

@@ -15,8 +15,8 @@ from fedpriv.integral.networks import from_vectors, to_vector
 from fedpriv.integral.subsamples import Indices
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.clipping import add_clipped
-from fedpriv.training.noised_sum import noised_sum
 from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training.summing import noised_sum
 
 # How many values of per-sample gradients are held in memory at once.
 _VALUES_AT_ONCE = 2**23

@@ -1,9 +1,9 @@
-"""What a local update takes and returns, the same for every engine; `stacked.py` computes it."""
+"""A local update as every engine sees it: its specification, its task and its result; `stacked.py` computes it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,13 +22,15 @@ from fedpriv.mechanisms.request import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.secure_aggregation.grid import ClientGrid
 from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.trained import num_trained_values, trained_names
 
 OPTIMIZERS = ("sgd", "adamw")
 # Values that a tensor may take in training: any, or three around its initial one.
 QUANTIZATIONS = ("none", "ternary")
-# Which tensors an update trains; it returns the others as it received them.
-TRAINED_PARTS = ("all", "head", "lora-a", "lora-b")
+_A, _B = ".lora_A.", ".lora_B."
+# {which tensors an update trains: parts of the names of those that it returns as it received them}. The head is what is
+# neither A nor B.
+_LEFT_OUT: Mapping[str, tuple[str, ...]] = {"all": (), "head": (_A, _B), "lora-a": (_B,), "lora-b": (_A,)}
+TRAINED_PARTS = tuple(_LEFT_OUT)
 # What it descends: each record's loss, or minus the logit of its class, whose gradient is minus the record's features.
 OBJECTIVES = ("loss", "class-sums")
 
@@ -60,7 +62,7 @@ class UpdateSpec:
         bias_scale: what the gradient of the head's bias is multiplied by before it is clipped, and its step after it
             was noised, > 0: features get this as a further, constant coordinate.
         lora_learning_rate: of A and B; 0 stands for `learning_rate`.
-        centred: whether a head's steps are taken with features less the mean of its rows; see `centred.py`.
+        centred: whether a head's steps are taken with features less the mean of its rows; see `coordinates.py`.
     """
 
     num_rounds: int
@@ -270,3 +272,26 @@ def check(spec: UpdateSpec) -> None:
         raise ValueError(
             f"centred = true: needs trains = head and objective = loss, not {spec.trains} and {spec.objective}"
         )
+
+
+def trained_names(names: Iterable[str], trains: str) -> tuple[str, ...]:
+    """The tensors that an update trains, in the order of the names.
+
+    Args:
+        names: of all tensors of the adapter, as peft stores them.
+        trains: `all`, `head`, or `lora-a` or `lora-b`: A or B and the head.
+
+    Raises:
+        ValueError: trains is unknown, or there is no such tensor.
+    """
+    if trains not in _LEFT_OUT:
+        raise ValueError(f"trains = {trains!r}: must be one of {', '.join(_LEFT_OUT)}")
+    chosen = tuple(name for name in names if not any(part in name for part in _LEFT_OUT[trains]))
+    if not chosen:
+        raise ValueError(f"trains = {trains}: the adapter has no such tensor")
+    return chosen
+
+
+def num_trained_values(adapter: Mapping[str, Tensor], trains: str) -> int:
+    """How many values an update trains; arguments and errors as for `trained_names`."""
+    return sum(adapter[name].numel() for name in trained_names(adapter, trains))

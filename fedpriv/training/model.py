@@ -15,22 +15,39 @@ from fedpriv.adapters.base_dtype import base_dtype
 from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Merged, factors_of, same
 from fedpriv.adapters.quantised import is_quantised
 from fedpriv.data.records import RESPONSE_MASK, BatchShape, Item, Records, collate
-from fedpriv.training.feature_cache import Body, FeatureCache
-from fedpriv.training.footprint import RECORDS_OF_A_STEP, Footprint, features_at_once
-from fedpriv.training.isolation import raising_failures
-from fedpriv.training.losses import IGNORED, Predictions, next_token_targets, predictions
-from fedpriv.training.pass_sizes import bits_of_head, bits_of_pass, candidates, chosen, found_once, structure
-from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
-from fedpriv.training.prefix_cache import (
+from fedpriv.training._pass_sizes import (
+    RECORDS_OF_A_STEP,
+    Footprint,
+    bits_of_head,
+    bits_of_pass,
+    candidates,
+    chosen,
+    features_at_once,
+    found_once,
+    structure,
+)
+from fedpriv.training.caches import (
+    Body,
+    FeatureCache,
     PrefixCache,
     blocks_from_first_trained,
     find_prefix,
     input_of,
     skipping_prefix,
 )
+from fedpriv.training.isolation import raising_failures
+from fedpriv.training.losses import (
+    IGNORED,
+    Predictions,
+    next_token_targets,
+    output_layer,
+    places_of,
+    predictions,
+    sliced_predictions,
+)
+from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.training.progress import Tell, silent
 from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
-from fedpriv.training.sliced_logits import output_layer, places_of, sliced_predictions
 
 # Of a LoRA layer's frozen weight, after the layer's name.
 _WEIGHT = ".base_layer.weight"

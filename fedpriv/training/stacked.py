@@ -23,18 +23,16 @@ from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.merged import same as same_merged
 from fedpriv.data.records import BatchShape, Item, usable
 from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.training.caches import Body, FeatureCache
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
-from fedpriv.training.coordinates import Coordinates, scaled
-from fedpriv.training.feature_cache import Body, FeatureCache
+from fedpriv.training.coordinates import Coordinates, VectorLayout, scaled, trained_weights
 from fedpriv.training.isolation import isolated
-from fedpriv.training.layout import Layout
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, noise_request, planned_event
 from fedpriv.training.losses import class_sum_losses, predictions
 from fedpriv.training.model import TrainingModel, rank_of
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.progress import TRAINING
 from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.weights import trained_weights
 
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
 FLOATS_PER_VALUE = 8
@@ -198,7 +196,7 @@ class _Clients:
         )
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> VectorLayout:
         """Of a row."""
         return self.coordinates.layout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -19,10 +20,13 @@ from fedpriv.data.encoding import Encoder, encoder_of, num_cut, num_full
 from fedpriv.data.records import Encode, Records, check_max_length, tokenize, usable
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
-from fedpriv.training.admission import admit
-from fedpriv.training.base_format import in_format
+from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
+from fedpriv.training.admission import admit, in_format
 from fedpriv.training.isolation import refusing
+from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
+from fedpriv.training.stacked import local_update
 
 log = logging.getLogger(__name__)
 
@@ -266,3 +270,43 @@ _WITHOUT_EFFECT = {
     *("dedup_epsilon_bound", "dedup_utility_bound", "integral_epsilon"),
     *OUTSIDE_KEYS,
 }
+
+
+_NUM_LABELS = 8
+
+
+def records_per_second(at_least_seconds: float = 2.0) -> float:
+    """Records that an update of the default model and its LoRA takes in a second, in one process of this machine.
+
+    The records are random tokens, as long as the model reads them, and pass through all of its layers; real ones are
+    shorter, and the states of frozen layers are kept.
+
+    Args:
+        at_least_seconds: for which updates are repeated, > 0; the first one, which warms up, is not counted.
+    """
+    config = RunConfig(prefix_cache=False, noise_multiplier=1.0, start_noise_multiplier=1.0, learning_rate=1.0)
+    _, model = load_model(config, num_labels=_NUM_LABELS)
+    source = SeededSource(0)
+    spec = UpdateSpec.of(config)
+    task = UpdateTask(
+        adapter=model.initial,
+        data=_random_records(config.max_length, model.peft_model.config.vocab_size),
+        spec=spec,
+        round=1,
+        sampler=spec.sampler(RECORDS_OF_A_STEP, source),
+        noise=source,
+    )
+    local_update(model, task)
+    num_updates, started = 0, time.perf_counter()
+    while time.perf_counter() - started < at_least_seconds:
+        local_update(model, task)
+        num_updates += 1
+    return num_updates * RECORDS_OF_A_STEP / (time.perf_counter() - started)
+
+
+def _random_records(num_tokens: int, vocabulary: int) -> Records:
+    """So many records as a step has, that nobody wrote."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (RECORDS_OF_A_STEP, num_tokens), generator=generator)
+    labels = torch.randint(_NUM_LABELS, (RECORDS_OF_A_STEP,), generator=generator)
+    return Records({"input_ids": tuple(tokens)}, labels, 0)

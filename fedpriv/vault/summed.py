@@ -40,9 +40,8 @@ from fedpriv.secure_aggregation.grid import DEVIATIONS, RANGE_BITS, ClientGrid
 from fedpriv.secure_aggregation.identities import Identity, verify_once
 from fedpriv.secure_aggregation.masks import to_words
 from fedpriv.secure_aggregation.wire import MAX_RECEIPT, MAX_RECEIPTS
-from fedpriv.training.local_update import ClientUpdate, UpdateSpec
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec, num_trained_values
 from fedpriv.training.summing import num_included
-from fedpriv.training.trained import num_trained_values
 from fedpriv.vault import guard, peers
 from fedpriv.vault.frames import Request, Response
 from fedpriv.vault.guard import NodePolicy, RefusedError

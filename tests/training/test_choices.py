@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from fedpriv.errors import InputError
-from fedpriv.training.choices import Choices, answer_tokens, choices_of, with_answer
-from fedpriv.training.evaluation import confusion_of, evaluate, log_likelihoods
+from fedpriv.training.evaluation import (
+    Choices,
+    answer_tokens,
+    choices_of,
+    confusion_of,
+    evaluate,
+    log_likelihoods,
+    with_answer,
+)
 from fedpriv.training.model import TrainingModel
 from tests.instructions import END, number_tokenizer, random_prompts, records_of
 

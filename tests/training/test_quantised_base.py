@@ -18,8 +18,7 @@ from fedpriv.config import RunConfig
 from fedpriv.config_checks import RULES_ON_QUANTISED
 from fedpriv.data.records import collate
 from fedpriv.errors import InputError
-from fedpriv.training.admission import records_are_independent
-from fedpriv.training.base_format import in_format
+from fedpriv.training.admission import in_format, records_are_independent
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from fedpriv.training.workbench import load_model

@@ -14,10 +14,17 @@ from fedpriv.adapters import LoraSettings, attach, load_base, pooling, read
 from fedpriv.config import RunConfig
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked
-from fedpriv.training.local_update import OBJECTIVES, TRAINED_PARTS, UpdateSpec, UpdateTask, planned_event
+from fedpriv.training.coordinates import value_factors
+from fedpriv.training.local_update import (
+    OBJECTIVES,
+    TRAINED_PARTS,
+    UpdateSpec,
+    UpdateTask,
+    planned_event,
+    trained_names,
+)
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update, stacked_updates
-from fedpriv.training.trained import trained_names, value_factors
 from tests.tiny import move
 
 SPEC = dataclasses.replace(

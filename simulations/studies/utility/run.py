@@ -22,7 +22,7 @@ from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.runs.rows import RoundRow
-from fedpriv.training.feature_cache import Body
+from fedpriv.training.caches import Body
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate
 from fedpriv.training.workbench import Workbench, workbench
 from server.observer import Progress
