@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -385,3 +386,20 @@ def schema(*, sweep: bool = False) -> dict[str, Any]:
     from fedpriv import config_schema  # deferred: it needs this module
 
     return config_schema.schema(sweep=sweep)
+
+
+def with_mechanism_parameters(config: RunConfig) -> RunConfig:
+    """The configuration with the mechanism's parameters in place of their file's name, as one canonical line.
+
+    Raises:
+        InputError: there is no such file, or it holds none that the mechanism takes.
+    """
+    text = config.mechanism_parameters
+    if config.mechanism_parameters_are_a_file:
+        try:
+            text = Path(text.strip()).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "no text"
+            raise InputError(f"mechanism_parameters = {text!r}: cannot be read ({reason})") from None
+    text = MECHANISMS.checked_parameters(config.mechanism, text, config.noise_multiplier)
+    return config if text == config.mechanism_parameters else parse(asdict(config) | {"mechanism_parameters": text})

@@ -1,10 +1,11 @@
-"""Whether the Hugging Face Hub has a model or a data set, asked once: its clients retry for a minute."""
+"""Ask the Hugging Face Hub once, and quietly, whether it has a model or a data set: its clients retry for a minute."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
-
-from fedpriv.quiet import quiet_hub
 
 _TIMEOUT_SECONDS = 5.0
 
@@ -54,3 +55,17 @@ def _is_cached(name: str, kind: Kind) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(name, _FILES[kind]), str)
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Hide the Hub client's messages about every retry of a connection."""
+    import huggingface_hub  # deferred, as above: most programs ask nothing of it
+
+    log = huggingface_hub.utils.logging
+    verbosity = log.get_verbosity()
+    log.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)

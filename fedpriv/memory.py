@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedpriv import known_models
 from fedpriv.adapters import LoraSettings, attach
-from fedpriv.adapters.base_dtype import frozen_base
+from fedpriv.adapters.base_formats import frozen_base
 from fedpriv.adapters.base_models import freeze, quiet_transformers
 from fedpriv.errors import InputError
 from fedpriv.training.caches import find_prefix

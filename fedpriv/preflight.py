@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from fedpriv.adapters import locations
-from fedpriv.config import ON_NODES, RunConfig
+from fedpriv.config import ON_NODES, RunConfig, with_mechanism_parameters
 from fedpriv.data import federated
 from fedpriv.errors import InputError
-from fedpriv.mechanism_parameters import with_mechanism_parameters
 from fedpriv.run_checks import check_clients, check_run
 from fedpriv.runs import files
 from fedpriv.tracking.protocol import check_installed

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from flwr.serverapp import Grid
 
 from fedpriv.audit.run_canaries import audit_of
-from fedpriv.config import RunConfig
+from fedpriv.config import RunConfig, with_mechanism_parameters
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.mechanism_parameters import with_mechanism_parameters
 from fedpriv.names import holder_label
 from fedpriv.publishing import card
 from fedpriv.run_checks import check_clients, check_run

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import Merged
+from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.data.reading import TextReading

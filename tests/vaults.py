@@ -9,10 +9,11 @@ from pathlib import Path
 import tomli_w
 
 from fedpriv.accounting.views import default_delta
+from fedpriv.adapters.locations import digest_of
 from fedpriv.deployment import keys
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.vault import models
-from fedpriv.vault.models import ApprovedModel, digest_of
+from fedpriv.vault.models import ApprovedModel
 from fedpriv.vault.settings import FILE, VaultSettings
 from tests.tiny import LABELS
 

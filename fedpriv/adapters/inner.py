@@ -16,8 +16,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import B_SUFFIX
+from fedpriv.adapters.arithmetic import B_SUFFIX, Adapter
 from fedpriv.errors import InputError
 
 # By peft's names of an adapter called `default`, which it leaves in the names of what lies inside a module of its own.

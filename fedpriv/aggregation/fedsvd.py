@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, factors_of
+from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, factors_of
 from fedpriv.aggregation.global_model import GlobalModel
 
 

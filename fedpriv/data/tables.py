@@ -12,7 +12,7 @@ from fedpriv.config import RunConfig
 from fedpriv.data.instructions import as_text, from_messages, response_of
 from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
-from fedpriv.quiet import quiet_hub
+from fedpriv.hub import quiet_hub
 
 if TYPE_CHECKING:
     import datasets

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fedpriv.adapters import lora
-from fedpriv.adapters.base_identity import check_weights, public_name
 from fedpriv.adapters.base_models import load_base
+from fedpriv.adapters.locations import check_weights, public_name
 from fedpriv.adapters.pooling import normalizes
 from fedpriv.config import RunConfig
 from fedpriv.data.reading import TextReading

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedpriv.adapters.merged import Merged, same
+from fedpriv.adapters.arithmetic import Merged, same_merged
 from fedpriv.data.records import BatchShape, Item, Records, num_tokens, usable
 from fedpriv.training.isolation import isolated
 from fedpriv.training.progress import READING, Tell, silent
@@ -316,7 +316,7 @@ class Body:
 
     def same(self, other: Body) -> bool:
         """Whether both give the same features; cheap if their tensors are the same objects."""
-        if self.tensors.keys() != other.tensors.keys() or not same(self.merged, other.merged):
+        if self.tensors.keys() != other.tensors.keys() or not same_merged(self.merged, other.merged):
             return False
         pairs = ((tensor, other.tensors[name]) for name, tensor in self.tensors.items())
         return all(one is two or torch.equal(one, two) for one, two in pairs)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import Merged
+from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.data.records import RESPONSE_MASK, Item
 from fedpriv.training.model import TrainingModel
 

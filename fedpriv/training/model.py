@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.base_dtype import base_dtype
-from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Merged, factors_of, same
-from fedpriv.adapters.quantised import is_quantised
+from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, Adapter, Merged, factors_of, same_merged
+from fedpriv.adapters.base_formats import base_dtype, is_quantised
 from fedpriv.data.records import RESPONSE_MASK, BatchShape, Item, Records, collate
 from fedpriv.training._pass_sizes import (
     RECORDS_OF_A_STEP,
@@ -212,7 +210,7 @@ class TrainingModel:
         Raises:
             ValueError: see `check_merged`.
         """
-        if same(merged, self._merged):
+        if same_merged(merged, self._merged):
             return
         self.check_merged(merged)
         with torch.no_grad():

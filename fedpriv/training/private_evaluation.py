@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fedpriv.accounting.events import Event
 from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import Merged
+from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.config import RunConfig
 from fedpriv.data.holdout import part
 from fedpriv.data.records import Item, Records, num_tokens, usable

@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import Merged
+from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.data.records import RESPONSE_MASK, Records, num_tokens
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP

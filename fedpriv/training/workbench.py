@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import torch
 
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
-from fedpriv.adapters.quantised import quantise
+from fedpriv.adapters.base_formats import quantise
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import KEYS, ON_NODES, OUTSIDE_KEYS, RunConfig
 from fedpriv.data import federated, holdout

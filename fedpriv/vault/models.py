@@ -6,7 +6,6 @@ neither may come from a run's configuration. That names an approved model, or no
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from fedpriv import config as configuration
+from fedpriv.adapters.locations import digest_of
 from fedpriv.errors import InputError
 
 _HEADER = "# The models that this node runs; `approve-model` adds them. A run names one of them.\n"
@@ -33,27 +33,6 @@ class ApprovedModel:
     name: str
     folder: str
     digest: str
-
-
-def digest_of(folder: Path, *, weights: bool = True) -> str:
-    """SHA-256, in hex, of the names and contents of all files in a model's folder; hidden files do not count.
-
-    Args:
-        folder: of the model.
-        weights: False leaves out the safetensors files: what remains decides how texts are tokenised.
-
-    Raises:
-        InputError: it is not a folder with files.
-    """
-    files = [file for file in _files(folder) if weights or file.suffix != ".safetensors"]
-    if not files:
-        raise InputError(f"model = {str(folder)!r}: must be a folder with a model's files")
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as content:
-            inner = hashlib.file_digest(content, "sha256").hexdigest()
-        digest.update(f"{file.relative_to(folder).as_posix()}\0{inner}\0".encode())
-    return digest.hexdigest()
 
 
 def read(path: Path) -> tuple[ApprovedModel, ...]:
@@ -81,24 +60,9 @@ def approved(name: str, models: tuple[ApprovedModel, ...]) -> ApprovedModel | No
     return next((model for model in models if name in (model.name, model.digest)), None)
 
 
-def state_of(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """Name, inode, size and time of every file in a model's folder: cheap to compare, and different after a change."""
-    states = ((file, file.stat()) for file in _files(folder))
-    return tuple((str(file), state.st_ino, state.st_size, state.st_mtime_ns) for file, state in states)
-
-
 def is_unchanged(model: ApprovedModel) -> bool:
     """Whether the files in an approved model's folder are still those that were approved."""
     try:
         return digest_of(Path(model.folder)) == model.digest
     except (InputError, OSError):
         return False
-
-
-def _files(folder: Path) -> list[Path]:
-    """The files of a model's folder, in order; hidden ones do not count."""
-    return sorted(
-        file
-        for file in folder.rglob("*")
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.views import default_delta
+from fedpriv.adapters.locations import digest_of
 from fedpriv.config import ON_NODES, RunConfig, Scalar, parse, to_flower
 from fedpriv.deployment import keys
 from fedpriv.ledger.entries import CHARGED, data_sets, entries, releases
@@ -30,7 +31,7 @@ from fedpriv.vault import frames
 from fedpriv.vault.answer import answer
 from fedpriv.vault.frames import FrameError, Request, Response
 from fedpriv.vault.holder import Holder
-from fedpriv.vault.models import ApprovedModel, digest_of, text_of
+from fedpriv.vault.models import ApprovedModel, text_of
 from fedpriv.vault.settings import FILE, VaultSettings
 from tests.tiny import LABELS
 from tests.vaults import UNTIMED

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fedpriv.adapters.merged import Product
+from fedpriv.adapters.arithmetic import Product
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import parse, read
 from fedpriv.errors import InputError

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from fedpriv.adapters import LoraSettings, attach, shared_pages
-from fedpriv.adapters.base_dtype import base_dtype, frozen_base, restore, to_bfloat16
-from fedpriv.adapters.merged import Merged, Product
+from fedpriv.adapters import LoraSettings, attach, base_formats
+from fedpriv.adapters.arithmetic import Merged, Product
+from fedpriv.adapters.base_formats import base_dtype, frozen_base, restore, to_bfloat16
 from fedpriv.errors import InputError
 from fedpriv.training import admission
 from fedpriv.training.admission import in_format, records_are_independent
@@ -119,7 +119,7 @@ def test_restoring_gives_the_same_bits_as_before():
 def test_whatever_a_run_trains_one_file_serves(tmp_path, monkeypatch):
     """A coordinator chooses layers, targets and rules: each must not leave another copy of the base on a node."""
     monkeypatch.setenv("FEDPRIV_CACHE", str(tmp_path))
-    monkeypatch.setattr(shared_pages, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(base_formats, "_LEAST_BYTES", 1)
     for trains, layers in (("lora", "all"), ("lora", "last-1"), ("lora-r", "1"), ("weights", "all"), ("head", "all")):
         to_bfloat16(peft_model("bert", layers=layers, trains=trains))
     assert len(list(tmp_path.iterdir())) == 1

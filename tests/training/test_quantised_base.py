@@ -10,9 +10,9 @@ from torch import nn
 
 pytest.importorskip("bitsandbytes", reason="the extra quantized is not installed")
 
-from fedpriv.adapters import LoraSettings, attach, load_base, quantised
-from fedpriv.adapters.merged import Product
-from fedpriv.adapters.quantised import is_quantised, quantise
+from fedpriv.adapters import LoraSettings, attach, base_formats, load_base
+from fedpriv.adapters.arithmetic import Product
+from fedpriv.adapters.base_formats import is_quantised, quantise
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.config_checks import RULES_ON_QUANTISED
@@ -191,7 +191,7 @@ def test_rules_that_touch_the_frozen_weights_are_refused():
 
 
 def test_without_the_package_one_line_says_so(monkeypatch):
-    monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(base_formats.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(InputError, match=r"^base_dtype = nf4: needs bitsandbytes; [^\n]*$"):
         quantise("llama", random_base("llama", **SIZES).model, CPU)
 
