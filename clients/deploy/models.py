@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedpriv.adapters.locations import digest_of
 from fedpriv.deployment.files import replace
 from fedpriv.errors import InputError
 from fedpriv.vault import models
@@ -46,7 +47,7 @@ def approve(vault: VaultSettings, source: str, *, name: str | None = None, repla
     folder = _folder(source)
     _refuse_code(folder)
     name = name or (str(Path(source).expanduser().absolute()) if Path(source).expanduser().exists() else source)
-    model = ApprovedModel(name=name, folder=str(folder), digest=models.digest_of(folder))
+    model = ApprovedModel(name=name, folder=str(folder), digest=digest_of(folder))
     known = models.read(vault.models)
     old = next((other for other in known if other.name == name), None)
     if old is not None and old.digest != model.digest and not replace_old:
@@ -70,7 +71,7 @@ def _folder(source: str) -> Path:
 def _fetched(name: str) -> str:
     import huggingface_hub
 
-    from fedpriv.quiet import quiet_hub
+    from fedpriv.hub import quiet_hub
 
     try:
         with quiet_hub():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from fedpriv.adapters.locations import state_of
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
 from fedpriv.data.text import DataSource
 from fedpriv.errors import LedgerError
@@ -214,7 +215,7 @@ def _on_terms(config: RunConfig, terms: Terms, policy: NodePolicy) -> RunConfig:
     model = models.approved(config.model, models.read(terms.models))
     if model is None:
         raise RefusedError(f"model = {config.model!r}: this node's operator has not approved it")
-    if not _is_unchanged(model, models.state_of(Path(model.folder))):
+    if not _is_unchanged(model, state_of(Path(model.folder))):
         raise RefusedError(f"model = {config.model!r}: its files changed since this node's operator approved them")
     return replace(
         config,

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
+from fedpriv.adapters.locations import digest_of
 from fedpriv.data.encoding import Encoder, PlainText
 from fedpriv.data.records import Row
-from fedpriv.vault import models
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def _in_a_word(token: int) -> int:
 def _key(model: Path, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int, encoder: str = "") -> _Digest:
     """SHA-256 of all that the tokens depend on."""
     software = {name: version(name) for name in ("transformers", "tokenizers")}
-    public = {"format": _FORMAT, "max_length": max_length, "tokenizer": models.digest_of(model, weights=False)}
+    public = {"format": _FORMAT, "max_length": max_length, "tokenizer": digest_of(model, weights=False)}
     digest = hashlib.sha256(json.dumps(public | software | {"encoder": encoder}).encode())
     for column in (texts, () if pairs is None else pairs):
         digest.update(len(column).to_bytes(8))
