@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.config import RunConfig
-from fedpriv.data.instructions import turns_of
 from fedpriv.data.records import usable
+from fedpriv.data.text import turns_of
 from fedpriv.runs import files, samples
 from fedpriv.runs.samples import Sample
 from fedpriv.runs.writer import RunWriter

@@ -18,7 +18,7 @@ from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.config import RunConfig
-from fedpriv.data.reading import TextReading
+from fedpriv.data.encoding import TextReading
 from fedpriv.dedup import pipeline, variants
 from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
 from fedpriv.dedup.planning import Settings

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from fedpriv.data.instructions import Turn, turns_of
 from fedpriv.data.records import RESPONSE_MASK, Row
+from fedpriv.data.text import Turn, turns_of
 from fedpriv.errors import InputError
 
 SLOT = "{}"
@@ -45,7 +45,7 @@ class ChatFormat:
     Attributes:
         system_prompt: put before chats that have no system turn; empty puts none.
         prompt_template: a text around each prompt, with one `{}` in its place; empty stands for the prompt alone.
-        has_messages: whether the texts of records are turns, see `fedpriv.data.instructions`, or prompts.
+        has_messages: whether the texts of records are turns, see `fedpriv.data.text`, or prompts.
     """
 
     system_prompt: str = ""

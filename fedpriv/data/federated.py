@@ -10,11 +10,9 @@ import numpy as np
 
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig
 from fedpriv.data import hospital, own
-from fedpriv.data.holdout import part
-from fedpriv.data.instructions import response_of
 from fedpriv.data.partition import partition
 from fedpriv.data.tables import instructions, labels_of, load_table, require_columns, to_text, values_of
-from fedpriv.data.text import DataSource, FederatedData, TextData
+from fedpriv.data.text import DataSource, FederatedData, TextData, response_of
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -74,7 +72,7 @@ def _at_most(records: TextData, client: int, config: RunConfig) -> TextData:
     if not config.max_records or len(records) <= config.max_records:
         return records
     chosen = np.random.default_rng([config.seed, client]).choice(len(records), config.max_records, replace=False)
-    return part(records, np.sort(chosen).tolist())
+    return records.part(np.sort(chosen).tolist())
 
 
 def load_own(config: RunConfig, source: DataSource) -> FederatedData:

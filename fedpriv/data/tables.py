@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedpriv import hub
 from fedpriv.config import RunConfig
-from fedpriv.data.instructions import as_text, from_messages, response_of
-from fedpriv.data.text import TextData
+from fedpriv.data.text import TextData, as_text, from_messages, response_of
 from fedpriv.errors import InputError
 from fedpriv.hub import quiet_hub
 

@@ -10,7 +10,7 @@ from fedpriv.accounting.discrete_gaussian import CHARGED_SHARE, MIN_STDDEV
 from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.discrete_sampler import MAX_SIGMA, discrete_gaussian
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ import numpy as np
 
 from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.grid import on_grid
-from fedpriv.mechanisms.request import NoiseRequest
-from fedpriv.mechanisms.sources import RandomSource, normal_from_words
+from fedpriv.mechanisms.registry import NoiseRequest
+from fedpriv.mechanisms.sources import RandomSource, normal_from_words, on_grid
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,9 +18,8 @@ from fedpriv.accounting.lmo.event import PUBLISHED_CAVEAT
 from fedpriv.accounting.lmo.moments import columns
 from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoAccounting, LmoParameters, Part
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.grid import on_grid
-from fedpriv.mechanisms.request import NoiseRequest
-from fedpriv.mechanisms.sources import RandomSource, laplace_from_words, uniform_from_words
+from fedpriv.mechanisms.registry import NoiseRequest
+from fedpriv.mechanisms.sources import RandomSource, laplace_from_words, on_grid, uniform_from_words
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from typing import Any
 
 from fedpriv.data import records
 from fedpriv.data.chat import ChatFormat
-from fedpriv.data.instructions import ROLES
 from fedpriv.data.records import RESPONSE_MASK
+from fedpriv.data.text import ROLES
 from fedpriv.serving.requests import ServingError, Tokens, TooLongError
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from fedpriv.adapters.pooling import BIAS_SCALE
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
-from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.secure_aggregation.grid import ClientGrid
 from fedpriv.training.sampling import PoissonSampler

@@ -16,8 +16,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.recipe import client_weight
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
-from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.secure_aggregation.grid import SumGrid, largest_number_included, sum_grid
 from fedpriv.training.clipping import add_clipped

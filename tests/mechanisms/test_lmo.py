@@ -24,7 +24,7 @@ from fedpriv.accounting.lmo.moments import columns
 from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart, to_dict
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.lmo import MECHANISM, inverse_scales, lmo_noise
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import NoiseRequest
 from fedpriv.mechanisms.sources import SecureSource, SeededSource, laplace_from_words, uniform_from_words
 
 FALSE_ALARM = 1e-6
