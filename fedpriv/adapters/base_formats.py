@@ -59,7 +59,7 @@ def base_dtype(model: Any) -> torch.dtype:
 
 def frozen_base(model: Any) -> dict[str, nn.Parameter]:
     """The parameters of a peft model's base by name: all but the adapter's, a classifier's head and quantised ones."""
-    of_heads = {id(p) for head in classifier_head(model) for p in head.parameters()}
+    of_heads = {id(p) for head in _classifier_head(model) for p in head.parameters()}
     return {
         name: p
         for name, p in model.named_parameters()
@@ -89,7 +89,7 @@ def to_bfloat16(model: Any) -> InFloat32:
         if isinstance(module, LNTuningLayer):
             module.register_forward_pre_hook(_in_float32)
             module.register_forward_hook(_in_bfloat16)
-    for head in classifier_head(model):
+    for head in _classifier_head(model):
         head.register_forward_pre_hook(_in_float32)
     if on_cpu:
         _set_attention(model, "eager")
@@ -100,7 +100,7 @@ def restore(model: Any, before: InFloat32) -> None:
     """Undo `to_bfloat16`, given what it returned."""
     for name, p in frozen_base(model).items():
         p.data = before.weights[name]
-    for module in [*classifier_head(model), *(m for m in model.modules() if isinstance(m, LNTuningLayer))]:
+    for module in [*_classifier_head(model), *(m for m in model.modules() if isinstance(m, LNTuningLayer))]:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hook in (_in_float32, _in_bfloat16)]:
                 del hooks[key]
@@ -114,7 +114,7 @@ def _set_attention(model: Any, implementation: str) -> None:
             model.get_base_model().set_attn_implementation(implementation)
 
 
-def classifier_head(model: Any) -> list[nn.Module]:
+def _classifier_head(model: Any) -> list[nn.Module]:
     """A classifier's modules behind its encoder or decoder; none of a causal model, whose head is part of the base."""
     if model.active_peft_config.task_type != "SEQ_CLS":
         return []

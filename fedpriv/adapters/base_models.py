@@ -67,7 +67,7 @@ def resolve(name: str) -> str:
     if found.is_dir():
         return str(found)
     with quiet_transformers():
-        return str(folder_of(found, name))
+        return str(_folder_of_gguf(found, name))
 
 
 def load_tokenizer(name: str) -> Any:
@@ -195,7 +195,7 @@ _MAGIC = b"GGUF"
 _TOKENS = "tokenizer.ggml.tokens"
 
 
-def folder_of(file: Path, name: str) -> Path:
+def _folder_of_gguf(file: Path, name: str) -> Path:
     """The folder with the model of a GGUF file, which is made when it is first asked for.
 
     Args:

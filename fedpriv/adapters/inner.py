@@ -46,7 +46,7 @@ def _put_between(name: str, layer: Any) -> None:
     a, b = layer.lora_A["default"], layer.lora_B["default"]
     weight = layer.get_base_layer().weight
     try:
-        left, right = singular_factors(weight.T if layer.fan_in_fan_out else weight, b.in_features)
+        left, right = _singular_factors(weight.T if layer.fan_in_fan_out else weight, b.in_features)
     except ValueError as error:
         raise InputError(f"{name}: {error}") from None
     b.weight.copy_(left)
@@ -56,7 +56,7 @@ def _put_between(name: str, layer: Any) -> None:
     layer.lora_B["default"] = nn.Sequential(OrderedDict(R=inner, B=b))
 
 
-def singular_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def _singular_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """(B, A) = (U, V^T) of a matrix's largest singular values: float32 [out, rank] and [rank, in], orthonormal.
 
     The largest entry of each row of A is positive.

@@ -60,7 +60,7 @@ def describe(
         result["empty_second_texts"] = sum(not value.split() for value in pairs)
     result["duplicate_texts" if pairs is None else "duplicate_pairs"] = len(records) - len(set(records))
     if tokenizer is None:
-        result["words"] = percentiles([len(first.split()) + len(second.split()) for first, second in records])
+        result["words"] = _percentiles([len(first.split()) + len(second.split()) for first, second in records])
     else:
         result |= _in_tokens(tokenizer, texts, pairs, max_length)
     if label:
@@ -69,10 +69,10 @@ def describe(
         result["labels"] = counts(values)
     if client:
         result["clients"] = counts(table[client])
-    return result | persons(table, person, client)
+    return result | _persons(table, person, client)
 
 
-def persons(table: datasets.Dataset, person: str, client: str) -> dict[str, int]:
+def _persons(table: datasets.Dataset, person: str, client: str) -> dict[str, int]:
     """How many persons there are, and what of them exceeds the unit of privacy, which is one record of one client.
 
     Args:
@@ -97,7 +97,7 @@ def persons(table: datasets.Dataset, person: str, client: str) -> dict[str, int]
     return found
 
 
-def percentiles(values: Sequence[int]) -> dict[str, float]:
+def _percentiles(values: Sequence[int]) -> dict[str, float]:
     """Minimum, median, 95th percentile and maximum; empty for no values."""
     return {f"p{p}": float(np.percentile(values, p)) for p in (0, 50, 95, 100)} if values else {}
 
@@ -113,7 +113,7 @@ def _in_tokens(tokenizer: Any, texts: list[str], pairs: list[str] | None, max_le
     rows = [row for row in encode(tokenizer, texts, pairs, UNCUT) if row is not None]
     lengths = [len(row["input_ids"]) for row in rows]
     return {
-        "tokens": percentiles(lengths),
+        "tokens": _percentiles(lengths),
         "max_length": max_length,
         "records_cut": sum(length > max_length for length in lengths),
         "unusable": len(texts) - len(rows),
@@ -158,19 +158,19 @@ def describe_instructions(
         "duplicate_prompts": len(data) - len(set(data.texts)),
     }
     if not config.messages_column:
-        result["words_of_prompts"] = percentiles([len(text.split()) for text in data.texts])
-    result["words_of_responses"] = percentiles([len(text.split()) for text in responses])
+        result["words_of_prompts"] = _percentiles([len(text.split()) for text in data.texts])
+    result["words_of_responses"] = _percentiles([len(text.split()) for text in responses])
     if client:
         result["clients"] = counts(table[client])
-    result |= persons(table, person, client)
+    result |= _persons(table, person, client)
     if tokenizer is None:
         return result, []
     figures, rows = _chats_in_tokens(data, config, tokenizer)
     shown = [row for row in rows if row is not None][:NUM_SHOWN]
-    return result | figures, [parts_of(tokenizer, row) for row in shown]
+    return result | figures, [_parts_of(tokenizer, row) for row in shown]
 
 
-def parts_of(tokenizer: Any, row: dict[str, list[int]]) -> list[Part]:
+def _parts_of(tokenizer: Any, row: dict[str, list[int]]) -> list[Part]:
     """The record as text, special tokens included, in runs of tokens that are learned or not."""
     from fedpriv.data.records import RESPONSE_MASK  # deferred, as above
 
@@ -192,8 +192,8 @@ def _chats_in_tokens(data: TextData, config: RunConfig, tokenizer: Any) -> tuple
     learned = [(sum(a[RESPONSE_MASK]), sum(b[RESPONSE_MASK])) for a, b in kept]
     prompts = [len(a["input_ids"]) - n > len(b["input_ids"]) - m for (a, b), (n, m) in zip(kept, learned, strict=True)]
     return {
-        "tokens": percentiles([len(a["input_ids"]) for a, _ in both]),
-        "tokens_of_responses": percentiles([sum(a[RESPONSE_MASK]) for a, _ in both]),
+        "tokens": _percentiles([len(a["input_ids"]) for a, _ in both]),
+        "tokens_of_responses": _percentiles([sum(a[RESPONSE_MASK]) for a, _ in both]),
         "max_length": config.max_length,
         "prompts_cut": sum(prompts),
         "responses_cut": sum(n > m for n, m in learned),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _VALUES_AT_ONCE = 2**20
 
 
-class Gaussian:
+class _Gaussian:
     """N(0, (z C)^2) on every coordinate: a subsampled Gaussian with the effective noise multiplier z / factor.
 
     A noise multiplier of 0 adds nothing, and its event costs infinity.
@@ -74,4 +74,4 @@ class Gaussian:
         return noised, events
 
 
-MECHANISM = Gaussian()
+MECHANISM = _Gaussian()

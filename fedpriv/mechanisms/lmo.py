@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SMALLEST_U = 1e-290
 
 
-class Lmo:
+class _Lmo:
     """Laplace noise of random scale, times z C, on every coordinate.
 
     Its parameters are those of the noise as JSON, plus `accounting`: `sound`, the default, or `published`, which does
@@ -83,14 +83,14 @@ class Lmo:
         scale = request.clip_norm * _median_size(parameters)
         largest = torch.finfo(torch.float32).max  # uploads are float32
         for total, result, source in zip(sums, noised, sources, strict=True):
-            noise = torch.from_numpy(lmo_noise(parameters, total.numel(), source))
+            noise = torch.from_numpy(_lmo_noise(parameters, total.numel(), source))
             noise = noise.mul_(request.clip_norm).to(total.device)
             # Noise without a finite mean may exceed the largest float32, and a single infinity would ruin the model.
             result.copy_(on_grid(noise.add_(total), scale).clamp_(-largest, largest))
         return noised, events
 
 
-MECHANISM = Lmo()
+MECHANISM = _Lmo()
 
 
 @lru_cache(maxsize=64)
@@ -125,7 +125,7 @@ def _multiplied(noise: LmoParameters, noise_multiplier: float) -> LmoParameters:
         raise InputError(f"noise_multiplier = {noise_multiplier:g}: takes the noise out of range ({error})") from None
 
 
-def lmo_noise(parameters: LmoParameters, num: int, source: RandomSource) -> Array:
+def _lmo_noise(parameters: LmoParameters, num: int, source: RandomSource) -> Array:
     """`num` independent values of LMO noise, float64 [num], in units of the clip norm.
 
     Args:
@@ -133,12 +133,12 @@ def lmo_noise(parameters: LmoParameters, num: int, source: RandomSource) -> Arra
         num: number of values, >= 0.
         source: source of the randomness.
     """
-    u = np.maximum(inverse_scales(parameters, num, source), _SMALLEST_U)
+    u = np.maximum(_inverse_scales(parameters, num, source), _SMALLEST_U)
     return np.asarray(laplace_from_words(source.words(num)) / u)
 
 
-def inverse_scales(parameters: LmoParameters, num: int, source: RandomSource) -> Array:
-    """`num` independent values of u, float64 [num]; see `lmo_noise`."""
+def _inverse_scales(parameters: LmoParameters, num: int, source: RandomSource) -> Array:
+    """`num` independent values of u, float64 [num]; see `_lmo_noise`."""
     parts = list(parameters.parts.values())
     if parameters.combination == "linear":
         return np.asarray(sum(part.weight * _draw(part, num, source) for part in parts))

@@ -146,7 +146,7 @@ class Mechanism(Protocol):
         """
 
 
-class MechanismRegistry(MutableMapping[str, Mechanism]):
+class _MechanismRegistry(MutableMapping[str, Mechanism]):
     """Mechanisms by name, each imported on first use, so that listing the names does not import torch.
 
     Args:
@@ -197,7 +197,7 @@ class MechanismRegistry(MutableMapping[str, Mechanism]):
         return self.named(name).checked(parameters, noise_multiplier)
 
 
-MECHANISMS = MechanismRegistry(
+MECHANISMS = _MechanismRegistry(
     {
         "gaussian": "fedpriv.mechanisms.gaussian",
         "discrete-gaussian": "fedpriv.mechanisms.discrete_gaussian",

@@ -41,8 +41,8 @@ class RandomSource(ABC):
         return normal_from_words(self.words(num))
 
     def bernoulli(self, num: int, probability: float) -> Tensor:
-        """`num` independent coins, bool [num]; see `bernoulli_from_words`."""
-        return bernoulli_from_words(self.words(num), probability)
+        """`num` independent coins, bool [num]; see `_bernoulli_from_words`."""
+        return _bernoulli_from_words(self.words(num), probability)
 
 
 def normal_from_words(words: Words) -> Tensor:
@@ -90,7 +90,7 @@ def laplace_from_words(words: Words) -> npt.NDArray[np.float64]:
     return np.asarray(np.where(words >> np.uint64(63), -sizes, sizes))
 
 
-def bernoulli_from_words(words: Words, probability: float) -> Tensor:
+def _bernoulli_from_words(words: Words, probability: float) -> Tensor:
     """Coins, bool, one for each 64-bit word; true with floor(probability * 2^64) / 2^64.
 
     Rounding the probability down is safe for privacy: less sampling never costs more.

@@ -20,8 +20,8 @@ from torch import Tensor
 from fedpriv.adapters import base_formats, lora
 from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.errors import InputError
+from fedpriv.training._isolation import raising_failures, refusing
 from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
-from fedpriv.training.isolation import raising_failures, refusing
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.rehearsal import synthetic_records
@@ -107,9 +107,9 @@ def _reason_to_refuse(model: TrainingModel) -> str:
     """Empty if records of the model, in passes of their own if they must, cannot touch each other."""
     config = model.peft_model.config
     model.records_share_passes = not any(getattr(config, name, None) for name in _NUMBERS_OF_EXPERTS)
-    if not records_are_independent(model):
+    if not _records_are_independent(model):
         model.records_share_passes = False
-        if not records_are_independent(model):
+        if not _records_are_independent(model):
             return "one record's result depends on the others'"
     return ""
 
@@ -120,13 +120,13 @@ def _can_cache(model: TrainingModel) -> bool:
     try:
         with raising_failures():
             whole, cached = (_gradients(model, records.items(), cached=flag) for flag in (False, True))
-            return _close(cached, whole) and records_are_independent(model, cached=True)
+            return _close(cached, whole) and _records_are_independent(model, cached=True)
     except Exception as error:  # as above
         log.warning("the prefix cache fails on synthetic records: %s", error)
         return False
 
 
-def records_are_independent(model: TrainingModel, *, cached: bool = False) -> bool:
+def _records_are_independent(model: TrainingModel, *, cached: bool = False) -> bool:
     """Whether removing, replacing and permuting synthetic records changes no bit of the others' gradients.
 
     Args:

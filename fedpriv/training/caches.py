@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fedpriv.adapters.arithmetic import Merged, same_merged
 from fedpriv.data.records import BatchShape, Item, Records, num_tokens, usable
-from fedpriv.training.isolation import isolated
+from fedpriv.training._isolation import isolated
 from fedpriv.training.progress import READING, Tell, silent
 from fedpriv.training.shapes import Pass
 

@@ -101,7 +101,7 @@ def evaluate(
 
 def _of_causal_model(model: TrainingModel, items: list[Item], choices: Choices | None) -> Evaluation:
     tokens, hits = _token_losses(model, items)
-    confusion = confusion_of(model, choices) if choices else None
+    confusion = _confusion_of(model, choices) if choices else None
     return Evaluation(
         accuracy=accuracy_of(confusion) if confusion else float(hits.mean()),
         loss=float((tokens.sums / np.maximum(tokens.counts, 1)).mean()),
@@ -126,7 +126,7 @@ def _token_losses(model: TrainingModel, items: Sequence[Item]) -> tuple[TokenLos
 
 
 @torch.no_grad()
-def log_likelihoods(model: TrainingModel, choices: Choices) -> npt.NDArray[np.float64]:
+def _log_likelihoods(model: TrainingModel, choices: Choices) -> npt.NDArray[np.float64]:
     """The logarithm of each answer's probability after each prompt, in nats, [records, answers].
 
     It is the sum over the answer's tokens, its end of turn included, and not divided by their number: the
@@ -139,9 +139,9 @@ def log_likelihoods(model: TrainingModel, choices: Choices) -> npt.NDArray[np.fl
     return -np.stack([_token_losses(model, records.items())[0].sums for records in choices.records], axis=1)
 
 
-def confusion_of(model: TrainingModel, choices: Choices) -> Confusion:
+def _confusion_of(model: TrainingModel, choices: Choices) -> Confusion:
     """Records by their own answer (row) and the one that the model finds most likely (column)."""
-    likeliest = log_likelihoods(model, choices).argmax(axis=1)
+    likeliest = _log_likelihoods(model, choices).argmax(axis=1)
     return confusion_matrix(choices.truth, likeliest, len(choices.records))
 
 
@@ -173,7 +173,7 @@ def choices_of(records: Records, tokenizer: Any, answers: Sequence[str]) -> Choi
         InputError: no record's response is an allowed answer.
     """
     pairs = [pair for item in records.items() if usable(item) and all(pair := prompt_and_response(item))]
-    tokens = answer_tokens(tokenizer, answers, [response for _, response in pairs])
+    tokens = _answer_tokens(tokenizer, answers, [response for _, response in pairs])
     index = {answer.strip(): position for position, answer in enumerate(answers)}
     texts = [text_of(tokenizer, response) for _, response in pairs]
     known = [(prompt, index[text]) for (prompt, _), text in zip(pairs, texts, strict=True) if text in index]
@@ -184,10 +184,10 @@ def choices_of(records: Records, tokenizer: Any, answers: Sequence[str]) -> Choi
             "%d of %d test records have no allowed answer and do not count", len(records) - len(known), len(records)
         )
     prompts, truth = zip(*known, strict=True)
-    return Choices(records=tuple(with_answer(prompts, answer, records.pad_token_id) for answer in tokens), truth=truth)
+    return Choices(records=tuple(_with_answer(prompts, answer, records.pad_token_id) for answer in tokens), truth=truth)
 
 
-def with_answer(prompts: Sequence[Tokens], answer: Tokens, pad_token_id: int) -> Records:
+def _with_answer(prompts: Sequence[Tokens], answer: Tokens, pad_token_id: int) -> Records:
     """The prompts with this answer as their response."""
     features = {
         "input_ids": tuple(torch.tensor((*prompt, *answer)) for prompt in prompts),
@@ -196,7 +196,7 @@ def with_answer(prompts: Sequence[Tokens], answer: Tokens, pad_token_id: int) ->
     return Records(features, torch.tensor([], dtype=torch.int64), pad_token_id)
 
 
-def answer_tokens(tokenizer: Any, answers: Sequence[str], responses: Sequence[Tokens]) -> tuple[Tokens, ...]:
+def _answer_tokens(tokenizer: Any, answers: Sequence[str], responses: Sequence[Tokens]) -> tuple[Tokens, ...]:
     """The tokens of each answer as a response: as a record has them, or else encoded alone and ended like the others.
 
     Args:

@@ -60,7 +60,7 @@ class UpdateSpec:
         bias_scale: what the gradient of the head's bias is multiplied by before it is clipped, and its step after it
             was noised, > 0: features get this as a further, constant coordinate.
         lora_learning_rate: of A and B; 0 stands for `learning_rate`.
-        centred: whether a head's steps are taken with features less the mean of its rows; see `coordinates.py`.
+        centred: whether a head's steps are taken with features less the mean of its rows; see `_coordinates.py`.
     """
 
     num_rounds: int

@@ -38,7 +38,7 @@ class Predictions:
     num_targets: Tensor
 
 
-def classification_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def _classification_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy of each record, [batch].
 
     Args:
@@ -76,7 +76,7 @@ def next_token_targets(batch: Mapping[str, Tensor]) -> Tensor:
     return batch["input_ids"][:, 1:].masked_fill(~is_target, IGNORED)
 
 
-def causal_losses(logits: Tensor, targets: Tensor) -> Tensor:
+def _causal_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy over each record's own targets, [batch]; zero for a record without any.
 
     Args:
@@ -95,13 +95,15 @@ def predictions(logits: Tensor, batch: Mapping[str, Tensor]) -> Predictions:
     if "labels" in batch:
         labels = batch["labels"]
         hits = (logits.argmax(dim=-1) == labels).to(torch.float32)
-        return Predictions(losses=classification_losses(logits, labels), hits=hits, num_targets=torch.ones_like(labels))
+        return Predictions(
+            losses=_classification_losses(logits, labels), hits=hits, num_targets=torch.ones_like(labels)
+        )
     targets = next_token_targets(batch)
     valid = targets != IGNORED
     correct = (logits[:, :-1].argmax(dim=-1) == targets) & valid
     num_targets = valid.sum(dim=1)
     return Predictions(
-        losses=causal_losses(logits, targets),
+        losses=_causal_losses(logits, targets),
         hits=correct.sum(dim=1) / num_targets.clamp_min(1),
         num_targets=num_targets,
     )

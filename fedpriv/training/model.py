@@ -13,6 +13,7 @@ from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, Adapter, Merged, factors_of, same_merged
 from fedpriv.adapters.base_formats import base_dtype, is_quantised
 from fedpriv.data.records import RESPONSE_MASK, BatchShape, Item, Records, collate
+from fedpriv.training._isolation import raising_failures
 from fedpriv.training._pass_sizes import (
     RECORDS_OF_A_STEP,
     Footprint,
@@ -33,7 +34,6 @@ from fedpriv.training.caches import (
     input_of,
     skipping_prefix,
 )
-from fedpriv.training.isolation import raising_failures
 from fedpriv.training.losses import (
     IGNORED,
     Predictions,

@@ -17,8 +17,8 @@ import torch
 from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.data.records import RESPONSE_MASK, Records, num_tokens
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training._isolation import raising_failures, refusing
 from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
-from fedpriv.training.isolation import raising_failures, refusing
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel, rank_of
 from fedpriv.training.sampling import PoissonSampler

@@ -22,10 +22,10 @@ from fedpriv.accounting.events import Event, group
 from fedpriv.adapters.arithmetic import Adapter, same_merged
 from fedpriv.data.records import BatchShape, Item, usable
 from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.training._coordinates import Coordinates, VectorLayout, scaled, trained_weights
+from fedpriv.training._isolation import isolated
 from fedpriv.training.caches import Body, FeatureCache
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
-from fedpriv.training.coordinates import Coordinates, VectorLayout, scaled, trained_weights
-from fedpriv.training.isolation import isolated
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, noise_request, planned_event
 from fedpriv.training.losses import class_sum_losses, predictions
 from fedpriv.training.model import TrainingModel, rank_of

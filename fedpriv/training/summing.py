@@ -19,8 +19,8 @@ from fedpriv.config import RunConfig
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.secure_aggregation.grid import SumGrid, largest_number_included, sum_grid
+from fedpriv.training._coordinates import Coordinates, scaled, trained_weights
 from fedpriv.training.clipping import add_clipped
-from fedpriv.training.coordinates import Coordinates, scaled, trained_weights
 from fedpriv.training.local_update import UpdateSpec
 
 

@@ -21,9 +21,9 @@ from fedpriv.data.records import Encode, Records, check_max_length, tokenize, us
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training._isolation import refusing
 from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
 from fedpriv.training.admission import admit, in_format
-from fedpriv.training.isolation import refusing
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update

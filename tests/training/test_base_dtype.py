@@ -12,7 +12,7 @@ from fedpriv.adapters.arithmetic import Merged, Product
 from fedpriv.adapters.base_formats import base_dtype, frozen_base, restore, to_bfloat16
 from fedpriv.errors import InputError
 from fedpriv.training import admission
-from fedpriv.training.admission import in_format, records_are_independent
+from fedpriv.training.admission import _records_are_independent, in_format
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from tests.architectures import DECODERS, ENCODERS, TARGETS, random_base
@@ -73,7 +73,7 @@ def test_no_other_record_changes_a_bit(kind, cached):
     model = in_bfloat16(kind, layers="last-1" if cached else "all")
     if cached and model.cache is None:
         pytest.skip(f"{kind} has no frozen prefix")
-    assert records_are_independent(model, cached=cached)
+    assert _records_are_independent(model, cached=cached)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fedpriv.config import RunConfig
 from fedpriv.config_checks import RULES_ON_QUANTISED
 from fedpriv.data.records import collate
 from fedpriv.errors import InputError
-from fedpriv.training.admission import in_format, records_are_independent
+from fedpriv.training.admission import _records_are_independent, in_format
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from fedpriv.training.workbench import load_model
@@ -92,7 +92,7 @@ def test_the_side_of_the_padding_does_not_matter(in_nf4):
 def test_no_other_record_changes_a_bit(kind, cached):
     model = training_model(kind, layers="last-1" if cached else "all")
     assert (model.cache is not None) == cached
-    assert records_are_independent(model, cached=cached)
+    assert _records_are_independent(model, cached=cached)
     assert len(model.sizes(32)) > 1, "passes of one size alone show little"
 
 

@@ -55,9 +55,9 @@ class Coordinates:
         names = trained_names(shapes, spec.trains)
         layout = VectorLayout.of({name: shapes[name] for name in names}, clipping_parts(spec.clipping, names))
         ordered = {name: shapes[name] for name in layout.columns}
-        scales = value_factors(ordered, bias=spec.bias_scale)
+        scales = _value_factors(ordered, bias=spec.bias_scale)
         rate = spec.lora_learning_rate / spec.learning_rate if spec.lora_learning_rate else 1.0
-        rates = value_factors(ordered, lora=rate)
+        rates = _value_factors(ordered, lora=rate)
         return Coordinates(
             layout=layout,
             scales=None if scales is None else scales.to(device),
@@ -68,7 +68,7 @@ class Coordinates:
     def start(self, adapter: Adapter) -> tuple[Tensor, Tensor | None]:
         """The row [values] from which an update of this adapter starts, and what it takes off a head's features."""
         trained = {name: adapter[name] for name in self.layout.shapes}
-        centre = centre_of(trained) if self.centred else None
+        centre = _centre_of(trained) if self.centred else None
         return self.layout.flatten_one(trained if centre is None else shifted(trained, centre)), centre
 
     def moved(self, adapter: Adapter, row: Tensor, centre: Tensor | None) -> Adapter:
@@ -94,7 +94,7 @@ def scaled(values: Tensor, scales: Tensor | None) -> Tensor:
     return values if scales is None else values * scales
 
 
-def value_factors(shapes: Mapping[str, torch.Size], *, bias: float = 1.0, lora: float = 1.0) -> Tensor | None:
+def _value_factors(shapes: Mapping[str, torch.Size], *, bias: float = 1.0, lora: float = 1.0) -> Tensor | None:
     """A factor for each value by the kind of its tensor, [values]; None if each is one.
 
     Args:
@@ -185,7 +185,7 @@ class VectorLayout:
         return {name: vector[self.columns[name]].reshape(shape).clone() for name, shape in self.shapes.items()}
 
 
-def centre_of(adapter: Adapter) -> Tensor:
+def _centre_of(adapter: Adapter) -> Tensor:
     """[inputs] The mean of the head's rows; zeros for a head without a bias, which could not make up for it.
 
     Raises:
@@ -210,7 +210,7 @@ def shifted(adapter: Adapter, by: Tensor) -> Adapter:
     return {**adapter, bias: (adapter[bias].double() + scores).float()}
 
 
-class TrainedWeights(Protocol):
+class _TrainedWeights(Protocol):
     """The trained values of a stack of clients."""
 
     def values(self) -> Tensor:
@@ -220,7 +220,7 @@ class TrainedWeights(Protocol):
         """One optimizer step, from the (noised) gradients with respect to these values, [clients, values]."""
 
 
-def trained_weights(spec: UpdateSpec, broadcast: Tensor, initial: Adapter, layout: VectorLayout) -> TrainedWeights:
+def trained_weights(spec: UpdateSpec, broadcast: Tensor, initial: Adapter, layout: VectorLayout) -> _TrainedWeights:
     """The weights of a local update.
 
     Args:
