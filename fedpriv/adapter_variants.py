@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from fedpriv.adapters.inner import INNER_SUFFIX
+from fedpriv.adapters.arithmetic import INNER_SUFFIX
 from fedpriv.dedup import saliency
 from fedpriv.dedup.named_view import named_view
 from fedpriv.dedup.saliency import Saliency
@@ -126,7 +126,7 @@ class AdapterEvaluator:
 class AdapterWorkload:
     """A `fedpriv.dedup.bench.Workload`: a run's model classifies one batch of test records with its current adapter.
 
-    Another process makes it anew, since the model has hooks that cannot be pickled.
+    Another process makes its own, since the model has hooks that cannot be pickled.
 
     Args:
         run: folder of the run.

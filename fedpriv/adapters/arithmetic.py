@@ -17,6 +17,13 @@ from torch import Tensor
 Adapter = dict[str, Tensor]
 """{name of a trainable tensor: its values}."""
 
+A_SUFFIX = ".lora_A.weight"
+B_SUFFIX = ".lora_B.weight"
+# By peft's names of an adapter called `default`, which it leaves in the names of what lies inside a module of its own.
+INNER_SUFFIX = ".lora_B.default.R.weight"
+_LEFT = ".left"
+_RIGHT = ".right"
+
 
 def difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Adapter:
     """left - right, tensor by tensor.
@@ -32,12 +39,6 @@ def difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Adapt
 def norm(adapter: Mapping[str, Tensor]) -> float:
     """L2 norm over all tensors together."""
     return math.sqrt(math.fsum(float(tensor.double().square().sum()) for tensor in adapter.values()))
-
-
-A_SUFFIX = ".lora_A.weight"
-B_SUFFIX = ".lora_B.weight"
-_LEFT = ".left"
-_RIGHT = ".right"
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,7 @@ _OF_ADAPTERS = (".lora_", ".modules_to_save.", ".ln_tuning_layers.")
 
 @dataclass(frozen=True, eq=False)
 class InFloat32:
-    """What a base was before it was converted.
+    """A base as it was before it was converted.
 
     Attributes:
         weights: {parameter's name: float32}.

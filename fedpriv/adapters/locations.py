@@ -84,7 +84,7 @@ def _package(name: str) -> Path | None:
 
 
 def public_name(name: str) -> str:
-    """What others call a base: its name on the Hub, else the last part of the path of its folder or file.
+    """The name by which others know a base: that on the Hub, else the last part of the path of its folder or file.
 
     Args:
         name: as the user gave it, see `load_base`; or, in an older adapter, the path of its folder.
@@ -100,7 +100,7 @@ def public_name(name: str) -> str:
 def weights_digests(name: str) -> dict[str, str]:
     """{file: SHA-256 in hex} of a base's weights as they are on this machine; empty where there are none.
 
-    For a model of the Hub these are the digests that the Hub shows beside its files.
+    For a model of the Hub these are the digests that the Hub shows with its files.
 
     Args:
         name: as for `load_base`.

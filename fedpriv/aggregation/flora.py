@@ -42,7 +42,7 @@ def flora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[floa
 
 
 def fresh_start(model: GlobalModel, *, rank: int, seed: int, round_: int) -> Adapter:
-    """The adapter with which a client of this rank starts a round: A drawn anew as peft does, B zero, and the head.
+    """The adapter with which a client of this rank starts a round: A drawn afresh as peft does, B zero, and the head.
 
     Args:
         model: before the round.

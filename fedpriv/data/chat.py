@@ -187,7 +187,7 @@ class _Chats:
         self._control = re.compile(f"(?={'|'.join(map(re.escape, control))})" if control else r"(?!)")
 
     def frame(self, roles: tuple[str, ...]) -> list[tuple[str | int, _Kind]]:
-        """What the template writes for turns of these roles and a response: its texts, and the numbers of the turns'.
+        """The template's texts for turns of these roles and a response, and the numbers of the turns'.
 
         Raises:
             Exception: the template refuses the roles, or is of a kind that cannot be used.
@@ -213,7 +213,7 @@ class _Chats:
         return [*frame, (parts[0], "opening"), (len(roles), "response"), (self._end(parts[2]), "end")]
 
     def _end(self, tail: str) -> str:
-        """What ends a response, of what the template writes behind it: through the end of the sequence or turn."""
+        """The end of a response in the template's text behind it: through the end of the sequence or turn."""
         eos = self._tokenizer.eos_token
         if eos and eos in tail:
             return tail[: tail.index(eos) + len(eos)]

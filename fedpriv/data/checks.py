@@ -180,7 +180,7 @@ def _parts_of(tokenizer: Any, row: dict[str, list[int]]) -> list[Part]:
 
 
 def _chats_in_tokens(data: TextData, config: RunConfig, tokenizer: Any) -> tuple[dict[str, Any], list[Row]]:
-    """What becomes of the records within `max_length` tokens, and the records."""
+    """Figures on how the records fit within `max_length` tokens, and the records."""
     from fedpriv.data.encoding import chat_format_of  # deferred, as above
     from fedpriv.data.records import RESPONSE_MASK
 

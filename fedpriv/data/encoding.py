@@ -125,7 +125,7 @@ class TextReading:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], *, where: str) -> TextReading:
-        """What `to_json` gave.
+        """The reading whose fields `to_json` gave.
 
         Args:
             values: of a file.
@@ -152,5 +152,5 @@ class TextReading:
 
     @property
     def encoder(self) -> Encoder:
-        """What makes tokens of texts, or of prompts with their responses."""
+        """The encoder that turns texts, or prompts with their responses, into tokens."""
         return self.chat if self.instructs else PlainText()

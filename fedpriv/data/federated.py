@@ -27,7 +27,7 @@ DATA_KEYS = (
     *("prompt_column", "response_column", "messages_column", "answers", "label_column", "client_column", "labels"),
     *("partition", "num_clients", "client_sizes", "dirichlet_alpha", "max_records", "seed"),
 )
-"""What of a configuration decides which records `load` gives to which client; several keys decide `has_test_set`."""
+"""The keys of a configuration that decide which records `load` gives to which client; several decide `has_test_set`."""
 
 
 def holdings(config: RunConfig) -> tuple[object, ...]:
@@ -117,7 +117,7 @@ def _embedded(config: RunConfig) -> FederatedData:
     if config.partition not in ("auto", "natural"):
         from datasets import Dataset
 
-        # Partitioned anew among any number of clients, by index, so that every message stays whole.
+        # Partitioned again among any number of clients, by index, so that every message stays whole.
         table = Dataset.from_dict(
             {"index": list(range(len(train))), config.label_column: [message.department for message in train]}
         )

@@ -20,7 +20,7 @@ FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".pa
 
 
 def suffix_of(path: Path) -> str:
-    """What a file's name ends in before a possible `.gz`, in lower case."""
+    """The ending of a file's name before a possible `.gz`, in lower case."""
     return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 

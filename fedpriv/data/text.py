@@ -96,7 +96,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def from_messages(value: object) -> tuple[str, str]:
-    """What was said, as JSON, and the response: the last assistant turn; what follows it is left out.
+    """The turns before the response, as JSON, and the response: the last assistant turn. Later turns are left out.
 
     Args:
         value: a list of {"role": ..., "content": ...}, or its JSON. A content is a text, or a list of parts

@@ -50,7 +50,7 @@ class _Lmo:
         return json.dumps(lmo_parameters.to_dict(noise) | published)
 
     def caveat(self, parameters: str) -> str:
-        """What `published` accounting leaves unproven."""
+        """The part of `published` accounting that is unproven."""
         return PUBLISHED_CAVEAT if _read(parameters)[1] == "published" else ""
 
     def planned_events(self, request: NoiseRequest) -> list[Event]:

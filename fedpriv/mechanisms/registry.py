@@ -94,7 +94,7 @@ class Mechanism(Protocol):
 
     @property
     def parameters_hint(self) -> str:
-        """What its parameters are and where to get them, for messages; empty if it takes none, else it needs some.
+        """Names the parameters and where to get them, for messages; empty if it takes none, else it needs some.
 
         In a configuration they are a JSON object, or the name of a file that holds one.
         """

@@ -27,7 +27,7 @@ Words = npt.NDArray[np.uint64]
 
 
 class RandomSource(ABC):
-    """What a mechanism or a sampler draws from: a stream of uniform words."""
+    """A stream of uniform words, from which a mechanism or a sampler draws."""
 
     name: str
     """`secure` or `seeded`, as shown in the record of a run."""

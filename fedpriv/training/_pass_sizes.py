@@ -118,7 +118,7 @@ class Footprint:
 
     @property
     def multiple(self) -> int:
-        """Of record lengths: for a small model a further pass costs more than further padding."""
+        """The multiple of record lengths: for a small model a further pass costs more than further padding."""
         if not self.on_cpu:
             return MULTIPLE
         return max(MULTIPLE, 1 << ((self.tokens_at_once(RECORDS_OF_A_STEP) // _LENGTHS_AT_ONCE).bit_length() - 1))
@@ -160,7 +160,7 @@ def with_equal_bits(trial: Trial, sizes: Sequence[int]) -> list[tuple[int, ...]]
 
 
 def found_once(key: Hashable, trial: Trial, sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """As `with_equal_bits`, tried once in this process.
+    """Return what `with_equal_bits` does, tried once in this process.
 
     Args:
         key: all that the verdict depends on, but the number of threads.
@@ -243,7 +243,7 @@ def _bits_of_pass(model: _Model, rows: int, tokens: int, full: bool, rank: int |
 
 
 def bits_of_head(model: _Model, rows: int) -> Hashable | None:
-    """As `bits_of_pass`, of a pass through the model's head alone."""
+    """Return what `bits_of_pass` does, for a pass through the model's head alone."""
     assert model.head is not None
     layer = model.layers[model.head]
     stack = _random_stack(
@@ -315,7 +315,7 @@ def _replace(model: nn.Module, path: str, layers: nn.ModuleList) -> None:
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    """What decides which kernels a layer calls: its modules, their shapes and settings, but not which layer it is."""
+    """All that decides which kernels a layer calls: its modules, their shapes and settings, but not its position."""
     settings = [
         (path, name, value)
         for path, module in layer.named_modules()

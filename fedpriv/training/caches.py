@@ -190,7 +190,7 @@ class PrefixCache:
 
     @property
     def bytes_in_memory(self) -> int:
-        """Of all states that are kept or have room reserved."""
+        """The bytes of all states that are kept or have room reserved."""
         rooms = {room for room, _ in self._kept.values()} | ({self._reserved.room} if self._reserved else set())
         return sum(room.states.nbytes for room in rooms if room.in_memory)
 
@@ -304,7 +304,7 @@ Drawn = tuple[Records, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """What decides a record's features: everything before the head that may change.
+    """Everything before the head that may change, which decides a record's features.
 
     Attributes:
         tensors: {tensor name: float32}, of the adapter without the head.
@@ -370,7 +370,7 @@ class FeatureCache:
 
     @property
     def bytes_in_memory(self) -> int:
-        """Of all features that are kept or have room reserved."""
+        """The bytes of all features that are kept or have room reserved."""
         if self._reserved is not None:
             return _FLOAT_BYTES * self._reserved.numel()
         return sum(_FLOAT_BYTES * kept.states.numel() for kept in self._kept.values())

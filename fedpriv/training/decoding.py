@@ -1,4 +1,4 @@
-"""What a causal model answers to prompts: the most likely next token, one after the other, until the turn ends."""
+"""Answers of a causal model to prompts: the most likely next token, one after the other, until the turn ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _CausalModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reading:
-    """What a causal model has read so far, a text in each row.
+    """The texts that a causal model has read so far, one in each row.
 
     Attributes:
         attention_mask: int64 [rows, tokens], padded on the left.
@@ -49,7 +49,7 @@ class Reading:
 
 
 def prompt_and_response(item: Item) -> tuple[Tokens, Tokens]:
-    """What precedes a record's last response, and that response with its end of turn; both empty without a response."""
+    """The prompt before a record's last response, and that response with its end of turn; both empty without one."""
     records, index = item
     tokens: list[int] = records.features["input_ids"][index].tolist()
     mask: list[int] = records.features[RESPONSE_MASK][index].tolist()
@@ -136,7 +136,7 @@ def by_length(lengths: Sequence[int], *, further: int = 0, most: int | None = No
 
     Args:
         lengths: tokens of each text.
-        further: tokens that each will have beside these.
+        further: tokens that each will have in addition.
         most: texts of a pass; None sets no bound.
     """
     together: list[int] = []

@@ -44,7 +44,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float | None:
-        """Of all targets; None for classifiers and without targets."""
+        """The perplexity over all targets; None for classifiers and without targets."""
         return self.tokens.perplexity if self.tokens else None
 
 

@@ -88,7 +88,7 @@ def peak_of_pass(model: Any, *, rows: int, tokens: int, activation_checkpointing
 
 
 def _losses(training: TrainingModel, one: Records, shape: BatchShape) -> Tensor:
-    """As `TrainingModel.predictions` has them, with a target at every place: where they are, values would tell."""
+    """Losses of `TrainingModel.predictions` with a target at every place: values alone would tell where they are."""
     if training.output_layer is None:
         return training.predictions(one.items(), cached=False, shape=shape).losses
     with input_of(training.output_layer) as captured:

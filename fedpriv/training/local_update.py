@@ -29,13 +29,13 @@ _A, _B = ".lora_A.", ".lora_B."
 # neither A nor B.
 _LEFT_OUT: Mapping[str, tuple[str, ...]] = {"all": (), "head": (_A, _B), "lora-a": (_B,), "lora-b": (_A,)}
 TRAINED_PARTS = tuple(_LEFT_OUT)
-# What it descends: each record's loss, or minus the logit of its class, whose gradient is minus the record's features.
+# What an update descends: each record's loss, or minus the logit of its class, whose gradient is minus its features.
 OBJECTIVES = ("loss", "class-sums")
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSpec:
-    """What the server asks of a client in one round; the guard checks it.
+    """The update that the server asks of a client in one round; the guard checks it.
 
     Attributes:
         num_rounds: how many rounds the run has in all.
@@ -86,7 +86,7 @@ class UpdateSpec:
     centred: bool = False
 
     def __str__(self) -> str:
-        """What a client does in a round, in words, for logs."""
+        """A client's part in a round, in words, for logs."""
         num_steps = f"{self.local_steps} step{'s' if self.local_steps > 1 else ''}"
         drawn = f"q = {self.sampling_probability:g}" if self.sampling_probability else f"B = {self.batch_size}"
         noised = "the upload" if self.noise_on == "upload" else "gradients"
@@ -172,7 +172,7 @@ class UpdateTask:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientUpdate:
-    """What a client uploads.
+    """The upload of a client, and the event that pays for it.
 
     Attributes:
         adapter: the noised adapter, float32.
@@ -189,7 +189,7 @@ class ClientUpdate:
 
 
 Execute = Callable[[Sequence[UpdateTask]], list[ClientUpdate | Exception]]
-"""What trains the clients of a round: all that engines differ in."""
+"""Trains the clients of a round: all that engines differ in."""
 
 
 def noise_request(

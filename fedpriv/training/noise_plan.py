@@ -91,7 +91,7 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
 
 
 def planned_releases(config: RunConfig, sizes: Mapping[int, int], client: int, initial: Adapter) -> list[Event]:
-    """What a client releases that takes part in every round; without the evaluation on its records.
+    """The releases of a client that takes part in every round, without the evaluation on its records.
 
     Args:
         config: of the run, with numbers for noise and learning rates.
@@ -109,7 +109,7 @@ def planned_releases(config: RunConfig, sizes: Mapping[int, int], client: int, i
 
 
 def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
-    """What every client's noise is at least multiplied by on the run's `privacy_view`, whichever clients drop out.
+    """The least factor of every client's noise on the run's `privacy_view`, whichever clients drop out.
 
     On `rho` this is 1 / sqrt(n): rho_bar of n participants is never below that. On `aggregate`, which must hold, it is
     the smallest noise of any client in any sum of `min_clients` uploads, over its own.
@@ -164,7 +164,7 @@ def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapte
 
 
 def derived_learning_rate(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> LearningRate | None:
-    """What `learning_rate = auto` stands for; None if the configuration gives a number.
+    """The rate for which `learning_rate = auto` stands; None if the configuration gives a number.
 
     Args:
         config: of the run, calibrated.
@@ -251,7 +251,7 @@ def _num_selected(config: RunConfig, sizes: Sequence[int]) -> int:
 
 
 def _with_start_beside(config: RunConfig) -> RunConfig:
-    """The configuration with noise for the start of the head beside steps whose noise is given."""
+    """The configuration with noise for the start of the head, given the noise of the steps."""
     if not config.head_start or config.start_noise_multiplier is not None:
         return config
     noise = start_noise_beside(config.noise_multiplier, max(1, _num_steps(config)))

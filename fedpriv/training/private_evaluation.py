@@ -32,7 +32,7 @@ NO_COUNTS = torch.zeros(2, dtype=torch.float64)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSpec:
-    """What the server asks of a client in an evaluation.
+    """The evaluation that the server asks of a client.
 
     Attributes:
         noise_multiplier: z >= 0, the standard deviation of the noise on each count.
@@ -49,14 +49,14 @@ class EvaluationSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class NoisedCounts:
-    """What a client answers: the records on which the model was right and wrong, with noise on both counts."""
+    """A client's answer: the numbers of records on which the model was right and wrong, both with noise."""
 
     hits: float
     misses: float
 
 
 def planned_event(spec: EvaluationSpec) -> Event:
-    """What one evaluation costs a holder.
+    """The event of one evaluation, which a holder pays for.
 
     Every evaluated record adds (h, 1 - h) to (hits, misses), with h in [0, 1]. Since h^2 + (1 - h)^2 <= 1, adding or
     removing one record moves the pair by at most 1 in L2, and by exactly 1 if h is 0 or 1. N(0, z^2) on both counts is

@@ -64,7 +64,7 @@ class RunSchedule:
         return self.phases[-1]
 
     def spec(self, round_: int) -> UpdateSpec:
-        """What a client is asked in a round, from 1."""
+        """The update that a client is asked for in a round, from 1."""
         return self.phase(round_).spec
 
     def following(self, after: int, num_rounds: int) -> list[tuple[Phase, int]]:

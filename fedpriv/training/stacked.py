@@ -110,7 +110,7 @@ def execute_one_by_one(model: TrainingModel, tasks: Sequence[UpdateTask]) -> lis
 def execute_stacked(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
     """Run the tasks together, as many at once as the model's memory limit allows; one that fails yields its exception.
 
-    If a client fails, its stack runs again one by one: nothing was released from it, and noise is drawn anew.
+    If a client fails, its stack runs again one by one: nothing was released from it, and noise is drawn again.
     """
     results: dict[int, ClientUpdate | Exception] = {}
     stackable: defaultdict[Hashable, list[int]] = defaultdict(list)
@@ -196,12 +196,12 @@ class _Clients:
 
     @property
     def layout(self) -> VectorLayout:
-        """Of a row."""
+        """The layout of a row."""
         return self.coordinates.layout
 
     @property
     def rank(self) -> int | None:
-        """Of the clients' LoRA layers."""
+        """The rank of the clients' LoRA layers."""
         return rank_of({name: tensor.shape for name, tensor in self.tasks[0].adapter.items()})
 
     def with_trained(self, client: int, row: Tensor) -> Adapter:
@@ -215,7 +215,7 @@ class _Clients:
         return {name for name, stored in self.model.adapter_names.items() if stored in self.layout.columns}
 
     def tell(self, share: float) -> None:
-        """Tell whoever follows the model that this share of the current step is done."""
+        """Tell those who follow the model that this share of the current step is done."""
         self.model.tell(TRAINING, len(self.tasks) * (self.step + share), len(self.tasks) * self.spec.local_steps)
 
     def expected_batch_sizes(self) -> Tensor:
@@ -326,7 +326,7 @@ def _pass_gradients(
     """[rows, values] Per-sample gradients of the records at the given positions, and of the dummies after them."""
     model = clients.model
     batch = [items[position] for position in positions]
-    # Dummies use the first client's adapter, whoever else is in the pass.
+    # Dummies use the first client's adapter, whichever others are in the pass.
     rows_owners = [owners[position] for position in positions] + [0] * (shape.rows - len(positions))
     stack = Stack(parameters=stacked, owners=torch.tensor(rows_owners, device=model.device))
 
@@ -400,5 +400,5 @@ def _head_pass(
 
 
 def _losses(spec: UpdateSpec, logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """What each record's gradient is taken of, [batch]."""
+    """The values whose gradients are taken, one for each record, [batch]."""
     return class_sum_losses(logits, batch) if spec.objective == "class-sums" else predictions(logits, batch).losses

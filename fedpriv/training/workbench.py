@@ -1,4 +1,4 @@
-"""What a process needs for training and evaluation: data, tokenised records and model, loaded once."""
+"""The data, tokenised records and model that a process needs for training and evaluation, loaded once."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Workbench:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """What makes tokens of records."""
+        """The encoder that turns records into tokens."""
         return encoder_of(self._config)
 
     def client(self, client: int, encode: Encode | None = None) -> Records:
@@ -194,7 +194,7 @@ class Workbench:
         return self.encoder.end(self.base.tokenizer)
 
     def forget_records(self) -> None:
-        """Read a node's own records anew when they are next asked for."""
+        """Read a node's own records again when they are next asked for."""
         self.__dict__.pop("data", None)
         self._clients.clear()
         self.read_for = ""
@@ -241,7 +241,7 @@ def _key(config: RunConfig, source: DataSource | None) -> Hashable:
 
 
 def forget() -> None:
-    """Free the last workbench; the next one reads data and model anew."""
+    """Free the last workbench; the next one reads data and model again."""
     _last.clear()
 
 

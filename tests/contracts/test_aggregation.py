@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, as_one_adapter, difference, factors_of
-from fedpriv.adapters.inner import INNER_SUFFIX
+from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, INNER_SUFFIX, as_one_adapter, difference, factors_of
 from fedpriv.aggregation.cmfl import pack_signs, relevance, threshold, unpack_signs
 from fedpriv.aggregation.flora import fresh_start
 from fedpriv.aggregation.global_model import GlobalModel

@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedpriv.adapters.arithmetic import B_SUFFIX
-from fedpriv.adapters.inner import INNER_SUFFIX
+from fedpriv.adapters.arithmetic import B_SUFFIX, INNER_SUFFIX
 from fedpriv.config import RunConfig
 from fedpriv.data.records import BatchShape, Item
 from fedpriv.training.caches import Body, FeatureCache

@@ -16,12 +16,10 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from fedpriv.adapters.arithmetic import B_SUFFIX, Adapter
+from fedpriv.adapters.arithmetic import B_SUFFIX, INNER_SUFFIX, Adapter
 from fedpriv.errors import InputError
 
-# By peft's names of an adapter called `default`, which it leaves in the names of what lies inside a module of its own.
-INNER_SUFFIX = ".lora_B.default.R.weight"
-OUTER_SUFFIX = ".lora_B.default.B.weight"
+OUTER_SUFFIX = ".lora_B.default.B.weight"  # see `INNER_SUFFIX`
 
 # Two singular values that differ by less, relative to the largest one, leave their vectors to a machine's rounding. It
 # moves vectors by its size over the difference: in float64, some 1e-13 for a large matrix, by no more than float32's.
