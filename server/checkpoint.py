@@ -24,7 +24,7 @@ from torch import Tensor
 import fedpriv
 from fedpriv.adapters import arithmetic
 from fedpriv.adapters.arithmetic import Adapter, Merged
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.runs import files

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter, Merged
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.data.encoding import TextReading
 from fedpriv.dedup import pipeline, variants

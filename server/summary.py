@@ -12,7 +12,7 @@ import torch
 from fedpriv.accounting.accountants import PrivacySpent, epsilon_of
 from fedpriv.accounting.views import VIEWS
 from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.run_checks import objections_to_aggregate
 from fedpriv.runs.rows import ClientRow, RoundRow

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fedpriv.adapters.arithmetic import Adapter, add_products, factors_of
-from fedpriv.aggregation.fedavg import weighted_average
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.fedavg import GlobalModel, weighted_average
 
 
 def fedex_lora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, factors_of
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.fedavg import GlobalModel
 
 
 def rebased(model: GlobalModel) -> GlobalModel:

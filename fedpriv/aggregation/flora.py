@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, Adapter, add_products, factors_of, non_lora_tensors
-from fedpriv.aggregation.fedavg import weighted_average
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.fedavg import GlobalModel, weighted_average
 
 
 def flora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.protocol import Registration
 from fedpriv.reports.status_display import show
 from fedpriv.runs.rows import ClientRow, RoundRow

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fedpriv.adapters.arithmetic import Product
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.config import parse, read
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
