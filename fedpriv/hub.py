@@ -1,4 +1,4 @@
-"""Ask the Hugging Face Hub once whether it has a model or a data set, and silence its client, which retries."""
+"""Ask the Hugging Face Hub once, and quietly, whether it has a model or a data set: its clients retry for a minute."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
-
-import huggingface_hub
 
 _TIMEOUT_SECONDS = 5.0
 
@@ -20,8 +18,8 @@ _FILES: dict[Kind, str] = {"model": "config.json", "dataset": "README.md"}
 def problem(name: str, kind: Kind) -> str:
     """Why the Hub's name cannot be loaded on this machine; empty if it may be.
 
-    The Hub is not asked for what this user's cache holds. A Hub that answers slowly, or with another error than that
-    there is no such name, is left to its own clients.
+    What this user's cache holds is not asked for. A Hub that answers slowly, or with another error than that there is
+    no such name, is left to its own clients.
     """
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
@@ -62,6 +60,8 @@ def _is_cached(name: str, kind: Kind) -> bool:
 @contextmanager
 def quiet_hub() -> Iterator[None]:
     """Hide the Hub client's messages about every retry of a connection."""
+    import huggingface_hub  # deferred, as above: most programs ask nothing of it
+
     log = huggingface_hub.utils.logging
     verbosity = log.get_verbosity()
     log.set_verbosity(logging.ERROR)

@@ -18,13 +18,12 @@ from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.ledger.entries import Key
 from fedpriv.secure_aggregation.grid import SumGrid
-from fedpriv.training.client_weights import client_masses
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.noise_plan import view_scale
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
-from fedpriv.training.schedule import Schedule
-from fedpriv.training.summing import grid_of
+from fedpriv.training.schedule import RunSchedule
+from fedpriv.training.summing import client_masses, grid_of
 
 
 class RoundCosts:
@@ -39,7 +38,7 @@ class RoundCosts:
     def __init__(self, config: RunConfig, sizes: Mapping[int, int], initial: Mapping[str, Tensor]) -> None:
         self._config = config
         self._sizes = sizes
-        self._schedule = Schedule.of(config)
+        self._schedule = RunSchedule.of(config)
         self._masses = client_masses(config, sizes)
         self._grids = grids = {spec: grid_of(config, spec, sizes) for spec in self._schedule.totals}
         self._events = {

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import Merged
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.adapters.arithmetic import Adapter, Merged
+from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.config import RunConfig
-from fedpriv.data.reading import TextReading
+from fedpriv.data.encoding import TextReading
 from fedpriv.dedup import pipeline, variants
 from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
 from fedpriv.dedup.pipeline import validation_digest

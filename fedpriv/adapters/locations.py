@@ -1,13 +1,21 @@
-"""Where a model's name leads, told before anything is loaded: a folder, a GGUF file, a bundled model, or the Hub."""
+"""Base models by name, before anything is loaded: where the name leads, and which weights are there.
+
+A name stands for a folder, a GGUF file, a bundled model, or a repository of the Hugging Face Hub. A saved adapter names
+its base as the Hub does, or by the last part of a path: never by a path of the machine that trained, which means
+nothing elsewhere and tells who worked there. A name alone says little, so digests of the weights stand with it.
+"""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import importlib.util
+from functools import lru_cache
 from pathlib import Path
 
+from fedpriv import hub
 from fedpriv.errors import InputError
+from fedpriv.hub import quiet_hub
 
 BUNDLED_ENCODER = "all-MiniLM-L6-v2"
 BUNDLED_LANGUAGE_MODEL = "SmolLM2-135M-Instruct"
@@ -54,8 +62,6 @@ def check(name: str) -> None:
     Raises:
         InputError: as in `locate`, or the Hub's cache lacks it and the Hub does too, or cannot be reached.
     """
-    from fedpriv import hub  # loads the Hub's client, which the other functions do without
-
     if locate(name) is not None or not (problem := hub.problem(name, "model")):
         return
     close = difflib.get_close_matches(name, (BUNDLED_ENCODER, BUNDLED_LANGUAGE_MODEL), n=1)
@@ -77,6 +83,70 @@ def _package(name: str) -> Path | None:
     return Path(found.origin).parent if found is not None and found.origin is not None else None
 
 
+def public_name(name: str) -> str:
+    """The name by which others know a base: that on the Hub, else the last part of the path of its folder or file.
+
+    Args:
+        name: as the user gave it, see `load_base`; or, in an older adapter, the path of its folder.
+    """
+    path = Path(name)
+    if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or name.endswith(".gguf"):
+        return path.name or path.resolve().name
+    if name.removeprefix("sentence-transformers/") == BUNDLED_ENCODER:
+        return f"sentence-transformers/{BUNDLED_ENCODER}"
+    return LANGUAGE_MODEL_ON_HUB if name == BUNDLED_LANGUAGE_MODEL else name
+
+
+def weights_digests(name: str) -> dict[str, str]:
+    """{file: SHA-256 in hex} of a base's weights as they are on this machine; empty where there are none.
+
+    For a model of the Hub these are the digests that the Hub shows with its files.
+
+    Args:
+        name: as for `load_base`.
+    """
+    return {file.name: _digest(file, file.stat().st_mtime_ns, file.stat().st_size) for file in _weights(name)}
+
+
+def check_weights(name: str, expected: dict[str, str]) -> None:
+    """Refuse a base with other weights than those that an adapter was trained on.
+
+    Args:
+        name: as for `load_base`.
+        expected: what `weights_digests` gave then; empty accepts any.
+
+    Raises:
+        InputError: the weights differ.
+    """
+    found = weights_digests(name)
+    if expected and found and set(found.values()) != set(expected.values()):
+        raise InputError(
+            f"model = {name!r}: its weights are not those that this adapter was trained on, whose SHA-256 is "
+            f"{', '.join(sorted(expected.values()))}"
+        )
+
+
+def _weights(name: str) -> list[Path]:
+    from huggingface_hub import snapshot_download  # deferred: a node's vault hashes folders alone
+
+    try:
+        location = locate(name)
+        if location is None:
+            with quiet_hub():
+                location = Path(snapshot_download(name, local_files_only=True))
+        if location.is_file():
+            return [location]
+    except (OSError, ValueError):  # a model that was made in memory, or is not in the local cache
+        return []
+    return sorted(location.glob("*.safetensors"))
+
+
+@lru_cache(maxsize=64)
+def _digest(file: Path, _changed: int, _size: int) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
 def model_digest(folder: Path, *, weights: bool = True) -> str:
     """SHA-256, in hex, of the names and contents of all files in a model's folder; hidden files do not count.
 
@@ -87,7 +157,7 @@ def model_digest(folder: Path, *, weights: bool = True) -> str:
     Raises:
         InputError: it is not a folder with files.
     """
-    files = [file for file in _model_files(folder) if weights or file.suffix != ".safetensors"]
+    files = [file for file in _files(folder) if weights or file.suffix != ".safetensors"]
     if not files:
         raise InputError(f"model = {str(folder)!r}: must be a folder with a model's files")
     digest = hashlib.sha256()
@@ -100,11 +170,11 @@ def model_digest(folder: Path, *, weights: bool = True) -> str:
 
 def model_state(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
     """Name, inode, size and time of every file in a model's folder: cheap to compare, and different after a change."""
-    states = ((file, file.stat()) for file in _model_files(folder))
+    states = ((file, file.stat()) for file in _files(folder))
     return tuple((str(file), state.st_ino, state.st_size, state.st_mtime_ns) for file, state in states)
 
 
-def _model_files(folder: Path) -> list[Path]:
+def _files(folder: Path) -> list[Path]:
     """The files of a model's folder, in order; hidden ones do not count."""
     return sorted(
         file

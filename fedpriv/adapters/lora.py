@@ -16,11 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from fedpriv.adapters import inner, pooling
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.base_identity import check_weights, public_name, weights_digests
+from fedpriv.adapters import _inner, pooling
+from fedpriv.adapters.arithmetic import Adapter, Merged, as_one_adapter, factors_of
 from fedpriv.adapters.base_models import BaseModel, load_base, quiet_transformers
-from fedpriv.adapters.merged import Merged, as_one_adapter, factors_of
+from fedpriv.adapters.locations import check_weights, public_name, weights_digests
 from fedpriv.errors import InputError
 
 CONVENTION_FILE = "fedpriv.json"
@@ -30,14 +29,14 @@ Trains = Literal["lora", "lora-b", "lora-r", "head", "weights"]
 # The parts of a layer's parameter names that stay at their initial value.
 _FROZEN = {
     "lora-b": (".lora_A.",),
-    "lora-r": (".lora_A.", inner.OUTER_SUFFIX),
+    "lora-r": (".lora_A.", _inner.OUTER_SUFFIX),
     "head": (".lora_A.", ".lora_B."),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """Which parameters are trained on top of the frozen base.
+    """The parameters that are trained on top of the frozen base.
 
     Attributes:
         rank: r >= 1.
@@ -73,7 +72,7 @@ def attach(base: BaseModel, settings: LoraSettings, *, seed: int = 0) -> PeftMod
         torch.manual_seed(seed)
         model = get_peft_model(base.model, config).eval()
         if settings.trains == "lora-r":
-            inner.put_between(model)
+            _inner.put_between(model)
     for name, parameter in model.named_parameters():
         if settings.orthonormal and ".lora_A." in name:
             _make_orthonormal(name, parameter)
@@ -186,7 +185,7 @@ def write(model: PeftModel, adapter: Mapping[str, Tensor]) -> None:
 
 
 def read_parameters(parameters: Mapping[str, nn.Parameter]) -> Adapter:
-    """`read`, given the result of `trainable`: finding the parameters anew costs as much as a training step."""
+    """`read`, given the result of `trainable`: finding the parameters again costs as much as a training step."""
     return {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in parameters.items()}
 
 
@@ -226,7 +225,7 @@ def save(
             adapter are added.
         merged: what aggregation has added to the frozen weights; the saved adapter includes it, at a higher rank.
         labels: the classes in order.
-        reading: how texts become tokens, see `fedpriv.data.reading`; None where that is not known.
+        reading: how texts become tokens, see `fedpriv.data.encoding`; None where that is not known.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.active_peft_config)
@@ -235,7 +234,7 @@ def save(
     # Embeddings are never trained; "auto" might ask the Hub for a base that is known by its folder's name alone.
     own = get_peft_model_state_dict(model, save_embedding_layers=False)
     stored = {name: tensor.detach().cpu() for name, tensor in own.items()}
-    tensors = as_one_adapter(inner.as_ordinary({**stored, **(adapter or {})}), merged or {})
+    tensors = as_one_adapter(_inner.as_ordinary({**stored, **(adapter or {})}), merged or {})
     if isinstance(config, LoraConfig):
         rank = next(right.shape[0] for _, right in factors_of(tensors).values())
         config.lora_alpha, config.r = config.lora_alpha * rank / config.r, rank
@@ -287,7 +286,7 @@ def load(base: Any, directory: Path | str) -> PeftModel:
 
 
 def read_convention(directory: Path) -> dict[str, Any]:
-    """What `fedpriv.json` says of the adapter in a directory.
+    """The content of `fedpriv.json`, which describes the adapter in a directory.
 
     Raises:
         InputError: the file is missing, damaged or of another version.

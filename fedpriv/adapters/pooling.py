@@ -6,7 +6,10 @@ they are: plain peft can load the adapter, and `fedpriv.adapters.load` restores 
 
 The conventions `unit-mean` and `unit-model` also bring what a linear head reads to the length `STATE_SCALE`: the pooled
 vector or, for a decoder, every token's last state. A record's gradient with respect to the head is then bounded. By
-`unit-mean` an encoder whose head has several layers gets a linear one (`fedpriv.adapters.heads`).
+`unit-mean` an encoder whose head has several layers gets one of one linear layer instead. The transformers class stays
+as it is: modules of its own are replaced, such that its forward pass applies one linear layer to the pooled vector.
+`fedpriv.adapters.load` restores that too; plain peft refuses such an adapter on the model's own head, unless `apply`
+comes first.
 """
 
 from __future__ import annotations
@@ -16,10 +19,8 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-
-from fedpriv.adapters import heads
 
 _UNIT = "unit-"
 CONVENTIONS = ("mean", "model", "unit-mean", "unit-model")
@@ -34,7 +35,7 @@ BIAS_SCALE = _CONSTANT * STATE_SCALE
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra"}
 
 
-def convention(model: Any, *, normalize: bool = False) -> str:
+def pooling_of(model: Any, *, normalize: bool = False) -> str:
     """`mean` for the encoders that this module knows; `model`, the model's own pooling, for all others.
 
     Args:
@@ -81,11 +82,11 @@ def apply(model: Any, convention: str) -> None:
     if convention not in CONVENTIONS:
         raise ValueError(f"pooling = {convention!r}: must be one of {', '.join(CONVENTIONS)}")
     if convention == "unit-mean":
-        heads.make_linear(model)
-    if normalizes(convention) and heads.linear_head(model) is None:
+        _make_linear(model)
+    if normalizes(convention) and linear_head(model) is None:
         raise ValueError(f"pooling = {convention}: the head of a {type(model).__name__} is not one linear layer")
     if convention.removeprefix(_UNIT) == "mean":
-        _pool_by_the_mean(model.base_model, alone=normalizes(convention) and heads.is_called_with_states(model))
+        _pool_by_the_mean(model.base_model, alone=normalizes(convention) and _is_called_with_states(model))
     if normalizes(convention):
         model.base_model.register_forward_hook(_normalize)  # after the pooling: the encoder's output holds its result
 
@@ -118,3 +119,69 @@ def _pool_by_the_mean(encoder: Any, *, alone: bool) -> None:
         encoder.pooler.register_forward_hook(pool)
     else:
         encoder.register_forward_hook(replace_states)
+
+
+# Their forward passes call one module, `classifier`, with all tokens' states.
+_CALLED_WITH_STATES = {"roberta", "xlm-roberta", "camembert", "electra"}
+# Its forward pass applies pre_classifier, ReLU, dropout and classifier to the first token's state.
+_WITH_RELU = "distilbert"
+
+REPLACED = frozenset({*_CALLED_WITH_STATES, _WITH_RELU})
+"""Model types whose head of several layers becomes one layer where features are normalised."""
+
+
+def linear_head(model: Any) -> tuple[str, nn.Linear] | None:
+    """The name of a classification model's head and the head, if one linear layer is all that follows the encoder."""
+    after = {name: module for name, module in model.named_children() if name != model.base_model_prefix}
+    with_weights = [(name, module) for name, module in after.items() if next(module.parameters(), None) is not None]
+    if len(with_weights) != 1 or type(with_weights[0][1]) is not nn.Linear:
+        return None
+    return with_weights[0]
+
+
+def can_be_linear(model: Any) -> bool:
+    """Whether the classification model's head is one linear layer, or `_make_linear` makes it one."""
+    return linear_head(model) is not None or model.config.model_type in REPLACED
+
+
+def _is_called_with_states(model: Any) -> bool:
+    """Whether the encoder must return the pooled vector alone, [batch, hidden], for a linear head to read it."""
+    return model.config.model_type in _CALLED_WITH_STATES
+
+
+def _make_linear(model: Any) -> None:
+    """Replace a head of several layers by one linear layer of zeros, `classifier`, in families that are known here.
+
+    Args:
+        model: a transformers classification model; others than RoBERTa, XLM-R, CamemBERT, ELECTRA and DistilBERT, and
+            one whose head is one linear layer, are left as they are.
+    """
+    if linear_head(model) is not None or not can_be_linear(model):
+        return
+    # Without initialisation, which would draw from the global generator.
+    head = nn.utils.skip_init(nn.Linear, model.config.hidden_size, model.num_labels, device=model.device)
+    zero(head)
+    model.classifier = head
+    if model.config.model_type == _WITH_RELU:
+        model.pre_classifier, model.dropout = _BothSigns(), _Difference()
+
+
+def zero(head: nn.Linear) -> None:
+    """Set the head's weight and bias to zero."""
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+
+
+class _BothSigns(nn.Module):
+    """x as [x, -x]: a ReLU that follows loses nothing of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, -x], dim=-1)
+
+
+class _Difference(nn.Module):
+    """x, to the bit, from the ReLU of [x, -x]: one of the two is zero."""
+
+    def forward(self, rectified: Tensor) -> Tensor:
+        positive, negative = rectified.chunk(2, dim=-1)
+        return positive - negative

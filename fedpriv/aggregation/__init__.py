@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from fedpriv.aggregation.fedavg import GlobalModel as GlobalModel
     from fedpriv.aggregation.fedavg import weighted_average as weighted_average
     from fedpriv.aggregation.fedavg import weights_by_size as weights_by_size
-    from fedpriv.aggregation.global_model import GlobalModel as GlobalModel
     from fedpriv.aggregation.rules import RULES as RULES
     from fedpriv.aggregation.rules import Rule as Rule
     from fedpriv.aggregation.server_optimizers import server_step as server_step

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from fedpriv.adapters.arithmetic import Adapter, difference
 from fedpriv.adapters.codecs import pack_ternary, unpack_ternary
-from fedpriv.aggregation.fedavg import weighted_average
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.fedavg import GlobalModel, weighted_average
 
 
 def relevance(update: Mapping[str, Tensor], signs: Mapping[str, Tensor]) -> float:

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import add, factors_of
-from fedpriv.aggregation.fedavg import weighted_average
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.adapters.arithmetic import Adapter, add_products, factors_of
+from fedpriv.aggregation.fedavg import GlobalModel, weighted_average
 
 
 def fedex_lora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:
@@ -39,4 +37,4 @@ def fedex_lora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence
         ]
         for name, (left, right) in factors_of(adapter).items()
     }
-    return replace(model, adapter=adapter, merged=add(model.merged, terms))
+    return replace(model, adapter=adapter, merged=add_products(model.merged, terms))

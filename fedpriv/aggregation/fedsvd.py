@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, factors_of
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, factors_of
+from fedpriv.aggregation.fedavg import GlobalModel
 
 
 def rebased(model: GlobalModel) -> GlobalModel:
@@ -39,7 +39,7 @@ def rebased(model: GlobalModel) -> GlobalModel:
 
 
 def _new_basis(b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """What B is multiplied by from the right, float64 [r, r], and the new A, [r, in]."""
+    """The factor of B from the right, float64 [r, r], and the new A, [r, in]."""
     rows, triangle = torch.linalg.qr(a.double().T)
     # The small factor of a QR has the product's singular values, and all r right vectors however few its rows are.
     small = torch.linalg.qr(b.double() @ triangle.T).R

@@ -12,10 +12,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, add, factors_of, non_lora_tensors
-from fedpriv.aggregation.fedavg import weighted_average
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, Adapter, add_products, factors_of, non_lora_tensors
+from fedpriv.aggregation.fedavg import GlobalModel, weighted_average
 
 
 def flora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:
@@ -39,11 +37,11 @@ def flora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[floa
         name: [(weight * own[name][0], own[name][1]) for own, weight in zip(products, weights, strict=True)]
         for name in products[0]
     }
-    return replace(model, adapter={**model.adapter, **heads}, merged=add(model.merged, terms))
+    return replace(model, adapter={**model.adapter, **heads}, merged=add_products(model.merged, terms))
 
 
 def fresh_start(model: GlobalModel, *, rank: int, seed: int, round_: int) -> Adapter:
-    """The adapter with which a client of this rank starts a round: A drawn anew as peft does, B zero, and the head.
+    """The adapter with which a client of this rank starts a round: A drawn afresh as peft does, B zero, and the head.
 
     Args:
         model: before the round.

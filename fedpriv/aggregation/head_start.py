@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.pooling import BIAS_SCALE
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.fedavg import GlobalModel
 
 # A class counts as at least this share of an even one's records, and as twice the noise of its count.
 _SMALLEST_SHARE = 0.25

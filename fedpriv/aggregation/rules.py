@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.adapters.lora import Trains
 from fedpriv.aggregation.cmfl import cmfl
-from fedpriv.aggregation.fedavg import average
+from fedpriv.aggregation.fedavg import GlobalModel, average
 from fedpriv.aggregation.fedex_lora import fedex_lora
 from fedpriv.aggregation.fedsvd import rebased
 from fedpriv.aggregation.flora import flora
-from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.aggregation.t_fedavg import t_fedavg
 
 Aggregate = Callable[[GlobalModel, Sequence[Adapter], Sequence[float]], GlobalModel]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.aggregation.fedavg import weighted_average
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.fedavg import GlobalModel, weighted_average
 
 # Near the best threshold for normal and for uniform weights, in units of their mean magnitude (Li and Liu 2016).
 _THRESHOLD = 0.7

@@ -93,7 +93,7 @@ def _about_persons(values: Mapping[str, Any]) -> list[str]:
 def _check_instructions(asked: Mapping[str, Any], *, client: str, person: str, model: str) -> Result:
     """The same of prompts and responses."""
     from fedpriv.config import parse
-    from fedpriv.data.instruction_checks import describe_instructions
+    from fedpriv.data.checks import describe_instructions
 
     config, tokenizer = parse(asked), None
     if model:

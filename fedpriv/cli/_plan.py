@@ -241,7 +241,7 @@ def _committed(found: Plan) -> dict[str, Any]:
 
 
 def _timed() -> float:
-    from fedpriv.training.speed import records_per_second
+    from fedpriv.training.workbench import records_per_second
 
     return records_per_second()
 

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from fedpriv.data.instructions import Turn, turns_of
 from fedpriv.data.records import RESPONSE_MASK, Row
+from fedpriv.data.text import Turn, turns_of
 from fedpriv.errors import InputError
 
 SLOT = "{}"
@@ -45,7 +45,7 @@ class ChatFormat:
     Attributes:
         system_prompt: put before chats that have no system turn; empty puts none.
         prompt_template: a text around each prompt, with one `{}` in its place; empty stands for the prompt alone.
-        has_messages: whether the texts of records are turns, see `fedpriv.data.instructions`, or prompts.
+        has_messages: whether the texts of records are turns, see `fedpriv.data.text`, or prompts.
     """
 
     system_prompt: str = ""
@@ -187,7 +187,7 @@ class _Chats:
         self._control = re.compile(f"(?={'|'.join(map(re.escape, control))})" if control else r"(?!)")
 
     def frame(self, roles: tuple[str, ...]) -> list[tuple[str | int, _Kind]]:
-        """What the template writes for turns of these roles and a response: its texts, and the numbers of the turns'.
+        """The template's texts for turns of these roles and a response, and the numbers of the turns'.
 
         Raises:
             Exception: the template refuses the roles, or is of a kind that cannot be used.
@@ -213,7 +213,7 @@ class _Chats:
         return [*frame, (parts[0], "opening"), (len(roles), "response"), (self._end(parts[2]), "end")]
 
     def _end(self, tail: str) -> str:
-        """What ends a response, of what the template writes behind it: through the end of the sequence or turn."""
+        """The end of a response in the template's text behind it: through the end of the sequence or turn."""
         eos = self._tokenizer.eos_token
         if eos and eos in tail:
             return tail[: tail.index(eos) + len(eos)]

@@ -10,11 +10,9 @@ import numpy as np
 
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig
 from fedpriv.data import hospital, own
-from fedpriv.data.holdout import part
-from fedpriv.data.instructions import response_of
 from fedpriv.data.partition import partition
 from fedpriv.data.tables import instructions, labels_of, load_table, require_columns, to_text, values_of
-from fedpriv.data.text import DataSource, FederatedData, TextData
+from fedpriv.data.text import DataSource, FederatedData, TextData, response_of
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ DATA_KEYS = (
     *("prompt_column", "response_column", "messages_column", "answers", "label_column", "client_column", "labels"),
     *("partition", "num_clients", "client_sizes", "dirichlet_alpha", "max_records", "seed"),
 )
-"""What of a configuration decides which records `load` gives to which client; several keys decide `has_test_set`."""
+"""The keys of a configuration that decide which records `load` gives to which client; several decide `has_test_set`."""
 
 
 def holdings(config: RunConfig) -> tuple[object, ...]:
@@ -74,7 +72,7 @@ def _at_most(records: TextData, client: int, config: RunConfig) -> TextData:
     if not config.max_records or len(records) <= config.max_records:
         return records
     chosen = np.random.default_rng([config.seed, client]).choice(len(records), config.max_records, replace=False)
-    return part(records, np.sort(chosen).tolist())
+    return records.part(np.sort(chosen).tolist())
 
 
 def load_own(config: RunConfig, source: DataSource) -> FederatedData:
@@ -119,7 +117,7 @@ def _embedded(config: RunConfig) -> FederatedData:
     if config.partition not in ("auto", "natural"):
         from datasets import Dataset
 
-        # Partitioned anew among any number of clients, by index, so that every message stays whole.
+        # Partitioned again among any number of clients, by index, so that every message stays whole.
         table = Dataset.from_dict(
             {"index": list(range(len(train))), config.label_column: [message.department for message in train]}
         )

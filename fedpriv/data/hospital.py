@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from numpy.random import Generator, default_rng
 
-from fedpriv.data.hospital_phrases import NEIGHBOURS, SPECIALISTS, THEMES, Theme
+from fedpriv.data._hospital_phrases import NEIGHBOURS, SPECIALISTS, THEMES, Theme
 
 _T = TypeVar("_T")
 _Themes = Mapping[str, Sequence[Theme]]

@@ -2,7 +2,7 @@
 
 A record is one line of a CSV, TSV or JSONL file, or one row of a Parquet file. Whatever it holds, it ends where its
 line ends: if a quoted field could go on over lines, one open quote would take the records that follow. So a file with
-line breaks within its fields is written anew, by `write_lines`, before it can be a node's.
+line breaks within its fields is written again, by `write_lines`, before it can be a node's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from fedpriv.data.instructions import as_text, from_messages
 from fedpriv.data.tables import FORMATS, load_table, suffix_of
-from fedpriv.data.text import DataSource
+from fedpriv.data.text import DataSource, as_text, from_messages
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def read_strictly(source: DataSource) -> list[OwnRecord]:
         if isinstance(record, InputError):
             raise InputError(
                 f"data = {source.data!r}: {record}; mend it or, if fields go on over several lines, write the file "
-                "anew with `fedpriv data lines`"
+                "again with `fedpriv data lines`"
             )
         records.append(record)
     if not records:

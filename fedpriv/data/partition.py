@@ -1,14 +1,21 @@
-"""Partitioning of records among clients, as the configuration's `partition` key selects; by flwr-datasets, if drawn."""
+"""Splits of records: among clients, as the configuration's `partition` key selects, and within a client, by coins.
+
+Splits among clients that are drawn are those of flwr-datasets. Within a client, each record that is set aside for
+evaluation is so by a coin of its own.
+"""
 
 from __future__ import annotations
 
+import hmac
 import io
+import json
 import warnings
 from contextlib import redirect_stderr
 from typing import TYPE_CHECKING, Any
 
 from fedpriv.config import RunConfig
 from fedpriv.data.tables import values_of
+from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -84,3 +91,29 @@ def _partitioner(config: RunConfig) -> Any:
                 self_balancing=False,
                 seed=config.seed,
             )
+
+
+def held_out(data: TextData, *, fraction: float, key: bytes) -> tuple[TextData, TextData]:
+    """The records to train on and those to evaluate on, both in their order.
+
+    Guarantee: where a record goes depends on its own content, the key and the fraction alone, so adding or removing
+    another record moves none. Equal records go to the same side. A record that is set aside stays so at any larger
+    fraction.
+
+    Args:
+        data: of one holder.
+        fraction: probability of being set aside, in (0, 1), over the keys.
+        key: 1 to 64 bytes. To anyone who knows it, the number of records on either side tells who is there.
+    """
+    coins = [_is_set_aside(data, index, fraction, key) for index in range(len(data))]
+    return (
+        data.part([index for index, aside in enumerate(coins) if not aside]),
+        data.part([index for index, aside in enumerate(coins) if aside]),
+    )
+
+
+def _is_set_aside(data: TextData, index: int, fraction: float, key: bytes) -> bool:
+    record = data.part([index])
+    content = json.dumps([record.texts, record.labels, record.pairs]).encode()
+    coin = hmac.digest(key, content, "sha256")
+    return int.from_bytes(coin[:8]) < fraction * 2.0**64

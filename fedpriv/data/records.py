@@ -13,7 +13,7 @@ from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 
 RESPONSE_MASK = "response_mask"
-"""A feature beside the tokens: 1 for those that a model is to predict. Without it, it is to predict all of them."""
+"""A feature of each token: 1 where a model is to predict it. Without this feature, it is to predict all of them."""
 
 
 @dataclass(frozen=True, eq=False)

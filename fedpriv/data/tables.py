@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedpriv import hub
 from fedpriv.config import RunConfig
-from fedpriv.data.instructions import as_text, from_messages, response_of
-from fedpriv.data.text import TextData
+from fedpriv.data.text import TextData, as_text, from_messages, response_of
 from fedpriv.errors import InputError
 from fedpriv.hub import quiet_hub
 
@@ -21,7 +20,7 @@ FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".pa
 
 
 def suffix_of(path: Path) -> str:
-    """What a file's name ends in before a possible `.gz`, in lower case."""
+    """The ending of a file's name before a possible `.gz`, in lower case."""
     return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 

@@ -14,7 +14,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.dedup.blocks import BlockLayout
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource
-from fedpriv.training.noised_sum import noised_sum
+from fedpriv.training.summing import noised_sum
 
 Batch = Mapping[str, Tensor]
 """{input: [records, ...]}, such as `fedpriv.data.records.collate` makes."""

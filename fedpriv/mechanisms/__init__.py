@@ -18,7 +18,7 @@ from fedpriv.exports import lazy_exports
 if TYPE_CHECKING:
     from fedpriv.mechanisms.registry import MECHANISMS as MECHANISMS
     from fedpriv.mechanisms.registry import Mechanism as Mechanism
-    from fedpriv.mechanisms.request import NoiseRequest as NoiseRequest
+    from fedpriv.mechanisms.registry import NoiseRequest as NoiseRequest
     from fedpriv.mechanisms.sources import RandomSource as RandomSource
     from fedpriv.mechanisms.sources import SecureSource as SecureSource
     from fedpriv.mechanisms.sources import SeededSource as SeededSource

@@ -10,7 +10,7 @@ from fedpriv.accounting.discrete_gaussian import CHARGED_SHARE, MIN_STDDEV
 from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.discrete_sampler import MAX_SIGMA, discrete_gaussian
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _LARGEST_EXACT, _LARGEST_ROUNDED = 2.0**62, 2.0**48
 _ROUNDING_MARGIN = 1.0 + 2.0**-40
 
 
-class DiscreteGaussian:
+class _DiscreteGaussian:
     """N_Z(0, sigma^2), sigma = gamma z C, on every coordinate of gamma times the sum, rounded; then divided by gamma.
 
     Rounding is part of the sensitivity, which is gamma factor C + sqrt(d) in steps of the grid: two neighbouring sums
@@ -89,7 +89,7 @@ class DiscreteGaussian:
         return noised, events
 
 
-MECHANISM = DiscreteGaussian()
+MECHANISM = _DiscreteGaussian()
 
 
 def integers(noised: Tensor, grid: float) -> Tensor:

@@ -89,7 +89,7 @@ def discrete_gaussian(sigma: float, num: int, source: RandomSource) -> Integers:
     Raises:
         ValueError: sigma is out of range.
     """
-    check_sigma(sigma)
+    _check_sigma(sigma)
     stairs = _staircase(float(sigma))
     values, begin = np.empty(num, dtype=np.int64), 0
     while begin < num:
@@ -99,7 +99,7 @@ def discrete_gaussian(sigma: float, num: int, source: RandomSource) -> Integers:
     return values
 
 
-def check_sigma(sigma: float) -> None:
+def _check_sigma(sigma: float) -> None:
     """Refuse what the sampler cannot draw.
 
     Raises:
@@ -109,7 +109,7 @@ def check_sigma(sigma: float) -> None:
         raise ValueError(f"sigma = {sigma}: the discrete Gaussian is drawn for sigma from 2^-10 to 2^40")
 
 
-def exp_of_minus(exponents: Floats) -> Floats:
+def _exp_of_minus(exponents: Floats) -> Floats:
     """e^-z for z in [0, 13], float64, with a relative error of at most 2^-45.
 
     Proof, with r = z / 64 <= 0.204 and eps = 2^-53, for differences, products and quotients that are rounded correctly,
@@ -130,7 +130,7 @@ def exp_of_minus(exponents: Floats) -> Floats:
 def _curve(points: Integers | Floats, sigma: float) -> Floats:
     """p at integers up to (5 + 1/32) sigma: its error is that of e^-z and three roundings of an exponent z <= 13."""
     exact = points.astype(np.float64)
-    return exp_of_minus(exact * exact / (2.0 * (sigma * sigma)))
+    return _exp_of_minus(exact * exact / (2.0 * (sigma * sigma)))
 
 
 @lru_cache(maxsize=64)

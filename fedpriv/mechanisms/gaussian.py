@@ -9,9 +9,8 @@ import numpy as np
 
 from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.grid import on_grid
-from fedpriv.mechanisms.request import NoiseRequest
-from fedpriv.mechanisms.sources import RandomSource, normal_from_words
+from fedpriv.mechanisms.registry import NoiseRequest
+from fedpriv.mechanisms.sources import RandomSource, normal_from_words, on_grid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 _VALUES_AT_ONCE = 2**20
 
 
-class Gaussian:
+class _Gaussian:
     """N(0, (z C)^2) on every coordinate: a subsampled Gaussian with the effective noise multiplier z / factor.
 
     A noise multiplier of 0 adds nothing, and its event costs infinity.
@@ -75,4 +74,4 @@ class Gaussian:
         return noised, events
 
 
-MECHANISM = Gaussian()
+MECHANISM = _Gaussian()

@@ -17,9 +17,8 @@ from fedpriv.accounting.lmo.distribution import columns, quantile
 from fedpriv.accounting.lmo.event import PUBLISHED_CAVEAT
 from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoAccounting, LmoParameters, Part
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.grid import on_grid
-from fedpriv.mechanisms.request import NoiseRequest
-from fedpriv.mechanisms.sources import RandomSource, laplace_from_words, uniform_from_words
+from fedpriv.mechanisms.registry import NoiseRequest
+from fedpriv.mechanisms.sources import RandomSource, laplace_from_words, on_grid, uniform_from_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 _SMALLEST_U = 1e-290
 
 
-class Lmo:
+class _Lmo:
     """Laplace noise of random scale, times z C, on every coordinate.
 
     Its parameters are those of the noise as JSON, plus `accounting`: `sound`, the default, or `published`, which does
@@ -50,7 +49,7 @@ class Lmo:
         return json.dumps(lmo_parameters.to_dict(noise) | published)
 
     def caveat(self, parameters: str) -> str:
-        """What `published` accounting leaves unproven."""
+        """The part of `published` accounting that is unproven."""
         return PUBLISHED_CAVEAT if _read(parameters)[1] == "published" else ""
 
     def planned_events(self, request: NoiseRequest) -> list[Event]:
@@ -83,14 +82,14 @@ class Lmo:
         scale = request.clip_norm * _median_size(parameters)
         largest = torch.finfo(torch.float32).max  # uploads are float32
         for total, result, source in zip(sums, noised, sources, strict=True):
-            noise = torch.from_numpy(lmo_noise(parameters, total.numel(), source))
+            noise = torch.from_numpy(_lmo_noise(parameters, total.numel(), source))
             noise = noise.mul_(request.clip_norm).to(total.device)
             # Noise without a finite mean may exceed the largest float32, and a single infinity would ruin the model.
             result.copy_(on_grid(noise.add_(total), scale).clamp_(-largest, largest))
         return noised, events
 
 
-MECHANISM = Lmo()
+MECHANISM = _Lmo()
 
 
 @lru_cache(maxsize=64)
@@ -125,7 +124,7 @@ def _multiplied(noise: LmoParameters, noise_multiplier: float) -> LmoParameters:
         raise InputError(f"noise_multiplier = {noise_multiplier:g}: takes the noise out of range ({error})") from None
 
 
-def lmo_noise(parameters: LmoParameters, num: int, source: RandomSource) -> Array:
+def _lmo_noise(parameters: LmoParameters, num: int, source: RandomSource) -> Array:
     """`num` independent values of LMO noise, float64 [num], in units of the clip norm.
 
     Args:
@@ -133,12 +132,12 @@ def lmo_noise(parameters: LmoParameters, num: int, source: RandomSource) -> Arra
         num: number of values, >= 0.
         source: source of the randomness.
     """
-    u = np.maximum(inverse_scales(parameters, num, source), _SMALLEST_U)
+    u = np.maximum(_inverse_scales(parameters, num, source), _SMALLEST_U)
     return np.asarray(laplace_from_words(source.words(num)) / u)
 
 
-def inverse_scales(parameters: LmoParameters, num: int, source: RandomSource) -> Array:
-    """`num` independent values of u, float64 [num]; see `lmo_noise`."""
+def _inverse_scales(parameters: LmoParameters, num: int, source: RandomSource) -> Array:
+    """`num` independent values of u, float64 [num]; see `_lmo_noise`."""
     parts = list(parameters.parts.values())
     if parameters.combination == "linear":
         return np.asarray(sum(part.weight * _draw(part, num, source) for part in parts))

@@ -1,8 +1,13 @@
-"""The mechanisms by name. To add one, write a file with an object `MECHANISM` and a line in `MECHANISMS`."""
+"""The mechanisms by name, and the request for noise that each of them takes.
+
+To add a mechanism, write a file with an object `MECHANISM` and a line in `MECHANISMS`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,8 +16,7 @@ from fedpriv.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedpriv.accounting.composition.law import Event
-    from fedpriv.mechanisms.request import NoiseRequest
+    from fedpriv.accounting.law import Event, Unit
     from fedpriv.mechanisms.sources import RandomSource
 
 
@@ -20,12 +24,77 @@ if TYPE_CHECKING:
 _MAX_LENGTH = 10_000
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoiseRequest:
+    """One release by each client of a stack, all with the same specification.
+
+    Attributes:
+        parameters: parameters of the mechanism, as text that it parses; empty for a mechanism that takes none.
+        noise_multiplier: z >= 0, noise over clip norm.
+        clip_norm: C > 0, in units of the noised quantity.
+        sensitivity_factor: L2 sensitivity over C, >= 1, from the clipping rule.
+        dimension: number of values per client that receive noise, >= 1.
+        sampling_probabilities: [clients], q in [0, 1], from the samplers that drew the batches.
+        count: number of such releases that are planned, >= 1.
+        unit: what is protected.
+        grids: [clients], gamma_k > 0, grid points for one unit of the noised quantity; empty where the mechanism
+            chooses.
+        bounds: [clients], > 0, the largest magnitude of a value of a client's sum, to which each is clamped before it
+            is rounded to the grid; empty for none.
+
+    `grids` and `bounds` are for noise on integers; other mechanisms leave them alone.
+
+    Raises:
+        ValueError: clip_norm, sensitivity_factor, a grid or a bound is out of range, or there is not one grid or bound
+            for every client; the mechanism's events check the rest.
+    """
+
+    noise_multiplier: float
+    clip_norm: float
+    dimension: int
+    sampling_probabilities: tuple[float, ...]
+    parameters: str = ""
+    sensitivity_factor: float = 1.0
+    count: int = 1
+    unit: Unit = "record"
+    grids: tuple[float, ...] = ()
+    bounds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_norm < math.inf:
+            raise ValueError(f"clip_norm = {self.clip_norm}: must be finite and > 0")
+        if not 1 <= self.sensitivity_factor < math.inf:
+            raise ValueError(f"sensitivity_factor = {self.sensitivity_factor}: must be finite and >= 1")
+        for name, values in {"grids": self.grids, "bounds": self.bounds}.items():
+            if values and len(values) != len(self.sampling_probabilities):
+                raise ValueError(
+                    f"{name}: {len(values)} for {len(self.sampling_probabilities)} clients; must be one for each"
+                )
+            for value in values:
+                if not 0 < value < math.inf:
+                    raise ValueError(f"{name} = {value}: must be finite and > 0")
+
+    def check_fits(self, sums: Tensor, sources: Sequence[RandomSource]) -> None:
+        """Refuse sums, [clients, values], or sources, [clients], that do not fit this request.
+
+        Raises:
+            ValueError: there is not exactly one of each per client, or the number of values differs.
+        """
+        if not len(sums) == len(self.sampling_probabilities) == len(sources):
+            raise ValueError(
+                f"{len(sums)} sums, {len(self.sampling_probabilities)} sampling probabilities and {len(sources)} "
+                "sources: must be one of each for every client"
+            )
+        if sums.shape[1] != self.dimension:
+            raise ValueError(f"dimension = {self.dimension}: the sums have {sums.shape[1]} values")
+
+
 class Mechanism(Protocol):
     """One kind of noise: its parameters are checked and its cost is planned from public numbers; it draws the noise."""
 
     @property
     def parameters_hint(self) -> str:
-        """What its parameters are and where to get them, for messages; empty if it takes none, else it needs some.
+        """Names the parameters and where to get them, for messages; empty if it takes none, else it needs some.
 
         In a configuration they are a JSON object, or the name of a file that holds one.
         """
@@ -77,7 +146,7 @@ class Mechanism(Protocol):
         """
 
 
-class Registry(MutableMapping[str, Mechanism]):
+class _MechanismRegistry(MutableMapping[str, Mechanism]):
     """Mechanisms by name, each imported on first use, so that listing the names does not import torch.
 
     Args:
@@ -128,7 +197,7 @@ class Registry(MutableMapping[str, Mechanism]):
         return self.named(name).checked(parameters, noise_multiplier)
 
 
-MECHANISMS = Registry(
+MECHANISMS = _MechanismRegistry(
     {
         "gaussian": "fedpriv.mechanisms.gaussian",
         "discrete-gaussian": "fedpriv.mechanisms.discrete_gaussian",

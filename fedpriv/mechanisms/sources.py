@@ -22,11 +22,12 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 Words = npt.NDArray[np.uint64]
 
 
 class RandomSource(ABC):
-    """What a mechanism or a sampler draws from: a stream of uniform words."""
+    """A stream of uniform words, from which a mechanism or a sampler draws."""
 
     name: str
     """`secure` or `seeded`, as shown in the record of a run."""
@@ -40,8 +41,8 @@ class RandomSource(ABC):
         return normal_from_words(self.words(num))
 
     def bernoulli(self, num: int, probability: float) -> Tensor:
-        """`num` independent coins, bool [num]; see `bernoulli_from_words`."""
-        return bernoulli_from_words(self.words(num), probability)
+        """`num` independent coins, bool [num]; see `_bernoulli_from_words`."""
+        return _bernoulli_from_words(self.words(num), probability)
 
 
 def normal_from_words(words: Words) -> Tensor:
@@ -89,7 +90,7 @@ def laplace_from_words(words: Words) -> npt.NDArray[np.float64]:
     return np.asarray(np.where(words >> np.uint64(63), -sizes, sizes))
 
 
-def bernoulli_from_words(words: Words, probability: float) -> Tensor:
+def _bernoulli_from_words(words: Words, probability: float) -> Tensor:
     """Coins, bool, one for each 64-bit word; true with floor(probability * 2^64) / 2^64.
 
     Rounding the probability down is safe for privacy: less sampling never costs more.
@@ -167,3 +168,18 @@ class SeededSource(RandomSource):
     def words(self, num: int) -> Words:
         """The next `num` words of the stream."""
         return np.asarray(self._bits.random_raw(num))
+
+
+def on_grid(values: Tensor, scale: float) -> Tensor:
+    """The values, rounded in place to multiples of a power of two, some 2^-18 of the size of the noise.
+
+    Which floats a noised sum can take depends on the sum, and can reveal it (Mironov 2012). After rounding, which is
+    post-processing, all sums reach the same points, each from some 2^46 words in the middle of the distribution.
+
+    Args:
+        values: of any shape, changed in place.
+        scale: standard deviation, or another typical size, of the noise; > 0.
+    """
+    step = 2.0 ** (math.floor(math.log2(scale)) - 18)
+    # The step is a power of two, so dividing and multiplying by it are exact.
+    return values.div_(step).round_().mul_(step)

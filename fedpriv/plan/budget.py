@@ -25,10 +25,9 @@ from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import FOR_SUMS
-from fedpriv.training.client_weights import client_masses, record_weights
-from fedpriv.training.lora_choice import decided
 from fedpriv.training.noise_plan import (
     calibrated,
+    decided,
     federation_of,
     momentum_of,
     planned_releases,
@@ -37,7 +36,8 @@ from fedpriv.training.noise_plan import (
 )
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
-from fedpriv.training.schedule import Phase, Schedule, num_lora_rounds
+from fedpriv.training.schedule import Phase, RunSchedule, num_lora_rounds
+from fedpriv.training.summing import client_masses, record_weights
 
 # The total step after which records at their classes' means differ from the middle by as much as noise would have moved
 # them with nu = 1: 2 sqrt(2) C / Delta^2, with C classes whose means are Delta apart. Measured with the default model:
@@ -192,7 +192,7 @@ class Plan:
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
         """The start of the head, if there is one, rounds of the head, and rounds of A, B and head."""
-        return Schedule.of(self.setting.config).phases
+        return RunSchedule.of(self.setting.config).phases
 
     @property
     def steps(self) -> tuple[Phase, ...]:

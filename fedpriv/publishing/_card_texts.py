@@ -9,9 +9,9 @@ import re
 import string
 from typing import Literal
 
-from fedpriv.adapters import heads
+from fedpriv.adapters import pooling
 from fedpriv.data.chat import SLOT
-from fedpriv.data.reading import TextReading
+from fedpriv.data.encoding import TextReading
 from fedpriv.publishing.saved import SavedVariant
 
 Form = Literal["adapter", "sentence-transformers", "transformers"]
@@ -128,7 +128,8 @@ def _of_adapter(saved: SavedVariant) -> list[str]:
     ]
     if saved.pooling == "unit-mean":
         found += [
-            f"Bases of the types {', '.join(sorted(heads.REPLACED))} have another head here, which peft alone refuses."
+            f"Bases of the types {', '.join(sorted(pooling.REPLACED))} have another head here, "
+            "which peft alone refuses."
         ]
     return found
 

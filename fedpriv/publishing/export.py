@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from fedpriv.adapters import heads
+from fedpriv.adapters import pooling
 from fedpriv.adapters.base_models import quiet_transformers
 from fedpriv.adapters.pooling import STATE_SCALE, normalizes
 from fedpriv.deployment.files import new_folder
@@ -167,14 +167,14 @@ def _head(model: Any, *, unit: bool) -> list[tuple[Tensor, Tensor, str]]:
     Raises:
         InputError: the head is of a kind that is not known here.
     """
-    found = heads.linear_head(model)
+    found = pooling.linear_head(model)
     if found is not None:
         weight = found[1].weight.double() * (STATE_SCALE if unit else 1.0)
         return [_layer(weight.float(), found[1], _IDENTITY)]
     kind = model.config.model_type
     if kind == "distilbert":
         first, last, between = model.pre_classifier, model.classifier, "ReLU"
-    elif kind in heads.REPLACED:
+    elif kind in pooling.REPLACED:
         first, last = model.classifier.dense, model.classifier.out_proj
         between = "GELU" if kind == "electra" else "Tanh"
     else:

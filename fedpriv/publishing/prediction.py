@@ -14,8 +14,8 @@ from fedpriv.data.records import RESPONSE_MASK, collate, tokenize, usable
 from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 from fedpriv.publishing.saved import LoadedVariant
-from fedpriv.training.choices import text_of
 from fedpriv.training.decoding import Tokens, ends_of_turn, greedy_answers
+from fedpriv.training.evaluation import text_of
 
 # Prompts are not cut: one that is too long is refused.
 _NO_LIMIT = 1 << 20

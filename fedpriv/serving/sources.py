@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX
 from fedpriv.adapters.lora import CONVENTION_FILE
-from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX
 from fedpriv.config import RunConfig, parse
 from fedpriv.data.encoding import chat_format_of
 from fedpriv.dedup import variants

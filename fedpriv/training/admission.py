@@ -1,25 +1,27 @@
-"""Which models may train: those in which records cannot touch each other.
+"""Whether and how a model trains here: its records must not touch each other, and its base computes in a format.
 
-In fixed shapes most architectures qualify. Some do not: experts compute all tokens that are routed to them in one
-product, whose shape depends on every record, and some approximations of attention normalise over the batch. Such models
-run one record a pass. Others keep state between passes or draw random numbers; no shape helps against that.
+In fixed shapes most architectures keep records apart. Some do not: experts compute all tokens that are routed to them
+in one product, whose shape depends on every record, and some approximations of attention normalise over the batch. Such
+models run one record a pass. Others keep state between passes or draw random numbers; no shape helps against that.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedpriv.adapters import lora
+from fedpriv.adapters import base_formats, lora
 from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.errors import InputError
-from fedpriv.training.footprint import RECORDS_OF_A_STEP
-from fedpriv.training.isolation import raising_failures, refusing
+from fedpriv.training._isolation import raising_failures, refusing
+from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.rehearsal import synthetic_records
@@ -27,7 +29,7 @@ from fedpriv.training.rehearsal import synthetic_records
 log = logging.getLogger(__name__)
 
 # Of these it is known that they neither mix the records of a pass nor remember any: tests/training/test_independence.py
-# holds each to it, to the bit. How their kernels round is tried on the machine all the same; see `pass_sizes.py`.
+# holds each to it, to the bit. How their kernels round is tried on the machine all the same; see `_pass_sizes.py`.
 VERIFIED = frozenset(
     {
         "bert",
@@ -105,9 +107,9 @@ def _reason_to_refuse(model: TrainingModel) -> str:
     """Empty if records of the model, in passes of their own if they must, cannot touch each other."""
     config = model.peft_model.config
     model.records_share_passes = not any(getattr(config, name, None) for name in _NUMBERS_OF_EXPERTS)
-    if not records_are_independent(model):
+    if not _records_are_independent(model):
         model.records_share_passes = False
-        if not records_are_independent(model):
+        if not _records_are_independent(model):
             return "one record's result depends on the others'"
     return ""
 
@@ -118,13 +120,13 @@ def _can_cache(model: TrainingModel) -> bool:
     try:
         with raising_failures():
             whole, cached = (_gradients(model, records.items(), cached=flag) for flag in (False, True))
-            return _close(cached, whole) and records_are_independent(model, cached=True)
+            return _close(cached, whole) and _records_are_independent(model, cached=True)
     except Exception as error:  # as above
         log.warning("the prefix cache fails on synthetic records: %s", error)
         return False
 
 
-def records_are_independent(model: TrainingModel, *, cached: bool = False) -> bool:
+def _records_are_independent(model: TrainingModel, *, cached: bool = False) -> bool:
     """Whether removing, replacing and permuting synthetic records changes no bit of the others' gradients.
 
     Args:
@@ -187,3 +189,95 @@ def _gradients(
         flat = torch.cat([gradient.flatten(1) for gradient in gradients.values()], dim=1)
         rows.update(zip(together.positions, flat, strict=False))  # dummies' rows come last
     return torch.stack([rows[position] for position in range(len(items))])
+
+
+# bfloat16 costs precision, so it must save at least this share of the time.
+_LEAST_SAVING = 0.2
+
+# In narrower models a pass is mostly overhead, and which format is faster is chance.
+_LEAST_WIDTH = 128
+
+# Tokens of the synthetic records, and the seconds for which each format is timed.
+_TOKENS = 32
+_SECONDS = 0.15
+
+
+def in_format(peft_model: Any, wanted: str, build: Callable[..., TrainingModel]) -> TrainingModel:
+    """The training model with its frozen base in a format.
+
+    Args:
+        peft_model: with a float32 base on the device that trains; converted in place.
+        wanted: `float32`, `bfloat16` or `auto`: on a GPU bfloat16, and on a CPU whichever takes less time for a pass
+            of synthetic records there and back; float32 if the model computes in neither, which is for others to say.
+            With `nf4` the linear layers are quantised already, and the rest becomes bfloat16 on a GPU.
+        build: makes the training model; takes `pretrained` and `prefix_cache`.
+
+    Raises:
+        InputError: bfloat16 is wanted, and the model does not compute in it.
+    """
+    if wanted == "nf4" and _on_gpu(peft_model):
+        base_formats.to_bfloat16(peft_model)
+    if wanted in ("float32", "nf4") or (wanted == "auto" and _is_small(peft_model)):
+        return build()
+    before = None
+    try:
+        is_choice = wanted == "auto" and not _on_gpu(peft_model)
+        in_float32 = _seconds_of_a_pass(peft_model, build) if is_choice else math.inf
+        before = base_formats.to_bfloat16(peft_model)
+        share = _seconds_of_a_pass(peft_model, build) / in_float32
+    except Exception as error:  # whatever it is, synthetic records alone have caused it
+        if before is not None:
+            base_formats.restore(peft_model, before)
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if wanted == "bfloat16":
+            kind = peft_model.config.model_type
+            raise InputError(
+                f"base_dtype = bfloat16: a {kind} model does not compute in it here ({reason}); use float32"
+            ) from None
+        log.info("base_dtype = auto: float32, since this model does not compute in bfloat16 (%s)", reason)
+        return build()
+    is_taken = share <= 1 - _LEAST_SAVING
+    if is_choice:
+        chosen = "bfloat16" if is_taken else "float32"
+        log.info("base_dtype = auto: %s; a pass in bfloat16 takes %.2f of the time in float32", chosen, share)
+    if is_taken:
+        return build(pretrained=before.weights)
+    base_formats.restore(peft_model, before)
+    return build()
+
+
+def _on_gpu(peft_model: Any) -> bool:
+    kind: str = next(peft_model.parameters()).device.type
+    return kind != "cpu"
+
+
+def _is_small(peft_model: Any) -> bool:
+    width: int = peft_model.config.hidden_size
+    return not _on_gpu(peft_model) and width < _LEAST_WIDTH
+
+
+def _seconds_of_a_pass(peft_model: Any, build: Callable[..., TrainingModel]) -> float:
+    """The least time of one pass for per-sample gradients; the first pass, which warms up, is not counted."""
+    model = build(prefix_cache=False)
+    classes = 0 if lora.is_causal(peft_model) else peft_model.config.num_labels
+    tokens = min(_TOKENS, model.lengths.longest or _TOKENS)
+    records = synthetic_records(model, max_length=tokens, num_labels=classes)
+    *_, longest = model.passes(records.items())
+    items = [records.items()[position] for position in longest.positions]
+
+    def one_pass() -> None:
+        per_sample_gradients(
+            model.layers,
+            lambda: model.predictions(items, cached=False, shape=longest.shape).losses,
+            recomputed=model.recomputed,
+        )
+
+    one_pass()
+    least, ends = float("inf"), time.perf_counter() + _SECONDS
+    while True:
+        started = time.perf_counter()
+        one_pass()
+        finished = time.perf_counter()
+        least = min(least, finished - started)
+        if finished >= ends:
+            return least

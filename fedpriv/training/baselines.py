@@ -20,7 +20,7 @@ from sklearn.model_selection import KFold
 from sklearn.preprocessing import StandardScaler
 
 from fedpriv.adapters import lora, pooling
-from fedpriv.adapters.merged import B_SUFFIX
+from fedpriv.adapters.arithmetic import B_SUFFIX
 from fedpriv.config import ON_NODES, RunConfig
 from fedpriv.data.records import Item, Records, usable
 from fedpriv.data.text import TextData

@@ -1,4 +1,4 @@
-"""What a causal model answers to prompts: the most likely next token, one after the other, until the turn ends."""
+"""Answers of a causal model to prompts: the most likely next token, one after the other, until the turn ends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import Merged
+from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.data.records import RESPONSE_MASK, Item
 from fedpriv.training.model import TrainingModel
 
@@ -22,7 +21,7 @@ Tokens = tuple[int, ...]
 _TOKENS_PER_PASS = 4096
 
 
-class CausalModel(Protocol):
+class _CausalModel(Protocol):
     """A peft model that predicts tokens, and the device that it is on."""
 
     @property
@@ -36,7 +35,7 @@ class CausalModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reading:
-    """What a causal model has read so far, a text in each row.
+    """The texts that a causal model has read so far, one in each row.
 
     Attributes:
         attention_mask: int64 [rows, tokens], padded on the left.
@@ -50,7 +49,7 @@ class Reading:
 
 
 def prompt_and_response(item: Item) -> tuple[Tokens, Tokens]:
-    """What precedes a record's last response, and that response with its end of turn; both empty without a response."""
+    """The prompt before a record's last response, and that response with its end of turn; both empty without one."""
     records, index = item
     tokens: list[int] = records.features["input_ids"][index].tolist()
     mask: list[int] = records.features[RESPONSE_MASK][index].tolist()
@@ -76,7 +75,7 @@ def with_adapter(model: TrainingModel, adapter: Adapter, merged: Merged) -> Iter
         lora.write_parameters(model.parameters, before[0])
 
 
-def read(model: CausalModel, prompts: Sequence[Tokens]) -> Reading:
+def read(model: _CausalModel, prompts: Sequence[Tokens]) -> Reading:
     """The model after reading prompts, each of at least one token.
 
     Padding on the left is not attended to, and positions count a prompt's own tokens, so that it is read as alone.
@@ -88,7 +87,7 @@ def read(model: CausalModel, prompts: Sequence[Tokens]) -> Reading:
     return _pass(model, torch.tensor(rows), mask.to(model.device), None)
 
 
-def read_on(model: CausalModel, reading: Reading, tokens: Tensor) -> Reading:
+def _read_on(model: _CausalModel, reading: Reading, tokens: Tensor) -> Reading:
     """The model after reading further tokens.
 
     Args:
@@ -100,7 +99,7 @@ def read_on(model: CausalModel, reading: Reading, tokens: Tensor) -> Reading:
     return _pass(model, tokens, mask, reading.states)
 
 
-def _pass(model: CausalModel, tokens: Tensor, mask: Tensor, states: Any) -> Reading:
+def _pass(model: _CausalModel, tokens: Tensor, mask: Tensor, states: Any) -> Reading:
     positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
     if (most := _most_positions(model)) is not None:
         positions = positions.clamp_max(most - 1)  # of rows that have ended and of answers that are too long
@@ -115,12 +114,12 @@ def _pass(model: CausalModel, tokens: Tensor, mask: Tensor, states: Any) -> Read
     return Reading(attention_mask=mask, states=output.past_key_values, logits=output.logits[:, -1].float())
 
 
-def _most_positions(model: CausalModel) -> int | None:
+def _most_positions(model: _CausalModel) -> int | None:
     most: int | None = getattr(model.peft_model.config, "max_position_embeddings", None)
     return most
 
 
-def ends_of_turn(model: CausalModel, tokenizer: Any, responses: Sequence[Tokens]) -> frozenset[int]:
+def ends_of_turn(model: _CausalModel, tokenizer: Any, responses: Sequence[Tokens]) -> frozenset[int]:
     """The tokens after which a model has said all.
 
     Its tokenizer and its generation settings name some; the special tokens with which responses end are others, since
@@ -137,7 +136,7 @@ def by_length(lengths: Sequence[int], *, further: int = 0, most: int | None = No
 
     Args:
         lengths: tokens of each text.
-        further: tokens that each will have beside these.
+        further: tokens that each will have in addition.
         most: texts of a pass; None sets no bound.
     """
     together: list[int] = []
@@ -154,7 +153,7 @@ def by_length(lengths: Sequence[int], *, further: int = 0, most: int | None = No
 
 @torch.no_grad()
 def greedy_answers(
-    model: CausalModel,
+    model: _CausalModel,
     prompts: Sequence[Tokens],
     *,
     max_new_tokens: int,
@@ -178,7 +177,7 @@ def greedy_answers(
     return [answers[position] for position in range(len(prompts))]
 
 
-def _greedy(model: CausalModel, prompts: list[Tokens], max_new_tokens: int, ends: frozenset[int]) -> list[Tokens]:
+def _greedy(model: _CausalModel, prompts: list[Tokens], max_new_tokens: int, ends: frozenset[int]) -> list[Tokens]:
     most = _most_positions(model)
     room = [max_new_tokens if most is None else min(max_new_tokens, most - len(prompt)) for prompt in prompts]
     answers: list[list[int]] = [[] for _ in prompts]
@@ -192,5 +191,5 @@ def _greedy(model: CausalModel, prompts: list[Tokens], max_new_tokens: int, ends
                 answers[row].append(token)
                 ended[row] = len(answers[row]) >= room[row]
         if not all(ended):
-            reading = read_on(model, reading, chosen.unsqueeze(1))
+            reading = _read_on(model, reading, chosen.unsqueeze(1))
     return [tuple(answer) for answer in answers]

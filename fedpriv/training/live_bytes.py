@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedpriv.data.records import BatchShape, Records
+from fedpriv.training.caches import input_of
+from fedpriv.training.losses import sliced_predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
-from fedpriv.training.prefix_cache import input_of
-from fedpriv.training.sliced_logits import sliced_predictions
 
 
-class LiveBytes(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):
     """Counts the memory of the tensors that are made within this context, for as long as they stand.
 
     What an operation takes for itself while it runs is not seen.
@@ -69,7 +69,7 @@ def peak_of_pass(model: Any, *, rows: int, tokens: int, activation_checkpointing
         tokens: of each record, >= 2.
         activation_checkpointing: as of `TrainingModel`.
     """
-    live: LiveBytes
+    live: _LiveBytes
     with _without_values(model):
         training = TrainingModel(
             model, memory_limit=2**62, prefix_cache=False, activation_checkpointing=activation_checkpointing
@@ -80,7 +80,7 @@ def peak_of_pass(model: Any, *, rows: int, tokens: int, activation_checkpointing
         # As in a run: each record has its own client's parameters.
         own = {name: p.detach().unsqueeze(0) for name, p in model.named_parameters() if p.requires_grad}
         stack = Stack(parameters=own, owners=torch.zeros(rows, dtype=torch.int64))
-        with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
             per_sample_gradients(
                 training.layers, lambda: _losses(training, one, shape), stack, recomputed=training.recomputed
             )
@@ -88,7 +88,7 @@ def peak_of_pass(model: Any, *, rows: int, tokens: int, activation_checkpointing
 
 
 def _losses(training: TrainingModel, one: Records, shape: BatchShape) -> Tensor:
-    """As `TrainingModel.predictions` has them, with a target at every place: where they are, values would tell."""
+    """Losses of `TrainingModel.predictions` with a target at every place: values alone would tell where they are."""
     if training.output_layer is None:
         return training.predictions(one.items(), cached=False, shape=shape).losses
     with input_of(training.output_layer) as captured:

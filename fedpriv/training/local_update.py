@@ -1,9 +1,9 @@
-"""What a local update takes and returns, the same for every engine; `stacked.py` computes it."""
+"""A local update as every engine sees it: its specification, its task and its result; `stacked.py` computes it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,31 +11,31 @@ from torch import Tensor
 
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import Merged
+from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.adapters.pooling import BIAS_SCALE
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
-from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.secure_aggregation.grid import ClientGrid
 from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.trained import num_trained_values, trained_names
 
 OPTIMIZERS = ("sgd", "adamw")
 # Values that a tensor may take in training: any, or three around its initial one.
 QUANTIZATIONS = ("none", "ternary")
-# Which tensors an update trains; it returns the others as it received them.
-TRAINED_PARTS = ("all", "head", "lora-a", "lora-b")
-# What it descends: each record's loss, or minus the logit of its class, whose gradient is minus the record's features.
+_A, _B = ".lora_A.", ".lora_B."
+# {which tensors an update trains: parts of the names of those that it returns as it received them}. The head is what is
+# neither A nor B.
+_LEFT_OUT: Mapping[str, tuple[str, ...]] = {"all": (), "head": (_A, _B), "lora-a": (_B,), "lora-b": (_A,)}
+TRAINED_PARTS = tuple(_LEFT_OUT)
+# What an update descends: each record's loss, or minus the logit of its class, whose gradient is minus its features.
 OBJECTIVES = ("loss", "class-sums")
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSpec:
-    """What the server asks of a client in one round; the guard checks it.
+    """The update that the server asks of a client in one round; the guard checks it.
 
     Attributes:
         num_rounds: how many rounds the run has in all.
@@ -60,7 +60,7 @@ class UpdateSpec:
         bias_scale: what the gradient of the head's bias is multiplied by before it is clipped, and its step after it
             was noised, > 0: features get this as a further, constant coordinate.
         lora_learning_rate: of A and B; 0 stands for `learning_rate`.
-        centred: whether a head's steps are taken with features less the mean of its rows; see `centred.py`.
+        centred: whether a head's steps are taken with features less the mean of its rows; see `_coordinates.py`.
     """
 
     num_rounds: int
@@ -86,7 +86,7 @@ class UpdateSpec:
     centred: bool = False
 
     def __str__(self) -> str:
-        """What a client does in a round, in words, for logs."""
+        """A client's part in a round, in words, for logs."""
         num_steps = f"{self.local_steps} step{'s' if self.local_steps > 1 else ''}"
         drawn = f"q = {self.sampling_probability:g}" if self.sampling_probability else f"B = {self.batch_size}"
         noised = "the upload" if self.noise_on == "upload" else "gradients"
@@ -172,7 +172,7 @@ class UpdateTask:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientUpdate:
-    """What a client uploads.
+    """The upload of a client, and the event that pays for it.
 
     Attributes:
         adapter: the noised adapter, float32.
@@ -189,7 +189,7 @@ class ClientUpdate:
 
 
 Execute = Callable[[Sequence[UpdateTask]], list[ClientUpdate | Exception]]
-"""What trains the clients of a round: all that engines differ in."""
+"""Trains the clients of a round: all that engines differ in."""
 
 
 def noise_request(
@@ -270,3 +270,26 @@ def check(spec: UpdateSpec) -> None:
         raise ValueError(
             f"centred = true: needs trains = head and objective = loss, not {spec.trains} and {spec.objective}"
         )
+
+
+def trained_names(names: Iterable[str], trains: str) -> tuple[str, ...]:
+    """The tensors that an update trains, in the order of the names.
+
+    Args:
+        names: of all tensors of the adapter, as peft stores them.
+        trains: `all`, `head`, or `lora-a` or `lora-b`: A or B and the head.
+
+    Raises:
+        ValueError: trains is unknown, or there is no such tensor.
+    """
+    if trains not in _LEFT_OUT:
+        raise ValueError(f"trains = {trains!r}: must be one of {', '.join(_LEFT_OUT)}")
+    chosen = tuple(name for name in names if not any(part in name for part in _LEFT_OUT[trains]))
+    if not chosen:
+        raise ValueError(f"trains = {trains}: the adapter has no such tensor")
+    return chosen
+
+
+def num_trained_values(adapter: Mapping[str, Tensor], trains: str) -> int:
+    """How many values an update trains; arguments and errors as for `trained_names`."""
+    return sum(adapter[name].numel() for name in trained_names(adapter, trains))

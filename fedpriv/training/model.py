@@ -10,27 +10,42 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.base_dtype import base_dtype
-from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, Merged, factors_of, same
-from fedpriv.adapters.quantised import is_quantised
+from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, Adapter, Merged, factors_of, same_merged
+from fedpriv.adapters.base_formats import base_dtype, is_quantised
 from fedpriv.data.records import RESPONSE_MASK, BatchShape, Item, Records, collate
-from fedpriv.training.feature_cache import Body, FeatureCache
-from fedpriv.training.footprint import RECORDS_OF_A_STEP, Footprint, features_at_once
-from fedpriv.training.isolation import raising_failures
-from fedpriv.training.losses import IGNORED, Predictions, next_token_targets, predictions
-from fedpriv.training.pass_sizes import bits_of_head, bits_of_pass, candidates, chosen, found_once, structure
-from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
-from fedpriv.training.prefix_cache import (
+from fedpriv.training._isolation import raising_failures
+from fedpriv.training._pass_sizes import (
+    RECORDS_OF_A_STEP,
+    Footprint,
+    bits_of_head,
+    bits_of_pass,
+    candidates,
+    chosen,
+    features_at_once,
+    found_once,
+    structure,
+)
+from fedpriv.training.caches import (
+    Body,
+    FeatureCache,
     PrefixCache,
     blocks_from_first_trained,
     find_prefix,
     input_of,
     skipping_prefix,
 )
+from fedpriv.training.losses import (
+    IGNORED,
+    Predictions,
+    next_token_targets,
+    output_layer,
+    places_of,
+    predictions,
+    sliced_predictions,
+)
+from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.training.progress import Tell, silent
 from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
-from fedpriv.training.sliced_logits import output_layer, places_of, sliced_predictions
 
 # Of a LoRA layer's frozen weight, after the layer's name.
 _WEIGHT = ".base_layer.weight"
@@ -66,7 +81,7 @@ class TrainingModel:
     head: str | None = None
     """Name of the layer that turns one vector for each record into the logits; None if no such layer is trained."""
     features: FeatureCache | None = None
-    """What that layer reads."""
+    """The vectors that this layer reads, kept."""
     tell: Tell = staticmethod(silent)
     """Told how far training, tests and caches are; where records are others', nobody is."""
     recomputed: Sequence[nn.Module]
@@ -133,12 +148,12 @@ class TrainingModel:
 
     @property
     def base_dtype(self) -> torch.dtype:
-        """In which the frozen base computes."""
+        """The format in which the frozen base computes."""
         return base_dtype(self.peft_model)
 
     @property
     def base_dtype_name(self) -> Literal["float32", "bfloat16", "nf4"]:
-        """As the configuration names the base's format."""
+        """The base's format, as the configuration names it."""
         if is_quantised(self.peft_model):
             return "nf4"
         return "bfloat16" if self.base_dtype == torch.bfloat16 else "float32"
@@ -170,7 +185,7 @@ class TrainingModel:
 
     @property
     def merged(self) -> Merged:
-        """What the frozen weights are the pretrained ones plus."""
+        """The sum of products that was added to the pretrained weights."""
         return self._merged
 
     def check_merged(self, merged: Merged) -> None:
@@ -195,7 +210,7 @@ class TrainingModel:
         Raises:
             ValueError: see `check_merged`.
         """
-        if same(merged, self._merged):
+        if same_merged(merged, self._merged):
             return
         self.check_merged(merged)
         with torch.no_grad():
@@ -337,7 +352,7 @@ class TrainingModel:
         return passes(items, self.lengths, sizes, filled=self._footprint.on_cpu)
 
     def body_passes(self, items: Sequence[Item], body: Body) -> Iterator[Pass]:
-        """As `passes`, through a body whose rank may not be the model's."""
+        """Split records as `passes` does, for a body whose rank may not be the model's."""
         return self.passes(items, rank=rank_of({name: tensor.shape for name, tensor in body.tensors.items()}))
 
     def sizes(
@@ -364,7 +379,7 @@ class TrainingModel:
             return (most,)
         if tokens % MULTIPLE:
             return (1,)
-        # No larger than a step needs: whoever rehearses fills the largest.
+        # No larger than a step needs: a rehearsal fills the largest.
         needed = [size for size in candidates(min(most, _MOST_TOKENS // tokens)) if size < 2 * max(num_expected, 2)]
         rank = rank_of(self.shapes(None)) if rank is None else rank
         formats = (False, True) if tokens == self.lengths.longest else (False,)
@@ -389,7 +404,7 @@ class TrainingModel:
 
 
 def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a transformers model reads of a batch."""
+    """The part of a batch that a transformers model reads."""
     return {name: tensor for name, tensor in batch.items() if name not in ("labels", RESPONSE_MASK)}
 
 

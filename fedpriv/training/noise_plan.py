@@ -1,4 +1,4 @@
-"""The noise and the learning rates that a run's configuration asks for: of public numbers alone, for runs and plans."""
+"""Noise, learning rates and the choice of LoRA that a run's configuration asks for, from public numbers alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import Schedule, calibrate_all
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.recipe import (
+    LORA_ADAM_NOISE,
+    LORA_PAYS,
+    LORA_PROBABILITY,
+    LORA_ROUNDS,
+    LORA_SHARE,
     START_SHARE,
     LearningRate,
     WeightedClients,
     client_weight,
     joint_rates,
     learning_rate,
+    lora_noise,
     noise_multiplier_of_share,
     start_noise_for_steps,
     start_noise_multiplier,
@@ -26,14 +32,11 @@ from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.training.client_weights import record_weights
-from fedpriv.training.local_update import planned_event
+from fedpriv.training.local_update import planned_event, trained_names
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
-from fedpriv.training.schedule import Schedule as Rounds
-from fedpriv.training.schedule import num_lora_rounds
-from fedpriv.training.summing import grid_of
-from fedpriv.training.trained import trained_names
+from fedpriv.training.schedule import RunSchedule, num_lora_rounds
+from fedpriv.training.summing import grid_of, record_weights
 
 
 def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> RunConfig:
@@ -88,7 +91,7 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
 
 
 def planned_releases(config: RunConfig, sizes: Mapping[int, int], client: int, initial: Adapter) -> list[Event]:
-    """What a client releases that takes part in every round; without the evaluation on its records.
+    """The releases of a client that takes part in every round, without the evaluation on its records.
 
     Args:
         config: of the run, with numbers for noise and learning rates.
@@ -97,7 +100,7 @@ def planned_releases(config: RunConfig, sizes: Mapping[int, int], client: int, i
         initial: the adapter.
     """
     events = []
-    for spec, num_rounds in Rounds.of(config).totals.items():
+    for spec, num_rounds in RunSchedule.of(config).totals.items():
         grid = grid_of(config, spec, sizes)
         probability = min(1.0, spec.probability(sizes[client]))
         event = planned_event(spec, probability, initial, grid.of(client) if grid else None)
@@ -106,7 +109,7 @@ def planned_releases(config: RunConfig, sizes: Mapping[int, int], client: int, i
 
 
 def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
-    """What every client's noise is at least multiplied by on the run's `privacy_view`, whichever clients drop out.
+    """The least factor of every client's noise on the run's `privacy_view`, whichever clients drop out.
 
     On `rho` this is 1 / sqrt(n): rho_bar of n participants is never below that. On `aggregate`, which must hold, it is
     the smallest noise of any client in any sum of `min_clients` uploads, over its own.
@@ -121,7 +124,7 @@ def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
         return 1 / math.sqrt(_num_selected(config, sizes))
     clients = dict(enumerate(sizes))
     # No noise changes the clients' shares of a sum.
-    rounds = Rounds.of(_with_any_rates(replace(config, start_noise_multiplier=1.0)))
+    rounds = RunSchedule.of(_with_any_rates(replace(config, start_noise_multiplier=1.0)))
     threshold, colluding = config.min_clients, config.colluding_clients
     weights = [record_weights(config, spec, clients) for spec in rounds.totals]
     return min(
@@ -161,7 +164,7 @@ def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapte
 
 
 def derived_learning_rate(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> LearningRate | None:
-    """What `learning_rate = auto` stands for; None if the configuration gives a number.
+    """The rate for which `learning_rate = auto` stands; None if the configuration gives a number.
 
     Args:
         config: of the run, calibrated.
@@ -248,7 +251,7 @@ def _num_selected(config: RunConfig, sizes: Sequence[int]) -> int:
 
 
 def _with_start_beside(config: RunConfig) -> RunConfig:
-    """The configuration with noise for the start of the head beside steps whose noise is given."""
+    """The configuration with noise for the start of the head, given the noise of the steps."""
     if not config.head_start or config.start_noise_multiplier is not None:
         return config
     noise = start_noise_for_steps(config.noise_multiplier, max(1, _num_steps(config)))
@@ -266,3 +269,49 @@ def _releases(
         return [event.with_noise(scale) for event in events]
 
     return releases
+
+
+def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[RunConfig, str]:
+    """The configuration with the rounds that `train = auto` stands for, and why; as it is, and "", with any other.
+
+    Where noise leaves LoRA enough signal, most rounds train A, B and head with most of the budget; elsewhere all rounds
+    train the head alone. docs/recipes.md says how the bound was found.
+
+    Args:
+        config: of the run; its noise may be still to be calibrated.
+        sizes: N_k of all clients.
+        initial: the adapter.
+
+    Raises:
+        InputError: no noise meets the target.
+    """
+    if config.train != "auto":
+        return config, ""
+    num_rounds = round(LORA_ROUNDS * (config.rounds - config.head_start))
+    with_lora = replace(
+        config,
+        lora_rounds=num_rounds,
+        lora_share=LORA_SHARE,
+        lora_sampling_probability=LORA_PROBABILITY,
+        lora_server_optimizer="adam",
+    )
+    found = calibrated(with_lora, sizes, initial)
+    num_values = num_lora_values(config, initial)
+    # In units of the clip norm, whatever it is: the bound was found so.
+    noise = lora_noise(
+        federation_of(config, sizes),
+        noise_stddev=found.noise_multiplier if found.lora_noise_multiplier is None else found.lora_noise_multiplier,
+        sampling_probability=LORA_PROBABILITY,
+        num_steps=num_rounds,
+        num_values=num_values,
+    )
+    # Adam steps by its rate whatever the gradient's size is, so the rate follows the noise of a round.
+    of_round = math.sqrt(noise / num_values * num_rounds)
+    rate = min(config.lora_server_learning_rate, LORA_ADAM_NOISE / (of_round * num_values) if noise else math.inf)
+    with_lora = replace(with_lora, lora_server_learning_rate=rate)
+    pays = noise <= LORA_PAYS
+    reason = (
+        f"train = auto: {'A, B and head' if pays else 'the head alone'}, since nu^2 d, the noise in A and B, would be "
+        f"{noise:.2g} with {sum(sizes)} records of {len(sizes)} clients; LoRA pays up to {LORA_PAYS:g}"
+    )
+    return (with_lora if pays else replace(config, lora_rounds=0)), reason

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedpriv.training.recomputation import Run, recomputing
+from fedpriv.training._recomputation import Run, recomputing
 
 PerSample = dict[str, Tensor]
 

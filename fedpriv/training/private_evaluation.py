@@ -12,14 +12,11 @@ from torch import Tensor
 
 from fedpriv.accounting.events import Event
 from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import Merged
+from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.config import RunConfig
-from fedpriv.data.holdout import part
 from fedpriv.data.records import Item, Records, num_tokens, usable
 from fedpriv.data.text import TextData
-from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.model import TrainingModel
 
@@ -35,7 +32,7 @@ NO_COUNTS = torch.zeros(2, dtype=torch.float64)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSpec:
-    """What the server asks of a client in an evaluation.
+    """The evaluation that the server asks of a client.
 
     Attributes:
         noise_multiplier: z >= 0, the standard deviation of the noise on each count.
@@ -52,19 +49,19 @@ class EvaluationSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class NoisedCounts:
-    """What a client answers: the records on which the model was right and wrong, with noise on both counts."""
+    """A client's answer: the numbers of records on which the model was right and wrong, both with noise."""
 
     hits: float
     misses: float
 
 
 def planned_event(spec: EvaluationSpec) -> Event:
-    """What one evaluation costs a holder.
+    """The event of one evaluation, which a holder pays for.
 
     Every evaluated record adds (h, 1 - h) to (hits, misses), with h in [0, 1]. Since h^2 + (1 - h)^2 <= 1, adding or
     removing one record moves the pair by at most 1 in L2, and by exactly 1 if h is 0 or 1. N(0, z^2) on both counts is
     the Gaussian mechanism with noise multiplier z. Which records are evaluated is no sampling that amplifies privacy:
-    the coins of `fedpriv.data.holdout` are the same in every evaluation.
+    the coins of `fedpriv.data.partition` are the same in every evaluation.
 
     Raises:
         ValueError: noise_multiplier is out of range.
@@ -112,7 +109,7 @@ def count(
     lora.write_parameters(model.parameters, adapter)
     counts = NO_COUNTS.clone()
     for index in range(len(data)):
-        counts += _contribution(model, part(data, [index]), tokenize)
+        counts += _contribution(model, data.part([index]), tokenize)
     return counts
 
 

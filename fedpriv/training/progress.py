@@ -1,6 +1,6 @@
-"""Who is told how far a long computation is; nobody, unless a process that owns all records asks to be.
+"""Tell how far a long computation is, if a process that owns all records asks; nobody else is told.
 
-What is told depends on which records were drawn, so it stays on the screen of whoever holds them: a simulation sets a
+Progress depends on which records were drawn, so it stays on the screen of the records' holder: a simulation sets a
 model's `tell`, a vault never does, and nothing writes it to a file or a message.
 """
 

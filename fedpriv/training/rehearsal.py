@@ -14,12 +14,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import Merged
+from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.data.records import RESPONSE_MASK, Records, num_tokens
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training.footprint import RECORDS_OF_A_STEP
-from fedpriv.training.isolation import raising_failures, refusing
+from fedpriv.training._isolation import raising_failures, refusing
+from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel, rank_of
 from fedpriv.training.sampling import PoissonSampler
@@ -35,7 +34,7 @@ _MOST_REMEMBERED = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """What the parts of an update take on this machine, in seconds, measured on synthetic records.
+    """Seconds that the parts of an update take on this machine, measured on synthetic records.
 
     Attributes:
         step: without records: noise, the optimizer's step and what precedes the first one.
@@ -54,7 +53,7 @@ class Pace:
     dummies: float
 
     def seconds(self, *, num_steps: int, num_drawn: int, num_new: int) -> float:
-        """What an update takes at most, whatever the lengths of its records.
+        """Seconds that an update takes at most, whatever the lengths of its records.
 
         Trials decide how many records of a length share a pass, so a shorter one may take more time than a longer one:
         each counts like the slowest. All but the last passes of each length are the largest; the last ones hold the
@@ -69,14 +68,14 @@ class Pace:
         return steps + self._of(num_new, self.new_record, min(num_new, 1))
 
     def _of(self, number: int, record: float, times: int) -> float:
-        """Of so many records, which are taken in turns."""
+        """Seconds for so many records, which are taken in turns."""
         passes = min(number, times * self.num_small_passes)
         return (number + times * self.dummies) * record + passes * self.small_pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """What a rehearsal leaves behind.
+    """The results of a rehearsal.
 
     Attributes:
         pace: of such updates; None if it was not measured.
@@ -253,12 +252,12 @@ def synthetic_records(
 
 
 def _rank(adapter: Adapter) -> int | None:
-    """Of the adapter's LoRA layers."""
+    """The rank of the adapter's LoRA layers."""
     return rank_of({name: tensor.shape for name, tensor in adapter.items()})
 
 
 def _without_values(spec: UpdateSpec) -> UpdateSpec:
-    """What decides how an update is computed, whatever the values: one record shows whether it fails at those."""
+    """All that decides how an update is computed, but its values: one record shows whether it fails at those."""
     return replace(
         spec, learning_rate=0.0, weight_decay=0.0, clip_norm=0.0, noise_multiplier=0.0, relevance_threshold=0.0
     )

@@ -28,13 +28,13 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RunSchedule:
     """The phases of a run, in order."""
 
     phases: tuple[Phase, ...]
 
     @staticmethod
-    def of(config: RunConfig) -> Schedule:
+    def of(config: RunConfig) -> RunSchedule:
         """The start of the head, rounds that train the head alone, and rounds that train everything.
 
         Raises:
@@ -52,7 +52,7 @@ class Schedule:
         if num_all:
             spec = everything if config.lora_rounds is None else _joint(config, everything)
             phases += _in_turn(spec, RULES[config.aggregation].turns, num_all)
-        return Schedule(tuple(phases))
+        return RunSchedule(tuple(phases))
 
     def phase(self, round_: int) -> Phase:
         """The phase of a round, from 1; that of the last one for rounds beyond the run."""
@@ -64,7 +64,7 @@ class Schedule:
         return self.phases[-1]
 
     def spec(self, round_: int) -> UpdateSpec:
-        """What a client is asked in a round, from 1."""
+        """The update that a client is asked for in a round, from 1."""
         return self.phase(round_).spec
 
     def following(self, after: int, num_rounds: int) -> list[tuple[Phase, int]]:

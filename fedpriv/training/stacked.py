@@ -19,22 +19,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedpriv.accounting.events import Event, group
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import same as same_merged
+from fedpriv.adapters.arithmetic import Adapter, same_merged
 from fedpriv.data.records import BatchShape, Item, usable
 from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.training._coordinates import Coordinates, VectorLayout, scaled, trained_weights
+from fedpriv.training._isolation import isolated
+from fedpriv.training.caches import Body, FeatureCache
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
-from fedpriv.training.coordinates import Coordinates, scaled
-from fedpriv.training.feature_cache import Body, FeatureCache
-from fedpriv.training.isolation import isolated
-from fedpriv.training.layout import Layout
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, noise_request, planned_event
 from fedpriv.training.losses import class_sum_losses, predictions
 from fedpriv.training.model import TrainingModel, rank_of
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.progress import TRAINING
 from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.weights import trained_weights
 
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
 FLOATS_PER_VALUE = 8
@@ -113,7 +110,7 @@ def execute_one_by_one(model: TrainingModel, tasks: Sequence[UpdateTask]) -> lis
 def execute_stacked(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
     """Run the tasks together, as many at once as the model's memory limit allows; one that fails yields its exception.
 
-    If a client fails, its stack runs again one by one: nothing was released from it, and noise is drawn anew.
+    If a client fails, its stack runs again one by one: nothing was released from it, and noise is drawn again.
     """
     results: dict[int, ClientUpdate | Exception] = {}
     stackable: defaultdict[Hashable, list[int]] = defaultdict(list)
@@ -198,13 +195,13 @@ class _Clients:
         )
 
     @property
-    def layout(self) -> Layout:
-        """Of a row."""
+    def layout(self) -> VectorLayout:
+        """The layout of a row."""
         return self.coordinates.layout
 
     @property
     def rank(self) -> int | None:
-        """Of the clients' LoRA layers."""
+        """The rank of the clients' LoRA layers."""
         return rank_of({name: tensor.shape for name, tensor in self.tasks[0].adapter.items()})
 
     def with_trained(self, client: int, row: Tensor) -> Adapter:
@@ -218,7 +215,7 @@ class _Clients:
         return {name for name, stored in self.model.adapter_names.items() if stored in self.layout.columns}
 
     def tell(self, share: float) -> None:
-        """Tell whoever follows the model that this share of the current step is done."""
+        """Tell those who follow the model that this share of the current step is done."""
         self.model.tell(TRAINING, len(self.tasks) * (self.step + share), len(self.tasks) * self.spec.local_steps)
 
     def expected_batch_sizes(self) -> Tensor:
@@ -329,7 +326,7 @@ def _pass_gradients(
     """[rows, values] Per-sample gradients of the records at the given positions, and of the dummies after them."""
     model = clients.model
     batch = [items[position] for position in positions]
-    # Dummies use the first client's adapter, whoever else is in the pass.
+    # Dummies use the first client's adapter, whichever others are in the pass.
     rows_owners = [owners[position] for position in positions] + [0] * (shape.rows - len(positions))
     stack = Stack(parameters=stacked, owners=torch.tensor(rows_owners, device=model.device))
 
@@ -403,5 +400,5 @@ def _head_pass(
 
 
 def _losses(spec: UpdateSpec, logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """What each record's gradient is taken of, [batch]."""
+    """The values whose gradients are taken, one for each record, [batch]."""
     return class_sum_losses(logits, batch) if spec.objective == "class-sums" else predictions(logits, batch).losses

@@ -1,20 +1,27 @@
-"""A federation's sum under secure aggregation: its grid, which public numbers give, and what the server makes of it."""
+"""Noised sums: of one set's clipped gradients, and of a federation's clients under secure aggregation.
+
+Public numbers give a federation's grid and the weight of each client's upload, and of each of its records, in the sum.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
+from fedpriv.accounting.events import Event
+from fedpriv.accounting.recipe import client_weight
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
+from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
+from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.secure_aggregation.grid import SumGrid, largest_number_included, sum_grid
-from fedpriv.training.client_weights import client_masses, record_weights
-from fedpriv.training.coordinates import Coordinates, scaled
+from fedpriv.training._coordinates import Coordinates, scaled, trained_weights
+from fedpriv.training.clipping import add_clipped
 from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.weights import trained_weights
 
 
 def grid_of(config: RunConfig, spec: UpdateSpec, sizes: Mapping[int, int]) -> SumGrid | None:
@@ -88,3 +95,73 @@ def mean_upload(adapter: Adapter, spec: UpdateSpec, mean: Tensor) -> Adapter:
         weights.step(coordinates.step_of(mean.float()).unsqueeze(0))
         moved = weights.values()[0]
     return coordinates.moved(adapter, moved, centre)
+
+
+def client_masses(config: RunConfig, sizes: Mapping[int, int]) -> dict[int, float]:
+    """{client: w_k N_k}, to which its weight rho_k in a round's sum is in proportion.
+
+    Args:
+        config: of the run; `client_weights` decides w_k.
+        sizes: {client: registered N_k}, never what a reply claims.
+    """
+    return {client: client_weight(size, equal=config.weighs_records) * size for client, size in sizes.items()}
+
+
+def record_weights(config: RunConfig, spec: UpdateSpec, sizes: Mapping[int, int]) -> dict[int, float]:
+    """{client: rho_k / B_k}, up to a common factor: what one of its clipped gradients counts for in a round's sum.
+
+    Its noise of scale z C counts for the same. B_k is the expected batch size; rho_k alone where the clipped vector and
+    its noise are not divided by it: under the clipping rule `batch`, and with noise on the upload.
+
+    Args:
+        config: of the run.
+        spec: of the round.
+        sizes: {client: registered N_k}.
+    """
+    masses = client_masses(config, sizes)
+    if spec.clipping == "batch" or spec.noise_on == "upload":
+        return masses
+    return {client: mass / (spec.probability(sizes[client]) * sizes[client]) for client, mass in masses.items()}
+
+
+def noised_sum(
+    rows: Iterable[Tensor],
+    like: Tensor,
+    *,
+    clip_norm: float,
+    noise_multiplier: float,
+    sampling_probability: float,
+    source: RandomSource,
+) -> tuple[Tensor, Event]:
+    """The sum of per-sample gradients, each clipped to C as a whole, with N(0, (z C)^2) added, float32
+    [values]; and its event.
+
+    Guarantee: if every record was included independently with the given probability, the event bounds the privacy loss
+    of the sum under add-or-remove adjacency.
+
+    Args:
+        rows: pieces [records, values] of the included records' gradients; without any, the result is noise alone.
+        like: [values], a tensor on the device for the sum.
+        clip_norm: C, finite, > 0, gradient units.
+        noise_multiplier: z >= 0; 0 adds nothing, and the event costs infinity.
+        sampling_probability: q in [0, 1], from the sampler that drew the records.
+        source: of randomness, for the noise.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Source: Abadi et al. 2016, Algorithm 1.
+    """
+    total = like.new_zeros((1, len(like)), dtype=torch.float64)
+    whole_row = (slice(0, len(like)),)
+    for piece in rows:
+        owners = torch.zeros(len(piece), dtype=torch.int64, device=total.device)
+        add_clipped(total, piece, owners, clip_norm, whole_row)
+    request = NoiseRequest(
+        noise_multiplier=noise_multiplier,
+        clip_norm=clip_norm,
+        dimension=len(like),
+        sampling_probabilities=(sampling_probability,),
+    )
+    noised, (event,) = MECHANISMS["gaussian"].add_noise(total, request, [source])
+    return noised[0].float(), event

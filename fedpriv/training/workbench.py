@@ -1,8 +1,9 @@
-"""What a process needs for training and evaluation: data, tokenised records and model, loaded once."""
+"""The data, tokenised records and model that a process needs for training and evaluation, loaded once."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -10,19 +11,22 @@ from functools import cached_property, partial
 import torch
 
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
-from fedpriv.adapters.quantised import quantise
+from fedpriv.adapters.base_formats import quantise
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import KEYS, ON_NODES, OUTSIDE_KEYS, RunConfig
-from fedpriv.data import federated, holdout
+from fedpriv.data import federated, partition
 from fedpriv.data.chat import ChatFormat
 from fedpriv.data.encoding import Encoder, encoder_of, num_cut, num_full
 from fedpriv.data.records import Encode, Records, check_max_length, tokenize, usable
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
-from fedpriv.training.admission import admit
-from fedpriv.training.base_format import in_format
-from fedpriv.training.isolation import refusing
+from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training._isolation import refusing
+from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
+from fedpriv.training.admission import admit, in_format
+from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
+from fedpriv.training.stacked import local_update
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +156,7 @@ class Workbench:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """What makes tokens of records."""
+        """The encoder that turns records into tokens."""
         return encoder_of(self._config)
 
     def client(self, client: int, encode: Encode | None = None) -> Records:
@@ -190,7 +194,7 @@ class Workbench:
         return self.encoder.end(self.base.tokenizer)
 
     def forget_records(self) -> None:
-        """Read a node's own records anew when they are next asked for."""
+        """Read a node's own records again when they are next asked for."""
         self.__dict__.pop("data", None)
         self._clients.clear()
         self.read_for = ""
@@ -207,7 +211,7 @@ class Workbench:
         data = self.data.clients[client]
         if self._config.evaluation_noise_multiplier is None:
             return data, TextData((), ())
-        return holdout.split(data, fraction=self._config.test_fraction, key=self.coin_key)
+        return partition.held_out(data, fraction=self._config.test_fraction, key=self.coin_key)
 
     def tokenize(self, data: TextData, encode: Encode | None = None) -> Records:
         """The records in tokens, as the run reads them."""
@@ -237,7 +241,7 @@ def _key(config: RunConfig, source: DataSource | None) -> Hashable:
 
 
 def forget() -> None:
-    """Free the last workbench; the next one reads data and model anew."""
+    """Free the last workbench; the next one reads data and model again."""
     _last.clear()
 
 
@@ -266,3 +270,43 @@ _WITHOUT_EFFECT = {
     *("dedup_epsilon_bound", "dedup_utility_bound", "integral_epsilon"),
     *OUTSIDE_KEYS,
 }
+
+
+_NUM_LABELS = 8
+
+
+def records_per_second(at_least_seconds: float = 2.0) -> float:
+    """Records that an update of the default model and its LoRA takes in a second, in one process of this machine.
+
+    The records are random tokens, as long as the model reads them, and pass through all of its layers; real ones are
+    shorter, and the states of frozen layers are kept.
+
+    Args:
+        at_least_seconds: for which updates are repeated, > 0; the first one, which warms up, is not counted.
+    """
+    config = RunConfig(prefix_cache=False, noise_multiplier=1.0, start_noise_multiplier=1.0, learning_rate=1.0)
+    _, model = load_model(config, num_labels=_NUM_LABELS)
+    source = SeededSource(0)
+    spec = UpdateSpec.of(config)
+    task = UpdateTask(
+        adapter=model.initial,
+        data=_random_records(config.max_length, model.peft_model.config.vocab_size),
+        spec=spec,
+        round=1,
+        sampler=spec.sampler(RECORDS_OF_A_STEP, source),
+        noise=source,
+    )
+    local_update(model, task)
+    num_updates, started = 0, time.perf_counter()
+    while time.perf_counter() - started < at_least_seconds:
+        local_update(model, task)
+        num_updates += 1
+    return num_updates * RECORDS_OF_A_STEP / (time.perf_counter() - started)
+
+
+def _random_records(num_tokens: int, vocabulary: int) -> Records:
+    """So many records as a step has, that nobody wrote."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (RECORDS_OF_A_STEP, num_tokens), generator=generator)
+    labels = torch.randint(_NUM_LABELS, (RECORDS_OF_A_STEP,), generator=generator)
+    return Records({"input_ids": tuple(tokens)}, labels, 0)

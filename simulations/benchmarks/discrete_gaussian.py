@@ -16,8 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import SecureSource
 
 TARGET = 3.0

@@ -32,7 +32,7 @@ from fedpriv.adapters import LoraSettings, attach, load_base, read
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records, collate
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
-from fedpriv.training.base_format import in_format
+from fedpriv.training.admission import in_format
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel

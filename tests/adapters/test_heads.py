@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 import fedpriv.adapters
-from fedpriv.adapters import LoraSettings, attach, heads, load_base, pooling, save
+from fedpriv.adapters import LoraSettings, attach, load_base, pooling, save
 from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
@@ -35,7 +35,7 @@ def load_unit(folder):
 
 def test_the_head_is_one_linear_layer_of_zeros(folder):
     base = load_unit(folder)
-    name, head = heads.linear_head(base.model)
+    name, head = pooling.linear_head(base.model)
     assert base.new_modules == (name,) == ("classifier",)
     assert (head.in_features, head.out_features) == (32, 3)
     assert not any(parameter.any() for parameter in head.parameters())
@@ -44,7 +44,7 @@ def test_the_head_is_one_linear_layer_of_zeros(folder):
 
 def test_it_reads_the_mean_of_the_real_tokens_states_at_unit_length(folder):
     base = load_unit(folder)
-    _, head = heads.linear_head(base.model)
+    _, head = pooling.linear_head(base.model)
     for parameter in head.parameters():
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
     encoder = AutoModel.from_pretrained(folder).eval()
@@ -65,12 +65,12 @@ def test_a_head_that_replaces_another_is_zeros_and_draws_no_random_number(kind):
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(p, torch.zeros_like(p)) for p in heads.linear_head(model)[1].parameters())
+    assert all(torch.equal(p, torch.zeros_like(p)) for p in pooling.linear_head(model)[1].parameters())
 
 
 def test_what_a_relu_makes_of_both_signs_has_their_difference_to_the_bit():
     x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    again = heads._Difference()(F.relu(heads._BothSigns()(x)))
+    again = pooling._Difference()(F.relu(pooling._BothSigns()(x)))
     assert torch.equal(again, x)
     (again**2).sum().backward()
     torch.testing.assert_close(x.grad, 2 * x.detach())

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import fedpriv.adapters
 from fedpriv.adapters import LoraSettings, attach, load_base, read, save
-from fedpriv.adapters.inner import INNER_SUFFIX, as_ordinary, singular_factors
+from fedpriv.adapters._inner import _singular_factors, as_ordinary
+from fedpriv.adapters.arithmetic import INNER_SUFFIX
 from fedpriv.errors import InputError
 from tests.tiny import BATCH, move, tiny_causal
 
@@ -31,7 +32,7 @@ def with_singular_values(values: list[float]) -> torch.Tensor:
 @pytest.mark.parametrize("rank", [1, 4, 6])
 def test_the_factors_are_orthonormal_and_span_the_best_approximation_of_that_rank(shape, rank):
     weight = drawn(*shape)
-    b, a = singular_factors(weight, rank)
+    b, a = _singular_factors(weight, rank)
     assert (b.shape, a.shape) == ((shape[0], rank), (rank, shape[1]))
     assert b.dtype == a.dtype == torch.float32
     for rows in (a, b.T):
@@ -45,7 +46,7 @@ def test_the_factors_are_orthonormal_and_span_the_best_approximation_of_that_ran
 
 def test_a_machine_that_finds_other_signs_gets_the_same_factors(monkeypatch):
     weight, plain = drawn(8, 6), torch.linalg.svd
-    here = singular_factors(weight, 4)
+    here = _singular_factors(weight, 4)
 
     def elsewhere(matrix, full_matrices):
         u, s, v = plain(matrix, full_matrices=full_matrices)
@@ -53,22 +54,22 @@ def test_a_machine_that_finds_other_signs_gets_the_same_factors(monkeypatch):
         return u * signs, s, v * signs[:, None]
 
     monkeypatch.setattr(torch.linalg, "svd", elsewhere)
-    assert all(torch.equal(one, other) for one, other in zip(here, singular_factors(weight, 4), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(here, _singular_factors(weight, 4), strict=True))
 
 
 @pytest.mark.parametrize("values", [[3.0, 2.0, 2.0, 1.0], [3.0, 2.0, 1.0, 1.0], [3.0, 2.0, 0.0, 0.0]])
 def test_vectors_that_the_weight_does_not_determine_are_refused(values):
     weight = with_singular_values(values)
     with pytest.raises(ValueError, match="rank = 3: two of the weight's largest singular values are equal"):
-        singular_factors(weight, 3)
-    singular_factors(weight, 1)
+        _singular_factors(weight, 3)
+    _singular_factors(weight, 1)
 
 
 def test_rounding_in_float64_moves_factors_that_are_taken_by_no_more_than_float32_does():
     """The least gap that is taken, on a matrix that is off by rounding."""
     weight = with_singular_values([3.0, 2.0, 2.0 - 4e-6, 1.0])
     off = weight * (1 + 2e-16 * drawn(4, 4, seed=5).double())
-    for one, other in zip(singular_factors(weight, 3), singular_factors(off, 3), strict=True):
+    for one, other in zip(_singular_factors(weight, 3), _singular_factors(off, 3), strict=True):
         torch.testing.assert_close(one, other, atol=2e-7, rtol=0)
 
 
@@ -120,7 +121,7 @@ def test_weights_that_are_stored_transposed_have_the_same_r(tmp_path):
     base.model.save_pretrained(tmp_path / "base")
     model = move(attach(base, LoraSettings(rank=2, task="CAUSAL_LM", trains="lora-r")))
     weight = model.get_submodule("base_model.model.transformer.h.0.attn.c_attn").get_base_layer().weight
-    b, a = singular_factors(weight.T, 2)
+    b, a = _singular_factors(weight.T, 2)
     name = "base_model.model.transformer.h.0.attn.c_attn.lora_"
     assert torch.equal(tensors_of(model)[f"{name}A.weight"], a)
     assert torch.equal(tensors_of(model)[f"{name}B.default.B.weight"], b)

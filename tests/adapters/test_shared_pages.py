@@ -9,14 +9,14 @@ import sys
 import pytest
 import torch
 
-from fedpriv.adapters import shared_pages
-from fedpriv.adapters.shared_pages import shared
+from fedpriv.adapters import base_formats
+from fedpriv.adapters.base_formats import shared
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDPRIV_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(shared_pages, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(base_formats, "_LEAST_BYTES", 1)
     return tmp_path / "cache"
 
 
@@ -43,7 +43,7 @@ def test_the_second_process_maps_the_first_ones_file(folder, weights):
 def test_pages_are_shared_between_processes(folder):
     """The proportional size of a mapping that two processes hold is half its size."""
     code = (
-        "import sys, torch; from fedpriv.adapters.shared_pages import shared\n"
+        "import sys, torch; from fedpriv.adapters.base_formats import shared\n"
         "held = shared({'a': torch.arange(2**23, dtype=torch.float32).bfloat16()})\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "text = open('/proc/self/smaps').read().split('safetensors', 1)[1]\n"
@@ -94,7 +94,7 @@ def test_a_file_with_other_contents_is_not_used(folder, weights, damage, caplog)
 def test_without_a_folder_the_weights_stay_the_processs_own(tmp_path, weights, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FEDPRIV_CACHE", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(shared_pages, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(base_formats, "_LEAST_BYTES", 1)
     assert_equal(shared(weights), weights)
 
 
@@ -102,7 +102,7 @@ def test_a_full_disk_leaves_nothing_behind(folder, weights, monkeypatch):
     def full(*_args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_pages.os, "link", full)
+    monkeypatch.setattr("os.link", full)
     assert_equal(shared(weights), weights)
     assert not list(folder.iterdir())
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from fedpriv.accounting.events import Event
 from fedpriv.data.records import Item
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource, Words
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler

@@ -6,7 +6,7 @@ import errno
 
 import torch
 
-from fedpriv.training import prefix_cache, stacked
+from fedpriv.training import caches, stacked
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import ask, make_node, num_charges, restart, run_config, training
 from tests.adversary.stand_ins import StandIns, largest_excess, standing_in
@@ -31,7 +31,7 @@ def test_one_more_record_than_memory_has_room_for_silences_no_other(approved, st
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(prefix_cache.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(caches.tempfile, "TemporaryFile", full)
     sums = []
     for folder, num in ((tmp_path / "more", NUM_WATCHED + 1), (tmp_path / "fewer", NUM_WATCHED)):
         node = node_with_little_memory(folder, [LONG] * num, approved, memory_limit_mb=1)

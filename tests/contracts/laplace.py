@@ -11,8 +11,7 @@ from dp_accounting import pld
 
 from fedpriv.accounting.composition.law import Event, Unit, check_count_and_unit, check_non_negative, check_probability
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.grid import on_grid
-from fedpriv.mechanisms.sources import laplace_from_words
+from fedpriv.mechanisms.sources import laplace_from_words, on_grid
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.adapters.arithmetic import difference
-from fedpriv.adapters.inner import INNER_SUFFIX
-from fedpriv.adapters.merged import A_SUFFIX, B_SUFFIX, as_one_adapter, factors_of
+from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, INNER_SUFFIX, as_one_adapter, difference, factors_of
 from fedpriv.aggregation.cmfl import pack_signs, relevance, threshold, unpack_signs
+from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.aggregation.flora import fresh_start
-from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.aggregation.rules import RULES
 from fedpriv.aggregation.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_step
 from fedpriv.aggregation.t_fedavg import ternary_codes

@@ -24,8 +24,7 @@ from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import Key
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.noise_plan import calibrated

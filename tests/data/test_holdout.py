@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.data.holdout import split
+from fedpriv.data.partition import held_out
 from fedpriv.data.text import TextData
 
 RECORDS = st.lists(st.tuples(st.text(), st.sampled_from(["a", "b"]), st.text()), max_size=30)
@@ -19,7 +19,7 @@ def text_data(records: list[tuple[str, str, str]]) -> TextData:
 
 
 def sides(records: list[tuple[str, str, str]], seed: int = 3, fraction: float = 0.4) -> tuple[list, list]:
-    parts = split(text_data(records), fraction=fraction, key=str(seed).encode())
+    parts = held_out(text_data(records), fraction=fraction, key=str(seed).encode())
     return tuple(list(zip(p.texts, p.labels, p.pairs, strict=True)) for p in parts)
 
 
@@ -56,8 +56,8 @@ def test_the_share_is_the_fraction_and_another_key_sets_others_aside():
 
 
 def test_records_without_labels_or_second_texts_stay_without():
-    training, evaluation = split(TextData(("one", "two", "three"), ()), fraction=0.5, key=b"0")
+    training, evaluation = held_out(TextData(("one", "two", "three"), ()), fraction=0.5, key=b"0")
     assert len(training) + len(evaluation) == 3
     assert {training.labels, evaluation.labels} == {()}
     assert training.pairs is None
-    assert split(TextData((), ()), fraction=0.5, key=b"0") == (TextData((), ()), TextData((), ()))
+    assert held_out(TextData((), ()), fraction=0.5, key=b"0") == (TextData((), ()), TextData((), ()))

@@ -16,8 +16,8 @@ from transformers import AutoModel, AutoTokenizer
 from fedpriv.adapters.pooling import masked_mean
 from fedpriv.config import RunConfig
 from fedpriv.data import federated, hospital
+from fedpriv.data._hospital_phrases import NEIGHBOURS, SPECIALISTS, THEMES
 from fedpriv.data.hospital import DEPARTMENTS, HOSPITAL_SIZES, Message, generate
-from fedpriv.data.hospital_phrases import NEIGHBOURS, SPECIALISTS, THEMES
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.mechanisms import discrete_gaussian
 from fedpriv.mechanisms.discrete_gaussian import MECHANISM, integers
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import NoiseRequest
 from fedpriv.mechanisms.sources import SeededSource
 
 FALSE_ALARM = 1e-6

@@ -11,7 +11,7 @@ import pytest
 from scipy import special, stats
 
 from fedpriv.mechanisms import discrete_sampler
-from fedpriv.mechanisms.discrete_sampler import discrete_gaussian, exp_of_minus
+from fedpriv.mechanisms.discrete_sampler import _exp_of_minus, discrete_gaussian
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 
 FALSE_ALARM = 1e-6
@@ -175,7 +175,7 @@ def test_the_bound_of_the_exponential_holds_against_high_precision():
     rng = np.random.default_rng(0)
     exponents = np.concatenate([rng.uniform(0, 13, 1500), 10.0 ** rng.uniform(-20, 1, 500), [0.0, 13.0]])
     exact = [Context(prec=50).exp(-Decimal(z)) for z in exponents.tolist()]
-    errors = [float(abs(Decimal(y) / e - 1)) for y, e in zip(exp_of_minus(exponents).tolist(), exact, strict=True)]
+    errors = [float(abs(Decimal(y) / e - 1)) for y, e in zip(_exp_of_minus(exponents).tolist(), exact, strict=True)]
     assert max(errors) < 2.0**-45 < discrete_sampler.ERROR
     for sigma in SIGMAS:
         points = rng.integers(0, math.ceil(5 * sigma) + 1, 200)

@@ -11,7 +11,7 @@ from scipy import stats
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.mechanisms import gaussian
 from fedpriv.mechanisms.gaussian import MECHANISM
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import NoiseRequest
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 
 FALSE_ALARM = 1e-6

@@ -23,8 +23,8 @@ from fedpriv.accounting.lmo.distribution import (
 )
 from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart, to_dict
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.lmo import MECHANISM, inverse_scales, lmo_noise
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.lmo import MECHANISM, _inverse_scales, _lmo_noise
+from fedpriv.mechanisms.registry import NoiseRequest
 from fedpriv.mechanisms.sources import SecureSource, SeededSource, laplace_from_words, uniform_from_words
 
 FALSE_ALARM = 1e-6
@@ -63,7 +63,7 @@ def fits(values, chosen):
 @pytest.mark.parametrize("make", [SecureSource, lambda: SeededSource(0)], ids=["secure", "seeded"])
 @pytest.mark.parametrize("name", EVERY)
 def test_noise_fits_its_distribution_and_no_other_scale(name, make):
-    values = lmo_noise(EVERY[name], NUM, make())
+    values = _lmo_noise(EVERY[name], NUM, make())
     assert fits(values, EVERY[name])
     assert not fits(values * 2 / 3, EVERY[name])
     assert not fits(values * 3 / 2, EVERY[name])
@@ -71,10 +71,10 @@ def test_noise_fits_its_distribution_and_no_other_scale(name, make):
 
 def test_the_exponential_part_is_parametrised_by_its_rate_not_its_scale():
     scale_for_rate = parameters(exponential={"weight": 1, "rate": 1 / 4.0})
-    assert not fits(lmo_noise(EXPONENTIAL, NUM, SeededSource(1)), scale_for_rate)
-    assert inverse_scales(EXPONENTIAL, NUM, SeededSource(2)).mean() == pytest.approx(0.25, rel=0.02)
+    assert not fits(_lmo_noise(EXPONENTIAL, NUM, SeededSource(1)), scale_for_rate)
+    assert _inverse_scales(EXPONENTIAL, NUM, SeededSource(2)).mean() == pytest.approx(0.25, rel=0.02)
     mixed = parameters(**ALL | {"exponential": {"weight": 0.3, "rate": 1 / 4.0}})
-    assert not fits(lmo_noise(MIXTURE, NUM, SeededSource(3)), mixed)
+    assert not fits(_lmo_noise(MIXTURE, NUM, SeededSource(3)), mixed)
 
 
 def part_of(name, x):
@@ -89,7 +89,7 @@ def part_of(name, x):
 
 @pytest.mark.parametrize("name", ["gamma", "exponential", "uniform"])
 def test_every_part_of_u_fits_scipys_distribution_and_no_other_scale(name):
-    values = inverse_scales(parameters(**{name: ALL[name] | {"weight": 1}}), NUM, SeededSource(name))
+    values = _inverse_scales(parameters(**{name: ALL[name] | {"weight": 1}}), NUM, SeededSource(name))
     for factor in (1.0, 2 / 3, 3 / 2):
         is_accepted = stats.kstest(values * factor, lambda x: part_of(name, x)).pvalue > FALSE_ALARM
         assert is_accepted == (factor == 1.0)
@@ -97,7 +97,7 @@ def test_every_part_of_u_fits_scipys_distribution_and_no_other_scale(name):
 
 @pytest.mark.parametrize("shape", [0.1, 0.7, 1.0, 2.5, 60.0])
 def test_gamma_values_by_rejection_have_the_distribution_of_their_shape(shape):
-    values = inverse_scales(parameters(gamma={"weight": 1, "shape": shape, "scale": 1.0}), NUM, SeededSource(7))
+    values = _inverse_scales(parameters(gamma={"weight": 1, "shape": shape, "scale": 1.0}), NUM, SeededSource(7))
     assert stats.kstest(values, "gamma", args=(shape,)).pvalue > FALSE_ALARM
     assert stats.kstest(values, "gamma", args=(1.5 * shape,)).pvalue < FALSE_ALARM
 
@@ -106,7 +106,7 @@ def test_a_mixture_draws_each_part_as_often_as_its_weight_says():
     separated = parameters(
         gamma={"weight": 0.2, "shape": 1e4, "scale": 1e-2}, uniform={"weight": 0.8, "low": 0.1, "high": 0.2}
     )
-    chosen = int((inverse_scales(separated, NUM, SeededSource(4)) > 1).sum())
+    chosen = int((_inverse_scales(separated, NUM, SeededSource(4)) > 1).sum())
     assert stats.binomtest(chosen, NUM, 0.2).pvalue > FALSE_ALARM
     assert stats.binomtest(chosen, NUM, 0.3).pvalue < FALSE_ALARM
 
@@ -240,8 +240,8 @@ def test_every_part_of_the_sum_has_noise_in_proportion_to_the_clip_norm():
 def test_the_scale_is_drawn_independently_for_every_coordinate():
     sizes = np.log(np.abs(noised(torch.zeros(20_000), EXAMPLE)[0].numpy()) + 1e-9)
     assert stats.pearsonr(sizes[:-1], sizes[1:]).pvalue > FALSE_ALARM
-    shared = np.log(np.abs(lmo_noise(LAPLACE, 20_000, SeededSource(1))))
-    shared += np.repeat(np.log(inverse_scales(EXAMPLE, 10_000, SeededSource(2))), 2)
+    shared = np.log(np.abs(_lmo_noise(LAPLACE, 20_000, SeededSource(1))))
+    shared += np.repeat(np.log(_inverse_scales(EXAMPLE, 10_000, SeededSource(2))), 2)
     assert stats.pearsonr(shared[:-1:2], shared[1::2]).pvalue < FALSE_ALARM, "the test must detect a shared scale"
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedpriv.mechanisms.sources import SecureSource, SeededSource, bernoulli_from_words, normal_from_words
+from fedpriv.mechanisms.sources import SecureSource, SeededSource, _bernoulli_from_words, normal_from_words
 
 FALSE_ALARM = 1e-6
 NUM = 200_000
@@ -70,14 +70,14 @@ def test_normal_values_invert_the_distribution_function():
 
 def test_coins_are_exact_at_0_and_1_and_round_down_in_between():
     words = np.array([0, 2**64 - 1], dtype=np.uint64)
-    assert bernoulli_from_words(words, 0.0).tolist() == [False, False]
-    assert bernoulli_from_words(words, 1.0).tolist() == [True, True]
+    assert _bernoulli_from_words(words, 0.0).tolist() == [False, False]
+    assert _bernoulli_from_words(words, 1.0).tolist() == [True, True]
     boundary = math.floor(math.ldexp(0.1, 64))
-    assert bernoulli_from_words(np.array([boundary - 1, boundary], dtype=np.uint64), 0.1).tolist() == [True, False]
-    assert bernoulli_from_words(words, 1e-30).tolist() == [False, False]
+    assert _bernoulli_from_words(np.array([boundary - 1, boundary], dtype=np.uint64), 0.1).tolist() == [True, False]
+    assert _bernoulli_from_words(words, 1e-30).tolist() == [False, False]
     for bad in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match="probability"):
-            bernoulli_from_words(words, bad)
+            _bernoulli_from_words(words, bad)
 
 
 def test_secure_sources_never_agree_and_never_repeat():
@@ -177,7 +177,7 @@ def test_consecutive_draws_continue_the_stream():
 
 @given(st.floats(0, 1), WORD)
 def test_a_coin_is_true_with_at_most_its_probability(probability, word):
-    (coin,) = bernoulli_from_words(np.array([word], dtype=np.uint64), probability).tolist()
+    (coin,) = _bernoulli_from_words(np.array([word], dtype=np.uint64), probability).tolist()
     # In integers: true only if word + 1 <= p 2^64, so the number of true words is at most p 2^64.
     numerator, denominator = probability.as_integer_ratio()
     assert coin == ((word + 1) * denominator <= numerator * 2**64)

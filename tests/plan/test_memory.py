@@ -14,8 +14,8 @@ from fedpriv.errors import InputError
 from fedpriv.plan import memory
 from fedpriv.plan.memory import MemorySetting, _configuration, largest_batch, memory_plan
 from fedpriv.sizes import parse_bytes
-from fedpriv.training.footprint import Footprint
-from fedpriv.training.live_bytes import LiveBytes, peak_of_pass
+from fedpriv.training._pass_sizes import Footprint
+from fedpriv.training.live_bytes import _LiveBytes, peak_of_pass
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from tests.cli.command_line import as_json, fedpriv
@@ -85,7 +85,7 @@ def test_a_base_that_is_not_quantised_takes_its_format(folder, bits, size):
 
 def test_live_bytes_are_of_what_stands_at_the_same_time():
     before = torch.ones(1000)
-    with LiveBytes([before]) as live:
+    with _LiveBytes([before]) as live:
         one = before + 1
         view = one[:10]
         del one  # the view keeps it
@@ -104,7 +104,7 @@ def test_a_pass_without_values_takes_what_a_real_one_does(again):
     items = random_records(6, classes=0, vocabulary=300, shortest=50, longest=64).items()
     own = {name: p.detach().unsqueeze(0) for name, p in model.peft_model.named_parameters() if p.requires_grad}
     stack = Stack(parameters=own, owners=torch.zeros(6, dtype=torch.int64))
-    with LiveBytes([*model.peft_model.parameters(), *model.peft_model.buffers()]) as live:
+    with _LiveBytes([*model.peft_model.parameters(), *model.peft_model.buffers()]) as live:
         per_sample_gradients(
             model.layers,
             lambda: model.predictions(items, cached=False).losses,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedpriv.aggregation.global_model import GlobalModel
+from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.protocol import Registration
 from fedpriv.runs.folder import RunFolder
 from fedpriv.runs.rows import ClientRow, RoundRow

@@ -23,7 +23,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.protocol import Registration
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate, with_learning_rates
-from fedpriv.training.schedule import Schedule
+from fedpriv.training.schedule import RunSchedule
 from fedpriv.training.workbench import workbench
 from server.bookkeeping import Books
 from server.observer import LogObserver, described
@@ -150,7 +150,7 @@ def test_a_budget_counts_rounds_that_cost_differently(recipe):
             assert books.accounts.final("local")[0].epsilon <= budget
         return number
 
-    schedule = Schedule.of(with_learning_rates(config, SIZES, initial))
+    schedule = RunSchedule.of(with_learning_rates(config, SIZES, initial))
     costs = []
     for num_rounds in range(1, 9):
         events = [
@@ -228,7 +228,7 @@ def test_the_start_is_in_the_node_s_ledger_before_it_is_computed(recipe, tmp_pat
     ledger = tmp_path / "node.sqlite"
     keys = {"partition-id": 0, node_keys.TRUST_KEY: True, node_keys.LEDGER_KEY: str(ledger)}
     context = Context(1, 7, keys, RecordDict(), to_flower(values))
-    spec = Schedule.of(config).spec(1)
+    spec = RunSchedule.of(config).spec(1)
     content = {
         protocol.ADAPTER: ArrayRecord(workbench(values).initial),
         protocol.INSTRUCTION: ConfigRecord(protocol.pack_instruction("run", 1, spec)),

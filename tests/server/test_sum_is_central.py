@@ -14,10 +14,9 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files
 from fedpriv.secure_aggregation import grid
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.schedule import Schedule
+from fedpriv.training.local_update import UpdateSpec, trained_names
+from fedpriv.training.schedule import RunSchedule
 from fedpriv.training.summing import grid_of
-from fedpriv.training.trained import trained_names
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.tiny import LABELS, write_table
@@ -106,7 +105,7 @@ def rounding(config: RunConfig, adapter: dict[str, torch.Tensor]) -> float:
     """How far rounding moves the adapter at most, in L2: half a step of each client in each value, in each round."""
     return GROWTH * sum(
         num_rounds * moved_by(spec, len(SIZES) / 2 / grid_of(config, spec, SIZES).gamma / NUM_RECORDS, adapter)
-        for spec, num_rounds in Schedule.of(config).totals.items()
+        for spec, num_rounds in RunSchedule.of(config).totals.items()
     )
 
 

@@ -20,7 +20,7 @@ from fedpriv.mechanisms.discrete_gaussian import integers
 from fedpriv.plan.preflight import check_clients
 from fedpriv.protocol import Registration
 from fedpriv.secure_aggregation import TooFewError, make_identity
-from fedpriv.training.coordinates import Coordinates
+from fedpriv.training._coordinates import Coordinates
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.summing import mean_of_sum
 from fedpriv.vault import _summed

@@ -13,9 +13,9 @@ from fedpriv.aggregation.fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse
 from fedpriv.protocol import Registration, UploadRelease
 from fedpriv.secure_aggregation import make_identity
-from fedpriv.training.client_weights import client_masses, record_weights
 from fedpriv.training.noise_plan import view_scale
-from fedpriv.training.schedule import Schedule
+from fedpriv.training.schedule import RunSchedule
+from fedpriv.training.summing import client_masses, record_weights
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import task_identity
@@ -163,7 +163,7 @@ def test_all_phases_of_a_run_count():
     """The start takes all records, which weighs them alike; batches of one size weigh a large client's more."""
     of_batches = {"sampling_probability": "", "lora_rounds": 0}
     config = parse({**SUMS, **of_batches, "learning_rate": 0.1, "start_noise_multiplier": 2.0})
-    by_phase = [record_weights(config, phase.spec, SIZES) for phase in Schedule.of(config).phases]
+    by_phase = [record_weights(config, phase.spec, SIZES) for phase in RunSchedule.of(config).phases]
     assert set(by_phase[0].values()) == {1.0}
     assert by_phase[-1][3] / by_phase[-1][1] == pytest.approx(9)
     assert view_scale(config, list(SIZES.values())) < math.sqrt(3)

@@ -14,10 +14,10 @@ from fedpriv.aggregation.fedavg import weighted_average, weights_by_size
 from fedpriv.config import parse
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training.client_weights import client_masses, record_weights
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update
+from fedpriv.training.summing import client_masses, record_weights
 
 SIZES = {0: 20, 1: 45, 2: 400}
 # With more than 10,000 values, the accepted range of the variance at this false-alarm rate is at most +-7 %; the wrong

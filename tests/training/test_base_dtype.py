@@ -7,13 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from fedpriv.adapters import LoraSettings, attach, shared_pages
-from fedpriv.adapters.base_dtype import base_dtype, frozen_base, restore, to_bfloat16
-from fedpriv.adapters.merged import Merged, Product
+from fedpriv.adapters import LoraSettings, attach, base_formats
+from fedpriv.adapters.arithmetic import Merged, Product
+from fedpriv.adapters.base_formats import base_dtype, frozen_base, restore, to_bfloat16
 from fedpriv.errors import InputError
-from fedpriv.training import base_format
-from fedpriv.training.admission import records_are_independent
-from fedpriv.training.base_format import in_format
+from fedpriv.training import admission
+from fedpriv.training.admission import _records_are_independent, in_format
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from tests.architectures import DECODERS, ENCODERS, TARGETS, random_base
@@ -74,7 +73,7 @@ def test_no_other_record_changes_a_bit(kind, cached):
     model = in_bfloat16(kind, layers="last-1" if cached else "all")
     if cached and model.cache is None:
         pytest.skip(f"{kind} has no frozen prefix")
-    assert records_are_independent(model, cached=cached)
+    assert _records_are_independent(model, cached=cached)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_restoring_gives_the_same_bits_as_before():
 def test_whatever_a_run_trains_one_file_serves(tmp_path, monkeypatch):
     """A coordinator chooses layers, targets and rules: each must not leave another copy of the base on a node."""
     monkeypatch.setenv("FEDPRIV_CACHE", str(tmp_path))
-    monkeypatch.setattr(shared_pages, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(base_formats, "_LEAST_BYTES", 1)
     for trains, layers in (("lora", "all"), ("lora", "last-1"), ("lora-r", "1"), ("weights", "all"), ("head", "all")):
         to_bfloat16(peft_model("bert", layers=layers, trains=trains))
     assert len(list(tmp_path.iterdir())) == 1
@@ -130,8 +129,8 @@ def test_a_model_that_computes_in_neither_is_left_to_others(monkeypatch):
     def fail(*_):
         raise RuntimeError("no pass")
 
-    monkeypatch.setattr(base_format, "_LEAST_WIDTH", 1)
-    monkeypatch.setattr(base_format, "_seconds_of_a_pass", fail)
+    monkeypatch.setattr(admission, "_LEAST_WIDTH", 1)
+    monkeypatch.setattr(admission, "_seconds_of_a_pass", fail)
     model = peft_model("bert")
     assert in_format(model, "auto", partial(build, model)).base_dtype == torch.float32
 
@@ -178,7 +177,7 @@ def test_additions_too_small_for_bfloat16_show_on_average():
 def test_a_model_that_cannot_is_refused_by_name_or_stays_in_float32(monkeypatch):
     with pytest.raises(InputError, match=r"base_dtype = bfloat16: a fnet model .* use float32"):
         in_bfloat16("fnet")
-    monkeypatch.setattr(base_format, "_LEAST_WIDTH", 1)
+    monkeypatch.setattr(admission, "_LEAST_WIDTH", 1)
     model = peft_model("fnet")
     records = records_for("fnet")
     assert in_format(model, "auto", partial(build, model)).base_dtype == torch.float32
@@ -187,9 +186,9 @@ def test_a_model_that_cannot_is_refused_by_name_or_stays_in_float32(monkeypatch)
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, torch.bfloat16), (0.9, torch.float32)])
 def test_auto_takes_bfloat16_only_where_it_saves_enough(monkeypatch, caplog, share, expected):
-    monkeypatch.setattr(base_format, "_LEAST_WIDTH", 1)
+    monkeypatch.setattr(admission, "_LEAST_WIDTH", 1)
     times = {torch.float32: 1.0, torch.bfloat16: share}
-    monkeypatch.setattr(base_format, "_seconds_of_a_pass", lambda model, _build: times[base_dtype(model)])
+    monkeypatch.setattr(admission, "_seconds_of_a_pass", lambda model, _build: times[base_dtype(model)])
     model = peft_model("bert")
     with caplog.at_level("INFO"):
         assert in_format(model, "auto", partial(build, model)).base_dtype == expected
@@ -197,6 +196,6 @@ def test_auto_takes_bfloat16_only_where_it_saves_enough(monkeypatch, caplog, sha
 
 
 def test_auto_leaves_narrow_models_in_float32_without_timing(monkeypatch):
-    monkeypatch.setattr(base_format, "_seconds_of_a_pass", None)
+    monkeypatch.setattr(admission, "_seconds_of_a_pass", None)
     model = peft_model("bert")
     assert in_format(model, "auto", partial(build, model)).base_dtype == torch.float32

@@ -13,8 +13,8 @@ from fedpriv.adapters import LoraSettings, attach, load_base, pooling
 from fedpriv.adapters.lora import read
 from fedpriv.config import RunConfig
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training.centred import centre_of, shifted
-from fedpriv.training.feature_cache import Body
+from fedpriv.training._coordinates import _centre_of, shifted
+from fedpriv.training.caches import Body
 from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update, stacked_updates
@@ -155,7 +155,7 @@ def test_a_record_moves_the_centred_head_by_no_more_than_the_clip_norm(model, na
 
 def test_a_centre_that_is_taken_off_and_put_back_changes_no_score(model, names):
     adapter = with_mean(read(model.peft_model), names[0], 3.0)
-    centre = centre_of(adapter)
+    centre = _centre_of(adapter)
     moved, features = shifted(adapter, centre), torch.randn(7, len(centre), dtype=torch.float64)
 
     def scores(head, inputs):
@@ -167,7 +167,7 @@ def test_a_centre_that_is_taken_off_and_put_back_changes_no_score(model, names):
 
 def test_a_head_without_a_bias_has_no_centre():
     head = {"score.weight": torch.ones(3, 4)}
-    assert not centre_of(head).any()
+    assert not _centre_of(head).any()
     assert shifted(head, torch.ones(4)) == head
 
 

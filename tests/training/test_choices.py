@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from fedpriv.errors import InputError
-from fedpriv.training.choices import Choices, answer_tokens, choices_of, with_answer
-from fedpriv.training.evaluation import confusion_of, evaluate, log_likelihoods
+from fedpriv.training.evaluation import (
+    Choices,
+    _answer_tokens,
+    _confusion_of,
+    _log_likelihoods,
+    _with_answer,
+    choices_of,
+    evaluate,
+)
 from fedpriv.training.model import TrainingModel
 from tests.instructions import END, number_tokenizer, random_prompts, records_of
 
@@ -27,7 +34,7 @@ def records_with(responses: list[list[int]], *, seed: int = 0):
 
 def choices(prompts, answers) -> Choices:
     prompts = [tuple(prompt) for prompt in prompts]
-    records = tuple(with_answer(prompts, tuple(answer), 0) for answer in answers)
+    records = tuple(_with_answer(prompts, tuple(answer), 0) for answer in answers)
     return Choices(records=records, truth=(0,) * len(prompts))
 
 
@@ -42,13 +49,13 @@ def alone(model: TrainingModel, prompt: list[int], answer: list[int]) -> float:
 def test_each_likelihood_is_that_of_the_whole_text_alone(model):
     prompts = random_prompts(11)
     expected = [[alone(model, prompt, answer) for answer in ANSWERS.values()] for prompt in prompts]
-    found = log_likelihoods(model, choices(prompts, ANSWERS.values()))
+    found = _log_likelihoods(model, choices(prompts, ANSWERS.values()))
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-5)
 
 
 def test_the_probabilities_of_all_texts_add_up_to_at_most_one(model):
     single = [(token,) for token in range(60)]
-    assert np.exp(log_likelihoods(model, choices([(4, 5, 6)], single))).sum() == pytest.approx(1)
+    assert np.exp(_log_likelihoods(model, choices([(4, 5, 6)], single))).sum() == pytest.approx(1)
 
 
 def test_accuracy_is_that_of_brute_force(model):
@@ -68,7 +75,7 @@ def test_records_with_another_response_do_not_count(model, caplog):
     records = records_with([ANSWERS["w7"], [40, END], [], ANSWERS["w30"]])
     found = choices_of(records, number_tokenizer(), ["w30", "w7"])
     assert found.truth == (1, 0)
-    assert sum(map(sum, confusion_of(model, found))) == 2
+    assert sum(map(sum, _confusion_of(model, found))) == 2
     assert "2 of 4 test records" in caplog.text
 
 
@@ -78,5 +85,5 @@ def test_without_any_allowed_answer_the_error_names_them():
 
 
 def test_an_answer_that_no_record_has_is_ended_like_the_others():
-    assert answer_tokens(number_tokenizer(), ["w9 w4", "w7"], [(7, END)]) == ((9, 4, END), (7, END))
-    assert answer_tokens(number_tokenizer(), ["w9"], [(7, END, 8)]) == ((9, END, 8),)
+    assert _answer_tokens(number_tokenizer(), ["w9 w4", "w7"], [(7, END)]) == ((9, 4, END), (7, END))
+    assert _answer_tokens(number_tokenizer(), ["w9"], [(7, END, 8)]) == ((9, END, 8),)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedpriv.adapters import lora
-from fedpriv.adapters.merged import add, factors_of
+from fedpriv.adapters.arithmetic import add_products, factors_of
 from fedpriv.training import decoding
 from fedpriv.training.decoding import by_length, greedy_answers, prompt_and_response, with_adapter
 from fedpriv.training.model import TrainingModel
@@ -70,7 +70,7 @@ def test_the_last_response_is_what_is_to_be_answered():
 def test_another_adapter_is_set_and_the_model_is_as_before_afterwards(model):
     before = lora.read_parameters(model.parameters)
     weights = {name: p.clone() for name, p in model.peft_model.named_parameters()}
-    added = add({}, {name: [factors] for name, factors in factors_of(before).items()})
+    added = add_products({}, {name: [factors] for name, factors in factors_of(before).items()})
     prompts = [tuple(prompt) for prompt in random_prompts(6, seed=2)]
     plain = greedy_answers(model, prompts, max_new_tokens=6, ends=[])
     with with_adapter(model, model.initial, added):

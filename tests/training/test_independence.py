@@ -16,8 +16,8 @@ from fedpriv.data.records import Records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked
+from fedpriv.training._isolation import raising_failures
 from fedpriv.training.admission import REFUSED, VERIFIED, admit
-from fedpriv.training.isolation import raising_failures
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.workbench import load_model

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from fedpriv.accounting.recipe import LORA_PAYS
-from fedpriv.adapters.inner import INNER_SUFFIX
+from fedpriv.adapters.arithmetic import INNER_SUFFIX
 from fedpriv.config import parse
-from fedpriv.training.lora_choice import decided
-from fedpriv.training.noise_plan import calibrated, with_learning_rates
-from fedpriv.training.schedule import Schedule
+from fedpriv.training.noise_plan import calibrated, decided, with_learning_rates
+from fedpriv.training.schedule import RunSchedule
 
 LORA = {"layer.lora_A.weight": torch.zeros(4, 768), "layer.lora_B.weight": torch.zeros(768, 4)}
 INITIAL = LORA | {"head.weight": torch.zeros(2, 384), "head.bias": torch.zeros(2)}
@@ -23,7 +22,7 @@ def test_with_many_records_most_rounds_train_a_and_b_with_most_of_the_budget():
     assert (config.lora_rounds, config.lora_share, config.lora_server_optimizer) == (27, 0.75, "adam")
     assert reason.startswith("train = auto: A, B and head")
     assert f"{LORA_PAYS:g}" in reason
-    schedule = Schedule.of(with_learning_rates(calibrated(config, MANY, INITIAL), MANY, INITIAL))
+    schedule = RunSchedule.of(with_learning_rates(calibrated(config, MANY, INITIAL), MANY, INITIAL))
     assert [(phase.name, phase.num_rounds) for phase in schedule.phases] == [("start", 1), ("head", 12), ("all", 27)]
 
 

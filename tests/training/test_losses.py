@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from fedpriv.training.losses import IGNORED, causal_losses, next_token_targets, predictions
+from fedpriv.training.losses import IGNORED, _causal_losses, next_token_targets, predictions
 
 
 def test_targets_exclude_padding_on_either_side():
@@ -20,11 +20,11 @@ def test_causal_loss_is_the_mean_over_each_records_own_targets():
     targets = torch.tensor([[3, 4, IGNORED], [1, IGNORED, IGNORED]])
     first = F.cross_entropy(logits[0, :2], torch.tensor([3, 4]))
     second = F.cross_entropy(logits[1, :1], torch.tensor([1]))
-    torch.testing.assert_close(causal_losses(logits, targets), torch.stack([first, second]))
+    torch.testing.assert_close(_causal_losses(logits, targets), torch.stack([first, second]))
 
 
 def test_a_record_without_a_target_has_zero_loss():
-    assert causal_losses(torch.randn(1, 3, 5), torch.full((1, 2), IGNORED)).tolist() == [0.0]
+    assert _causal_losses(torch.randn(1, 3, 5), torch.full((1, 2), IGNORED)).tolist() == [0.0]
 
 
 def test_classification_loss_does_not_depend_on_the_batch():

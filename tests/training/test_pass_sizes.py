@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fedpriv.training.kernels import Watched
+from fedpriv.training._kernels import Watched
+from fedpriv.training._pass_sizes import bits_of_pass, candidates, chosen, found_once, structure, with_equal_bits
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.pass_sizes import bits_of_pass, candidates, chosen, found_once, structure, with_equal_bits
 from fedpriv.training.shapes import split
 from tests.threads import with_threads
 

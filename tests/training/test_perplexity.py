@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fedpriv.training.perplexity import TokenLosses, log_perplexity_change, mean_of
+from fedpriv.training.metrics import TokenLosses, log_perplexity_change, mean_estimate
 
 
 def draw(num: int, seed: int) -> tuple[TokenLosses, TokenLosses]:
@@ -60,5 +60,5 @@ def test_records_of_another_set_are_refused():
 
 
 def test_one_record_has_no_standard_error():
-    assert mean_of(np.array([0.25])).standard_error is None
-    assert mean_of(np.array([0.0, 1.0])).standard_error == pytest.approx(0.5)
+    assert mean_estimate(np.array([0.25])).standard_error is None
+    assert mean_estimate(np.array([0.0, 1.0])).standard_error == pytest.approx(0.5)

@@ -11,7 +11,6 @@ import torch
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapters import LoraSettings, attach, load_base
-from fedpriv.data.holdout import part
 from fedpriv.data.records import RESPONSE_MASK, Records, tokenize
 from fedpriv.data.text import TextData
 from fedpriv.mechanisms.sources import SeededSource
@@ -83,10 +82,10 @@ def test_a_causal_model_adds_each_record_s_share_of_correct_tokens(data, num_pro
 def test_removing_any_record_moves_the_pair_by_exactly_one_and_no_other_record_s_part(model, data, read):
     whole = counts_of(model, data, read)
     for gone in range(NUM):
-        rest = part(data, [index for index in range(NUM) if index != gone])
+        rest = data.part([index for index in range(NUM) if index != gone])
         moved = whole - counts_of(model, rest, read)
         assert sorted(moved.tolist()) == [0.0, 1.0]
-        assert torch.equal(moved, counts_of(model, part(data, [gone]), read))
+        assert torch.equal(moved, counts_of(model, data.part([gone]), read))
 
 
 @pytest.mark.parametrize("odd", [(FAILING, LABELS[0]), ("the", "a label that the run does not know"), ("", LABELS[0])])

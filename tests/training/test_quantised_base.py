@@ -10,16 +10,15 @@ from torch import nn
 
 pytest.importorskip("bitsandbytes", reason="the extra quantized is not installed")
 
-from fedpriv.adapters import LoraSettings, attach, load_base, quantised
-from fedpriv.adapters.merged import Product
-from fedpriv.adapters.quantised import is_quantised, quantise
+from fedpriv.adapters import LoraSettings, attach, base_formats, load_base
+from fedpriv.adapters.arithmetic import Product
+from fedpriv.adapters.base_formats import is_quantised, quantise
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.config._checks import RULES_ON_QUANTISED
 from fedpriv.data.records import collate
 from fedpriv.errors import InputError
-from fedpriv.training.admission import records_are_independent
-from fedpriv.training.base_format import in_format
+from fedpriv.training.admission import _records_are_independent, in_format
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from fedpriv.training.workbench import load_model
@@ -93,7 +92,7 @@ def test_the_side_of_the_padding_does_not_matter(in_nf4):
 def test_no_other_record_changes_a_bit(kind, cached):
     model = training_model(kind, layers="last-1" if cached else "all")
     assert (model.cache is not None) == cached
-    assert records_are_independent(model, cached=cached)
+    assert _records_are_independent(model, cached=cached)
     assert len(model.sizes(32)) > 1, "passes of one size alone show little"
 
 
@@ -192,7 +191,7 @@ def test_rules_that_touch_the_frozen_weights_are_refused():
 
 
 def test_without_the_package_one_line_says_so(monkeypatch):
-    monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(base_formats.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(InputError, match=r"^base_dtype = nf4: needs bitsandbytes; [^\n]*$"):
         quantise("llama", random_base("llama", **SIZES).model, CPU)
 

@@ -8,7 +8,7 @@ import pytest
 
 from fedpriv.adapters.pooling import BIAS_SCALE
 from fedpriv.config import RunConfig
-from fedpriv.training.schedule import Schedule, num_lora_rounds
+from fedpriv.training.schedule import RunSchedule, num_lora_rounds
 
 RATES = {"learning_rate": 13.0, "lora_head_learning_rate": 4.0, "lora_learning_rate": 20.0}
 
@@ -19,7 +19,7 @@ def derived(**changes):
 
 
 def test_the_recipe_starts_the_head_then_trains_it_alone_then_all():
-    start, head, everything = Schedule.of(derived()).phases
+    start, head, everything = RunSchedule.of(derived()).phases
     assert [(p.name, p.num_rounds) for p in (start, head, everything)] == [("start", 1), ("head", 6), ("all", 3)]
     assert (start.spec.trains, start.spec.objective, start.spec.learning_rate) == ("head", "class-sums", 1.0)
     assert (start.spec.sampling_probability, start.spec.clip_norm, start.spec.noise_multiplier) == (1.0, 1.0, 5.0)
@@ -44,17 +44,17 @@ def test_the_recipe_starts_the_head_then_trains_it_alone_then_all():
     ],
 )
 def test_phases_without_rounds_are_left_out(changes, expected):
-    assert [(phase.name, phase.num_rounds) for phase in Schedule.of(derived(**changes)).phases] == expected
+    assert [(phase.name, phase.num_rounds) for phase in RunSchedule.of(derived(**changes)).phases] == expected
 
 
 def test_without_lora_rounds_of_their_own_all_steps_are_alike():
-    (paper,) = Schedule.of(RunConfig(recipe="dp-lora-paper")).phases
+    (paper,) = RunSchedule.of(RunConfig(recipe="dp-lora-paper")).phases
     assert (paper.spec.batch_size, paper.spec.local_steps, paper.spec.noise_multiplier) == (64, 3, 1.88)
     assert (paper.spec.sampling_probability, paper.spec.lora_learning_rate, paper.spec.bias_scale) == (0.0, 0.0, 1.0)
 
 
 def test_every_round_has_the_specification_of_its_phase():
-    schedule = Schedule.of(derived())
+    schedule = RunSchedule.of(derived())
     names = [schedule.phase(round_).name for round_ in range(1, 11)]
     assert names == ["start", *["head"] * 6, *["all"] * 3]
     assert schedule.spec(0) == schedule.spec(1)
@@ -72,19 +72,19 @@ def test_every_round_has_the_specification_of_its_phase():
     ],
 )
 def test_what_follows_is_counted_by_phase(after, num_rounds, expected):
-    following = Schedule.of(derived()).following(after, num_rounds)
+    following = RunSchedule.of(derived()).following(after, num_rounds)
     assert [(phase.name, count) for phase, count in following] == expected
 
 
 @pytest.mark.parametrize("key", ["learning_rate", "lora_learning_rate", "lora_head_learning_rate"])
 def test_a_rate_that_is_still_to_be_derived_is_refused(key):
     with pytest.raises(ValueError, match="not been derived"):
-        Schedule.of(replace(derived(), **{key: "auto"}))
+        RunSchedule.of(replace(derived(), **{key: "auto"}))
 
 
 def test_the_noise_of_the_start_must_be_known():
     with pytest.raises(ValueError, match="start_noise_multiplier"):
-        Schedule.of(replace(derived(), start_noise_multiplier=None))
+        RunSchedule.of(replace(derived(), start_noise_multiplier=None))
 
 
 def test_a_head_alone_has_no_rounds_for_lora():

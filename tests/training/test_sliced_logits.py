@@ -9,8 +9,7 @@ import torch
 
 from fedpriv.adapters import LoraSettings, attach
 from fedpriv.data.records import RESPONSE_MASK, BatchShape, Records, collate
-from fedpriv.training import sliced_logits
-from fedpriv.training.losses import predictions
+from fedpriv.training.losses import places_of, predictions, sliced_predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from tests.architectures import random_base
@@ -60,7 +59,7 @@ def looped(model: TrainingModel, records: Records) -> tuple[list[float], dict[st
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("masked", [True, False], ids=["responses", "bare text"])
 def test_losses_and_gradients_equal_transformers_own_of_single_records(causal, kind, masked, most, monkeypatch):
-    monkeypatch.setattr(sliced_logits, "_MOST_LOGITS", most)
+    monkeypatch.setattr("fedpriv.training.losses._MOST_LOGITS", most)
     model = training_model(causal(kind))
     records = random_records(9, classes=0, vocabulary=50, shortest=2, longest=20)
     records = with_responses(records) if masked else records
@@ -93,19 +92,19 @@ def test_what_predicts_no_target_gets_no_gradient():
     hidden = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     targets = torch.full((2, 5), -100)
     targets[0, 2:4] = torch.tensor([7, 9])
-    sliced_logits.sliced_predictions(hidden, layer, targets, sliced_logits.places_of(targets)).losses.sum().backward()
+    sliced_predictions(hidden, layer, targets, places_of(targets)).losses.sum().backward()
     reached = hidden.grad.abs().sum(dim=2) > 0
     assert reached.tolist() == [[False, False, True, True, False, False], [False] * 6]
 
 
 @pytest.mark.parametrize("num", range(1, 60))
 def test_a_record_whose_tokens_are_all_predicted_has_one_hit_however_it_is_sliced(num, monkeypatch):
-    monkeypatch.setattr(sliced_logits, "_MOST_LOGITS", 1)
+    monkeypatch.setattr("fedpriv.training.losses._MOST_LOGITS", 1)
     layer = torch.nn.Linear(5, 5, bias=False).requires_grad_(False)
     layer.weight.copy_(torch.eye(5))
     targets = torch.arange(num).remainder(5).unsqueeze(0)
     hidden = torch.nn.functional.one_hot(targets, 5).float()
-    found = sliced_logits.sliced_predictions(hidden, layer, targets, sliced_logits.places_of(targets))
+    found = sliced_predictions(hidden, layer, targets, places_of(targets))
     assert found.hits.tolist() == [1.0]
 
 

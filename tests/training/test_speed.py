@@ -6,22 +6,22 @@ import time
 
 import pytest
 
-from fedpriv.training import speed
-from fedpriv.training.footprint import RECORDS_OF_A_STEP
+from fedpriv.training import workbench
+from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
 
 
 @pytest.mark.slow
 def test_the_speed_is_the_records_of_all_timed_updates_over_their_time(monkeypatch):
     updates = []
-    compute = speed.local_update
+    compute = workbench.local_update
 
     def counted(model, task):
         assert len(task.data) == RECORDS_OF_A_STEP
         updates.append(time.perf_counter())
         return compute(model, task)
 
-    monkeypatch.setattr(speed, "local_update", counted)
-    found = speed.records_per_second(at_least_seconds=0.01)
+    monkeypatch.setattr(workbench, "local_update", counted)
+    found = workbench.records_per_second(at_least_seconds=0.01)
     passed = time.perf_counter() - updates[1]
     assert len(updates) >= 2
     assert found >= (len(updates) - 1) * RECORDS_OF_A_STEP / passed

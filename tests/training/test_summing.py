@@ -11,11 +11,10 @@ from fedpriv.aggregation.fedavg import weighted_average, weights_by_size
 from fedpriv.config import parse
 from fedpriv.mechanisms.discrete_gaussian import integers
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training.client_weights import client_masses
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import execute_stacked
-from fedpriv.training.summing import grid_of, mean_of_sum, mean_upload, num_included
+from fedpriv.training.summing import client_masses, grid_of, mean_of_sum, mean_upload, num_included
 
 SIZES = {0: 20, 1: 45, 2: 90}
 BASE = {

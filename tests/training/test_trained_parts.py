@@ -14,10 +14,17 @@ from fedpriv.adapters import LoraSettings, attach, load_base, pooling, read
 from fedpriv.config import RunConfig
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked
-from fedpriv.training.local_update import OBJECTIVES, TRAINED_PARTS, UpdateSpec, UpdateTask, planned_event
+from fedpriv.training._coordinates import _value_factors
+from fedpriv.training.local_update import (
+    OBJECTIVES,
+    TRAINED_PARTS,
+    UpdateSpec,
+    UpdateTask,
+    planned_event,
+    trained_names,
+)
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update, stacked_updates
-from fedpriv.training.trained import trained_names, value_factors
 from tests.tiny import move
 
 SPEC = dataclasses.replace(
@@ -292,5 +299,5 @@ def test_names_and_factors_follow_the_kind_of_tensor():
     names = ("x.lora_A.weight", "x.lora_B.weight", "classifier.weight", "classifier.bias")
     assert trained_names(names, "lora-b") == names[1:]
     shapes = {name: torch.Size([2]) if name.endswith("bias") else torch.Size([1, 3]) for name in names}
-    assert value_factors(shapes) is None
-    assert value_factors(shapes, bias=0.5, lora=2.0).tolist() == [2.0] * 6 + [1.0] * 3 + [0.5] * 2
+    assert _value_factors(shapes) is None
+    assert _value_factors(shapes, bias=0.5, lora=2.0).tolist() == [2.0] * 6 + [1.0] * 3 + [0.5] * 2

@@ -7,24 +7,24 @@ from collections import Counter
 import pytest
 import torch
 
-from fedpriv.adapters.inner import INNER_SUFFIX
+from fedpriv.adapters.arithmetic import INNER_SUFFIX
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
 from fedpriv.config._checks import PARTIAL_RULES
 from fedpriv.errors import InputError
 from fedpriv.training.noise_plan import num_lora_values
-from fedpriv.training.schedule import Schedule
+from fedpriv.training.schedule import RunSchedule
 
 RATES = {"learning_rate": 1.0, "lora_learning_rate": 1.0, "lora_head_learning_rate": 1.0, "start_noise_multiplier": 1.0}
 
 
-def schedule(rule: str, **changes) -> Schedule:
-    return Schedule.of(
+def schedule(rule: str, **changes) -> RunSchedule:
+    return RunSchedule.of(
         parse({"recipe": "fedpriv", "aggregation": rule, "rounds": 9, "lora_rounds": 5, **RATES, **changes})
     )
 
 
-def trained(made: Schedule, rounds: int) -> list[str]:
+def trained(made: RunSchedule, rounds: int) -> list[str]:
     return [made.spec(round_).trains for round_ in range(1, rounds + 1)]
 
 

@@ -14,7 +14,7 @@ from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.training import workbench
 from fedpriv.training.noise_plan import calibrated, with_learning_rates
-from fedpriv.training.schedule import Schedule
+from fedpriv.training.schedule import RunSchedule
 from fedpriv.vault.answer import answer
 from fedpriv.vault.frames import REGISTER, TRAIN, Request
 from fedpriv.vault.holder import Holder, bench_of, run_of
@@ -48,7 +48,7 @@ def test_it_registers_and_trains_start_head_and_adapter(model, tmp_path):
     bench = bench_of(run_of(run_config, holder), holder)
     sizes = [NUM] * 3
     planned = with_learning_rates(calibrated(config, sizes, bench.initial), sizes, bench.initial)
-    schedule, uploads = Schedule.of(planned), {}
+    schedule, uploads = RunSchedule.of(planned), {}
     moved = {name: tensor + 0.05 for name, tensor in bench.initial.items()}
     for phase, round_ in ROUNDS.items():
         assert schedule.phase(round_).name == phase

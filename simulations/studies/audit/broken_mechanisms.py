@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fedpriv.accounting.events import Event
 from fedpriv.audit.harness import A
-from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training import stacked
 from fedpriv.training.clipping import Parts, add_clipped, clipped_rows

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedpriv.accounting.events import Event
-from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.sampling import PoissonSampler
 from simulations.studies.dedup.full_dp import add_clipped_gradients

@@ -1,4 +1,4 @@
-"""In passes of which sizes a record's gradient has the same bits, whatever the size: found out on this machine.
+"""How many records share a pass: as many as fit in memory, in numbers that give each the same bits on this machine.
 
 A library may choose another kernel, which rounds otherwise, for another number of rows, and a thread's chunk of a
 tensor may end within a vector. Both depend on shapes, processor and number of threads, not on values. So the model's
@@ -9,23 +9,41 @@ gradients must be equal in every place, and the same in passes of other sizes. E
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fedpriv.adapters import lora
-from fedpriv.data.records import BatchShape, Records
+from fedpriv.data.records import BatchShape, Item, Records
+from fedpriv.training._kernels import Watched, are_equal
 from fedpriv.training.clipping import part_norms
-from fedpriv.training.kernels import Watched, are_equal
-from fedpriv.training.losses import predictions
+from fedpriv.training.losses import Predictions, predictions
 from fedpriv.training.per_sample import Stack, TrainableLayer, per_sample_gradients, recorded
+from fedpriv.training.shapes import MULTIPLE
 
-if TYPE_CHECKING:
-    from fedpriv.training.model import TrainingModel
+_FLOAT_BYTES = 4
+
+# Tokens of a pass on a CPU where its number of rows must be constant, times the root of the widest activation, in a
+# step of 64 records. The last pass of each length is half dummies on average, which costs in proportion to the tokens;
+# each pass has a fixed cost, in inverse proportion. The sum is least at a root of the step's tokens and of the fixed
+# cost. Measured: results/benchmarks.md.
+_TOKENS_TIMES_ROOT_OF_WIDTH = 10_240
+RECORDS_OF_A_STEP = 64
+
+# A larger activation no longer fits in a CPU's caches.
+_MOST_ACTIVATION_FLOATS = 2**21
+
+# Records of the shortest padded length in a pass on a CPU, at least.
+_LENGTHS_AT_ONCE = 16
+
+# Records of a pass through the head alone.
+_FEATURES_AT_ONCE = 1024
 
 # What was found in this process, oldest first: {what decides: [(sizes, their groups)]}. Verdicts depend on shapes,
 # settings and threads, not on weights.
@@ -34,6 +52,89 @@ _MOST_FOUND = 4096
 
 Trial = Callable[[int], Hashable | None]
 """The bits that each record has in a pass of so many rows; None if they depend on its place."""
+
+
+class _Model(Protocol):
+    """A `TrainingModel`, as far as its passes are tried here."""
+
+    peft_model: Any
+    layers: dict[str, TrainableLayer]
+    adapter_names: dict[str, str]
+    head: str | None
+    recomputed: Sequence[nn.Module]
+
+    def shapes(self, rank: int | None) -> dict[str, torch.Size]:
+        """The shapes of an adapter's tensors."""
+
+    def predictions(self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None) -> Predictions:
+        """How well the model predicts the records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Memory that one record needs in a forward and backward pass, in floats; generous estimates.
+
+    Attributes:
+        num_values: of the model's own adapter; per-sample gradients take twice as many.
+        per_token: what the backward pass keeps of all layers, and a causal model's logits if it needs all at once.
+        per_token_pair: for attention, per square of the number of tokens.
+        widest_activation: per token.
+        on_cpu: whether passes should fit in a CPU's caches.
+    """
+
+    num_values: int
+    per_token: int
+    per_token_pair: int
+    widest_activation: int
+    on_cpu: bool
+
+    @staticmethod
+    def of(
+        peft_model: Any,
+        parameters: Iterable[nn.Parameter],
+        frozen_layers: int,
+        *,
+        whole_logits: bool,
+        recomputes: bool = False,
+    ) -> Footprint:
+        config = peft_model.config
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+        layers = config.num_hidden_layers - frozen_layers
+        kept = min(layers, 1) if recomputes else layers
+        vocabulary = config.vocab_size if whole_logits else 0
+        return Footprint(
+            num_values=sum(parameter.numel() for parameter in parameters),
+            per_token=kept * (16 * hidden + 4 * intermediate) + (layers * hidden if recomputes else 0) + 3 * vocabulary,
+            per_token_pair=3 * kept * heads,
+            widest_activation=max(intermediate, vocabulary),
+            on_cpu=next(peft_model.parameters()).device.type == "cpu",
+        )
+
+    def tokens_at_once(self, num_expected: float) -> int:
+        """Tokens of a pass on a CPU, in a step of so many records."""
+        tokens = _TOKENS_TIMES_ROOT_OF_WIDTH * math.sqrt(num_expected / RECORDS_OF_A_STEP / self.widest_activation)
+        return int(min(tokens, _MOST_ACTIVATION_FLOATS / self.widest_activation))
+
+    @property
+    def multiple(self) -> int:
+        """The multiple of record lengths: for a small model a further pass costs more than further padding."""
+        if not self.on_cpu:
+            return MULTIPLE
+        return max(MULTIPLE, 1 << ((self.tokens_at_once(RECORDS_OF_A_STEP) // _LENGTHS_AT_ONCE).bit_length() - 1))
+
+    def most_rows(self, tokens: int, num_values: int, memory_limit: int) -> int:
+        """The most rows of a pass of records of this length that fit in memory and in a CPU's caches, >= 1."""
+        needed = _FLOAT_BYTES * (2 * num_values + tokens * self.per_token + tokens**2 * self.per_token_pair)
+        at_most = memory_limit // needed
+        if self.on_cpu:
+            at_most = min(at_most, _MOST_ACTIVATION_FLOATS // self.widest_activation // tokens)
+        return max(1, at_most)
+
+
+def features_at_once(num_values: int) -> int:
+    """Records of a pass through the head alone, whose per-sample gradients have so many values each."""
+    return max(1, min(_FEATURES_AT_ONCE, _MOST_ACTIVATION_FLOATS // num_values))
 
 
 def candidates(largest: int) -> tuple[int, ...]:
@@ -59,7 +160,7 @@ def with_equal_bits(trial: Trial, sizes: Sequence[int]) -> list[tuple[int, ...]]
 
 
 def found_once(key: Hashable, trial: Trial, sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """As `with_equal_bits`, tried once in this process.
+    """Return what `with_equal_bits` does, tried once in this process.
 
     Args:
         key: all that the verdict depends on, but the number of threads.
@@ -96,7 +197,7 @@ def chosen(groups: Sequence[tuple[int, ...]], constant: int) -> tuple[int, ...]:
     return (max((size for group in groups for size in group if size <= constant), default=1),)
 
 
-def bits_of_pass(model: TrainingModel, rows: int, tokens: int, *, full: bool, rank: int | None) -> Hashable | None:
+def bits_of_pass(model: _Model, rows: int, tokens: int, *, full: bool, rank: int | None) -> Hashable | None:
     """The bits that a record's gradient has in a pass of so many rows; None if they depend on its place.
 
     Args:
@@ -128,7 +229,7 @@ def _by_themselves(blocks: Sequence[nn.Module]) -> Iterator[None]:
             vars(block)["forward"] = forward
 
 
-def _bits_of_pass(model: TrainingModel, rows: int, tokens: int, full: bool, rank: int | None) -> Hashable | None:
+def _bits_of_pass(model: _Model, rows: int, tokens: int, full: bool, rank: int | None) -> Hashable | None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.peft_model.config.vocab_size, (tokens if full else tokens - 1,), generator=generator)
     labels = torch.zeros(0 if lora.is_causal(model.peft_model) else 1, dtype=torch.int64)
@@ -141,8 +242,8 @@ def _bits_of_pass(model: TrainingModel, rows: int, tokens: int, full: bool, rank
     return bits_of(rows, model.layers, stack, lambda: model.predictions(items, cached=False, shape=shape).losses)
 
 
-def bits_of_head(model: TrainingModel, rows: int) -> Hashable | None:
-    """As `bits_of_pass`, of a pass through the model's head alone."""
+def bits_of_head(model: _Model, rows: int) -> Hashable | None:
+    """Return what `bits_of_pass` does, for a pass through the model's head alone."""
     assert model.head is not None
     layer = model.layers[model.head]
     stack = _random_stack(
@@ -214,7 +315,7 @@ def _replace(model: nn.Module, path: str, layers: nn.ModuleList) -> None:
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    """What decides which kernels a layer calls: its modules, their shapes and settings, but not which layer it is."""
+    """All that decides which kernels a layer calls: its modules, their shapes and settings, but not its position."""
     settings = [
         (path, name, value)
         for path, module in layer.named_modules()

@@ -71,13 +71,13 @@ class Watched(TorchDispatchMode):
         return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 0 and not len(leaf) % self._rows
 
     def of_telling_values(self) -> tuple[bytes, ...] | None:
-        """What elementwise kernels make of telling values, in the shapes of the pass; None if the place decides."""
+        """Results of elementwise kernels on telling values, in the shapes of the pass; None if the place decides."""
         found = tuple(bits for call in self._calls for bits in call.of_telling_values(self._rows))
         return None if b"" in found else found
 
 
 def _rounds(kernel: Any, args: Any, options: Mapping[str, Any]) -> bool:
-    """Whether it is elementwise and makes a floating-point number of others."""
+    """Whether the kernel is elementwise and makes a floating-point number of others."""
     if kernel.overloadpacket is torch.ops.aten._to_copy:  # a conversion; torch does not tag these
         return bool(args[0].is_floating_point() and options.get("dtype", args[0].dtype) != args[0].dtype)
     if kernel.overloadpacket is torch.ops.aten.copy_:
@@ -97,7 +97,7 @@ def _is_matrix(leaf: object) -> bool:
 
 @dataclass(frozen=True)
 class _Of:
-    """What a kernel is told of a tensor."""
+    """The description of a tensor that a kernel is told."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -16,13 +16,10 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import B_SUFFIX
+from fedpriv.adapters.arithmetic import B_SUFFIX, INNER_SUFFIX, Adapter
 from fedpriv.errors import InputError
 
-# By peft's names of an adapter called `default`, which it leaves in the names of what lies inside a module of its own.
-INNER_SUFFIX = ".lora_B.default.R.weight"
-OUTER_SUFFIX = ".lora_B.default.B.weight"
+OUTER_SUFFIX = ".lora_B.default.B.weight"  # see `INNER_SUFFIX`
 
 # Two singular values that differ by less, relative to the largest one, leave their vectors to a machine's rounding. It
 # moves vectors by its size over the difference: in float64, some 1e-13 for a large matrix, by no more than float32's.
@@ -47,7 +44,7 @@ def _put_between(name: str, layer: Any) -> None:
     a, b = layer.lora_A["default"], layer.lora_B["default"]
     weight = layer.get_base_layer().weight
     try:
-        left, right = singular_factors(weight.T if layer.fan_in_fan_out else weight, b.in_features)
+        left, right = _singular_factors(weight.T if layer.fan_in_fan_out else weight, b.in_features)
     except ValueError as error:
         raise InputError(f"{name}: {error}") from None
     b.weight.copy_(left)
@@ -57,7 +54,7 @@ def _put_between(name: str, layer: Any) -> None:
     layer.lora_B["default"] = nn.Sequential(OrderedDict(R=inner, B=b))
 
 
-def singular_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def _singular_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """(B, A) = (U, V^T) of a matrix's largest singular values: float32 [out, rank] and [rank, in], orthonormal.
 
     The largest entry of each row of A is positive.

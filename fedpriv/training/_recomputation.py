@@ -1,7 +1,7 @@
 """Layers whose insides are computed again in the backward pass, so that a pass keeps the input of each layer alone.
 
-Unlike transformers' gradient checkpointing this needs no train mode, and whoever collects gradients within a layer gets
-them while that layer alone is in memory.
+Unlike transformers' gradient checkpointing this needs no train mode, and gradients within a layer can be collected
+while that layer alone is in memory.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _forward_of(
         args, options = tree_map(_without_cache, (args, options), is_leaf=lambda x: isinstance(x, Cache))
         if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, options))):
             kind = type(block).__name__
-            raise ValueError(f"activation_checkpointing = true: a {kind} takes trained inputs beside its hidden states")
+            raise ValueError(f"activation_checkpointing = true: a {kind} takes trained inputs with its hidden states")
         others: list[tuple[Any, ...]] = []
 
         def run(x: Tensor) -> Tensor:
