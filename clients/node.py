@@ -13,7 +13,7 @@ from flwr.app import Context, Message
 
 from clients.app import message_of, request_of
 from fedpriv.config import EMBEDDED, RunConfig
-from fedpriv.journal import Journal
+from fedpriv.files import Journal
 from fedpriv.training.local_update import ClientUpdate, UpdateTask
 from fedpriv.vault import NodePolicy
 from fedpriv.vault import answer as vault

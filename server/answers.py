@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import Merged
+from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.config import RunConfig
-from fedpriv.data.instructions import turns_of
 from fedpriv.data.records import usable
+from fedpriv.data.text import turns_of
 from fedpriv.runs import files
 from fedpriv.runs.rows import Sample, write_samples
 from fedpriv.runs.writer import RunWriter
-from fedpriv.training import rouge
-from fedpriv.training.choices import text_of
+from fedpriv.training import metrics
 from fedpriv.training.decoding import Tokens, ends_of_turn, greedy_answers, prompt_and_response, with_adapter
-from fedpriv.training.perplexity import mean_of
+from fedpriv.training.evaluation import text_of
+from fedpriv.training.metrics import mean_estimate
 from fedpriv.training.workbench import Workbench
 from server.observer import Observer
 from server.summary import SeriesOutcome
@@ -91,7 +90,7 @@ def answered(
             for prompt, reference, untrained, private, non_private in rows
         ],
     )
-    return _figures({name: rouge.rouge_l(references, of) for name, of in texts.items()})
+    return _figures({name: metrics.rouge_l(references, of) for name, of in texts.items()})
 
 
 def _questions(config: RunConfig, bench: Workbench) -> _Questions:
@@ -141,7 +140,7 @@ def _texts(
 
 def _figures(scores: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, Any]:
     """The means of the scores, and what they say of the private model."""
-    private, change = mean_of(scores[PRIVATE]), mean_of(scores[PRIVATE] - scores[UNTRAINED])
+    private, change = mean_estimate(scores[PRIVATE]), mean_estimate(scores[PRIVATE] - scores[UNTRAINED])
     return {
         "rouge_l": private.mean,
         "rouge_l_initial": float(scores[UNTRAINED].mean()),

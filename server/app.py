@@ -16,20 +16,17 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 import fedpriv
-from fedpriv.audit.run_canaries import audit_of
-from fedpriv.config import RunConfig, parse
+from fedpriv.audit.black_box import audit_of
+from fedpriv.config import RunConfig, parse, with_mechanism_parameters
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.mechanism_parameters import with_mechanism_parameters
-from fedpriv.names import holder_label
+from fedpriv.plan.preflight import check_clients, check_run
 from fedpriv.publishing import card
-from fedpriv.run_checks import check_clients, check_run
 from fedpriv.runs import files, presence
+from fedpriv.runs.show.following import check_installed, following_run
 from fedpriv.runs.writer import RunWriter
-from fedpriv.tracking.following import following_run
-from fedpriv.tracking.protocol import check_installed
-from fedpriv.training.lora_choice import decided
-from fedpriv.training.noise_plan import calibrated
+from fedpriv.texts import holder_label
+from fedpriv.training.noise_plan import calibrated, decided
 from fedpriv.training.workbench import Workbench, workbench
 from server import answers, checkpoint, registry
 from server.bookkeeping import announce_budgets
@@ -41,7 +38,7 @@ from server.series import Series
 from server.summary import SeriesOutcome, summarize
 
 if TYPE_CHECKING:
-    from fedpriv.baselines import Baselines
+    from fedpriv.training.baselines import Baselines
 
 
 log = logging.getLogger("flwr")
@@ -167,13 +164,13 @@ def _carry_out(
 
 
 def _baselines(config: RunConfig, bench: Workbench) -> Baselines | None:
-    from fedpriv import baselines  # deferred: scikit-learn is not needed without them
+    from fedpriv.training import baselines  # deferred: scikit-learn is not needed without them
 
     return baselines.compute(config, bench)
 
 
 def _write_report(path: Path) -> None:
-    from fedpriv.reports.page import write_report  # deferred: matplotlib is needed at the end alone
+    from fedpriv.runs.show.report_page import write_report  # deferred: matplotlib is needed at the end alone
 
     write_report(path)
 

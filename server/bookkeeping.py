@@ -21,8 +21,8 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.accounts import Accounts
 from fedpriv.ledger.entries import RELEASED, Charge, Key
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.names import holder_label
 from fedpriv.protocol import Registration
+from fedpriv.texts import holder_label
 from server.costs import EarlierCharges, RoundCosts
 from server.observer import Observer
 from server.registration import check_registered

@@ -16,10 +16,9 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedpriv import protocol
 from fedpriv.accounting.events import Event
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.adapters.merged import Merged
+from fedpriv.adapters.arithmetic import Adapter, Merged
+from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.aggregation.flora import fresh_start
-from fedpriv.aggregation.global_model import GlobalModel
 from fedpriv.aggregation.head_start import recentred, started
 from fedpriv.aggregation.rules import RULES
 from fedpriv.aggregation.server_optimizers import ServerOptimizer, server_step
@@ -30,11 +29,10 @@ from fedpriv.protocol import Broadcast
 from fedpriv.runs.rows import USABLE, ClientRow, RoundRow
 from fedpriv.secure_aggregation import DealerError, ProtocolError, TooFewError
 from fedpriv.training.evaluation import Evaluation
-from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.local_update import UpdateSpec, num_trained_values, trained_names
 from fedpriv.training.noise_plan import start_noise
-from fedpriv.training.schedule import Schedule
+from fedpriv.training.schedule import RunSchedule
 from fedpriv.training.summing import mean_of_sum, mean_upload
-from fedpriv.training.trained import num_trained_values, trained_names
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange, ExpectedReply, Vector, read_reply, read_sum, wire_bytes
@@ -81,7 +79,7 @@ class RuleStrategy(Strategy):
         absences: Absences | None = None,
         receipts: Receipts | None = None,
     ) -> None:
-        self.schedule = Schedule.of(config)
+        self.schedule = RunSchedule.of(config)
         self.books = books
         self.model = resumed.model if resumed else GlobalModel(initial=initial, adapter=initial)
         self.uploads: dict[int, tuple[Adapter, Merged]] = dict(resumed.uploads) if resumed else {}

@@ -16,11 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from fedpriv import config as configuration
-from fedpriv import recipes
-from fedpriv.config import KEYS, schema
+from fedpriv.config import KEYS, RECIPES, schema
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
-from fedpriv.names import printable
-from fedpriv.recipes import RECIPES
+from fedpriv.texts import printable
 from simulations import api
 from simulations.initial import init
 
@@ -30,7 +28,7 @@ app = typer.Typer(
 )
 
 _RECIPES = "Recipes, of which docs/recipes.md tells more:\n\n" + "\n\n".join(
-    f"- **{name}**: {text}" for name, text in recipes.DESCRIPTIONS.items()
+    f"- **{name}**: {text}" for name, text in configuration.RECIPES.items()
 )
 
 # By which environment variable the shell asks.

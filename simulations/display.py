@@ -24,7 +24,6 @@ from rich.text import Text
 from fedpriv.accounting.recipe import LearningRate
 from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
-from fedpriv.names import printable
 from fedpriv.protocol import Registration
 from fedpriv.runs.figures import (
     counts_next_tokens,
@@ -46,6 +45,7 @@ from fedpriv.runs.show.tables import (
     language_table,
     views_text,
 )
+from fedpriv.texts import printable
 from fedpriv.training.schedule import num_lora_rounds
 from server.observer import RunProgress, described
 

@@ -18,7 +18,7 @@ from fedpriv.data import federated
 from fedpriv.errors import InputError
 from fedpriv.hub import problem as problem_here
 from fedpriv.plan import preflight
-from server import coordinator
+from server import app
 from server.observer import LogObserver
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,7 +69,7 @@ def test_a_run_that_can_start_passes(values, tmp_path):
     ],
 )
 def test_what_is_wrong_with_folder_model_or_data_is_one_line(values, changes, message, monkeypatch):
-    monkeypatch.setattr("fedpriv.tracking.protocol.find_spec", lambda name: None)
+    monkeypatch.setattr("fedpriv.runs.show.following.find_spec", lambda name: None)
     monkeypatch.setattr("fedpriv.training.metrics.find_spec", lambda name: None)
     with pytest.raises(InputError, match=message) as caught:
         preflight.check(parse(values | changes))
@@ -82,7 +82,7 @@ def test_what_is_wrong_with_folder_model_or_data_is_one_line(values, changes, me
 def test_a_coordinator_refuses_it_too_before_it_loads_anything_or_asks_a_node(values, changes, tmp_path):
     config = parse(values | changes | {"out": str(tmp_path / "out"), "model": "none"})
     with pytest.raises(InputError, match=f"{min(changes)} = "):
-        coordinator.run(None, config, LogObserver())
+        app.run(None, config, LogObserver())
     assert not (tmp_path / "out").exists()
 
 

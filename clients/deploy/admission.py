@@ -12,8 +12,8 @@ from pathlib import Path
 from fedpriv.accounting.views import num_readers
 from fedpriv.adapters.locations import model_digest
 from fedpriv.deployment import keys
-from fedpriv.deployment.files import replace
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file
 from fedpriv.vault.settings import (
     PEER_SUFFIX,
     ApprovedModel,
@@ -56,7 +56,7 @@ def approve_peer(vault: VaultSettings, client: int, key: Path, *, replace_old: b
     if client in known and not replace_old:
         raise InputError(f"{file}: exists; ask that holder whether its key was exchanged, then give --replace")
     vault.peers.mkdir(mode=0o700, exist_ok=True)
-    replace(file, f"{line}\n".encode())  # what an earlier version approved is none
+    replace_file(file, f"{line}\n".encode())  # what an earlier version approved is none
     return True
 
 
@@ -140,7 +140,7 @@ def approve_model(vault: VaultSettings, source: str, *, name: str | None = None,
             f"model = {name!r}: is approved with other files, of digest {old.digest[:16]}...; give --replace, or --name"
         )
     others = tuple(other for other in known if other.name != name)
-    replace(vault.models, models_text((*others, model)).encode())
+    replace_file(vault.models, models_text((*others, model)).encode())
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Approval(model=model, num_bytes=num_bytes, is_new=old is None or old.digest != model.digest)
 
@@ -156,7 +156,7 @@ def _folder(source: str) -> Path:
 def _fetched(name: str) -> str:
     import huggingface_hub
 
-    from fedpriv.quiet import quiet_hub
+    from fedpriv.hub import quiet_hub
 
     try:
         with quiet_hub():

@@ -21,10 +21,10 @@ from clients.deploy import records
 from clients.deploy.admission import check_survivors
 from clients.deploy.records import Found
 from fedpriv.deployment import certificates, keys
-from fedpriv.deployment.files import new_folder
 from fedpriv.deployment.settings import read_settings, split_address, validated
 from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import InputError
+from fedpriv.files import new_folder
 from fedpriv.ledger import recovery
 from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.reader import reading

@@ -23,7 +23,6 @@ from clients.deploy.folder import ROOT, Node
 from clients.deploy.separate_users import Users
 from fedpriv.deployment.checks import check_port_free
 from fedpriv.deployment.command_line import Unit, unit_name
-from fedpriv.deployment.files import replace
 from fedpriv.deployment.flower import (
     FlowerError,
     environment,
@@ -36,6 +35,7 @@ from fedpriv.deployment.flower import (
 )
 from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file
 
 # Where Flower's processes on this machine find each other.
 _HOST = "127.0.0.1"
@@ -118,7 +118,7 @@ def prepare(node: Node) -> Users:
         if not check.ok:
             raise InputError(check.detail)
     users = separate_users.prepared(node, _environment(node))
-    replace(node.node_config_file, tomli_w.dumps(node.node_config).encode())
+    replace_file(node.node_config_file, tomli_w.dumps(node.node_config).encode())
     return users
 
 

@@ -32,8 +32,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from fedpriv.adapters.base_models import cache_folder, quiet_transformers
-from fedpriv.deployment.files import write_new
 from fedpriv.errors import InputError
+from fedpriv.files import write_new
 
 # Parts of the names of an adapter's parameters, of which some rules train only a part.
 _OF_ADAPTERS = (".lora_", ".modules_to_save.", ".ln_tuning_layers.")

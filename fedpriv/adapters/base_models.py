@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fedpriv.adapters import locations, pooling
 from fedpriv.adapters.locations import model_digest
-from fedpriv.deployment.files import new_folder
 from fedpriv.errors import InputError
+from fedpriv.files import new_folder
 from fedpriv.hub import quiet_hub
 
 

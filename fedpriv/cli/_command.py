@@ -19,7 +19,7 @@ import click
 import typer
 from click.shell_completion import CompletionItem
 
-from fedpriv import strict_json
+from fedpriv import texts
 from fedpriv.errors import InputError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout and nothing else.")]
@@ -85,7 +85,7 @@ def _printing(function: Callable[..., Result | Mapping[str, Any]]) -> Callable[.
 
 def show(values: Mapping[str, Any], lines: Iterable[str], as_json: bool) -> None:
     """Print the values as one JSON object, in which null stands for infinity and NaN; or print the lines."""
-    typer.echo(strict_json.dumps(values) if as_json else "\n".join(lines))
+    typer.echo(texts.strict_json(values) if as_json else "\n".join(lines))
 
 
 def entries(values: Mapping[str, Any]) -> list[str]:

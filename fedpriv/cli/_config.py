@@ -30,12 +30,12 @@ def check(
 
     Example: fedpriv config check simulations/configs/embedded.toml
     """
-    from fedpriv.run_checks import objections_to_run
+    from fedpriv.plan.preflight import objections_to_run
 
     kind, configs, problems = _checked(file)
     problems += (objection for config in configs for objection in objections_to_run(config))
     if files and configs:
-        from fedpriv import preflight  # deferred: it may load tables
+        from fedpriv.plan import preflight  # deferred: it may load tables
 
         problems += preflight.problems(configs)
     problems = list(dict.fromkeys(problems))
@@ -47,15 +47,16 @@ def check(
 def _checked(file: Path) -> tuple[str, list[RunConfig], list[str]]:
     """Whether it is a run or a sweep, the configurations without problems, and what is wrong with the others."""
     from fedpriv import config as configuration
-    from fedpriv import sweep_values
 
     kind, configs, problems = "run", [], []
     try:
         values = configuration.read(file)
         listed = [values]
-        if sweep_values.is_sweep(values):
+        if configuration.is_sweep(values):
             kind = "sweep"
-            listed = [dict(point.values) for point in sweep_values.points(values, source=str(file), title=file.stem)[2]]
+            listed = [
+                dict(point.values) for point in configuration.sweep_points(values, source=str(file), title=file.stem)[2]
+            ]
         for each in listed:
             config, found = configuration.checked(each)
             configs += [config] if config else []
@@ -74,11 +75,11 @@ def schema(
 
     Example: fedpriv config schema > fedpriv.schema.json
     """
-    from fedpriv import config_schema
+    from fedpriv import config
 
     if markdown:
-        tables = dict(config_schema.markdown())
+        tables = dict(config.schema_tables())
         parts = [f"## {group}\n\n{table}\n" for group, table in tables.items()]
         return Result({"tables": tables}, parts)
-    found: dict[str, Any] = config_schema.schema(sweep=sweep)
+    found: dict[str, Any] = config.schema(sweep=sweep)
     return Result(found, [json.dumps(found, indent=2)])

@@ -23,12 +23,10 @@ from fedpriv.cli._command import AsJson, OneOf, Result, StorePath, command, resu
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    from fedpriv.dedup.outcomes import Outcome
-    from fedpriv.dedup.planning import Settings
-    from fedpriv.dedup.progress import Observer, Progress
+    from fedpriv.dedup.planning import DedupSettings
     from fedpriv.dedup.validation import PrivateValidation
     from fedpriv.dedup.variants import Described
-    from fedpriv.dedup.work import Evaluator, Evaluators, Outcome
+    from fedpriv.dedup.work import Evaluator, Evaluators, Observer, Outcome, Progress
     from fedpriv.ledger.entries import DataSet
     from fedpriv.ledger.ledger import Ledger
 

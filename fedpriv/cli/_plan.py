@@ -85,7 +85,7 @@ def _plan_budget(
     train: Annotated[
         str | None,
         typer.Option(
-            click_type=OneOf("fedpriv.config_types:Train"),
+            click_type=OneOf("fedpriv.config:Train"),
             help="A, B and head in the last rounds, the head alone, or what pays; by default as in a run.",
         ),
     ] = None,
@@ -169,7 +169,7 @@ def _plan_memory(
     import torch
 
     from fedpriv.plan.memory import PROCESS_BYTES, MemorySetting, largest_batch, memory_plan
-    from fedpriv.sizes import parse_bytes
+    from fedpriv.texts import parse_bytes
 
     setting = MemorySetting(
         model=model,

@@ -93,11 +93,11 @@ def push(
 
     Example: fedpriv push results/20261121-042553-embedded clinic/letters --variant client-2 --yes
     """
-    from fedpriv.publishing import hub, permission, saved
+    from fedpriv.publishing import hub, saved
 
     hub.check_name(name)
     found = saved.find(source, variant=variant)
-    reason = permission.check(found, ledger=ledger, public_data=public_data)
+    reason = hub.why_publishable(found, ledger=ledger, public_data=public_data)
     contents = hub.contents(found, license=license)
     sizes = [{"file": path, "bytes": len(content)} for path, content in contents.items()]
     holders = _holders(found)

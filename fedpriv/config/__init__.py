@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fedpriv.config._run_config import parse as parse
     from fedpriv.config._run_config import to_flower as to_flower
     from fedpriv.config._run_config import to_toml as to_toml
+    from fedpriv.config._run_config import with_mechanism_parameters as with_mechanism_parameters
     from fedpriv.config._schema import schema as schema
     from fedpriv.config._schema import schema_tables as schema_tables
     from fedpriv.config._values import LOCATION_KEYS as LOCATION_KEYS

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 import tomli_w
@@ -19,7 +20,7 @@ from fedpriv.config._keys import ConfigValues, split
 from fedpriv.config._recipes import with_recipe
 from fedpriv.config._values import OUTSIDE_KEYS, is_resolved, two_noises
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.registry import with_current_keys
+from fedpriv.mechanisms.registry import MECHANISMS, with_current_keys
 
 Scalar = str | int | float | bool
 """A value in Flower's run configuration."""
@@ -152,3 +153,20 @@ def _joined(values: tuple[Any, ...]) -> str:
 def _without_null(config: RunConfig) -> list[tuple[str, Any]]:
     """Keys and values, with the empty string for None."""
     return [(key, "" if value is None else value) for key, value in asdict(config).items()]
+
+
+def with_mechanism_parameters(config: RunConfig) -> RunConfig:
+    """The configuration with the mechanism's parameters in place of their file's name, as one canonical line.
+
+    Raises:
+        InputError: there is no such file, or it holds none that the mechanism takes.
+    """
+    text = config.mechanism_parameters
+    if config.mechanism_parameters_are_a_file:
+        try:
+            text = Path(text.strip()).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "no text"
+            raise InputError(f"mechanism_parameters = {text!r}: cannot be read ({reason})") from None
+    text = MECHANISMS.checked_parameters(config.mechanism, text, config.noise_multiplier)
+    return config if text == config.mechanism_parameters else parse(asdict(config) | {"mechanism_parameters": text})

@@ -23,8 +23,8 @@ from fedpriv.dedup._folder import Folder, OpenRows, RowFile, read, sync
 from fedpriv.dedup._manifests import Files, Index, Manifest, NumberedBlocks, array_sha256, rows_of
 from fedpriv.dedup.blocks import BlockLayout
 from fedpriv.dedup.shared_basis import SharedBasis
-from fedpriv.deployment.files import replace as replace_file
 from fedpriv.errors import InputError, StoreError
+from fedpriv.files import replace_file as replace_file
 
 
 class State:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.accounting import events
+from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.law import Accountant
 from fedpriv.dedup._base_selection import (
     MAX_DISTANCE,
     Candidate,
@@ -41,8 +41,8 @@ from fedpriv.dedup.algorithms import SHARED_BASIS, algorithm
 from fedpriv.dedup.composition import Guarantee, PublicationCost, publication_cost
 from fedpriv.dedup.shared_basis import BasisOptions
 from fedpriv.dedup.variants import Described
-from fedpriv.deployment.files import replace as replace_file
 from fedpriv.errors import InputError, StoreError
+from fedpriv.files import replace_file as replace_file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from fedpriv.accounting import events
+from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.law import Accountant
 from fedpriv.dedup._base_selection import Candidate
 from fedpriv.dedup.composition import History, Upload, publication_cost
 from fedpriv.errors import InputError

@@ -14,9 +14,9 @@ from typing import Annotated
 
 import typer
 
-from fedpriv.deployment.files import write_new
 from fedpriv.deployment.flower import FlowerError
 from fedpriv.errors import InputError, LedgerError
+from fedpriv.files import write_new
 
 UnitFolder = Annotated[Path | None, typer.Option("--out", help="Folder for the files; without it they are printed.")]
 

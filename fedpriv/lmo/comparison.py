@@ -13,8 +13,7 @@ import numpy as np
 from scipy import stats
 
 from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.lmo.density import entropy, mean_absolute, quantile, variance
-from fedpriv.accounting.lmo.moments import columns
+from fedpriv.accounting.lmo.distribution import columns, entropy, mean_absolute, quantile, variance
 from fedpriv.accounting.lmo.parameters import Combination, LmoParameters, from_dict, to_dict
 from fedpriv.lmo.budget import Budget, cost, fitted, laplace
 from fedpriv.lmo.search import PARTS, Objective, PartName, SearchSpace, search

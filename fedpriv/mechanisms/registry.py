@@ -16,7 +16,7 @@ from fedpriv.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedpriv.accounting.law import Event, Unit
+    from fedpriv.accounting.composition.law import Event, Unit
     from fedpriv.mechanisms.sources import RandomSource
 
 

@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from fedpriv.adapters import locations
-from fedpriv.config import LINEAR_RULES, ON_NODES, RunConfig
+from fedpriv.config import LINEAR_RULES, ON_NODES, RunConfig, with_mechanism_parameters
 from fedpriv.data import federated
 from fedpriv.errors import InputError
-from fedpriv.mechanism_parameters import with_mechanism_parameters
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files
-from fedpriv.tracking.protocol import check_installed
+from fedpriv.runs.show.following import check_installed
 
 # The keys that decide whether `federated.load` refuses.
 _LOADED = (*federated.DATA_KEYS, "batch_size", "sampling_probability")
@@ -103,9 +102,9 @@ def check_run(config: RunConfig) -> None:
     for objection in objections_to_run(config):
         raise InputError(objection)
     if config.generates_answers:
-        from fedpriv.training import rouge  # deferred: few runs need it
+        from fedpriv.training import metrics  # deferred: few runs need it
 
-        rouge.require(config.generated_answers)
+        metrics.require_rouge(config.generated_answers)
 
 
 def objections_to_run(config: RunConfig) -> list[str]:

@@ -18,10 +18,9 @@ from fedpriv.config import ON_NODES
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file
 from fedpriv.ledger.statement import ADJACENCY, DOES_NOT_COVER
-from fedpriv.publishing import usage
-from fedpriv.publishing.escaping import markdown
+from fedpriv.publishing import _card_texts
+from fedpriv.publishing._card_texts import Form, markdown
 from fedpriv.publishing.saved import SavedVariant, find, names_in
-from fedpriv.publishing.usage import Form
 from fedpriv.runs import files
 from fedpriv.runs.figures import figures, format_delta
 from fedpriv.runs.folder import RunFolder
@@ -125,7 +124,7 @@ def _body(saved: SavedVariant, run: RunFolder, form: Form) -> list[str]:
         "",
         f"{kind} {base}. {whose}, with fedpriv.",
         "",
-        *_section("Use", usage.lines(saved, form)),
+        *_section("Use", _card_texts.lines(saved, form)),
         *_section("Privacy", _privacy(saved, summary, reason)),
         *_section("Data", [_data(saved, summary)]),
         *_section("Model", _model(saved, form)),

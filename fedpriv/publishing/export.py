@@ -21,8 +21,8 @@ from transformers import GenerationConfig
 from fedpriv.adapters import pooling
 from fedpriv.adapters.base_models import quiet_transformers
 from fedpriv.adapters.pooling import STATE_SCALE, normalizes
-from fedpriv.deployment.files import new_folder
 from fedpriv.errors import InputError
+from fedpriv.files import new_folder
 from fedpriv.publishing import _card_texts, card
 from fedpriv.publishing._card_texts import Form
 from fedpriv.publishing.prediction import ends_of

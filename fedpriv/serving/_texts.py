@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fedpriv.data import records
 from fedpriv.data.chat import ChatFormat
-from fedpriv.data.instructions import ROLES
 from fedpriv.data.records import RESPONSE_MASK
+from fedpriv.data.text import ROLES
 from fedpriv.serving.requests import Generate, ServingError, Tokens, TooLongError
 
 log = logging.getLogger(__name__)

@@ -42,9 +42,8 @@ from fedpriv.secure_aggregation import (
     verify_once,
 )
 from fedpriv.secure_aggregation.grid import DEVIATIONS, RANGE_BITS, ClientGrid
-from fedpriv.training.local_update import ClientUpdate, UpdateSpec
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec, num_trained_values
 from fedpriv.training.summing import num_included
-from fedpriv.training.trained import num_trained_values
 from fedpriv.vault import _charging
 from fedpriv.vault._charging import NodePolicy, RefusedError
 from fedpriv.vault.frames import Request, Response

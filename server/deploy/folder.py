@@ -17,11 +17,11 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from fedpriv.deployment import certificates, keys
-from fedpriv.deployment.files import new_folder, replace
 from fedpriv.deployment.flower import CONNECTION, FlowerError, flwr
 from fedpriv.deployment.keys import NODE, VAULT, Kind
 from fedpriv.deployment.settings import join_address, read_settings, validated
 from fedpriv.errors import InputError
+from fedpriv.files import new_folder, replace_file
 
 # This checkout, which a run bundles for the nodes.
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +125,7 @@ class Coordinator:
             raise InputError(f"{self.connection_file}: is not valid TOML; delete it") from None
         own = {"address": address, "root-certificates": str(self.ca_certificate)}
         superlinks = {**known.get("superlink", {}), "default": CONNECTION, CONNECTION: own}
-        replace(self.connection_file, tomli_w.dumps({**known, "superlink": superlinks}).encode())
+        replace_file(self.connection_file, tomli_w.dumps({**known, "superlink": superlinks}).encode())
 
     @property
     def approved(self) -> Path:
@@ -220,14 +220,14 @@ def register(
     if old_id:
         flwr(coordinator.flower_home, ["supernode", "unregister", old_id, CONNECTION], folder=coordinator.folder)
     if new_id:
-        replace(_id_file(coordinator, partition_id), f"{new_id}\n".encode())
-    replace(coordinator.nodes / f"{partition_id}.pub", f"{node}\n".encode())
+        replace_file(_id_file(coordinator, partition_id), f"{new_id}\n".encode())
+    replace_file(coordinator.nodes / f"{partition_id}.pub", f"{node}\n".encode())
     file = coordinator.vaults / f"{partition_id}.pub"
     file.parent.mkdir(exist_ok=True)
     signed = old_vault or old_node  # one key was both, before there were two
     if signed is not None and signed != vault:
         keys.add_line(file.with_suffix(keys.EARLIER), signed)
-    replace(file, f"{vault}\n".encode())
+    replace_file(file, f"{vault}\n".encode())
     return (old_node, old_vault) != (node, vault)
 
 

@@ -45,7 +45,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import BertConfig, BertModel
 
-from fedpriv import strict_json
+from fedpriv import texts
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.dedup import variants
 from fedpriv.dedup.blocks import BlockLayout, layout_of
@@ -522,7 +522,7 @@ def main(words: Sequence[str] | None = None) -> None:
         found = measure_store(arguments)
     except (InputError, StoreError) as error:
         parser.exit(2 if isinstance(error, InputError) else 1, f"error: {error}\n")
-    print(strict_json.dumps(found.as_dict()) if arguments.json else "\n".join(lines_of(found)))
+    print(texts.strict_json(found.as_dict()) if arguments.json else "\n".join(lines_of(found)))
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ from flwr.app import Context, RecordDict
 from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
-from fedpriv.tracking.protocol import check_installed
+from fedpriv.runs.show.following import check_installed
 from fedpriv.training.local_update import ClientUpdate, Execute, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.progress import TRAINING, unfailing
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
 from server.app import make_app
-from server.observer import Follow, Observer, Progress
-from server.resume import with_base_dtype
+from server.checkpoint import with_base_dtype
+from server.observer import Follow, Observer, RunProgress
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
 from simulations.engines.ray_actors import RayExecutor
@@ -44,10 +44,10 @@ def run(config: RunConfig, observer: Observer) -> None:
 @contextmanager
 def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
     """The function that trains a round's clients; engines differ in it alone."""
-    observer.progressed(Progress(what="loading model and data"))
+    observer.progressed(RunProgress(what="loading model and data"))
     model = workbench(config).model
     if config.engine == "ray":
-        observer.progressed(Progress(what="starting Ray"))
+        observer.progressed(RunProgress(what="starting Ray"))
         with RayExecutor(config) as ray, _following(model, ray, observer.progressed) as execute:
             ray.tell = execute.tell
             yield execute
@@ -108,9 +108,9 @@ class _Followed:
         A stack that fails is trained again, client by client, and counts from where it began.
         """
         if what != TRAINING:
-            self._follow(Progress(what=what, done=done, total=total))
+            self._follow(RunProgress(what=what, done=done, total=total))
             return
-        self._follow(Progress(what=what, done=self._done + done, total=self._total, round=self._round))
+        self._follow(RunProgress(what=what, done=self._done + done, total=self._total, round=self._round))
         if done == total:
             self._done += total
 

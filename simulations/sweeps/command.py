@@ -16,16 +16,14 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from fedpriv import preflight
 from fedpriv.errors import InputError
-from fedpriv.reports import tables
+from fedpriv.plan import preflight
 from fedpriv.runs import files
+from fedpriv.runs.figures import format_bound
 from fedpriv.runs.files import write_json
 from fedpriv.runs.rows import RoundRow, read_rows
+from fedpriv.runs.show.following import FollowedFolder, following, run_name
 from fedpriv.runs.sweeps import PLAN
-from fedpriv.tracking.following import following
-from fedpriv.tracking.logged import run_name
-from fedpriv.tracking.process import Job
 from simulations.sweeps.plan import Metric, PlannedRun, Sweep, metric_of
 
 if TYPE_CHECKING:
@@ -72,7 +70,7 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
     return finished
 
 
-def _job(planned: Sweep, out: Path) -> Job | None:
+def _job(planned: Sweep, out: Path) -> FollowedFolder | None:
     """The description of the sweep for a tracker; None without one."""
     if planned.track == "none":
         return None
@@ -212,7 +210,7 @@ def _progress(folder: Path) -> tuple[int, str, str]:
     """A run's last written round, with accuracy and epsilon; of a finished run, the final epsilon."""
     if files.is_finished(folder):
         summary = files.read_values(folder / files.SUMMARY)
-        return summary["num_rounds"], _accuracy(summary["accuracy"]), tables.format_bound(summary["epsilon_local_max"])
+        return summary["num_rounds"], _accuracy(summary["accuracy"]), format_bound(summary["epsilon_local_max"])
     try:
         rounds = read_rows(folder / files.ROUNDS, RoundRow, ("round", "test_accuracy", "epsilon_local_max"))
     except FileNotFoundError:  # not begun
@@ -220,7 +218,7 @@ def _progress(folder: Path) -> tuple[int, str, str]:
     if not rounds:
         return 0, "", ""
     last = rounds[-1]
-    return last["round"], _accuracy(last["test_accuracy"]), tables.format_bound(last["epsilon_local_max"])
+    return last["round"], _accuracy(last["test_accuracy"]), format_bound(last["epsilon_local_max"])
 
 
 def _accuracy(accuracy: float | None) -> str:

@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv import config as configuration
-from fedpriv import sweep_values
-from fedpriv.config import RunConfig
-from fedpriv.config_types import Track
+from fedpriv.config import RunConfig, SweepPoint, Track
 from fedpriv.data import federated
 from fedpriv.runs.show.following import check_installed
-from fedpriv.sweep_values import Point
 
 # The largest batch size that follows the smallest client.
 _LARGEST_AUTO = 64
@@ -92,7 +89,7 @@ def expand(values: Mapping[str, Any], *, source: str, title: str, overrides: Map
     base, changes = dict(values), dict(overrides or {})
     given = base.pop("track", "none")
     track = _track(changes.pop("track", given))
-    title, keys, points = sweep_values.points(base, source=source, title=title, overrides=changes)
+    title, keys, points = configuration.sweep_points(base, source=source, title=title, overrides=changes)
     runs: dict[str, PlannedRun] = {}
     for point in points:
         planned = _planned(point, keys)
@@ -111,7 +108,7 @@ def _track(value: Any) -> Track:
     return track
 
 
-def _planned(point: Point, keys: tuple[str, ...]) -> PlannedRun:
+def _planned(point: SweepPoint, keys: tuple[str, ...]) -> PlannedRun:
     config = configuration.parse(point.values)
     written = json.dumps([asdict(config), point.auto_batch], sort_keys=True)
     key = hashlib.sha256(written.encode()).hexdigest()[:16]

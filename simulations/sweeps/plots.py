@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from fedpriv.reports.tables import format_bytes
+from fedpriv.runs.figures import format_bytes
 from simulations.sweeps.plan import Metric, Sweep, metric_of
 from simulations.sweeps.result import PRIVACY_KEYS, settings
 

@@ -14,7 +14,7 @@ from fedpriv.errors import InputError
 from fedpriv.plan import budget
 from fedpriv.plan.budget import Setting
 from fedpriv.training.noise_plan import calibrated, num_lora_values, with_learning_rates
-from fedpriv.training.schedule import Schedule
+from fedpriv.training.schedule import RunSchedule
 from fedpriv.training.workbench import workbench
 from tests.cli.command_line import as_json, fedpriv
 
@@ -90,7 +90,7 @@ def test_a_plan_has_the_noise_and_the_rates_that_a_run_computes(of_view, further
     run = with_learning_rates(calibrated(config, SIZES, initial), SIZES, initial)
     view = "aggregate" if of_view else "local"
     setting = Setting.of(SIZES, epsilon=4.0, view=view, min_clients=of_view.get("min_clients"), **further)
-    planned, phases_of_run = budget.plan(setting), Schedule.of(run).phases
+    planned, phases_of_run = budget.plan(setting), RunSchedule.of(run).phases
     assert [(p.name, p.num_rounds) for p in planned.phases] == [(p.name, p.num_rounds) for p in phases_of_run]
     for found, of_run in zip(planned.phases, phases_of_run, strict=True):
         # What rounding to a grid costs depends on the number of values, of which a plan knows those of LoRA; a ten
@@ -292,5 +292,5 @@ def test_values_out_of_range_are_refused_by_name(wrong):
 
 
 def test_without_a_speed_it_is_timed_on_the_default_model(monkeypatch):
-    monkeypatch.setattr("fedpriv.training.speed.records_per_second", lambda: 42.0)
+    monkeypatch.setattr("fedpriv.training.workbench.records_per_second", lambda: 42.0)
     assert as_json("plan", "--records", 100, "--epsilon", 2, "--train", "head")["records_per_second"] == 42.0

@@ -13,7 +13,7 @@ from fedpriv.adapters.base_models import freeze
 from fedpriv.errors import InputError
 from fedpriv.plan import memory
 from fedpriv.plan.memory import MemorySetting, _configuration, largest_batch, memory_plan
-from fedpriv.sizes import parse_bytes
+from fedpriv.texts import parse_bytes
 from fedpriv.training._pass_sizes import Footprint
 from fedpriv.training.live_bytes import _LiveBytes, peak_of_pass
 from fedpriv.training.model import TrainingModel

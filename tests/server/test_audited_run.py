@@ -9,9 +9,8 @@ import pytest
 
 from clients.node import holder_of
 from fedpriv.audit.black_box import audit_of, audited
-from fedpriv.config import parse
+from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
-from fedpriv.recipes import BY_RECIPE
 from fedpriv.training.workbench import workbench
 from fedpriv.vault._charging import RefusedError
 from fedpriv.vault.holder import run_of

@@ -14,7 +14,7 @@ from rich.console import Console
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
 from fedpriv.runs.rows import RoundRow
-from server.observer import Progress, answers
+from server.observer import RunProgress, answers
 from simulations.display import TerminalObserver, _screen_of
 
 NAMES = ("St. Anna", "Clinic of the North West and Lakes Region", "\x1b[31mred[bold]")

@@ -27,7 +27,6 @@ import pandas as pd
 
 from fedpriv.accounting.views import View
 from fedpriv.errors import InputError
-from fedpriv.names import holder_label
 from fedpriv.runs import files, presence
 from fedpriv.runs.figures import figures, format_bound, format_delta, format_epsilon
 from fedpriv.runs.folder import RunFolder
@@ -36,6 +35,7 @@ from fedpriv.runs.show.report_page import Panel, panel, quality_panels, render, 
 from fedpriv.runs.show.terminal import event_parts, state_of, trouble_of
 from fedpriv.runs.status import ClientStatus, spent_on_view, status_of
 from fedpriv.runs.sweeps import KEY, SweepRun, is_sweep, read_sweep
+from fedpriv.texts import holder_label
 
 log = logging.getLogger("fedpriv")
 

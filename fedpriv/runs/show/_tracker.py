@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Literal, Protocol, cast
 
-from fedpriv.config import LOCATION_KEYS
-from fedpriv.config_types import Track
+from fedpriv.config import LOCATION_KEYS, Track
 from fedpriv.runs.figures import ShownFigure
 
 Ending = Literal["finished", "failed"]

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fedpriv
-from fedpriv.config import RunConfig
-from fedpriv.config_types import Track
+from fedpriv.config import RunConfig, Track
 from fedpriv.errors import InputError
 from fedpriv.runs.show._tracker import Place, exists_here, plain_value, tracker_of, without_folders
 

@@ -27,9 +27,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fedpriv.errors import InputError
 from fedpriv.runs.show._live_page import LivePage, script, whole_page
-from fedpriv.serving.http.heads import check_head, check_local_name, named_host, values_of, with_headers
-from fedpriv.serving.http.limits import Limits
-from fedpriv.serving.http.refusals import RefusalError
+from fedpriv.serving.http.limits import RequestLimits
+from fedpriv.serving.http.refusals import (
+    RefusalError,
+    check_head,
+    check_local_name,
+    named_host,
+    values_of,
+    with_headers,
+)
 from fedpriv.serving.http.server import Address, ListeningServer
 
 # Streams that are open at once, of all pages together.
@@ -281,7 +287,7 @@ class _Feed:
 
 
 # Streams stay open; next to them there is room for as many pages and reports.
-LIMITS = Limits(num_connections=4 * MOST_STREAMS, connections_per_address=4 * MOST_STREAMS)
+LIMITS = RequestLimits(num_connections=4 * MOST_STREAMS, connections_per_address=4 * MOST_STREAMS)
 
 
 class WatchServer(ListeningServer):
@@ -295,7 +301,7 @@ class WatchServer(ListeningServer):
     """
 
     def __init__(
-        self, watch: WatchedPages, address: Address, on_ready: Callable[[str], None], limits: Limits = LIMITS
+        self, watch: WatchedPages, address: Address, on_ready: Callable[[str], None], limits: RequestLimits = LIMITS
     ) -> None:
         super().__init__(watch.application(address.host), limits, address, on_ready)
         self._watch = watch

@@ -15,7 +15,7 @@ import pandas as pd
 from fedpriv.accounting.views import VIEWS, View
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.ledger.frames import entries_frame
+from fedpriv.ledger.statement import entries_frame
 from fedpriv.runs import files
 from fedpriv.runs.figures import MISSING, counts_next_tokens, figures, format_epsilon, format_percent
 from fedpriv.runs.folder import RunFolder

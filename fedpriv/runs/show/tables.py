@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fedpriv.names import holder_label
 from fedpriv.runs.figures import (
     MISSING,
     asked_first,
@@ -19,6 +18,7 @@ from fedpriv.runs.figures import (
     format_percent,
 )
 from fedpriv.runs.rows import Sample, parse_epsilon
+from fedpriv.texts import holder_label
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -19,8 +19,7 @@ from fedpriv.accounting.accountants import PrivacySpent, epsilon_of
 from fedpriv.accounting.calibration import calibrate, noise_multiplier_for
 from fedpriv.accounting.events import Event, SubsampledGaussian
 from fedpriv.accounting.views import Release, num_readers, smallest_aggregate_scales
-from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.mechanisms.request import NoiseRequest
+from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.secure_aggregation import smallest_threshold
 from fedpriv.secure_aggregation.grid import largest_number_included, sum_grid
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from fedpriv.accounting.recipe import START_SHARE, Federation, LearningRate, learning_rate, start_noise_multiplier
+from fedpriv.accounting.recipe import START_SHARE, LearningRate, WeightedClients, learning_rate, start_noise_multiplier
 from fedpriv.config import RunConfig, parse
 from fedpriv.data.records import Records
 from fedpriv.data.text import TextData
@@ -22,7 +22,7 @@ from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.runs.rows import RoundRow
 from fedpriv.training import baselines
-from fedpriv.training.feature_cache import Body
+from fedpriv.training.caches import Body
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate
 from fedpriv.training.workbench import Workbench, workbench
 from server.observer import RunProgress
@@ -237,7 +237,7 @@ def probe_learning_rate(config: RunConfig) -> float:
     sizes = [len(client) for client in workbench(config).data.clients]
     alone = start_noise_multiplier(_target(config), DELTA) * sqrt(START_SHARE)
     rate = learning_rate(
-        Federation(sizes=[round(sum(sizes) / len(sizes))], weights=[1.0]),
+        WeightedClients(sizes=[round(sum(sizes) / len(sizes))], weights=[1.0]),
         noise_stddev=alone * sqrt(PROBE_STEPS) * config.clip_norm,
         sampling_probability=1.0,
         num_steps=PROBE_STEPS,

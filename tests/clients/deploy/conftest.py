@@ -10,7 +10,7 @@ import pytest
 from clients.deploy import folder
 from clients.deploy.folder import Made, Node
 from fedpriv.deployment import certificates
-from simulations.processes import free_port
+from simulations.sites import free_port
 from tests.tiny import LABELS
 
 

@@ -26,7 +26,7 @@ from fedpriv.vault._charging import NodePolicy, charge
 from fedpriv.vault.holder import Holder
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import VaultSettings
-from simulations.processes import free_port, run_in_process
+from simulations.sites import free_port, run_in_process
 from tests.cli.command_line import fedpriv
 from tests.deployment.tls_server import serving
 from tests.vaults import write_records

@@ -22,7 +22,7 @@ from fedpriv.deployment import approvals, keys
 from fedpriv.deployment.flower import FlowerError
 from fedpriv.errors import InputError
 from fedpriv.vault.settings import NodeLimits, read_models
-from simulations.processes import run_in_process
+from simulations.sites import run_in_process
 from tests.tiny import LABELS
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,7 +12,7 @@ from clients.deploy.__main__ import app
 from clients.deploy.admission import approve_model
 from fedpriv.errors import InputError
 from fedpriv.vault.settings import approved_model, is_unchanged_model, read_models
-from simulations.processes import run_in_process
+from simulations.sites import run_in_process
 
 
 @pytest.fixture

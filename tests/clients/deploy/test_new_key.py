@@ -20,7 +20,7 @@ from fedpriv.ledger.receipts import ReceiptLog, chains_of
 from fedpriv.vault._charging import charge, registered_data_set
 from fedpriv.vault.holder import Holder
 from fedpriv.vault.rollback import ReceiptWatch
-from simulations.processes import run_in_process
+from simulations.sites import run_in_process
 from tests.cli.command_line import fedpriv
 
 

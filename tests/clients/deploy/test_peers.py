@@ -14,7 +14,7 @@ from clients.deploy.folder import Node
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError
 from fedpriv.vault.settings import approved_peers
-from simulations.processes import run_in_process
+from simulations.sites import run_in_process
 
 
 @pytest.fixture

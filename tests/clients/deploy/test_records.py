@@ -16,7 +16,7 @@ from fedpriv.data.federated import load_own
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.vault.settings import VaultSettings
-from simulations.processes import run_in_process
+from simulations.sites import run_in_process
 from tests.tiny import LABELS
 from tests.vaults import write_records
 

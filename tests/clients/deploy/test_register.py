@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from clients.deploy import doctor
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
-from fedpriv import planning
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.filters import CommittedPlan, CommittedPlans, RenyiFilter, to_json
@@ -23,6 +22,7 @@ from fedpriv.errors import InputError
 from fedpriv.ledger import reader, statement
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.plan import budget
 from fedpriv.vault import _charging
 from fedpriv.vault.holder import Holder
 from server.costs import RoundCosts
@@ -237,7 +237,7 @@ def test_a_plan_that_costs_all_of_the_budget_is_committed_and_releases(node, pla
 @pytest.mark.parametrize("view", ["local", "aggregate"])
 def test_a_run_by_the_plan_finds_a_slot_for_each_round_on_each_node(view):
     sizes = (500, 300, 300)
-    found = planning.plan(planning.Setting.of(sizes, epsilon=2.0, view=view, rounds=6, delta=1e-5))
+    found = budget.plan(budget.Setting.of(sizes, epsilon=2.0, view=view, rounds=6, delta=1e-5))
     costs = RoundCosts(found.setting.config, dict(enumerate(sizes)), found.setting.adapter)
     for client in range(len(sizes)):
         plans = CommittedPlans(plans=(CommittedPlan.of(found.releases(client), 1e-5),))

@@ -14,7 +14,7 @@ from clients.deploy.folder import Node, make
 from clients.deploy.supernode import units
 from fedpriv.deployment import certificates
 from fedpriv.errors import InputError
-from simulations.processes import run_in_process
+from simulations.sites import run_in_process
 
 
 @pytest.fixture
