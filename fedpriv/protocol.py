@@ -77,7 +77,7 @@ class Broadcast:
     """
 
     adapter: Adapter
-    arithmetic: Merged = field(default_factory=dict)
+    merged: Merged = field(default_factory=dict)
     signs: Adapter = field(default_factory=dict)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:

@@ -47,7 +47,7 @@ class _Parcel:
     """An UpdateTask as it is sent: records and adapters lie in the object store, and a secure source is left out."""
 
     adapter: Any
-    arithmetic: Any
+    merged: Any
     records: Any
     spec: UpdateSpec
     round: int
