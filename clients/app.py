@@ -8,43 +8,26 @@ answer in this process.
 from __future__ import annotations
 
 import logging
-from io import BytesIO
-from pathlib import Path
-from typing import cast
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 import fedpriv
+from clients.pipe import VAULT_KEY, carry
 from fedpriv.vault.frames import (
     ADVERTISE,
     CHECK,
     CONFIRM,
     EVALUATE,
-    FAILED,
     REGISTER,
     REVEAL,
     SHARE,
     TRAIN,
-    Request,
-    Response,
-    Scalar,
-    ask,
-    check_arrays,
 )
 
 log = logging.getLogger("flwr")
 
 app = ClientApp()
-
-
-# The key of a node's configuration that names the vault's socket.
-VAULT_KEY = "vault"
-
-# Names of a message's records, as in fedpriv/protocol.py, which loads torch.
-_INSTRUCTION = "instruction"
-_ADAPTER = "adapter"
 
 
 @app.train()
@@ -102,54 +85,3 @@ def _answered(kind: str, message: Message, context: Context) -> Message:
     from clients import node  # loads torch, which a pipe does without
 
     return node.answered(kind, message, context)
-
-
-def carry(kind: str, message: Message, context: Context) -> Message:
-    """The vault's answer to a message.
-
-    Args:
-        kind: of the request.
-        message: from the server.
-        context: whose node configuration names the vault's socket.
-    """
-    try:
-        response = ask(Path(str(context.node_config[VAULT_KEY])), request_of(kind, message, context))
-    except (OSError, ValueError) as error:
-        log.error("failed: %s", error)
-        response = Response(code=FAILED, reason="failed; this node's vault does not answer, its log says why")
-    return message_of(response, message)
-
-
-def request_of(kind: str, message: Message, context: Context) -> Request:
-    """The request that a message makes.
-
-    Raises:
-        ValueError: an array is malformed; names it.
-    """
-    content = message.content if message.has_content() else RecordDict()
-    arrays = {record: _arrays(named) for record, named in content.array_records.items()}
-    fields = dict(content.config_records[_INSTRUCTION]) if _INSTRUCTION in content.config_records else {}
-    return Request(
-        kind=kind,
-        run_config=dict(context.run_config),
-        # Flower's records may also hold lists and bytes, which no frame carries and no instruction has.
-        fields=cast("dict[str, Scalar]", fields),
-        arrays=arrays,
-    )
-
-
-def message_of(response: Response, message: Message) -> Message:
-    """The reply to a message that a response makes."""
-    if response.code:
-        return Message(Error(response.code, response.reason), reply_to=message)
-    records: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {
-        response.record: ConfigRecord(dict(response.fields))
-    }
-    if response.arrays:
-        records[_ADAPTER] = ArrayRecord({name: Array(array) for name, array in response.arrays.items()})
-    return Message(RecordDict(records), reply_to=message)
-
-
-def _arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
-    check_arrays({name: array.data for name, array in record.items()})
-    return {name: np.load(BytesIO(array.data), allow_pickle=False) for name, array in record.items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flwr.app import Context, Message
 
-from clients.app import message_of, request_of
+from clients.pipe import message_of, request_of
 from fedpriv.config import EMBEDDED, RunConfig
 from fedpriv.files import Journal
 from fedpriv.training.local_update import ClientUpdate, UpdateTask

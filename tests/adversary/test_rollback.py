@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 from flwr.app import ArrayRecord, Message
 
-from clients.app import message_of, request_of
+from clients.pipe import message_of, request_of
 from fedpriv import protocol
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.deployment import keys

@@ -10,7 +10,8 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from clients.app import VAULT_KEY, app
+from clients.app import app
+from clients.pipe import VAULT_KEY
 from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import ON_NODES, parse, to_flower

@@ -1,0 +1,243 @@
+"""The plan of the house, read from the source: `python -m tests.house [--names]` prints its measures.
+
+A room is a folder of fedpriv, or a file at its top. An arrow is an import of one room by another, late imports and
+those for types alone included. A top-level function or class is public if neither its name, its file nor its folder
+begins with `_`, and also if another room imports it, however it is spelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from fedpriv.exports import listed_imports
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("fedpriv", "clients", "server", "simulations")
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file of the source."""
+
+    name: str
+    path: Path
+
+    @cached_property
+    def source(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.source.splitlines())
+
+    @property
+    def room(self) -> str:
+        """Its folder, or the file itself at the top of a package."""
+        parts = self.path.relative_to(ROOT).parts
+        return "/".join(parts[:-1] if len(parts) > 2 else parts)
+
+    @property
+    def definitions(self) -> list[str]:
+        """Names of its top-level functions and classes."""
+        return [node.name for node in self.tree.body if isinstance(node, DEFINITIONS)]
+
+    @property
+    def exports(self) -> dict[str, tuple[str, str]]:
+        """{name: (module, its name there)} of a room's `__init__` that hands names on."""
+        return listed_imports(self.source) if "lazy_exports(" in self.source else {}
+
+
+@dataclass(frozen=True)
+class House:
+    """All modules, and who uses which name of which module."""
+
+    modules: Mapping[str, Module]
+    users: Mapping[tuple[str, str], frozenset[str]]
+    """{(module, name): modules that import the name}."""
+    arrows: Mapping[str, frozenset[str]]
+    """{module: modules that it imports}."""
+
+    def of(self, package: str) -> list[Module]:
+        return [m for m in self.modules.values() if m.name.split(".")[0] == package]
+
+    def room_arrows(self, package: str = "fedpriv") -> set[tuple[str, str]]:
+        """(room, room that it imports) within a package."""
+        inside = {module.name for module in self.of(package)}
+        pairs = {
+            (self.modules[name].room, self.modules[target].room)
+            for name in inside
+            for target in self.arrows.get(name, ())
+            if target in inside
+        }
+        return {(one, other) for one, other in pairs if one != other}
+
+    def used_by_another_room(self, module: Module, name: str) -> bool:
+        return any(self.modules[user].room != module.room for user in self.users.get((module.name, name), ()))
+
+    def public_names(self, package: str = "fedpriv") -> list[tuple[str, str]]:
+        """(module, name) of what a reader of other rooms may meet."""
+        return [
+            (module.name, name)
+            for module in self.of(package)
+            for name in module.definitions
+            if not any(part.startswith("_") for part in (*module.name.split("."), name))
+            or self.used_by_another_room(module, name)
+        ]
+
+
+def read_house(root: Path = ROOT) -> House:
+    """The house as it stands in the source."""
+    modules = {
+        (name := ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")): Module(name, path)
+        for package in PACKAGES
+        for path in sorted((root / package).rglob("*.py"))
+    }
+    exports = {
+        (module.name, name): origin
+        for module in modules.values()
+        for name, origin in module.exports.items()
+        if origin != (module.name, name)
+    }
+    users: dict[tuple[str, str], set[str]] = defaultdict(set)
+    arrows: dict[str, set[str]] = defaultdict(set)
+    for module in modules.values():
+        if module.exports:  # a face hands names on; who imports them from it uses them
+            continue
+        for target, name in _imported(module.tree, modules, exports):
+            arrows[module.name].add(target)
+            users[target, name].add(module.name)
+    return House(
+        modules,
+        {key: frozenset(value) for key, value in users.items()},
+        {key: frozenset(value) for key, value in arrows.items()},
+    )
+
+
+def _imported(
+    tree: ast.Module, modules: Mapping[str, Module], exports: Mapping[tuple[str, str], tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """(module, name in it) of each import from the house and each use of an imported module; ("", for the module)."""
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in modules:
+            for alias in node.names:
+                origin = (node.module, alias.name)
+                while origin in exports:
+                    origin = exports[origin]
+                if (full := ".".join(origin)) in modules:
+                    aliases[alias.asname or alias.name] = full
+                    yield full, ""
+                else:
+                    yield origin
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            yield aliases[node.value.id], node.attr
+
+
+def circles(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Groups of two or more that reach each other (Tarjan's strongly connected components)."""
+    targets: dict[str, list[str]] = defaultdict(list)
+    for one, other in arrows:
+        targets[one].append(other)
+    index: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = lowest[node] = len(index)
+        stack.append(node)
+        for target in targets[node]:
+            if target not in index:
+                visit(target)
+                lowest[node] = min(lowest[node], lowest[target])
+            elif target in stack:
+                lowest[node] = min(lowest[node], index[target])
+        if lowest[node] == index[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in sorted(targets):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def repeated_classes(modules: Iterable[Module]) -> dict[str, int]:
+    """{class name: in how many modules}, where it is more than one."""
+    counts = Counter(node.name for module in modules for node in module.tree.body if isinstance(node, ast.ClassDef))
+    return {name: count for name, count in sorted(counts.items()) if count > 1}
+
+
+def loose_files(house: House) -> list[str]:
+    """Files at fedpriv's top."""
+    return [
+        m.path.name for m in house.of("fedpriv") if m.path.parent.name == "fedpriv" and m.path.name != "__init__.py"
+    ]
+
+
+def measures(house: House) -> dict[str, object]:
+    """What a reader has to know, in numbers."""
+    library = house.of("fedpriv")
+    num_lines = sum(module.num_lines for module in library)
+    num_imports = sum(
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for module in library
+        for node in ast.walk(module.tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    )
+    public = house.public_names()
+    arrows = house.room_arrows()
+    file_arrows = [(one, other) for one, others in house.arrows.items() for other in others if one != other]
+    return {
+        "public names": len(public),
+        "public names in a thousand lines": round(1000 * len(public) / num_lines, 1),
+        "names that another room imports": sum(house.used_by_another_room(house.modules[m], n) for m, n in public),
+        "files in fedpriv": len(library),
+        "files below 60 lines": sum(module.num_lines < 60 for module in library),
+        "loose files": len(loose_files(house)),
+        "lines in fedpriv": num_lines,
+        "lines in fedpriv, server and clients": sum(
+            m.num_lines for package in ("fedpriv", "server", "clients") for m in house.of(package)
+        ),
+        "rooms": len({module.room for module in library}),
+        "arrows": len(arrows),
+        "circles of rooms": circles(arrows),
+        "circles of files": circles(file_arrows),
+        "class names more than once in fedpriv": repeated_classes(library),
+        "class names more than once": len(repeated_classes(house.modules.values())),
+        "share of import lines": f"{num_imports / num_lines:.1%}",
+    }
+
+
+def main() -> None:
+    """Print the measures, and with --names each module's public names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--names", action="store_true", help="each public name; * where another room imports it")
+    wanted = parser.parse_args()
+    house = read_house()
+    for name, value in measures(house).items():
+        print(f"{name}: {value}")
+    if wanted.names:
+        by_module = defaultdict(list)
+        for module, name in house.public_names():
+            by_module[module].append(name + "*" * house.used_by_another_room(house.modules[module], name))
+        for module, names in by_module.items():
+            print(f"{module} ({house.modules[module].num_lines}): {' '.join(names)}")
+
+
+if __name__ == "__main__":
+    main()
