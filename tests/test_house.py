@@ -18,8 +18,9 @@ import pytest
 
 from fedpriv.exports import listed_imports
 from fedpriv.mechanisms.registry import MECHANISMS
+from tests.house import PACKAGES, ROOT, circles, loose_files, read_house, repeated_classes
 
-ROOT = Path(__file__).resolve().parents[1]
+HOUSE = read_house()
 
 
 def modules_after(statement: str) -> set[str]:
@@ -42,7 +43,7 @@ def test_fedpriv_needs_neither_flwr_nor_ray():
 
 def test_accounting_needs_no_torch():
     loaded = modules_after(f"import {', '.join(all_modules('fedpriv/accounting'))}")
-    assert "dp_accounting" in loaded
+    assert "scipy" in loaded, "the check would be blind"
     assert "torch" not in loaded
 
 
@@ -124,6 +125,70 @@ def imported_by(package: str) -> dict[str, set[str]]:
     return names
 
 
+# From the roof down: a room imports those of the floors below it alone.
+FLOORS = (
+    ("cli",),
+    ("plan",),
+    ("runs/show",),
+    ("serving/http",),
+    ("adapter_variants.py", "publishing", "serving"),
+    ("runs", "vault"),
+    ("audit", "dedup", "integral", "protocol.py"),
+    ("training",),
+    ("ledger", "secure_aggregation"),
+    ("aggregation", "data", "deployment"),
+    ("adapters", "config"),
+    ("lmo", "mechanisms"),
+    ("accounting",),
+    ("accounting/lmo", "dedup/algorithms", "files.py", "texts.py"),
+    ("__init__.py", "accounting/composition", "errors.py", "exports.py", "hub.py"),
+)
+
+
+def test_a_room_imports_rooms_of_lower_floors_alone():
+    floor = {f"fedpriv/{room}": -number for number, rooms in enumerate(FLOORS) for room in rooms}
+    assert floor.keys() == {module.room for module in HOUSE.of("fedpriv")}
+    assert len(HOUSE.room_arrows()) > 100, "the check would be blind"
+    assert not [(one, other) for one, other in HOUSE.room_arrows() if floor[one] <= floor[other]]
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert not circles((one, other) for one, others in HOUSE.arrows.items() for other in others if one != other)
+
+
+def test_no_room_imports_what_another_keeps_to_itself():
+    """Neither names nor modules that begin with `_`; a face hands on what others may use."""
+    kept = [
+        f"{user}: {module}.{name}"
+        for (module, name), users in HOUSE.users.items()
+        for user in users
+        if HOUSE.modules[user].room != HOUSE.modules[module].room
+        and not HOUSE.modules[module].room.startswith("simulations")
+        and (f"{module}.{name}").rpartition(".")[2].startswith("_")
+        and not name.startswith("__")
+    ]
+    assert not kept
+    direct = [
+        f"{file}: {name}"
+        for package in PACKAGES
+        for file, names in imported_by(package).items()
+        for name in names
+        if (of := HOUSE.modules.get(name))
+        and of.path.name.startswith("_")
+        and of.path.name != "__init__.py"
+        and Path(file).parent != of.path.relative_to(ROOT).parent
+    ]
+    assert not direct
+
+
+def test_few_files_lie_loose_at_the_top():
+    assert 1 <= len(loose_files(HOUSE)) <= 8
+
+
+def test_no_class_has_the_name_of_another():
+    assert not repeated_classes(HOUSE.of("fedpriv"))
+
+
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [
@@ -144,8 +209,17 @@ def imported_by(package: str) -> dict[str, set[str]]:
             ("torch", "fedpriv.training", "fedpriv.mechanisms", "fedpriv.ledger", "fedpriv.vault", "fedpriv.config"),
         ),
         ("fedpriv/adapters", ("fedpriv.training", "fedpriv.data", "fedpriv.accounting")),
-        ("fedpriv/runs", ("fedpriv.runs.show", "fedpriv.training.workbench")),
-        ("fedpriv/dedup", ("fedpriv.data", "fedpriv.runs.show", "fedpriv.vault._guard", "fedpriv.training.workbench")),
+        ("fedpriv/runs", ("fedpriv.training.workbench",)),
+        (
+            "fedpriv/dedup",
+            (
+                "fedpriv.data",
+                "fedpriv.runs.show",
+                "fedpriv.vault._charging",
+                "fedpriv.vault._guard",
+                "fedpriv.training.workbench",
+            ),
+        ),
         ("clients", ("server", "simulations")),
         ("server", ("clients", "simulations")),
     ],

@@ -27,8 +27,8 @@ from fedpriv.dedup.work import Evaluator, Outcome, Tensors, Validator, Work
 
 log = logging.getLogger(__name__)
 
-# Mistique treats weights as equal that round to the same multiple of this many of their standard deviations.
 MINHASH_STEP = 2.0
+"""Mistique treats weights as equal that round to the same multiple of this many of their standard deviations."""
 
 REPEATED = "repeated validation would exceed its bound"
 

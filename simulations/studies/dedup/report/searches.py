@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import mean
 
-from fedpriv.dedup._block_pipeline import MINHASH_STEP
+from fedpriv.dedup import MINHASH_STEP
 from simulations.studies.dedup.cells import MCTS_ITERATIONS
 from simulations.studies.dedup.report import paper
 from simulations.studies.dedup.report.markdown import beside, count, number, section, table
