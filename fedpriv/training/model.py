@@ -369,7 +369,9 @@ class TrainingModel:
 
         Args:
             tokens: of a record, >= 1.
-            num_expected, num_values, rank: as for `passes`.
+            num_expected: as for `passes`.
+            num_values: as for `passes`.
+            rank: as for `passes`.
         """
         if not self.records_share_passes:
             return (1,)
