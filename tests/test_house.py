@@ -181,6 +181,12 @@ def test_no_room_imports_what_another_keeps_to_itself():
     assert not direct
 
 
+def test_a_docstring_begins_with_a_subject_or_a_verb():
+    opening = re.compile(r'^\s*"""(What|Of|Whom|Who) ', re.MULTILINE)
+    assert opening.search('    """What a round costs."""'), "the check would be blind"
+    assert not [module.name for module in HOUSE.modules.values() if opening.search(module.source)]
+
+
 def test_few_files_lie_loose_at_the_top():
     assert 1 <= len(loose_files(HOUSE)) <= 8
 

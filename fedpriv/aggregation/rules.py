@@ -25,8 +25,8 @@ class Rule:
         aggregate: the next global model from the valid uploads and their weights.
         trains: `lora`: A, B and a head; `lora-b`: B and a head; `lora-r`: a matrix R between frozen B and A, and a
             head; `weights`: full weight matrices and a head.
-        turns: which of these the rounds train that train more than the head, one after the other, round by round; the
-            others are broadcast and uploaded as they are.
+        turns: the tensors that each round trains, in turn, where it trains more than the head; the others are
+            broadcast and uploaded as they are.
         orthonormal: whether the rows of A are orthonormal at the start.
         finish: what is made of the model after the step of the server's optimizer; its function stays the same.
         linear: whether the new model is the weighted sum of the uploads, as the `aggregate` view requires.

@@ -14,7 +14,7 @@ def status(
     run_dir: Annotated[Path, typer.Argument(help="Folder of a run: under way, interrupted or finished.")],
     as_json: AsJson = False,
 ) -> None:
-    """What a run is doing or did, from its folder alone: rounds, epsilons, every client, the last events.
+    """Show the state of a run from its folder alone: rounds, epsilons, every client, the last events.
 
     A run is interrupted once its process is gone. Where only another machine could tell, its state is unknown once it
     has written nothing for `round_seconds`. Example:

@@ -225,7 +225,7 @@ class Members:
 
     Attributes:
         groups: disjoint, of at least two variants each.
-        costs: {member: the cost of a reader of it alone}, private validation included.
+        costs: {member: its cost to someone who reads it alone}, private validation included.
         left_out: {variant in no group: why}.
         limits: of every variant.
     """

@@ -77,7 +77,7 @@ def generate(loaded: LoadedVariant, prompts: Sequence[str], *, max_new_tokens: i
 
 
 def ends_of(loaded: LoadedVariant) -> frozenset[int]:
-    """The tokens after which a causal model has said all."""
+    """The tokens that end a causal model's answer."""
     reading = loaded.saved.reading
     turns = [(reading.chat.end(loaded.tokenizer),)] if reading.instructs else []
     return ends_of_turn(loaded, loaded.tokenizer, turns)

@@ -60,7 +60,7 @@ class LoadedBase:
     Attributes:
         model: with an adapter like the variants'.
         tokenizer: of transformers.
-        ends: tokens after which a causal model has said all.
+        ends: tokens that end a causal model's answer.
     """
 
     model: TrainingModel
@@ -311,7 +311,7 @@ class VariantMemory:
             raise UnknownVariantError(f"there is no variant {name!r}")
         try:
             return self._weights(name, self._readers[name]())
-        except Exception as error:  # a damaged file makes of its readers what it likes
+        except Exception as error:  # a damaged file may raise anything in its reader
             log.warning("variant %s is not served: %s", name, error)
             raise DamagedVariantError(f"variant {name!r} is damaged and not served; the others are") from None
 

@@ -66,7 +66,7 @@ class Coordinates:
         )
 
     def start(self, adapter: Adapter) -> tuple[Tensor, Tensor | None]:
-        """The row [values] from which an update of this adapter starts, and what it takes off a head's features."""
+        """The row [values] from which an update of this adapter starts, and the mean subtracted from features."""
         trained = {name: adapter[name] for name in self.layout.shapes}
         centre = _centre_of(trained) if self.centred else None
         return self.layout.flatten_one(trained if centre is None else shifted(trained, centre)), centre

@@ -227,7 +227,7 @@ class Workbench:
 
 
 def workbench(config: RunConfig, source: DataSource | None = None) -> Workbench:
-    """The workbench of this configuration; runs that differ in what it does not depend on share one, and its caches."""
+    """The workbench of this configuration; runs that need the same model and data share one, with its caches."""
     if _key(config, source) not in _last:
         _last.clear()
         bench = Workbench(config, source)

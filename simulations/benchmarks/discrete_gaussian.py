@@ -1,4 +1,4 @@
-"""What exact noise costs: discrete Gaussian values over floating-point Gaussian ones, both from a secure source.
+"""The cost of exact noise: discrete Gaussian values over floating-point Gaussian ones, both from a secure source.
 
     python -m simulations.benchmarks.discrete_gaussian
 

@@ -1,4 +1,4 @@
-"""What privacy costs: a DP step against a plain LoRA step, and Opacus, on the same model, batches and optimizer.
+"""The cost of privacy: a DP step against a plain LoRA step, and Opacus, on the same model, batches and optimizer.
 
     python -m simulations.benchmarks.dp_step [--steps 120] [--seeded]
 

@@ -1,4 +1,4 @@
-"""What an engine costs without any training: the in-process grid against Flower's own Ray engine.
+"""The cost of an engine without any training: the in-process grid against Flower's own Ray engine.
 
     python -m simulations.benchmarks.engine_cost [--clients 10 100] [--rounds 10]
 

@@ -1,4 +1,4 @@
-"""What fixed shapes cost: a DP step in them against one in free shapes, on texts of natural lengths.
+"""The cost of fixed shapes: a DP step in them against one in free shapes, on texts of natural lengths.
 
     python -m simulations.benchmarks.fixed_shapes [--repeats 7]
 

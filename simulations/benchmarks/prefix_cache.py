@@ -1,4 +1,4 @@
-"""What the prefix cache saves: local updates with it, compared with the same updates through the whole model.
+"""The time that the prefix cache saves: local updates with it, compared with the same updates through the whole model.
 
     python -m simulations.benchmarks.prefix_cache [--repeats 7]
 

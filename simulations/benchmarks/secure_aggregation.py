@@ -1,4 +1,4 @@
-"""What a secure sum costs each client and the server: bytes on the wire, and seconds of computation.
+"""The cost of a secure sum to each client and the server: bytes on the wire, and seconds of computation.
 
     python -m simulations.benchmarks.secure_aggregation [--clients 3 5 10 30 100] [--dimension 28000] [--repeats 3]
 
@@ -29,7 +29,7 @@ SECONDS_TARGET = 0.5
 
 @dataclass(kw_only=True)
 class Costs:
-    """Of one attempt.
+    """The costs of one attempt.
 
     Attributes:
         seconds: {"nodes" or "server": CPU seconds}.

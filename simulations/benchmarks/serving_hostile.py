@@ -1,4 +1,4 @@
-"""What others wait for while one caller, or one stranger, does its worst to a server.
+"""The latency of others while one caller, or one stranger, does its worst to a server.
 
     python -m simulations.benchmarks.serving_hostile [--seconds 8] [ATTACK ...]
 
@@ -56,7 +56,7 @@ class Target:
 
     @property
     def trust(self) -> ssl.SSLContext:
-        """Of its clients."""
+        """The TLS context of its clients."""
         return ssl.create_default_context(cafile=self.authority)
 
 
@@ -79,7 +79,7 @@ def posted(token: str, value: object) -> bytes:
 
 
 def head(token: str, *headers: str) -> bytes:
-    """Of a post."""
+    """The head of a POST request."""
     lines = ["POST /v1/classify HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     lines += [f"Authorization: Bearer {token}"] if token else []
     return "\r\n".join([*lines, *headers, "", ""]).encode()
@@ -205,7 +205,7 @@ def attacked(name: str, target: Target) -> Iterator[Any]:
 
 
 def latencies(target: Target, seconds: float) -> tuple[list[float], int]:
-    """Of the others, and how many of their requests were not answered."""
+    """The latencies of the others, and the number of their requests that were not answered."""
     found: list[float] = []
     failed = 0
     body = json.dumps(texts(WORDS))

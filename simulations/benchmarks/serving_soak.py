@@ -86,7 +86,7 @@ def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> 
 
 
 class _Lru:
-    """What a memory of so many variants would hit."""
+    """The hit rate of a memory of so many variants."""
 
     def __init__(self, room: int) -> None:
         self._room, self._held = room, OrderedDict[int, None]()

@@ -1,4 +1,4 @@
-"""What stacking saves: a round of 16 clients at once, compared with the same clients one at a time.
+"""The time that stacking saves: a round of 16 clients at once, compared with the same clients one at a time.
 
     python -m simulations.benchmarks.stacked_clients [--clients 16] [--repeats 6]
 

@@ -115,7 +115,7 @@ class LivePage:
         except (InputError, OSError) as error:
             # Also what a run is just writing; the next look may see it whole.
             return self._note("This folder cannot be read now", str(error).replace(str(self._folder), "the folder"))
-        except Exception:  # what is in the folder is anybody's, and must not end the page
+        except Exception:  # anyone may have written the folder, and no content may end the page
             log.exception("%s: cannot be shown", self._folder)
             return self._note("This folder cannot be shown", "One of its files holds what no run writes.")
 

@@ -134,7 +134,7 @@ def main() -> None:
     os._exit(0 if arrived else 1)  # libraries' exit handlers would wait for servers
 
 
-# Once something did not arrive, and after a run that failed.
+# The wait for a tracker that has missed something, and after a run that failed.
 _SHORT_SECONDS = 15.0
 
 

@@ -308,7 +308,7 @@ def _token(request: Request) -> Token:
 
 
 def _client(request: Request) -> str:
-    """Who shares the engine's passes with others; nobody does on a server without tokens."""
+    """The name by which callers take turns at the engine; empty on a server without tokens."""
     token = _token(request)
     return "" if token is ANYONE else token.name
 

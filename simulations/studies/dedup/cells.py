@@ -50,7 +50,7 @@ SEARCHES: Mapping[str, Search] = {
 BY_L: Mapping[str, Search] = {f"drd-{least}": ("drd", {"min_batch": least}) for least in SMALLEST_RANGES}
 
 _SUB_SCENARIOS = ("C1", "C2", "C3", "C4")
-"""Of base selection alone."""
+"""The cells of base selection alone."""
 
 _PUBLICLY: Mapping[str, Sequence[str]] = {
     "hetero": ("greedy-1", "greedy-20", "greedy-30", "drd", "dred"),

@@ -65,7 +65,7 @@ def _problems(out: Path, line: Line) -> tuple[Line, list[str]]:
 
 
 def violations(out: Path, line: Line) -> Iterator[str]:
-    """What is wrong with the store of a cell, in words."""
+    """The faults of the store of a cell, in words."""
     scenario, folder = SCENARIOS[line["cell"]["scenario"]], out / "cells" / line["key"]
     described = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("variants/*/variant.json")}
     charged = scenario.validation_epsilon if line["cell"]["cutoff"] else 0.0
@@ -105,7 +105,7 @@ def _of_variant(
 
 
 def _of_others(store: Store, name: str, bases: Sequence[str], originals: Path) -> Iterator[str]:
-    """What a variant holds that neither its original nor any of its bases holds."""
+    """Faults of a variant: blocks and other tensors that neither its original nor any of its bases holds."""
     manifest, extras = store.manifest(name), store.extras(name)
     files = {each: safetensors.numpy.load_file(originals / each / "model.safetensors") for each in (name, *bases)}
     size = manifest.layout.block_size
@@ -160,7 +160,7 @@ def num_correct(out: Path, model: Model, tensors: Mapping[str, NDArray[Any]], sp
 
 
 def epsilon(described: Sequence[Mapping[str, Any]]) -> float:
-    """What the union of the uploads of these variants costs the records of any one data set."""
+    """The cost of the union of these variants' uploads to the records of any one data set."""
     uploads = {(u["data_set"], u["run"], u["round"], u["request"]): u for each in described for u in each["uploads"]}
     deltas = {id_: delta for each in described for id_, delta in each["deltas"].items()}
     costs = []

@@ -97,7 +97,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _seen(layers: Mapping[str, nn.Module], losses: Callable[[], Tensor]) -> dict[str, _Seen]:
-    """What each layer read, and the gradient of what it gave."""
+    """Each layer's input, and the gradient of its output."""
     with _recorded(layers) as recorded:
         total = losses().sum()
     gradients = torch.autograd.grad(total, [output for _, output in recorded.values()])

@@ -15,7 +15,7 @@ Tensors = Mapping[str, NDArray[Any]]
 """{name: array} of a model."""
 
 Pass = tuple[Tensor, Tensor]
-"""What a network reads, float [rows, ...], and the labels, int64 [rows]."""
+"""The inputs of a network, float [rows, ...], and the labels, int64 [rows]."""
 
 # Rows, or tokens, of a pass: enough to keep a core busy, few enough for its caches.
 _ROWS, _TOKENS = 256, 4096

@@ -50,7 +50,7 @@ class Model:
 
     @property
     def tags(self) -> frozenset[str]:
-        """What is public about its task and data."""
+        """The public facts about its task and data."""
         return frozenset({self.task, f"{source(self.task)}-{self.split}"})
 
 

@@ -33,7 +33,7 @@ _NUM_RECORDS, _DIMENSION, _CLIP_NORM = 800, 28_000, 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """Who is in a sum, and who of them may collude.
+    """The members of a sum, and how many of them may collude.
 
     Attributes:
         clients: K >= 3, whose noise the accuracy pays for.

@@ -1,4 +1,4 @@
-"""What deduplicated variants cost, the independent check, and running times."""
+"""The costs of deduplicated variants, the independent check, and running times."""
 
 from __future__ import annotations
 

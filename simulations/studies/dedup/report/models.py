@@ -11,7 +11,7 @@ from simulations.studies.dedup.scenarios import Scenario
 
 
 def introduction(results: DedupResults) -> str:
-    """What was done, on which records, and what the words mean."""
+    """The method, its records, and the meaning of its words."""
     models = results.models.values()
     deltas = ", ".join(f"{delta:g}" for delta in sorted({model["delta"] for model in models}))
     return f"""## Fully trained models under DP-SGD, beside the paper

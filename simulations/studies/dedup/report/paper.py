@@ -1,4 +1,4 @@
-"""What Guan et al. 2025 report: Tables 1 to 8, and of its figures the numbers that the text gives.
+"""The figures of Guan et al. 2025: Tables 1 to 8, and of its figures the numbers that the text gives.
 
 C.R. is the compression ratio in percent: distinct blocks after deduplication over those before.
 """

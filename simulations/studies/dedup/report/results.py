@@ -120,7 +120,7 @@ def beyond(run: Line, split: str) -> tuple[int, int]:
 
 
 def largest_drop(cells: Sequence[Line], split: str = "validation") -> float | None:
-    """Of all targets of all cells; None if there is none."""
+    """The largest drop of accuracy over all targets of all cells; None if there is none."""
     return max((drop for run in cells for drop in drops(run, split).values()), default=None)
 
 

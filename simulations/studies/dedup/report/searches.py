@@ -51,7 +51,7 @@ def eight(results: DedupResults) -> str:
 
 
 def _published(results: DedupResults, here: Sequence[str], name: str) -> str:
-    """What the stopping rules of the authors' code change; empty if they have not run."""
+    """The effect of the stopping rules in the authors' code; empty if they have not run."""
     pairs = [
         (theirs, ours)
         for scenario in here
