@@ -298,7 +298,8 @@ def rule_note(rule: Choice | None, epsilon: float, delta: float, notes: Sequence
 
     Args:
         rule: what the operator chose; None stands for the Renyi filter whose order epsilon and delta decide.
-        epsilon, delta: of the budget.
+        epsilon: of the budget.
+        delta: of the budget.
         notes: that the ledger has of the data set.
 
     Raises:
