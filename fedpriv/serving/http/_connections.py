@@ -29,8 +29,8 @@ from fedpriv.serving.http.refusals import RefusalError
 _SECONDS = 4.0
 # An owner of IPv6 has as many addresses as it likes within one network of this length.
 _IPV6_PREFIX = 64
-# Connections that are refused before others of the event loop have a turn.
-_REFUSED_AT_ONCE = 64
+# Connections that are refused before others of the event loop have a turn: some 10 ms.
+_REFUSED_AT_ONCE = 128
 
 Peer = tuple[str, int]
 

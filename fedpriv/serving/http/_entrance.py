@@ -89,6 +89,7 @@ class Entrance:
         token = self._bearer(scope)
         with self._in_flight.one_more(token.name) as count_inputs:
             scope["count_inputs"] = count_inputs
+            await self._in_flight.begins(token.name)
             if scope["method"] == "POST":
                 _check_content_type(scope)
             with self._places.kept(tuple(scope.get("client") or ("", 0))):

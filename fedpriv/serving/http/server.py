@@ -29,8 +29,9 @@ from fedpriv.serving.requests import Serving
 
 log = logging.getLogger("fedpriv")
 
-# Connections that the system takes up before they get a place here, each time round the event loop.
-_BACKLOG = 128
+# Connections that the system takes up before they get a place here, each time round the event loop. Where they find no
+# room, a client's system tries again a second later, so those of one address must not fill it between two rounds.
+_BACKLOG = 1024
 # For a client that does not say the end of TLS.
 _TLS_END_SECONDS = 2.0
 
