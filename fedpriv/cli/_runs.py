@@ -1,4 +1,4 @@
-"""`fedpriv watch`: the page of a run or a sweep while it goes on."""
+"""`fedpriv report`, `status` and `watch`: a run as its folder shows it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,43 @@ from typing import Annotated, Any
 
 import typer
 
-from fedpriv.cli._command import AsJson, show
+from fedpriv.cli._command import AsJson, entries, show
 from fedpriv.errors import InputError
+
+
+def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")], as_json: AsJson = False) -> None:
+    """Build a run's report.html again from its tables.
+
+    Example: fedpriv report results/20261121-042553-embedded
+    """
+    from fedpriv.runs.show.report_page import write_report
+
+    values = {"report": str(write_report(run_dir))}
+    show(values, entries(values), as_json)
+
+
+def status(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a run: under way, interrupted or finished.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show the state of a run from its folder alone: rounds, epsilons, every client, the last events.
+
+    A run is interrupted once its process is gone. Where only another machine could tell, its state is unknown once it
+    has written nothing for `round_seconds`. Example:
+
+    fedpriv status results/20261121-042553-embedded
+    """
+    from rich.console import Console
+
+    from fedpriv.runs.folder import RunFolder
+    from fedpriv.runs.show import terminal
+    from fedpriv.runs.status import status_of
+
+    folder = RunFolder(run_dir)
+    if as_json:
+        show(status_of(folder).as_dict(), [], as_json)
+    else:
+        terminal.show(folder, Console(highlight=False))
 
 
 def watch(
