@@ -21,7 +21,7 @@ from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.config import RunConfig
-from fedpriv.data.encoding import TextReading
+from fedpriv.data.records import TextReading
 from fedpriv.dedup import pipeline, variants
 from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
 from fedpriv.dedup.pipeline import validation_digest

@@ -225,7 +225,7 @@ def save(
             adapter are added.
         merged: what aggregation has added to the frozen weights; the saved adapter includes it, at a higher rank.
         labels: the classes in order.
-        reading: how texts become tokens, see `fedpriv.data.encoding`; None where that is not known.
+        reading: how texts become tokens, see `fedpriv.data.records`; None where that is not known.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.active_peft_config)

@@ -98,7 +98,7 @@ def _check_instructions(asked: Mapping[str, Any], *, client: str, person: str, m
     config, tokenizer = parse(asked), None
     if model:
         from fedpriv.adapters.base_models import load_tokenizer
-        from fedpriv.data.encoding import chat_format_of
+        from fedpriv.data.records import chat_format_of
 
         tokenizer = load_tokenizer(model)
         chat_format_of(config).check(tokenizer, model=model, max_length=config.max_length)

@@ -15,9 +15,14 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from fedpriv.data.records import RESPONSE_MASK, Row
 from fedpriv.data.text import Turn, turns_of
 from fedpriv.errors import InputError
+
+RESPONSE_MASK = "response_mask"
+"""A feature of each token: 1 where a model is to predict it. Without this feature, it is to predict all of them."""
+
+# The tokens of one record by the tokenizer's names for them, of equal lengths; None if the tokenizer refuses it.
+Row = dict[str, list[int]] | None
 
 SLOT = "{}"
 """Where the prompt stands in a prompt template."""

@@ -16,7 +16,7 @@ from fedpriv.data.text import TextData
 if TYPE_CHECKING:
     import datasets
 
-    from fedpriv.data.records import Row
+    from fedpriv.data.chat import Row
 
 
 # A length that no record reaches.
@@ -172,7 +172,7 @@ def describe_instructions(
 
 def _parts_of(tokenizer: Any, row: dict[str, list[int]]) -> list[Part]:
     """The record as text, special tokens included, in runs of tokens that are learned or not."""
-    from fedpriv.data.records import RESPONSE_MASK  # deferred, as above
+    from fedpriv.data.chat import RESPONSE_MASK  # deferred, as above
 
     mask, ids = row[RESPONSE_MASK], row["input_ids"]
     cuts = [0, *(place for place in range(1, len(ids)) if mask[place] != mask[place - 1]), len(ids)]
@@ -181,8 +181,8 @@ def _parts_of(tokenizer: Any, row: dict[str, list[int]]) -> list[Part]:
 
 def _chats_in_tokens(data: TextData, config: RunConfig, tokenizer: Any) -> tuple[dict[str, Any], list[Row]]:
     """Figures on how the records fit within `max_length` tokens, and the records."""
-    from fedpriv.data.encoding import chat_format_of  # deferred, as above
-    from fedpriv.data.records import RESPONSE_MASK
+    from fedpriv.data.chat import RESPONSE_MASK
+    from fedpriv.data.records import chat_format_of
 
     chat = chat_format_of(config)
     whole = chat.encode(tokenizer, data.texts, data.pairs, UNCUT)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from fedpriv.data import records
-from fedpriv.data.records import RESPONSE_MASK, collate, tokenize, usable
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import collate, tokenize, usable
 from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 from fedpriv.publishing.saved import LoadedVariant

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from fedpriv.data import records
-from fedpriv.data.chat import ChatFormat
-from fedpriv.data.records import RESPONSE_MASK
+from fedpriv.data.chat import RESPONSE_MASK, ChatFormat
 from fedpriv.data.text import ROLES
 from fedpriv.serving.requests import Generate, ServingError, Tokens, TooLongError
 

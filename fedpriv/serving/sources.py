@@ -22,7 +22,7 @@ from torch import Tensor
 from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX
 from fedpriv.adapters.lora import CONVENTION_FILE
 from fedpriv.config import RunConfig, parse
-from fedpriv.data.encoding import chat_format_of
+from fedpriv.data.records import chat_format_of
 from fedpriv.dedup import variants
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter, Merged
-from fedpriv.data.records import RESPONSE_MASK, Item
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import Item
 from fedpriv.training.model import TrainingModel
 
 Tokens = tuple[int, ...]

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.data.records import RESPONSE_MASK, Item, Records, num_tokens, usable
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import Item, Records, num_tokens, usable
 from fedpriv.errors import InputError
 from fedpriv.training.decoding import Tokens, by_length, prompt_and_response
 from fedpriv.training.losses import predictions

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedpriv.adapters import lora
-from fedpriv.data.records import RESPONSE_MASK
+from fedpriv.data.chat import RESPONSE_MASK
 
 IGNORED = -100
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, Adapter, Merged, factors_of, same_merged
 from fedpriv.adapters.base_formats import base_dtype, is_quantised
-from fedpriv.data.records import RESPONSE_MASK, BatchShape, Item, Records, collate
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import BatchShape, Item, Records, collate
 from fedpriv.training._isolation import raising_failures
 from fedpriv.training._pass_sizes import (
     RECORDS_OF_A_STEP,

@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fedpriv.adapters.arithmetic import Adapter, Merged
-from fedpriv.data.records import RESPONSE_MASK, Records, num_tokens
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import Records, num_tokens
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training._isolation import raising_failures, refusing
 from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP

@@ -14,10 +14,19 @@ from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.adapters.base_formats import quantise
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import KEYS, ON_NODES, OUTSIDE_KEYS, RunConfig
-from fedpriv.data import federated, partition
+from fedpriv.data import federated
 from fedpriv.data.chat import ChatFormat
-from fedpriv.data.encoding import Encoder, encoder_of, num_cut, num_full
-from fedpriv.data.records import Encode, Records, check_max_length, tokenize, usable
+from fedpriv.data.records import (
+    Encode,
+    Encoder,
+    Records,
+    check_max_length,
+    encoder_of,
+    num_cut,
+    num_full,
+    tokenize,
+    usable,
+)
 from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
@@ -211,7 +220,7 @@ class Workbench:
         data = self.data.clients[client]
         if self._config.evaluation_noise_multiplier is None:
             return data, TextData((), ())
-        return partition.held_out(data, fraction=self._config.test_fraction, key=self.coin_key)
+        return federated.held_out(data, fraction=self._config.test_fraction, key=self.coin_key)
 
     def tokenize(self, data: TextData, encode: Encode | None = None) -> Records:
         """The records in tokens, as the run reads them."""

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
-from fedpriv.data import partition
+from fedpriv.data import federated
 from fedpriv.data.text import TextData
 from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.ledger import Ledger
@@ -270,7 +270,7 @@ def _seconds_of_text(bench: Workbench, config: RunConfig) -> float:
         bench.tokenize(data)  # a tokenizer's first texts take longer
         begin = time.perf_counter()
         bench.tokenize(data)
-        partition.held_out(data, fraction=0.5, key=b"rehearsal")
+        federated.held_out(data, fraction=0.5, key=b"rehearsal")
         _text_seconds[bench] = 2 * (time.perf_counter() - begin) / _NUM_TEXTS
     return _text_seconds[bench]
 

@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from fedpriv.config import parse
-from fedpriv.data.partition import partition
+from fedpriv.data.federated import partition
 from fedpriv.errors import InputError
 
 NUM = 90

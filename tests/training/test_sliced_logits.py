@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fedpriv.adapters import LoraSettings, attach
-from fedpriv.data.records import RESPONSE_MASK, BatchShape, Records, collate
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import BatchShape, Records, collate
 from fedpriv.training.losses import places_of, predictions, sliced_predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
