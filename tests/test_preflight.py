@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.adapters.locations import hub_problem as problem_here
 from fedpriv.config import ON_NODES, parse
 from fedpriv.data import federated
 from fedpriv.errors import InputError
-from fedpriv.hub import problem as problem_here
 from fedpriv.plan import preflight
 from server import app
 from server.observer import LogObserver
@@ -148,7 +148,9 @@ def hub(status: int, error: str) -> Iterator[tuple[str, list[str]]]:
         server.server_close()
 
 
-PROBLEM = "import sys; from fedpriv.hub import problem; print(problem('nobody/none', sys.argv[1]))"
+PROBLEM = (
+    "import sys; from fedpriv.adapters.locations import hub_problem; print(hub_problem('nobody/none', sys.argv[1]))"
+)
 
 
 def problem(endpoint: str, kind: str, home: Path) -> str:

@@ -156,7 +156,7 @@ def _folder(source: str) -> Path:
 def _fetched(name: str) -> str:
     import huggingface_hub
 
-    from fedpriv.hub import quiet_hub
+    from fedpriv.adapters.locations import quiet_hub
 
     try:
         with quiet_hub():

@@ -27,10 +27,9 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fedpriv.adapters import locations, pooling
-from fedpriv.adapters.locations import model_digest
+from fedpriv.adapters.locations import model_digest, quiet_hub
 from fedpriv.errors import InputError
 from fedpriv.files import new_folder
-from fedpriv.hub import quiet_hub
 
 
 @dataclass(frozen=True)

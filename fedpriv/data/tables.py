@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedpriv import hub
+from fedpriv.adapters.locations import hub_problem, quiet_hub
 from fedpriv.config import RunConfig
 from fedpriv.data.text import TextData, as_text, from_messages, response_of
 from fedpriv.errors import InputError
-from fedpriv.hub import quiet_hub
 
 if TYPE_CHECKING:
     import datasets
@@ -85,7 +84,7 @@ def _from_hub(source: str, key: str) -> datasets.Dataset:
     import datasets
 
     name, _, split = source.partition(":")
-    if problem := hub.problem(name, "dataset"):
+    if problem := hub_problem(name, "dataset"):
         raise InputError(f"{key} = {source!r}: neither a file nor a data set on the Hub ({problem})")
     try:
         with quiet_hub():
