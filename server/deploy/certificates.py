@@ -20,10 +20,11 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedpriv.deployment.checks import CA_CERTIFICATE, read_certificate
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file, write_new
 
-CA_CERTIFICATE, CA_KEY = "ca.crt", "ca.key"
+CA_KEY = "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.crt", "server.key"
 
 # A node's clock may be slightly behind.
@@ -155,7 +156,7 @@ def valid_until(certificate: Path) -> datetime:
     Raises:
         InputError: the file is missing or is not a certificate.
     """
-    return _read(certificate).not_valid_after_utc
+    return read_certificate(certificate).not_valid_after_utc
 
 
 def hosts_of(certificate: Path) -> list[str]:
@@ -165,23 +166,14 @@ def hosts_of(certificate: Path) -> list[str]:
         InputError: the file is missing or is not a certificate.
     """
     try:
-        names = _read(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names = read_certificate(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return []
     return [str(name.value) for name in names]
 
 
-def _read(path: Path) -> x509.Certificate:
-    try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"certificate = {path}: {error.strerror}; give a PEM file") from None
-    except ValueError:
-        raise InputError(f"certificate = {path}: must be a certificate in PEM format") from None
-
-
 def _authority(folder: Path, path: Path, passphrase: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    certificate = _read(folder / CA_CERTIFICATE)
+    certificate = read_certificate(folder / CA_CERTIFICATE)
     try:
         key = load_pem_private_key(path.read_bytes(), password=passphrase.encode() or None)
     except OSError as error:

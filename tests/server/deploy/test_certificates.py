@@ -9,8 +9,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from fedpriv.deployment import certificates
 from fedpriv.errors import InputError
+from server.deploy import certificates
 from tests.deployment.tls_server import serving
 
 
