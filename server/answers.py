@@ -14,9 +14,7 @@ from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.config import RunConfig
 from fedpriv.data.records import usable
 from fedpriv.data.text import turns_of
-from fedpriv.runs import files
-from fedpriv.runs.rows import Sample, write_samples
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs import RunWriter, Sample, files, write_samples
 from fedpriv.training import metrics
 from fedpriv.training.decoding import Tokens, ends_of_turn, greedy_answers, prompt_and_response, with_adapter
 from fedpriv.training.evaluation import text_of

@@ -32,8 +32,7 @@ from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
-from fedpriv.runs import files
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs import RunWriter, files
 from fedpriv.training.workbench import workbench
 from server.registration import NO_NODE, Nodes, check_same
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
+from fedpriv.runs import RoundRow
 from fedpriv.runs.figures import format_accuracy, format_number
-from fedpriv.runs.rows import RoundRow
 from fedpriv.runs.show.tables import changes
 from fedpriv.texts import holder_label
 

@@ -32,8 +32,7 @@ from fedpriv.errors import InputError, StoreError
 from fedpriv.integral.adapters import RecurringVariants, recurring_adapters
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
-from fedpriv.runs import files
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs import RunWriter, files
 from fedpriv.training.workbench import Workbench
 from server.summary import SeriesOutcome
 

@@ -27,7 +27,7 @@ from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger.receipts import ReceiptLog, from_text
 from fedpriv.protocol import Broadcast
-from fedpriv.runs.rows import USABLE, ClientRow, RoundRow
+from fedpriv.runs import USABLE, ClientRow, RoundRow
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.vault.frames import REFUSED, RETIRED

@@ -16,8 +16,7 @@ from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.runs.rows import ClientRow, RoundRow
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs import ClientRow, RoundRow, RunWriter
 from fedpriv.texts import holder_label
 from fedpriv.training.decoding import with_adapter
 from fedpriv.training.evaluation import Choices, Evaluation, choices_of, evaluate

@@ -26,7 +26,7 @@ from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.protocol import Broadcast
-from fedpriv.runs.rows import USABLE, ClientRow, RoundRow
+from fedpriv.runs import USABLE, ClientRow, RoundRow
 from fedpriv.secure_aggregation import DealerError, ProtocolError, TooFewError
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec, num_trained_values, trained_names

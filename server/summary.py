@@ -18,7 +18,7 @@ from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX
 from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.plan.preflight import objections_to_aggregate
-from fedpriv.runs.rows import ClientRow, RoundRow
+from fedpriv.runs import ClientRow, RoundRow
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.metrics import accuracy_standard_error, log_perplexity_change, macro_f1, majority_share
 from fedpriv.training.workbench import Workbench

@@ -25,6 +25,7 @@ from fedpriv.accounting.recipe import LearningRate
 from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
+from fedpriv.runs import RoundRow, RunFolder
 from fedpriv.runs.figures import (
     counts_next_tokens,
     figures,
@@ -34,8 +35,6 @@ from fedpriv.runs.figures import (
     limit_of,
 )
 from fedpriv.runs.files import REPORT
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.rows import RoundRow
 from fedpriv.runs.show.tables import TextTable as Content
 from fedpriv.runs.show.tables import (
     accuracy_table,

@@ -37,9 +37,8 @@ def status(
     """
     from rich.console import Console
 
-    from fedpriv.runs.folder import RunFolder
+    from fedpriv.runs import RunFolder, status_of
     from fedpriv.runs.show import terminal
-    from fedpriv.runs.status import status_of
 
     folder = RunFolder(run_dir)
     if as_json:

@@ -11,9 +11,9 @@ from dataclasses import KW_ONLY, dataclass
 from decimal import ROUND_CEILING, Decimal
 from typing import Any, Literal, get_args
 
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.rows import parse_epsilon
-from fedpriv.runs.status import spent_on_view, status_of
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._rows import parse_epsilon
+from fedpriv.runs._status import spent_on_view, status_of
 
 INFINITY = "∞"
 MISSING = "–"

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from fedpriv.errors import InputError
-from fedpriv.runs.folder import QUALITY_KEYS, RunFolder
+from fedpriv.runs._folder import QUALITY_KEYS, RunFolder
 from fedpriv.runs.show.report_page import write_report
 from fedpriv.runs.show.tables import MOST_CLASSES, accuracy_table, confusion_table
 from simulations.display import TerminalObserver

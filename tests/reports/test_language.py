@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.rows import Sample, write_samples
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._rows import Sample, write_samples
 from fedpriv.runs.show.report_page import write_report
 from simulations.display import TerminalObserver
 from tests.reports.test_page import Page

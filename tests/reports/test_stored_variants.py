@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedpriv.runs.folder import StoredVariants
+from fedpriv.runs._folder import StoredVariants
 from fedpriv.runs.show.tables import closing_table
 
 

@@ -5,6 +5,7 @@ import math
 import pandas as pd
 import pytest
 
+from fedpriv.runs._rows import parse_epsilon
 from fedpriv.runs.figures import (
     format_bound,
     format_bytes,
@@ -13,7 +14,6 @@ from fedpriv.runs.figures import (
     format_percent,
     format_seconds,
 )
-from fedpriv.runs.rows import parse_epsilon
 from fedpriv.runs.show.tables import format_range
 
 

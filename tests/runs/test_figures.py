@@ -13,8 +13,8 @@ from rich.console import Console
 import fedpriv
 from fedpriv.publishing import card
 from fedpriv.publishing.saved import find
+from fedpriv.runs._folder import RunFolder
 from fedpriv.runs.figures import EVERY_PAGE, FIGURES, Figure, figures
-from fedpriv.runs.folder import RunFolder
 from fedpriv.runs.show._follower import RunFollower
 from fedpriv.runs.show._live_page import LivePage
 from fedpriv.runs.show._tracker import Place

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.runs import rows
-from fedpriv.runs.rows import Sample
+from fedpriv.runs import _rows as rows
+from fedpriv.runs._rows import Sample
 
 SAMPLES = [
     Sample(prompt="What is\nflu?", reference="\u2028a disease", untrained='"', private="", non_private=None),

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.protocol import Registration
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.rows import ClientRow, RoundRow
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._rows import ClientRow, RoundRow
+from fedpriv.runs._status import RunStatus, status_of
 from fedpriv.runs.show.terminal import show
-from fedpriv.runs.status import RunStatus, status_of
 from server import checkpoint
 from server.checkpoint import Checkpoint
 

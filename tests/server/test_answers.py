@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import fedpriv.adapters
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.runs import rows
+from fedpriv.runs import _rows as rows
 from fedpriv.training.metrics import rouge_l
 from fedpriv.training.workbench import workbench
 from server.observer import LogObserver

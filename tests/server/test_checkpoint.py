@@ -18,7 +18,8 @@ from fedpriv.config import BY_RECIPE, parse, read
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
-from fedpriv.runs import files, presence
+from fedpriv.runs import _presence as presence
+from fedpriv.runs import files
 from server import checkpoint
 from server.checkpoint import Checkpoint, read_last, write
 from server.observer import LogObserver

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, fields
 
 from fedpriv.config import RunConfig
-from fedpriv.runs.rows import RoundRow
+from fedpriv.runs._rows import RoundRow
 from fedpriv.runs.show import _tracker
 from fedpriv.runs.show._tracker import MOST_CLIENTS, ROUND_METRICS, MetricPoint
 from fedpriv.runs.show.following import run_name

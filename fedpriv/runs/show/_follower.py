@@ -16,10 +16,8 @@ from typing import Any
 
 import tomli_w
 
-from fedpriv.runs import files
+from fedpriv.runs import ClientRow, RoundRow, RunFolder, column_types, files
 from fedpriv.runs.figures import figures
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.rows import ClientRow, RoundRow, column_types
 from fedpriv.runs.show import _tracker
 from fedpriv.runs.show._tracker import Place, TrackedRun, Tracker
 

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedpriv.accounting.views import View, readers_label
-from fedpriv.runs import files
+from fedpriv.runs import RunFolder, files, parse_epsilon
 from fedpriv.runs.figures import (
     audit_bound,
     counts_next_tokens,
@@ -29,8 +29,6 @@ from fedpriv.runs.figures import (
     format_seconds,
     why_not_private,
 )
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.rows import parse_epsilon
 from fedpriv.runs.show import _plots, tables
 from fedpriv.runs.show.tables import TextTable
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fedpriv.runs import Sample, parse_epsilon
 from fedpriv.runs.figures import (
     MISSING,
     asked_first,
@@ -17,13 +18,12 @@ from fedpriv.runs.figures import (
     format_number,
     format_percent,
 )
-from fedpriv.runs.rows import Sample, parse_epsilon
 from fedpriv.texts import holder_label
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from fedpriv.runs.folder import StoredVariants
+    from fedpriv.runs import StoredVariants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
     """The accuracies of a run and of what it has to beat, the run itself first; what was not computed has no row.
 
     Args:
-        summary: of a run, with the keys of `fedpriv.runs.folder.QUALITY_KEYS`.
+        summary: of a run, with the keys of `fedpriv.runs._folder.QUALITY_KEYS`.
     """
     view = summary["privacy_view"]
     spent = views_text({name: summary.get(f"epsilon_{name}_max") for name in asked_first(view)}, view)
@@ -183,7 +183,7 @@ def language_table(summary: Mapping[str, Any]) -> TextTable | None:
     """Perplexity and ROUGE-L of the models of a run, the private one first; None if neither was measured.
 
     Args:
-        summary: of a run, with the keys of `fedpriv.runs.folder.LANGUAGE_KEYS`.
+        summary: of a run, with the keys of `fedpriv.runs.LANGUAGE_KEYS`.
     """
     if summary["perplexity"] is None and summary["rouge_l"] is None:
         return None

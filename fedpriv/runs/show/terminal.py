@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedpriv.runs import ClientStatus, RunFolder, RunStatus, status_of
 from fedpriv.runs.figures import MISSING, figures, format_bound, format_delta, format_seconds
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.status import ClientStatus, RunStatus, status_of
 from fedpriv.texts import holder_label
 from fedpriv.texts import printable as _printable
 

@@ -20,7 +20,7 @@ from fedpriv.data.records import Records
 from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
-from fedpriv.runs.rows import RoundRow
+from fedpriv.runs import RoundRow
 from fedpriv.training import baselines
 from fedpriv.training.caches import Body
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate

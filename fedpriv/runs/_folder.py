@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.runs import files, presence
-from fedpriv.runs.rows import (
+from fedpriv.runs import _presence as presence
+from fedpriv.runs import files
+from fedpriv.runs._rows import (
     ClientRow,
     Events,
     RoundRow,

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from fedpriv.errors import InputError
 from fedpriv.runs import files
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.rows import USABLE, parse_epsilon
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._rows import USABLE, parse_epsilon
 
 State = Literal["running", "interrupted", "unknown", "finished"]
 # What a run writes until it ends; its comparison follows the private rounds.

@@ -29,7 +29,7 @@ _MAX_BYTES = 1000
 
 
 @contextmanager
-def held(run_dir: Path) -> Iterator[None]:
+def marked_alive(run_dir: Path) -> Iterator[None]:
     """While the block runs, `is_alive(run_dir)` is True for all processes on this machine.
 
     Where the file system has no locks the block runs all the same, and nobody can tell.

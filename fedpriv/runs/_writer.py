@@ -19,8 +19,8 @@ from fedpriv.errors import InputError
 from fedpriv.files import Journal
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
+from fedpriv.runs._rows import ClientRow, RoundRow, column_types, read_rows
 from fedpriv.runs.files import write_json
-from fedpriv.runs.rows import ClientRow, RoundRow, column_types, read_rows
 
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "dp-accounting", "numpy", "datasets", "cryptography")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +12,8 @@ import pandas as pd
 
 from fedpriv.errors import InputError
 from fedpriv.runs import files
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.status import RunStatus, status_of
-
-PLAN = "sweep.json"  # what is planned: title and runs, written before the first of them
-TABLE = "sweep.csv"  # written at the end, or when the sweep is interrupted
-UNFINISHED = "unfinished"  # earlier attempts, whose releases count
-
-# The digest of a configuration, which names a run's folder.
-KEY = re.compile(r"[0-9a-f]{16}")
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._status import RunStatus, status_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +23,7 @@ class SweepRun:
     Attributes:
         key: names its folder.
         varied: {configuration key: value} of what differs between runs; empty if the folder does not say.
-        state: `waiting`, `failed` or one of `fedpriv.runs.status.State`.
+        state: `waiting`, `failed` or one of `RunStatus.state`.
         status: None as long as there is none.
         perplexity: of a language model after the last round; None if unknown.
     """
@@ -70,7 +62,8 @@ class SweepStatus:
 
 def is_sweep(folder: Path) -> bool:
     """Whether the folder is that of a sweep."""
-    return any((folder / name).is_file() for name in (PLAN, TABLE)) or bool(_run_folders(folder))
+    names = (files.SWEEP_PLAN, files.SWEEP_TABLE)
+    return any((folder / name).is_file() for name in names) or bool(_run_folders(folder))
 
 
 def read_sweep(folder: Path, *, now: float) -> SweepStatus:
@@ -85,29 +78,29 @@ def read_sweep(folder: Path, *, now: float) -> SweepStatus:
     """
     title, planned = _planned(folder)
     runs = tuple(_run(folder, key, varied, now) for key, varied in planned.items())
-    earlier = (_status(RunFolder(path, now=now)) for path in sorted((folder / UNFINISHED).glob("*")))
+    earlier = (_status(RunFolder(path, now=now)) for path in sorted((folder / files.UNFINISHED).glob("*")))
     spending = _composed(folder) or _added([*(run.status for run in runs), *earlier])
     return SweepStatus(title=title, runs=runs, spending=spending)
 
 
 def _planned(folder: Path) -> tuple[str, dict[str, Mapping[str, Any]]]:
     """Title and {key: what varies}; of sweeps of earlier versions, only the runs that have begun."""
-    values = files.read_values(folder / PLAN, optional=True)
+    values = files.read_values(folder / files.SWEEP_PLAN, optional=True)
     if not values:
         return folder.resolve().name, {path.name: {} for path in _run_folders(folder)}
     try:
         runs: dict[str, Mapping[str, Any]] = {str(run["key"]): dict(run["varied"]) for run in values["runs"]}
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{folder / PLAN}: what it says about its runs is damaged ({error!r})") from None
+        raise InputError(f"{folder / files.SWEEP_PLAN}: what it says about its runs is damaged ({error!r})") from None
     # A key names a folder, and must name one in this one.
-    if wrong := next((key for key in runs if not KEY.fullmatch(key)), None):
-        raise InputError(f"{folder / PLAN}: key = {wrong!r}: must be 16 digits of 0-9 and a-f")
+    if wrong := next((key for key in runs if not files.SWEEP_KEY.fullmatch(key)), None):
+        raise InputError(f"{folder / files.SWEEP_PLAN}: key = {wrong!r}: must be 16 digits of 0-9 and a-f")
     return str(values.get("title", folder.name)), runs
 
 
 def _run_folders(folder: Path) -> list[Path]:
-    found = (path for path in folder.glob("*") if KEY.fullmatch(path.name) and (path / files.CONFIG).is_file())
-    return sorted(found)
+    named = (path for path in folder.glob("*") if files.SWEEP_KEY.fullmatch(path.name))
+    return sorted(path for path in named if (path / files.CONFIG).is_file())
 
 
 def _run(folder: Path, key: str, varied: Mapping[str, Any], now: float) -> SweepRun:
@@ -138,7 +131,7 @@ def _perplexity(look: RunFolder) -> float | None:
 
 def _composed(folder: Path) -> Spending | None:
     """The sum in the sweep's table; None if there is none, or a run has written something since."""
-    table = folder / TABLE
+    table = folder / files.SWEEP_TABLE
     try:
         written = table.stat().st_mtime
         if any(path.stat().st_mtime > written for path in folder.glob(f"*/{files.ROUNDS}")):
