@@ -23,7 +23,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.plan.preflight import check_clients, check_run
 from fedpriv.publishing import card
 from fedpriv.runs import RunWriter, files, marked_alive
-from fedpriv.runs.show.following import check_installed, following_run
+from fedpriv.runs.show import check_installed, following_run
 from fedpriv.texts import holder_label
 from fedpriv.training.noise_plan import calibrated, decided
 from fedpriv.training.workbench import Workbench, workbench
@@ -169,7 +169,7 @@ def _baselines(config: RunConfig, bench: Workbench) -> Baselines | None:
 
 
 def _write_report(path: Path) -> None:
-    from fedpriv.runs.show.report_page import write_report  # deferred: matplotlib is needed at the end alone
+    from fedpriv.runs.show import write_report  # deferred: matplotlib is needed at the end alone
 
     write_report(path)
 

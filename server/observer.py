@@ -15,7 +15,7 @@ from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
 from fedpriv.runs import RoundRow
 from fedpriv.runs.figures import format_accuracy, format_number
-from fedpriv.runs.show.tables import changes
+from fedpriv.runs.show import changes
 from fedpriv.texts import holder_label
 
 log = logging.getLogger("flwr")

@@ -35,15 +35,8 @@ from fedpriv.runs.figures import (
     limit_of,
 )
 from fedpriv.runs.files import REPORT
-from fedpriv.runs.show.tables import TextTable as Content
-from fedpriv.runs.show.tables import (
-    accuracy_table,
-    changes,
-    client_table,
-    closing_table,
-    language_table,
-    views_text,
-)
+from fedpriv.runs.show import TextTable as Content
+from fedpriv.runs.show import accuracy_table, changes, client_table, closing_table, language_table, views_text
 from fedpriv.texts import printable
 from fedpriv.training.schedule import num_lora_rounds
 from server.observer import RunProgress, described

@@ -18,7 +18,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished ru
 
     Example: fedpriv report results/20261121-042553-embedded
     """
-    from fedpriv.runs.show.report_page import write_report
+    from fedpriv.runs.show import write_report
 
     values = {"report": str(write_report(run_dir))}
     show(values, entries(values), as_json)
@@ -38,13 +38,13 @@ def status(
     from rich.console import Console
 
     from fedpriv.runs import RunFolder, status_of
-    from fedpriv.runs.show import terminal
+    from fedpriv.runs.show import show_status
 
     folder = RunFolder(run_dir)
     if as_json:
         show(status_of(folder).as_dict(), [], as_json)
     else:
-        terminal.show(folder, Console(highlight=False))
+        show_status(folder, Console(highlight=False))
 
 
 def watch(

@@ -16,7 +16,7 @@ from fedpriv.data import federated
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files
-from fedpriv.runs.show.following import check_installed
+from fedpriv.runs.show import check_installed
 
 # The keys that decide whether `federated.load` refuses.
 _LOADED = (*federated.DATA_KEYS, "batch_size", "sampling_probability")

@@ -40,6 +40,6 @@ if TYPE_CHECKING:
     from fedpriv.runs.figures import format_bytes as format_bytes
     from fedpriv.runs.figures import format_delta as format_delta
     from fedpriv.runs.figures import format_epsilon as format_epsilon
-    from fedpriv.runs.show.report_page import write_report as write_report
+    from fedpriv.runs.show import write_report as write_report
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

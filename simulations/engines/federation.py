@@ -11,7 +11,7 @@ from flwr.app import Context, RecordDict
 from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
-from fedpriv.runs.show.following import check_installed
+from fedpriv.runs.show import check_installed
 from fedpriv.training.local_update import ClientUpdate, Execute, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.progress import TRAINING, unfailing

@@ -21,7 +21,7 @@ from fedpriv.plan import preflight
 from fedpriv.runs import RoundRow, files, read_rows
 from fedpriv.runs.figures import format_bound
 from fedpriv.runs.files import write_json
-from fedpriv.runs.show.following import FollowedFolder, following, run_name
+from fedpriv.runs.show import FollowedFolder, following, run_name
 from simulations.sweeps.plan import Metric, PlannedRun, Sweep, metric_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._rows import Sample, write_samples
-from fedpriv.runs.show.report_page import write_report
+from fedpriv.runs.show._report_page import write_report
 from simulations.display import TerminalObserver
 from tests.reports.test_page import Page
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fedpriv.runs.figures import audit_line, closing_line, limit_of
-from fedpriv.runs.show.tables import views_text
+from fedpriv.runs.show._tables import views_text
 
 SUMMARY: dict[str, Any] = {
     "privacy_view": "local",

@@ -14,7 +14,7 @@ from fedpriv.runs.figures import (
     format_percent,
     format_seconds,
 )
-from fedpriv.runs.show.tables import format_range
+from fedpriv.runs.show._tables import format_range
 
 
 def test_an_epsilon_is_shown_with_its_delta_and_rounded_up() -> None:

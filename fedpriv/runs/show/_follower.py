@@ -233,7 +233,7 @@ def stage_run(run_folder: Path, into: Path) -> None:
     Raises:
         InputError: a file of the run is missing or damaged.
     """
-    from fedpriv.runs.show.report_page import render  # deferred: matplotlib
+    from fedpriv.runs.show._report_page import render  # deferred: matplotlib
 
     run = RunFolder(run_folder).checked()
     told = _tracker.configuration(run.config)

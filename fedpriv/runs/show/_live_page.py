@@ -40,8 +40,8 @@ from fedpriv.runs import (
 )
 from fedpriv.runs.figures import figures, format_bound, format_delta, format_epsilon
 from fedpriv.runs.show import _plots
-from fedpriv.runs.show.report_page import Panel, panel, quality_panels, render, templates
-from fedpriv.runs.show.terminal import event_parts, state_of, trouble_of
+from fedpriv.runs.show._report_page import Panel, panel, quality_panels, render, templates
+from fedpriv.runs.show._terminal import event_parts, state_of, trouble_of
 from fedpriv.texts import holder_label
 
 log = logging.getLogger("fedpriv")

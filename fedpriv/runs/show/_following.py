@@ -1,7 +1,7 @@
 """The process that follows a run's folder and talks to its tracker, and the side of the run, which starts it.
 
 `following` starts the process, passes its warning on, and waits for it at most a minute after the run. The process is
-`python -m fedpriv.runs.show.following FOLDER`, with a `FollowedFolder` as JSON. Its standard input ends when the run
+`python -m fedpriv.runs.show._following FOLDER`, with a `FollowedFolder` as JSON. Its standard input ends when the run
 does; its standard output is at most one line, which says why something did not arrive.
 """
 
@@ -187,7 +187,7 @@ def following(
 
 def _started(job: FollowedFolder, folder: Path | None) -> subprocess.Popen[bytes]:
     # -P: a folder called `wandb` where the run was started is not the package.
-    command = [sys.executable, "-P", "-m", "fedpriv.runs.show.following", job.to_json()]
+    command = [sys.executable, "-P", "-m", "fedpriv.runs.show._following", job.to_json()]
     path = [str(Path(fedpriv.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         command,

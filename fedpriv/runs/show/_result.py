@@ -18,7 +18,7 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.statement import entries_frame
 from fedpriv.runs import ClientRow, RoundRow, RunFolder, column_types, files, parse_epsilon
 from fedpriv.runs.figures import MISSING, counts_next_tokens, figures, format_epsilon, format_percent
-from fedpriv.runs.show.tables import TextTable, accuracy_table, client_table, language_table
+from fedpriv.runs.show._tables import TextTable, accuracy_table, client_table, language_table
 
 # What a report compares the run with: its row, and the end of its keys in the summary.
 _BESIDE = (

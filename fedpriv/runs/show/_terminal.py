@@ -23,7 +23,7 @@ _HEADERS = ("client", "records", "round", "ε local", "δ", "status", "rounds by
 _SHOWN_APART = ("time", "event", "run", "round", "client")
 
 
-def show(folder: RunFolder, console: Console) -> None:
+def show_status(folder: RunFolder, console: Console) -> None:
     """Print the status of the run in the folder.
 
     Raises:

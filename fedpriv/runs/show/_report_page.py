@@ -29,8 +29,9 @@ from fedpriv.runs.figures import (
     format_seconds,
     why_not_private,
 )
-from fedpriv.runs.show import _plots, tables
-from fedpriv.runs.show.tables import TextTable
+from fedpriv.runs.show import _plots
+from fedpriv.runs.show import _tables as tables
+from fedpriv.runs.show._tables import TextTable
 
 
 @dataclass(frozen=True, kw_only=True)
