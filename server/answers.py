@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.config import RunConfig
+from fedpriv.data import turns_of
 from fedpriv.data.records import usable
-from fedpriv.data.text import turns_of
 from fedpriv.runs import RunWriter, Sample, files, write_samples
 from fedpriv.training import metrics
 from fedpriv.training.decoding import Tokens, ends_of_turn, greedy_answers, prompt_and_response, with_adapter

@@ -50,7 +50,7 @@ def check(
         asked |= {"max_length": max_length} if max_length else {}
         return _check_instructions(asked, client=client, person=person, model=model or "")
     from fedpriv.config import RunConfig
-    from fedpriv.data.checks import describe
+    from fedpriv.data import describe
 
     columns = {"text": text, "label": label, "text_pair": text_pair, "client": client, "person": person}
     tokenizer = _tokenizer(model)
@@ -93,7 +93,7 @@ def _about_persons(values: Mapping[str, Any]) -> list[str]:
 def _check_instructions(asked: Mapping[str, Any], *, client: str, person: str, model: str) -> Result:
     """The same of prompts and responses."""
     from fedpriv.config import parse
-    from fedpriv.data.checks import describe_instructions
+    from fedpriv.data import describe_instructions
 
     config, tokenizer = parse(asked), None
     if model:
@@ -125,7 +125,7 @@ def lines(
 
     Example: fedpriv data lines letters.csv letters.jsonl
     """
-    from fedpriv.data.own import write_lines
+    from fedpriv.data import write_lines
 
     num_records = write_lines(file, out)
     return Result({"records": num_records, "file": str(out)}, [f"{num_records} records in {out}"])

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from fedpriv.data.text import Turn, turns_of
+from fedpriv.data._text import Turn, turns_of
 from fedpriv.errors import InputError
 
 RESPONSE_MASK = "response_mask"
@@ -50,7 +50,7 @@ class ChatFormat:
     Attributes:
         system_prompt: put before chats that have no system turn; empty puts none.
         prompt_template: a text around each prompt, with one `{}` in its place; empty stands for the prompt alone.
-        has_messages: whether the texts of records are turns, see `fedpriv.data.text`, or prompts.
+        has_messages: whether the texts of records are turns, see `fedpriv.data._text`, or prompts.
     """
 
     system_prompt: str = ""

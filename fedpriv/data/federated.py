@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig
-from fedpriv.data import hospital, own
-from fedpriv.data.tables import instructions, labels_of, load_table, require_columns, to_text, values_of
-from fedpriv.data.text import DataSource, FederatedData, TextData, response_of
+from fedpriv.data import _own as own
+from fedpriv.data import hospital
+from fedpriv.data._tables import instructions, labels_of, load_table, require_columns, to_text, values_of
+from fedpriv.data._text import DataSource, FederatedData, TextData, response_of
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:

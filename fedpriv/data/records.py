@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedpriv.config import RunConfig
+from fedpriv.data._text import TextData
 from fedpriv.data.chat import ChatFormat, Row
-from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 
 

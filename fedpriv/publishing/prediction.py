@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from fedpriv.data import records
+from fedpriv.data import TextData, records
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import collate, tokenize, usable
-from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 from fedpriv.publishing.saved import LoadedVariant
 from fedpriv.training.decoding import Tokens, ends_of_turn, greedy_answers

@@ -22,8 +22,8 @@ from sklearn.preprocessing import StandardScaler
 from fedpriv.adapters import lora, pooling
 from fedpriv.adapters.arithmetic import B_SUFFIX
 from fedpriv.config import ON_NODES, RunConfig
+from fedpriv.data import TextData
 from fedpriv.data.records import Item, Records, usable
-from fedpriv.data.text import TextData
 from fedpriv.training.evaluation import passes_by_length
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import Workbench

@@ -14,8 +14,8 @@ from fedpriv.accounting.events import Event
 from fedpriv.adapters import lora
 from fedpriv.adapters.arithmetic import Adapter, Merged
 from fedpriv.config import RunConfig
+from fedpriv.data import TextData
 from fedpriv.data.records import Item, Records, num_tokens, usable
-from fedpriv.data.text import TextData
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.model import TrainingModel

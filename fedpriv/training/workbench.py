@@ -14,7 +14,7 @@ from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.adapters.base_formats import quantise
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import KEYS, ON_NODES, OUTSIDE_KEYS, RunConfig
-from fedpriv.data import federated
+from fedpriv.data import DataSource, FederatedData, TextData, federated
 from fedpriv.data.chat import ChatFormat
 from fedpriv.data.records import (
     Encode,
@@ -27,7 +27,6 @@ from fedpriv.data.records import (
     tokenize,
     usable,
 )
-from fedpriv.data.text import DataSource, FederatedData, TextData
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training._isolation import refusing

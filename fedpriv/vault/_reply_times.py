@@ -19,8 +19,7 @@ from weakref import WeakKeyDictionary
 
 from fedpriv.adapters.arithmetic import Adapter
 from fedpriv.config import RunConfig
-from fedpriv.data import federated
-from fedpriv.data.text import TextData
+from fedpriv.data import TextData, federated
 from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Broadcast

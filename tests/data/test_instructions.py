@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 
 from fedpriv.config import ON_NODES, parse
+from fedpriv.data._own import read_strictly
+from fedpriv.data._text import DataSource, TextData, from_messages, response_of, turns_of
 from fedpriv.data.federated import load, load_own
-from fedpriv.data.own import read_strictly
 from fedpriv.data.records import PlainText, Records, num_cut, tokenize
-from fedpriv.data.text import DataSource, TextData, from_messages, response_of, turns_of
 from fedpriv.errors import InputError
 from tests.chats import chat_tokenizer
 from tests.data.test_federated import federation, write

@@ -8,8 +8,8 @@ import logging
 import pytest
 import torch
 
+from fedpriv.data._text import TextData
 from fedpriv.data.records import Records, check_max_length, collate, tokenize
-from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 from fedpriv.training.local_update import ClientUpdate
 from fedpriv.training.model import TrainingModel

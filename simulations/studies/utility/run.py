@@ -16,8 +16,8 @@ import torch
 
 from fedpriv.accounting.recipe import START_SHARE, LearningRate, WeightedClients, learning_rate, start_noise_multiplier
 from fedpriv.config import RunConfig, parse
+from fedpriv.data import TextData
 from fedpriv.data.records import Records
-from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.runs import RoundRow

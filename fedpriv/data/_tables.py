@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from fedpriv.adapters.locations import hub_problem, quiet_hub
 from fedpriv.config import RunConfig
-from fedpriv.data.text import TextData, as_text, from_messages, response_of
+from fedpriv.data._text import TextData, as_text, from_messages, response_of
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
 
 FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+"""{ending of a file's name: the format of its table, by its name in the datasets library}."""
 
 
 def suffix_of(path: Path) -> str:

@@ -47,7 +47,7 @@ class DataSource:
     """Where a node's records are. Only the node's own configuration decides this, never that of a run.
 
     Attributes:
-        data: a file; `fedpriv.data.own` says what is a record of it.
+        data: a file; `fedpriv.data._own` says what is a record of it.
         text_column: column with the text.
         text_pair_column: column with the second text; empty for tasks on single texts.
         label_column: column with the label; empty for causal models.
@@ -91,8 +91,8 @@ class FederatedData:
 Turn = tuple[str, str]
 """(role, text); a role is one of `ROLES`."""
 
-# A template writes roles as they are between its own special tokens, so a record may not bring any of its own.
 ROLES = ("system", "user", "assistant")
+"""The roles of turns. A template writes them between its own special tokens, so a record may bring no other."""
 
 
 def from_messages(value: object) -> tuple[str, str]:

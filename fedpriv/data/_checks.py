@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedpriv.config import RunConfig
-from fedpriv.data.tables import labels_of, load_table, require_columns, to_text, values_of
-from fedpriv.data.text import TextData
+from fedpriv.data._tables import labels_of, load_table, require_columns, to_text, values_of
+from fedpriv.data._text import TextData
 
 if TYPE_CHECKING:
     import datasets

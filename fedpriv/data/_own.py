@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from fedpriv.data.tables import FORMATS, load_table, suffix_of
-from fedpriv.data.text import DataSource, as_text, from_messages
+from fedpriv.data._tables import FORMATS, load_table, suffix_of
+from fedpriv.data._text import DataSource, as_text, from_messages
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
