@@ -15,10 +15,16 @@ from fedpriv.config import RunConfig
 from fedpriv.data import turns_of
 from fedpriv.data.records import usable
 from fedpriv.runs import RunWriter, Sample, files, write_samples
-from fedpriv.training import metrics
-from fedpriv.training.decoding import Tokens, ends_of_turn, greedy_answers, prompt_and_response, with_adapter
+from fedpriv.training import (
+    Tokens,
+    ends_of_turn,
+    greedy_answers,
+    mean_estimate,
+    prompt_and_response,
+    rouge_l,
+    with_adapter,
+)
 from fedpriv.training.evaluation import text_of
-from fedpriv.training.metrics import mean_estimate
 from fedpriv.training.workbench import Workbench
 from server.observer import Observer
 from server.summary import SeriesOutcome
@@ -88,7 +94,7 @@ def answered(
             for prompt, reference, untrained, private, non_private in rows
         ],
     )
-    return _figures({name: metrics.rouge_l(references, of) for name, of in texts.items()})
+    return _figures({name: rouge_l(references, of) for name, of in texts.items()})
 
 
 def _questions(config: RunConfig, bench: Workbench) -> _Questions:

@@ -18,7 +18,7 @@ from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.runs import ClientRow, RoundRow, RunWriter
 from fedpriv.texts import holder_label
-from fedpriv.training.decoding import with_adapter
+from fedpriv.training import with_adapter
 from fedpriv.training.evaluation import Choices, Evaluation, choices_of, evaluate
 from fedpriv.training.noise_plan import derived_learning_rate, with_learning_rates
 from fedpriv.training.private_evaluation import EvaluationSpec

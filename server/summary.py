@@ -19,8 +19,8 @@ from fedpriv.aggregation.fedavg import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.plan.preflight import objections_to_aggregate
 from fedpriv.runs import ClientRow, RoundRow
+from fedpriv.training import accuracy_standard_error, log_perplexity_change, macro_f1, majority_share
 from fedpriv.training.evaluation import Evaluation
-from fedpriv.training.metrics import accuracy_standard_error, log_perplexity_change, macro_f1, majority_share
 from fedpriv.training.workbench import Workbench
 from server.evaluation import PrivateEvaluation
 from server.strategy import RuleStrategy

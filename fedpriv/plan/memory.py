@@ -22,8 +22,7 @@ from fedpriv.adapters import LoraSettings, attach
 from fedpriv.adapters.base_formats import frozen_base
 from fedpriv.adapters.base_models import freeze, quiet_transformers
 from fedpriv.errors import InputError
-from fedpriv.training.caches import find_prefix
-from fedpriv.training.live_bytes import peak_of_pass
+from fedpriv.training import find_prefix, peak_of_pass
 from fedpriv.training.stacked import FLOATS_PER_VALUE
 
 _FLOAT_BYTES = 4

@@ -102,9 +102,9 @@ def check_run(config: RunConfig) -> None:
     for objection in objections_to_run(config):
         raise InputError(objection)
     if config.generates_answers:
-        from fedpriv.training import metrics  # deferred: few runs need it
+        from fedpriv.training import require_rouge  # deferred: few runs need it
 
-        metrics.require_rouge(config.generated_answers)
+        require_rouge(config.generated_answers)
 
 
 def objections_to_run(config: RunConfig) -> list[str]:

@@ -29,7 +29,7 @@ from fedpriv.errors import InputError
 from fedpriv.runs import files
 from fedpriv.serving._engine import Weights
 from fedpriv.serving.requests import DamagedVariantError, ServingError, UnknownVariantError
-from fedpriv.training.decoding import ends_of_turn
+from fedpriv.training import ends_of_turn
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import load_model
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from fedpriv.adapters import lora
 from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.training._kernels import Watched, are_equal
+from fedpriv.training._losses import Predictions, predictions
+from fedpriv.training._shapes import MULTIPLE
 from fedpriv.training.clipping import part_norms
-from fedpriv.training.losses import Predictions, predictions
 from fedpriv.training.per_sample import Stack, TrainableLayer, per_sample_gradients, recorded
-from fedpriv.training.shapes import MULTIPLE
 
 _FLOAT_BYTES = 4
 

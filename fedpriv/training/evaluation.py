@@ -18,9 +18,9 @@ import torch
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import Item, Records, num_tokens, usable
 from fedpriv.errors import InputError
-from fedpriv.training.decoding import Tokens, by_length, prompt_and_response
-from fedpriv.training.losses import predictions
-from fedpriv.training.metrics import Confusion, TokenLosses, accuracy_of, confusion_matrix
+from fedpriv.training._decoding import Tokens, by_length, prompt_and_response
+from fedpriv.training._losses import predictions
+from fedpriv.training._metrics import Confusion, TokenLosses, accuracy_of, confusion_matrix
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.progress import TESTING
 

@@ -19,7 +19,7 @@ from fedpriv.data.records import Records
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.secure_aggregation.grid import ClientGrid
-from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training._sampling import PoissonSampler
 
 OPTIMIZERS = ("sgd", "adamw")
 # Values that a tensor may take in training: any, or three around its initial one.

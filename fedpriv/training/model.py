@@ -14,7 +14,25 @@ from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, Adapter, Merged, fac
 from fedpriv.adapters.base_formats import base_dtype, is_quantised
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import BatchShape, Item, Records, collate
+from fedpriv.training._caches import (
+    Body,
+    FeatureCache,
+    PrefixCache,
+    blocks_from_first_trained,
+    find_prefix,
+    input_of,
+    skipping_prefix,
+)
 from fedpriv.training._isolation import raising_failures
+from fedpriv.training._losses import (
+    IGNORED,
+    Predictions,
+    next_token_targets,
+    output_layer,
+    places_of,
+    predictions,
+    sliced_predictions,
+)
 from fedpriv.training._pass_sizes import (
     RECORDS_OF_A_STEP,
     Footprint,
@@ -26,27 +44,9 @@ from fedpriv.training._pass_sizes import (
     found_once,
     structure,
 )
-from fedpriv.training.caches import (
-    Body,
-    FeatureCache,
-    PrefixCache,
-    blocks_from_first_trained,
-    find_prefix,
-    input_of,
-    skipping_prefix,
-)
-from fedpriv.training.losses import (
-    IGNORED,
-    Predictions,
-    next_token_targets,
-    output_layer,
-    places_of,
-    predictions,
-    sliced_predictions,
-)
+from fedpriv.training._shapes import MULTIPLE, Lengths, Pass, passes
 from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.training.progress import Tell, silent
-from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
 
 # Of a LoRA layer's frozen weight, after the layer's name.
 _WEIGHT = ".base_layer.weight"

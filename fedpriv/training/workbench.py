@@ -29,9 +29,9 @@ from fedpriv.data.records import (
 )
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training._admission import admit, in_format
 from fedpriv.training._isolation import refusing
 from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
-from fedpriv.training.admission import admit, in_format
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update

@@ -23,9 +23,9 @@ from fedpriv.data import TextData, federated
 from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Broadcast
+from fedpriv.training import PoissonSampler
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.rehearsal import rehearse
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import caching_pays_off
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault.holder import NodeHolder

@@ -11,8 +11,8 @@ from fedpriv.adapters import LoraSettings, attach, base_formats
 from fedpriv.adapters.arithmetic import Merged, Product
 from fedpriv.adapters.base_formats import base_dtype, frozen_base, restore, to_bfloat16
 from fedpriv.errors import InputError
-from fedpriv.training import admission
-from fedpriv.training.admission import _records_are_independent, in_format
+from fedpriv.training import _admission as admission
+from fedpriv.training._admission import _records_are_independent, in_format
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from tests.architectures import DECODERS, ENCODERS, TARGETS, random_base

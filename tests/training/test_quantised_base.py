@@ -18,7 +18,7 @@ from fedpriv.config import RunConfig
 from fedpriv.config._checks import RULES_ON_QUANTISED
 from fedpriv.data.records import collate
 from fedpriv.errors import InputError
-from fedpriv.training.admission import _records_are_independent, in_format
+from fedpriv.training._admission import _records_are_independent, in_format
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from fedpriv.training.workbench import load_model

@@ -21,8 +21,7 @@ from fedpriv.data.records import Records
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.runs import RoundRow
-from fedpriv.training import baselines
-from fedpriv.training.caches import Body
+from fedpriv.training import Body, baselines
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate
 from fedpriv.training.workbench import Workbench, workbench
 from server.observer import RunProgress

@@ -17,6 +17,7 @@ from fedpriv.data.records import Item
 from fedpriv.training.model import TrainingModel
 
 Tokens = tuple[int, ...]
+"""The ids of a text's tokens."""
 
 # Of a pass, with padding and answers: the states of all layers, or the logits of a vocabulary, are kept for each.
 _TOKENS_PER_PASS = 4096

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedpriv.data.records import BatchShape, Records
-from fedpriv.training.caches import input_of
-from fedpriv.training.losses import sliced_predictions
+from fedpriv.training._caches import input_of
+from fedpriv.training._losses import sliced_predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 

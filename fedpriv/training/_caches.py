@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from fedpriv.adapters.arithmetic import Merged, same_merged
 from fedpriv.data.records import BatchShape, Item, Records, num_tokens, usable
 from fedpriv.training._isolation import isolated
+from fedpriv.training._shapes import Pass
 from fedpriv.training.progress import READING, Tell, silent
-from fedpriv.training.shapes import Pass
 
 log = logging.getLogger(__name__)
 
