@@ -40,7 +40,7 @@ _OF_ADAPTERS = (".lora_", ".modules_to_save.", ".ln_tuning_layers.")
 
 
 @dataclass(frozen=True, eq=False)
-class InFloat32:
+class _InFloat32:
     """A base as it was before it was converted.
 
     Attributes:
@@ -70,18 +70,18 @@ def frozen_base(model: Any) -> dict[str, nn.Parameter]:
     }
 
 
-def to_bfloat16(model: Any) -> InFloat32:
+def to_bfloat16(model: Any) -> _InFloat32:
     """Convert a peft model's frozen base, and return what it was.
 
     On a CPU it computes attention product by product from then on: there torch's fused attention is ten times slower
     in its bfloat16 backward pass (results/benchmarks.md).
     """
     on_cpu = next(model.parameters()).device.type == "cpu"
-    before = InFloat32({n: p.data for n, p in frozen_base(model).items()}, model.config._attn_implementation)
+    before = _InFloat32({n: p.data for n, p in frozen_base(model).items()}, model.config._attn_implementation)
     converted = {name: weight.to(torch.bfloat16) for name, weight in before.weights.items()}
     if on_cpu:
         # By the base's own names: whatever a run trains, one file serves, so no coordinator can fill a node's disk.
-        mapped = shared({_of_base(name): weight for name, weight in converted.items()})
+        mapped = _shared({_of_base(name): weight for name, weight in converted.items()})
         converted = {name: mapped[_of_base(name)] for name in converted}
     for name, p in frozen_base(model).items():
         p.data = converted[name]
@@ -96,7 +96,7 @@ def to_bfloat16(model: Any) -> InFloat32:
     return before
 
 
-def restore(model: Any, before: InFloat32) -> None:
+def restore(model: Any, before: _InFloat32) -> None:
     """Undo `to_bfloat16`, given what it returned."""
     for name, p in frozen_base(model).items():
         p.data = before.weights[name]
@@ -215,7 +215,7 @@ log = logging.getLogger(__name__)
 _LEAST_BYTES = 2**24
 
 
-def shared(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _shared(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Equal tensors that are mapped from a file; the given ones if they are small, or if there can be no such file.
 
     Writing to a mapped tensor changes neither the file nor what other processes see.

@@ -130,7 +130,7 @@ def _embedded(config: RunConfig) -> FederatedData:
         table = Dataset.from_dict(
             {"index": list(range(len(train))), config.label_column: [message.department for message in train]}
         )
-        parts, labels = partition(table, config)
+        parts, labels = _partition(table, config)
         holders, names = [[train[index] for index in values_of(part, "index")] for part in parts], tuple(labels)
 
     def text_of(messages: list[hospital.Message]) -> TextData:
@@ -165,7 +165,7 @@ def _from_table(config: RunConfig) -> FederatedData:
             "them lack a label, have one that is not in labels, or fell into the test split; drop the client, or set "
             "test_data"
         )
-    parts, names = partition(train, config)
+    parts, names = _partition(train, config)
     clients = tuple(to_text(part, config) for part in parts)
     return FederatedData(clients, tuple(names), test, _label_names(clients, test, config))
 
@@ -257,7 +257,7 @@ def _label_names(clients: tuple[TextData, ...], test: TextData, config: RunConfi
     return names
 
 
-def partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets.Dataset], list[str]]:
+def _partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets.Dataset], list[str]]:
     """The table split among the clients, and the clients' names.
 
     Args:

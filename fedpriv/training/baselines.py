@@ -129,11 +129,11 @@ def _rows(data: TextData, records: Records) -> list[tuple[str, Item]]:
 def _labelled(model: TrainingModel, rows: Sequence[tuple[str, Item]], *, cached: bool) -> Labelled:
     items = [item for _, item in rows]
     labels = np.array([int(records.labels[index]) for records, index in items], dtype=np.int64)
-    return Labelled([text for text, _ in rows], features(model, items, cached=cached), labels)
+    return Labelled([text for text, _ in rows], _features(model, items, cached=cached), labels)
 
 
 @torch.no_grad()
-def features(model: TrainingModel, items: Sequence[Item], *, cached: bool) -> npt.NDArray[np.float64]:
+def _features(model: TrainingModel, items: Sequence[Item], *, cached: bool) -> npt.NDArray[np.float64]:
     """The mean over tokens of the frozen base's last hidden states, [records, hidden].
 
     Args:
