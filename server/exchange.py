@@ -200,7 +200,7 @@ def _malformed_by_name() -> Iterator[None]:
 
 def _release_of(reply: Message, expected: ExpectedReply) -> UploadRelease:
     """The statement of the reply, which is what was expected."""
-    release = protocol.unpack_release(reply.content.config_records[protocol.RELEASE])
+    release = protocol.unpack(protocol.UploadRelease, reply.content.config_records[protocol.RELEASE])
     _check_release(release, expected)
     return release
 

@@ -117,7 +117,7 @@ def answered(strategy: RuleStrategy, message: Message) -> Message:
     client = message.metadata.dst_node_id - 100
     release = UploadRelease(round=1, event=strategy.event(client), num_records=SIZES[client])
     vector = ArrayRecord({protocol.SUM: torch.full((10,), 2**20, dtype=torch.int32)})
-    content = {protocol.RELEASE: ConfigRecord(protocol.pack_release(release)), protocol.ADAPTER: vector}
+    content = {protocol.RELEASE: ConfigRecord(protocol.pack(release)), protocol.ADAPTER: vector}
     return Message(RecordDict(content), reply_to=message)
 
 
