@@ -16,9 +16,8 @@ import fedpriv
 from fedpriv.accounting import events
 from fedpriv.accounting.composition.law import short
 from fedpriv.accounting.events import Event
-from fedpriv.adapters import arithmetic, codecs
-from fedpriv.adapters.arithmetic import Adapter, Merged
-from fedpriv.aggregation import cmfl as relevance
+from fedpriv.adapters import Adapter, Merged, codecs, merged_from_tensors, merged_to_tensors
+from fedpriv.aggregation import pack_signs, unpack_signs
 from fedpriv.ledger.receipts import FIELD, from_text
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.local_update import UpdateSpec
@@ -82,7 +81,7 @@ class Broadcast:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """{part: its tensors}."""
-        return {ADAPTER: self.adapter, MERGED: arithmetic.merged_to_tensors(self.merged), SIGNS: self.signs}
+        return {ADAPTER: self.adapter, MERGED: merged_to_tensors(self.merged), SIGNS: self.signs}
 
 
 def request_digest(broadcast: Broadcast, spec: UpdateSpec | EvaluationSpec) -> str:
@@ -253,7 +252,7 @@ def unpack_model(arrays: Arrays) -> Broadcast:
         raise ValueError(f"model: unknown records {', '.join(unknown)}")
     if ADAPTER not in arrays:
         raise ValueError(f"model: {ADAPTER} is missing")
-    return Broadcast(adapter=dict(arrays[ADAPTER]), merged=arithmetic.merged_from_tensors(arrays.get(MERGED, {})))
+    return Broadcast(adapter=dict(arrays[ADAPTER]), merged=merged_from_tensors(arrays.get(MERGED, {})))
 
 
 def pack_broadcast(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, source: RandomSource) -> Arrays:
@@ -271,9 +270,9 @@ def pack_broadcast(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, sou
         else broadcast.adapter
     }
     if broadcast.merged:
-        arrays[MERGED] = arithmetic.merged_to_tensors(broadcast.merged)
+        arrays[MERGED] = merged_to_tensors(broadcast.merged)
     if broadcast.signs:
-        arrays[SIGNS] = {SIGNS: relevance.pack_signs(broadcast.signs)}
+        arrays[SIGNS] = {SIGNS: pack_signs(broadcast.signs)}
     return arrays
 
 
@@ -294,8 +293,8 @@ def unpack_broadcast(arrays: Arrays, spec: UpdateSpec, initial: Adapter) -> Broa
     if SIGNS in arrays:
         if arrays[SIGNS].keys() != {SIGNS}:
             raise ValueError(f"{SIGNS}: must hold exactly one array, of this name")
-        signs = relevance.unpack_signs(arrays[SIGNS][SIGNS], adapter)
-    return Broadcast(adapter=adapter, merged=arithmetic.merged_from_tensors(arrays.get(MERGED, {})), signs=signs)
+        signs = unpack_signs(arrays[SIGNS][SIGNS], adapter)
+    return Broadcast(adapter=adapter, merged=merged_from_tensors(arrays.get(MERGED, {})), signs=signs)
 
 
 def pack_upload(

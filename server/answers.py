@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.adapters.arithmetic import Adapter, Merged
+from fedpriv.adapters import Adapter, Merged
 from fedpriv.config import RunConfig
 from fedpriv.data import turns_of
 from fedpriv.data.records import usable

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedpriv.accounting.events import Event, Unit
 from fedpriv.accounting.views import Release, num_readers, rho_bar, smallest_aggregate_scales, smallest_rho_bars
-from fedpriv.aggregation.fedavg import weights_by_size
+from fedpriv.aggregation import weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.ledger.entries import Key
 from fedpriv.secure_aggregation.grid import SumGrid

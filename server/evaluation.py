@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from fedpriv import protocol
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.intervals import AccuracyEstimate, accuracy_from_counts
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.aggregation import GlobalModel
 from fedpriv.protocol import Broadcast, EvaluationRelease
 from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
 from server.bookkeeping import Books

@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 
 from fedpriv import protocol
 from fedpriv.accounting.events import Event
-from fedpriv.adapters.arithmetic import Adapter, difference, norm
+from fedpriv.adapters import Adapter, difference, norm
 from fedpriv.deployment.flower import seconds_to_pause
 from fedpriv.protocol import Broadcast, UploadRelease
 from fedpriv.training.local_update import UpdateSpec

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.adapter_variants import AdapterEvaluator
-from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter, Merged
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.adapters import Adapter, Merged, lora
+from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.data.records import TextReading
 from fedpriv.dedup import pipeline, variants

@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 
 from fedpriv import protocol
 from fedpriv.accounting.views import rho_bar
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.config import RunConfig
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedpriv.adapters import lora
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.ledger import Ledger

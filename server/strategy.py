@@ -16,10 +16,8 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedpriv import protocol
 from fedpriv.accounting.events import Event
-from fedpriv.adapters.arithmetic import Adapter, Merged
-from fedpriv.aggregation.fedavg import GlobalModel
-from fedpriv.aggregation.flora import fresh_start
-from fedpriv.aggregation.head_start import recentred, started
+from fedpriv.adapters import Adapter, Merged
+from fedpriv.aggregation import GlobalModel, fresh_start, recentred, started
 from fedpriv.aggregation.rules import RULES
 from fedpriv.aggregation.server_optimizers import ServerOptimizer, server_step
 from fedpriv.config import RunConfig

@@ -14,8 +14,8 @@ import torch
 
 from fedpriv.accounting.accountants import PrivacySpent, epsilon_of
 from fedpriv.accounting.views import VIEWS
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.adapters import A_SUFFIX, B_SUFFIX
+from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.plan.preflight import objections_to_aggregate
 from fedpriv.runs import ClientRow, RoundRow

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.adapters.locations import hub_problem as problem_here
+from fedpriv.adapters._locations import hub_problem as problem_here
 from fedpriv.config import ON_NODES, parse
 from fedpriv.data import federated
 from fedpriv.errors import InputError
@@ -149,7 +149,7 @@ def hub(status: int, error: str) -> Iterator[tuple[str, list[str]]]:
 
 
 PROBLEM = (
-    "import sys; from fedpriv.adapters.locations import hub_problem; print(hub_problem('nobody/none', sys.argv[1]))"
+    "import sys; from fedpriv.adapters._locations import hub_problem; print(hub_problem('nobody/none', sys.argv[1]))"
 )
 
 

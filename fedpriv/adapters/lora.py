@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fedpriv.adapters import _inner, pooling
-from fedpriv.adapters.arithmetic import Adapter, Merged, as_one_adapter, factors_of
-from fedpriv.adapters.base_models import BaseModel, load_base, quiet_transformers
-from fedpriv.adapters.locations import check_weights, public_name, weights_digests
+from fedpriv.adapters._arithmetic import Adapter, Merged, as_one_adapter, factors_of
+from fedpriv.adapters._base_models import BaseModel, load_base, quiet_transformers
+from fedpriv.adapters._locations import check_weights, public_name, weights_digests
 from fedpriv.errors import InputError
 
 CONVENTION_FILE = "fedpriv.json"

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import clipping_parts, sensitivity_factor
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.audit.bounds import Array
 from fedpriv.config import RunConfig
 from fedpriv.data.records import BatchShape, Item, Records

@@ -60,20 +60,20 @@ def check(
 
 def _tokenizer(model: str | None) -> Any:
     """The tokenizer of the model, or of a run's own if none is named and it is there; None counts words."""
-    from fedpriv.adapters import locations
+    from fedpriv.adapters import check_model
     from fedpriv.config import RunConfig
     from fedpriv.errors import InputError
 
     if model == "":
         return None
     try:
-        locations.check(model or RunConfig.model)
+        check_model(model or RunConfig.model)
     except InputError as error:
         if model is not None:
             raise
         typer.echo(f"words are counted, not tokens: {error}", err=True)
         return None
-    from fedpriv.adapters.base_models import load_tokenizer
+    from fedpriv.adapters import load_tokenizer
 
     return load_tokenizer(model or RunConfig.model)
 
@@ -97,7 +97,7 @@ def _check_instructions(asked: Mapping[str, Any], *, client: str, person: str, m
 
     config, tokenizer = parse(asked), None
     if model:
-        from fedpriv.adapters.base_models import load_tokenizer
+        from fedpriv.adapters import load_tokenizer
         from fedpriv.data.records import chat_format_of
 
         tokenizer = load_tokenizer(model)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedpriv.adapters.locations import hub_problem, quiet_hub
+from fedpriv.adapters import hub_problem, quiet_hub
 from fedpriv.config import RunConfig
 from fedpriv.data._text import TextData, as_text, from_messages, response_of
 from fedpriv.errors import InputError

@@ -21,7 +21,7 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import PlannedView, aggregate_scale, default_delta, num_readers, rho_bar
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import FOR_SUMS

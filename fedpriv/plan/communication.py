@@ -94,7 +94,7 @@ def model_shape(name: str) -> ModelShape:
     """
     from transformers import AutoConfig
 
-    from fedpriv.adapters.base_models import quiet_transformers, resolve
+    from fedpriv.adapters import quiet_transformers, resolve
 
     folder = Path(name).expanduser()
     if not folder.is_dir() and name in _PRESETS:
@@ -123,7 +123,7 @@ def _shape_of(config: Any, name: str) -> ModelShape:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    from fedpriv.adapters.base_models import BaseModel
+    from fedpriv.adapters import BaseModel
     from fedpriv.adapters.lora import default_targets
 
     model = _meta_model(config)
@@ -150,7 +150,7 @@ def _meta_model(config: Any) -> Any:
     import torch
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from fedpriv.adapters.base_models import quiet_transformers
+    from fedpriv.adapters import quiet_transformers
 
     architecture = (config.architectures or [""])[0]
     loader = AutoModel

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedpriv.adapters import LoraSettings, attach
-from fedpriv.adapters.base_formats import frozen_base
-from fedpriv.adapters.base_models import freeze, quiet_transformers
+from fedpriv.adapters import LoraSettings, attach, freeze, frozen_base, quiet_transformers
 from fedpriv.errors import InputError
 from fedpriv.training import find_prefix, peak_of_pass
 from fedpriv.training.stacked import FLOATS_PER_VALUE
@@ -333,7 +331,7 @@ def _configuration(name: str) -> Any:
     """
     from transformers import AutoConfig
 
-    from fedpriv.adapters.base_models import quiet_transformers
+    from fedpriv.adapters import quiet_transformers
 
     folder = Path(name).expanduser()
     known = _CONFIGURATIONS.get(name) or _BY_LAST_PART.get(name.lower())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from fedpriv.adapters import locations
+from fedpriv.adapters import check_model
 from fedpriv.config import LINEAR_RULES, ON_NODES, RunConfig, with_mechanism_parameters
 from fedpriv.data import federated
 from fedpriv.errors import InputError
@@ -65,7 +65,7 @@ def _looks(configs: Iterable[RunConfig]) -> list[Callable[[], object]]:
         values = (config.mechanism, config.mechanism_parameters, config.noise_multiplier)
         looks[("mechanism", values)] = partial(with_mechanism_parameters, config)
     for config in configs:
-        looks[("model", config.model)] = partial(locations.check, config.model)
+        looks[("model", config.model)] = partial(check_model, config.model)
     num_clients: dict[object, int] = {}
     for config in configs:
         if config.data != ON_NODES or config.test_data:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX
+from fedpriv.adapters import A_SUFFIX, B_SUFFIX
 from fedpriv.adapters.lora import CONVENTION_FILE
 from fedpriv.config import RunConfig, parse
 from fedpriv.data.records import chat_format_of

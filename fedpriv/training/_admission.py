@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpriv.adapters import base_formats, lora
+from fedpriv.adapters import lora, restore_float32, to_bfloat16
 from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.errors import InputError
 from fedpriv.training._isolation import raising_failures, refusing
@@ -216,18 +216,18 @@ def in_format(peft_model: Any, wanted: str, build: Callable[..., TrainingModel])
         InputError: bfloat16 is wanted, and the model does not compute in it.
     """
     if wanted == "nf4" and _on_gpu(peft_model):
-        base_formats.to_bfloat16(peft_model)
+        to_bfloat16(peft_model)
     if wanted in ("float32", "nf4") or (wanted == "auto" and _is_small(peft_model)):
         return build()
     before = None
     try:
         is_choice = wanted == "auto" and not _on_gpu(peft_model)
         in_float32 = _seconds_of_a_pass(peft_model, build) if is_choice else math.inf
-        before = base_formats.to_bfloat16(peft_model)
+        before = to_bfloat16(peft_model)
         share = _seconds_of_a_pass(peft_model, build) / in_float32
     except Exception as error:  # whatever it is, synthetic records alone have caused it
         if before is not None:
-            base_formats.restore(peft_model, before)
+            restore_float32(peft_model, before)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if wanted == "bfloat16":
             kind = peft_model.config.model_type
@@ -242,7 +242,7 @@ def in_format(peft_model: Any, wanted: str, build: Callable[..., TrainingModel])
         log.info("base_dtype = auto: %s; a pass in bfloat16 takes %.2f of the time in float32", chosen, share)
     if is_taken:
         return build(pretrained=before.weights)
-    base_formats.restore(peft_model, before)
+    restore_float32(peft_model, before)
     return build()
 
 

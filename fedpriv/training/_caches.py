@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedpriv.adapters.arithmetic import Merged, same_merged
+from fedpriv.adapters import Merged, same_merged
 from fedpriv.data.records import BatchShape, Item, Records, num_tokens, usable
 from fedpriv.training._isolation import isolated
 from fedpriv.training._shapes import Pass

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter, Merged
+from fedpriv.adapters import Adapter, Merged, lora
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import Item
 from fedpriv.training.model import TrainingModel

@@ -19,8 +19,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
 from sklearn.preprocessing import StandardScaler
 
-from fedpriv.adapters import lora, pooling
-from fedpriv.adapters.arithmetic import B_SUFFIX
+from fedpriv.adapters import B_SUFFIX, lora, pooling
 from fedpriv.config import ON_NODES, RunConfig
 from fedpriv.data import TextData
 from fedpriv.data.records import Item, Records, usable

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
-from fedpriv.adapters.arithmetic import Adapter, Merged
+from fedpriv.adapters import Adapter, Merged
 from fedpriv.adapters.pooling import BIAS_SCALE
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig

@@ -9,9 +9,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, Adapter, Merged, factors_of, same_merged
-from fedpriv.adapters.base_formats import base_dtype, is_quantised
+from fedpriv.adapters import (
+    A_SUFFIX,
+    B_SUFFIX,
+    Adapter,
+    Merged,
+    base_dtype,
+    factors_of,
+    is_quantised,
+    lora,
+    same_merged,
+)
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import BatchShape, Item, Records, collate
 from fedpriv.training._caches import (

@@ -28,7 +28,7 @@ from fedpriv.accounting.recipe import (
     start_noise_multiplier,
 )
 from fedpriv.accounting.views import default_delta, smallest_aggregate_scales
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError

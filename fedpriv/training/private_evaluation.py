@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fedpriv.accounting.events import Event
-from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter, Merged
+from fedpriv.adapters import Adapter, Merged, lora
 from fedpriv.config import RunConfig
 from fedpriv.data import TextData
 from fedpriv.data.records import Item, Records, num_tokens, usable

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fedpriv.adapters.arithmetic import Adapter, Merged
+from fedpriv.adapters import Adapter, Merged
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import Records, num_tokens
 from fedpriv.mechanisms.sources import SeededSource

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedpriv.accounting.events import Event, group
-from fedpriv.adapters.arithmetic import Adapter, same_merged
+from fedpriv.adapters import Adapter, same_merged
 from fedpriv.data.records import BatchShape, Item, usable
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.training._caches import Body, FeatureCache

@@ -10,8 +10,7 @@ from functools import cached_property, partial
 
 import torch
 
-from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
-from fedpriv.adapters.base_formats import quantise
+from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base, quantise
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import KEYS, ON_NODES, OUTSIDE_KEYS, RunConfig
 from fedpriv.data import DataSource, FederatedData, TextData, federated

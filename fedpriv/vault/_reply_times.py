@@ -17,7 +17,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.config import RunConfig
 from fedpriv.data import TextData, federated
 from fedpriv.ledger.entries import DataSet

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
-from fedpriv.adapters.locations import model_digest
+from fedpriv.adapters import model_digest
 from fedpriv.data.chat import Row
 from fedpriv.data.records import Encoder, PlainText
 

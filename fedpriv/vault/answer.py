@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fedpriv import protocol
 from fedpriv.accounting import views as accounting
-from fedpriv.adapters.arithmetic import Adapter, difference
-from fedpriv.aggregation import cmfl as relevance
+from fedpriv.adapters import Adapter, difference
+from fedpriv.aggregation import is_irrelevant
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import trace_without_message
@@ -421,8 +421,8 @@ def _is_irrelevant(adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, rou
     """Whether the update points away from the federation's last step; before the first step no update does."""
     if not broadcast.signs or not spec.relevance_threshold:
         return False
-    share = relevance.relevance(difference(adapter, broadcast.adapter), broadcast.signs)
-    return share < relevance.threshold(spec.relevance_threshold, round_)
+    update = difference(adapter, broadcast.adapter)
+    return is_irrelevant(update, broadcast.signs, start=spec.relevance_threshold, round_=round_)
 
 
 def _upload(content: bytes) -> Response:

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 
 from fedpriv import config as configuration
 from fedpriv.accounting.views import PlannedView
-from fedpriv.adapters.locations import model_digest
+from fedpriv.adapters import model_digest
 from fedpriv.data import DataSource
 from fedpriv.deployment import keys
 from fedpriv.deployment.command_line import read_settings

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from fedpriv.adapters import base_formats
-from fedpriv.adapters.base_formats import _shared
+from fedpriv.adapters import _base_formats as base_formats
+from fedpriv.adapters._base_formats import _shared
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_the_second_process_maps_the_first_ones_file(folder, weights):
 def test_pages_are_shared_between_processes(folder):
     """The proportional size of a mapping that two processes hold is half its size."""
     code = (
-        "import sys, torch; from fedpriv.adapters.base_formats import _shared\n"
+        "import sys, torch; from fedpriv.adapters._base_formats import _shared\n"
         "held = _shared({'a': torch.arange(2**23, dtype=torch.float32).bfloat16()})\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "text = open('/proc/self/smaps').read().split('safetensors', 1)[1]\n"

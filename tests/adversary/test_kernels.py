@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from fedpriv.adapters import LoraSettings, attach, read
-from fedpriv.adapters.arithmetic import Adapter, Merged, Product
+from fedpriv.adapters._arithmetic import Adapter, Merged, Product
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource

@@ -19,7 +19,7 @@ import torch
 
 from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
 from fedpriv.adapters import read
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, Product, factors_of
+from fedpriv.adapters._arithmetic import A_SUFFIX, B_SUFFIX, Product, factors_of
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError

@@ -26,7 +26,7 @@ from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import from_json
 from fedpriv.accounting.views import Release, rho_bar
-from fedpriv.aggregation.fedavg import weights_by_size
+from fedpriv.aggregation._fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse, to_flower
 from fedpriv.ledger.entries import CHARGED, RELEASED, data_sets, entries, releases
 from fedpriv.ledger.ledger import Ledger

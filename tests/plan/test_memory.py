@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fedpriv.adapters import LoraSettings, attach
-from fedpriv.adapters.base_models import freeze
+from fedpriv.adapters._base_models import freeze
 from fedpriv.errors import InputError
 from fedpriv.plan import memory
 from fedpriv.plan.memory import MemorySetting, _configuration, largest_batch, memory_plan

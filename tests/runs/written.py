@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.protocol import Registration
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._rows import ClientRow, RoundRow

@@ -11,7 +11,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from fedpriv import protocol
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.config import parse
 from fedpriv.deployment import keys
 from fedpriv.errors import TooFewClientsError

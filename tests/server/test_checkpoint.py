@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fedpriv.adapters.arithmetic import Product
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.adapters._arithmetic import Product
+from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.config import BY_RECIPE, parse, read
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger

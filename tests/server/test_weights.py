@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedpriv import protocol
-from fedpriv.aggregation.fedavg import weights_by_size
+from fedpriv.aggregation._fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse
 from fedpriv.protocol import Registration, UploadRelease
 from fedpriv.secure_aggregation import make_identity

@@ -15,8 +15,8 @@ import torch
 pytest.importorskip("gguf", reason="the extra llm is not installed")
 
 from fedpriv.adapters import LoraSettings, attach, load_base, lora
-from fedpriv.adapters.base_formats import quantise
-from fedpriv.adapters.locations import BUNDLED_LANGUAGE_MODEL as BUNDLED
+from fedpriv.adapters._base_formats import quantise
+from fedpriv.adapters._locations import BUNDLED_LANGUAGE_MODEL as BUNDLED
 from fedpriv.data.records import Records, collate
 from fedpriv.training._admission import _gradients, in_format
 from fedpriv.training.model import TrainingModel

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedpriv.adapters import LoraSettings, attach, lora, read
-from fedpriv.adapters.arithmetic import Product, factors_of
+from fedpriv.adapters._arithmetic import Product, factors_of
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedpriv.adapters import LoraSettings, attach
-from fedpriv.adapters.base_models import load_base
+from fedpriv.adapters._base_models import load_base
 from fedpriv.audit.canaries import random_token_canaries
 from fedpriv.config import parse
 from fedpriv.data.chat import RESPONSE_MASK

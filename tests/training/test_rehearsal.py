@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedpriv.adapters import read
-from fedpriv.adapters.arithmetic import Product, factors_of
+from fedpriv.adapters._arithmetic import Product, factors_of
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SecureSource
 from fedpriv.training import rehearsal

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from fedpriv.adapters.arithmetic import INNER_SUFFIX
+from fedpriv.adapters._arithmetic import INNER_SUFFIX
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
 from fedpriv.config._checks import PARTIAL_RULES

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from fedpriv import protocol
 from fedpriv.adapters import lora
-from fedpriv.aggregation.head_start import head_of
+from fedpriv.aggregation._head_start import head_of
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading

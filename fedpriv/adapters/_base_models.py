@@ -26,8 +26,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from fedpriv.adapters import locations, pooling
-from fedpriv.adapters.locations import model_digest, quiet_hub
+from fedpriv.adapters import _locations as locations
+from fedpriv.adapters import pooling
+from fedpriv.adapters._locations import model_digest, quiet_hub
 from fedpriv.errors import InputError
 from fedpriv.files import new_folder
 

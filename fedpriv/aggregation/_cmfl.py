@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpriv.adapters.arithmetic import Adapter, difference
+from fedpriv.adapters import Adapter, difference
 from fedpriv.adapters.codecs import pack_ternary, unpack_ternary
-from fedpriv.aggregation.fedavg import GlobalModel, weighted_average
+from fedpriv.aggregation._fedavg import GlobalModel, weighted_average
 
 
 def relevance(update: Mapping[str, Tensor], signs: Mapping[str, Tensor]) -> float:
@@ -49,6 +49,11 @@ def threshold(start: float, round_: int) -> float:
     Source: Luping et al. 2019, Section IV; convergence needs a threshold that falls to zero.
     """
     return start / math.sqrt(round_)
+
+
+def is_irrelevant(update: Mapping[str, Tensor], signs: Mapping[str, Tensor], *, start: float, round_: int) -> bool:
+    """Whether a client stays silent, since its update's `relevance` is below the round's `threshold`."""
+    return relevance(update, signs) < threshold(start, round_)
 
 
 def cmfl(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:

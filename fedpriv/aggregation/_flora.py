@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, Adapter, add_products, factors_of, non_lora_tensors
-from fedpriv.aggregation.fedavg import GlobalModel, weighted_average
+from fedpriv.adapters import A_SUFFIX, B_SUFFIX, Adapter, add_products, factors_of, non_lora_tensors
+from fedpriv.aggregation._fedavg import GlobalModel, weighted_average
 
 
 def flora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:

@@ -22,6 +22,8 @@ from typing import Literal
 from fedpriv.errors import InputError
 
 BUNDLED_ENCODER = "all-MiniLM-L6-v2"
+"""The name of the encoder that a package brings."""
+
 BUNDLED_LANGUAGE_MODEL = "SmolLM2-135M-Instruct"
 LANGUAGE_MODEL_ON_HUB = f"HuggingFaceTB/{BUNDLED_LANGUAGE_MODEL}"
 
@@ -67,7 +69,7 @@ def locate(name: str) -> Path | None:
     return None
 
 
-def check(name: str) -> None:
+def check_model(name: str) -> None:
     """Refuse a model that cannot be loaded, within seconds; what its files hold is not looked at.
 
     Raises:

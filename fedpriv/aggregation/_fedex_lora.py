@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fedpriv.adapters.arithmetic import Adapter, add_products, factors_of
-from fedpriv.aggregation.fedavg import GlobalModel, weighted_average
+from fedpriv.adapters import Adapter, add_products, factors_of
+from fedpriv.aggregation._fedavg import GlobalModel, weighted_average
 
 
 def fedex_lora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.aggregation.fedavg import GlobalModel, weighted_average
+from fedpriv.adapters import Adapter
+from fedpriv.aggregation._fedavg import GlobalModel, weighted_average
 
 # Near the best threshold for normal and for uniform weights, in units of their mean magnitude (Li and Liu 2016).
 _THRESHOLD = 0.7

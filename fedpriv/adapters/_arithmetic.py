@@ -18,9 +18,14 @@ Adapter = dict[str, Tensor]
 """{name of a trainable tensor: its values}."""
 
 A_SUFFIX = ".lora_A.weight"
+"""The end of the name of a matrix A, as peft stores it."""
+
 B_SUFFIX = ".lora_B.weight"
-# By peft's names of an adapter called `default`, which it leaves in the names of what lies inside a module of its own.
+"""The end of the name of a matrix B, as peft stores it."""
+
 INNER_SUFFIX = ".lora_B.default.R.weight"
+"""The end of the name of an R between B and A. It keeps the `default` that peft drops elsewhere."""
+
 _LEFT = ".left"
 _RIGHT = ".right"
 

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from fedpriv.adapters.base_models import cache_folder, quiet_transformers
+from fedpriv.adapters._base_models import cache_folder, quiet_transformers
 from fedpriv.errors import InputError
 from fedpriv.files import write_new
 
@@ -96,7 +96,7 @@ def to_bfloat16(model: Any) -> _InFloat32:
     return before
 
 
-def restore(model: Any, before: _InFloat32) -> None:
+def restore_float32(model: Any, before: _InFloat32) -> None:
     """Undo `to_bfloat16`, given what it returned."""
     for name, p in frozen_base(model).items():
         p.data = before.weights[name]

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.adapters.pooling import BIAS_SCALE
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.aggregation._fedavg import GlobalModel
 
 # A class counts as at least this share of an even one's records, and as twice the noise of its count.
 _SMALLEST_SHARE = 0.25

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, factors_of
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.adapters import A_SUFFIX, B_SUFFIX, factors_of
+from fedpriv.aggregation._fedavg import GlobalModel
 
 
 def rebased(model: GlobalModel) -> GlobalModel:
