@@ -183,13 +183,13 @@ def read_sum(reply: Message, expected: ExpectedReply, *, dimension: int, modulus
 
 
 def reason_of(reply: Message) -> str:
-    """Why a node, or the link, replied with an error, in one line."""
+    """The reason for which a node, or the link, replied with an error, in one line."""
     return " ".join((reply.error.reason or "").split())
 
 
 @contextmanager
 def _malformed_by_name() -> Iterator[None]:
-    """Whatever goes wrong while a reply is read makes it a malformed one."""
+    """Call a reply malformed whatever goes wrong while it is read."""
     try:
         yield
     except MalformedError:

@@ -81,10 +81,10 @@ class Observer(Protocol):
         """
 
     def notice(self, text: str) -> None:
-        """Something that the user who started the run should know before it goes on."""
+        """Tell the user who started the run something before it goes on."""
 
     def progressed(self, progress: RunProgress) -> None:
-        """Something is going on, in a round or outside; this comes often, and may be ignored."""
+        """Learn that something is going on, in a round or outside; this comes often, and may be ignored."""
 
     def round_done(self, row: RoundRow) -> None:
         """A round is over."""

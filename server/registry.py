@@ -119,7 +119,7 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
     """Deduplicate the run's variants into its store, validated on the server's test set.
 
     What an interrupted attempt stored stays if it was made of the same variants in the same way; else the store is
-    made anew.
+    made again.
     """
     store_path = writer.path / files.STORE
     described = [
@@ -166,7 +166,7 @@ def _keep_only_if_same(
         reason = f"it holds {', '.join(strangers)}"
     except (InputError, StoreError) as error:
         reason = str(error)
-    log.info("the store of an earlier attempt is made anew: %s", reason)
+    log.info("the store of an earlier attempt is made again: %s", reason)
     shutil.rmtree(path)
 
 

@@ -362,7 +362,7 @@ class Receipts:
 
     @staticmethod
     def of(config: RunConfig, run_folder: Path, nodes: Nodes) -> Receipts:
-        """Those beside the ledger of several runs; where each run has its own, beside their folders."""
+        """The receipts next to the ledger of several runs; where each run has its own ledger, next to their folders."""
         path = Path(f"{config.ledger}.receipts") if config.ledger else run_folder.parent / "receipts.jsonl"
         return Receipts(path, _signers(config, nodes), nodes)
 

@@ -53,7 +53,7 @@ class BaseModel:
 
 
 def resolve(name: str) -> str:
-    """Where the model's files are: the path of a folder, or the name on the Hugging Face Hub.
+    """The place of a model's files: the path of a folder, or the name on the Hugging Face Hub.
 
     The model of a GGUF file is in a folder of the cache, which the first call for this file makes.
 
@@ -301,6 +301,6 @@ def _verify(folder: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where converted weights are kept."""
+    """The folder in which converted weights are kept."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedpriv"
     return Path(os.environ.get("FEDPRIV_CACHE") or default)

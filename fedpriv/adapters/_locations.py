@@ -83,7 +83,7 @@ def check_model(name: str) -> None:
 
 
 def hub_problem(name: str, kind: _Kind) -> str:
-    """Why the Hub's name cannot be loaded on this machine; empty if it may be.
+    """The reason why the Hub's name cannot be loaded on this machine; empty if it may be.
 
     What this user's cache holds is not asked for. A Hub that answers slowly, or with another error than that there is
     no such name, is left to its own clients.

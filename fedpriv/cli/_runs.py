@@ -51,7 +51,9 @@ def watch(
     folder: Annotated[Path, typer.Argument(help="Folder of a run or a sweep; it may begin later.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8001,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine, to whoever asks.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond this machine, to anyone who asks.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve a page that shows a run or a sweep while it goes on: rounds, epsilons against budgets, clients, events.

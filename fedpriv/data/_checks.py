@@ -73,7 +73,7 @@ def describe(
 
 
 def _persons(table: datasets.Dataset, person: str, client: str) -> dict[str, int]:
-    """How many persons there are, and what of them exceeds the unit of privacy, which is one record of one client.
+    """The number of persons, and what of them exceeds the unit of privacy, which is one record of one client.
 
     Args:
         table: the records.
@@ -121,7 +121,7 @@ def _in_tokens(tokenizer: Any, texts: list[str], pairs: list[str] | None, max_le
 
 
 def counts(values: Any) -> dict[str, int]:
-    """How often each value occurs, most frequent first."""
+    """The number of times that each value occurs, most frequent first."""
     return dict(Counter(str(value) for value in values if value is not None).most_common())
 
 

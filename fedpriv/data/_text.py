@@ -44,7 +44,7 @@ class TextData:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
-    """Where a node's records are. Only the node's own configuration decides this, never that of a run.
+    """The place of a node's records. Only the node's own configuration decides this, never that of a run.
 
     Attributes:
         data: a file; `fedpriv.data._own` says what is a record of it.

@@ -45,7 +45,7 @@ _Token = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFormat:
-    """How prompts are put to a model.
+    """The format in which prompts are put to a model.
 
     Attributes:
         system_prompt: put before chats that have no system turn; empty puts none.
@@ -265,7 +265,7 @@ class _Chats:
 
 
 def _starts(spans: Sequence[_Span]) -> list[int]:
-    """Where each span begins, in characters."""
+    """The place at which each span begins, in characters."""
     return list(accumulate((len(text) for text, _ in spans), initial=0))[:-1]
 
 

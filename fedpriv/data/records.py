@@ -238,7 +238,7 @@ class PlainText:
 
 
 def chat_format_of(config: RunConfig) -> ChatFormat:
-    """How a run puts its prompts."""
+    """The format of a run's prompts."""
     return ChatFormat(
         system_prompt=config.system_prompt,
         prompt_template=config.prompt_template,
@@ -252,7 +252,7 @@ def encoder_of(config: RunConfig) -> Encoder:
 
 
 def num_cut(found: Records, end: int | None) -> int:
-    """How many of the usable records have no end: their text, or response, was longer than there was room for.
+    """The number of usable records without an end: their text, or response, was longer than there was room for.
 
     Args:
         found: of a causal model.
@@ -265,7 +265,7 @@ def num_cut(found: Records, end: int | None) -> int:
 
 
 def num_full(found: Records, max_length: int) -> int:
-    """How many of the usable records have `max_length` tokens: something of each may be cut."""
+    """The number of usable records with `max_length` tokens: something of each may be cut."""
     return sum(usable(item) and num_tokens(item) >= max_length for item in found.items())
 
 
@@ -278,7 +278,7 @@ def _ended(row: Row, end: int, max_length: int) -> Row:
 
 @dataclass(frozen=True, kw_only=True)
 class TextReading:
-    """How texts become tokens, and how long an answer is.
+    """The way in which texts become tokens, and the length of an answer.
 
     Attributes:
         max_length: tokens of a text, special ones included.
@@ -298,7 +298,7 @@ class TextReading:
 
     @classmethod
     def of(cls, config: RunConfig) -> TextReading:
-        """How the models of a run read."""
+        """The reading of a run's models."""
         return cls(
             max_length=config.max_length,
             pairs=bool(config.text_pair_column),
@@ -332,7 +332,7 @@ class TextReading:
 
     @property
     def chat(self) -> ChatFormat:
-        """How one prompt is put to the model."""
+        """The format of one prompt."""
         return ChatFormat(system_prompt=self.system_prompt, prompt_template=self.prompt_template)
 
     @property

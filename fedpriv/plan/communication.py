@@ -1,4 +1,4 @@
-"""How much a federation with a LoRA setting sends, counted from the model's shape without its weights.
+"""The bytes that a federation with a LoRA setting sends, counted from the model's shape without its weights.
 
 The count covers the values of the A and B matrices. It excludes a classification head, which a run with
 `task = SEQ_CLS` trains and sends too, and the overhead of file formats and transport.
@@ -164,7 +164,7 @@ def _meta_model(config: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """How much the clients send; they receive as much.
+    """The bytes that clients send; they receive as many.
 
     Attributes:
         total_parameters, target_parameters: of the whole model, and of the adapted weight matrices themselves.
@@ -205,7 +205,7 @@ def count(
     num_rounds: int = 50,
     bytes_per_value: int = 4,
 ) -> Communication:
-    """How much a federation sends if every client takes part in every round.
+    """The bytes that a federation sends if every client takes part in every round.
 
     Args:
         shape: of the base model.

@@ -1,4 +1,4 @@
-"""How much memory a step of DP-LoRA needs, from a language model's configuration alone, before anything is loaded.
+"""The memory that a step of DP-LoRA needs, from a language model's configuration alone, before anything is loaded.
 
 Parameters are counted on the model itself, with its adapter, on torch's meta device. Activations, logits and per-sample
 gradients are counted in the library's own pass, run on tensors that have shapes but no values. The configurations of

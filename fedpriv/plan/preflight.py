@@ -122,7 +122,7 @@ def objections_to_run(config: RunConfig) -> list[str]:
 
 
 def objections_to_aggregate(config: RunConfig) -> tuple[str, ...]:
-    """Why the `aggregate` view does not hold for the run; empty if it holds."""
+    """The reasons why the `aggregate` view does not hold for the run; none if it holds."""
     from fedpriv.accounting.views import aggregate_objections  # deferred: it imports the accountants
 
     return aggregate_objections(

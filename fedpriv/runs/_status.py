@@ -237,7 +237,7 @@ def _resume_command(run_dir: Path, engine: str) -> str:
 
 
 def _last_change(run_dir: Path) -> float:
-    """When the run last wrote something, in seconds since the epoch."""
+    """The time of the run's last write, in seconds since the epoch."""
     times = []
     for path in (path for pattern in _SIGNS_OF_LIFE for path in run_dir.glob(pattern)):
         try:

@@ -115,7 +115,7 @@ def skipping_prefix(prefix: Prefix, hidden: Tensor) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class _Room:
-    """Where states go.
+    """The memory or the file that states are kept in.
 
     Attributes:
         states: [tokens, width], in the format of the base.

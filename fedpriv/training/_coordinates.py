@@ -115,7 +115,7 @@ def _value_factors(shapes: Mapping[str, torch.Size], *, bias: float = 1.0, lora:
 
 @dataclass(frozen=True, kw_only=True)
 class VectorLayout:
-    """Where each tensor of an adapter lies in one flat vector, so that one operation replaces many small ones.
+    """The place of each tensor of an adapter in one flat vector, so that one operation replaces many small ones.
 
     Attributes:
         shapes: {tensor name: its shape}, in the adapter's order.

@@ -31,7 +31,7 @@ class _CausalModel(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which it computes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -25,7 +25,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """How well a model predicts the records of a batch, each by itself.
+    """A model's predictions of a batch's records, each by itself.
 
     Attributes:
         losses: [rows], in nats: cross-entropy of the class, or the mean over the record's targets; zero without any.
@@ -88,7 +88,7 @@ def _causal_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def predictions(logits: Tensor, batch: Mapping[str, Tensor]) -> Predictions:
-    """How well the logits predict each record.
+    """The predictions of each record that the logits make.
 
     With labels, the batch is one of classification; without, of next-token prediction.
     """
@@ -134,12 +134,12 @@ def output_layer(model: Any, inputs: dict[str, Tensor]) -> nn.Linear | None:
 
 
 def places_of(targets: Tensor) -> list[Tensor]:
-    """Where each row has a target, [rows] of int64 vectors."""
+    """The places of each row's targets, [rows] of int64 vectors."""
     return [(own != IGNORED).nonzero().squeeze(1) for own in targets]
 
 
 def sliced_predictions(hidden: Tensor, layer: nn.Linear, targets: Tensor, places: Sequence[Tensor]) -> Predictions:
-    """How well the layer's logits predict each record's targets: `losses.predictions` of them.
+    """The `predictions` of each record's targets that the layer's logits make.
 
     Args:
         hidden: [rows, tokens, width], what the layer reads; gradients flow to it alone.

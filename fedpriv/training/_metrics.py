@@ -70,7 +70,7 @@ def accuracy_standard_error(confusion: Sequence[Sequence[int]]) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenLosses:
-    """How well a causal model predicts each record of a test set.
+    """The losses of a causal model on each record of a test set.
 
     Attributes:
         sums: float64 [records], minus the log-likelihood of a record's targets, in nats.

@@ -33,7 +33,7 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """To which lengths records are padded.
+    """The lengths to which records are padded.
 
     Multiples of `multiple` up to 8 times this; from there on, of the largest power of two that is at most a quarter of
     the length. There is always some padding, except for records of the longest length, which is where truncation puts

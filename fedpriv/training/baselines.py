@@ -160,7 +160,7 @@ def _features(model: TrainingModel, items: Sequence[Item], *, cached: bool) -> n
 
 
 def hits(train: Labelled, test: Labelled, seed: int) -> tuple[int, int]:
-    """How many of the test records the linear probe and TF-IDF get right.
+    """The numbers of test records that the linear probe and TF-IDF get right.
 
     Args:
         train, test: public records: nothing adds noise.

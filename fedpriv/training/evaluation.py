@@ -58,7 +58,7 @@ def passes_by_length(items: Sequence[Item]) -> Iterator[list[int]]:
 def evaluate(
     model: TrainingModel, records: Records, *, keep_features: bool = False, choices: Choices | None = None
 ) -> Evaluation:
-    """How well the model, with its current adapter, predicts the records; the states of its prefix cache are used.
+    """The quality of the model, with its current adapter, on the records; the states of its prefix cache are used.
 
     Args:
         model: with an adapter.

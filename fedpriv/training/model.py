@@ -263,7 +263,7 @@ class TrainingModel:
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
     def predictions(self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None) -> Predictions:
-        """How well the model predicts the given records; rows beyond them are dummies'."""
+        """The model's predictions of the given records; rows beyond them are dummies'."""
         if self.output_layer is None:
             return predictions(*self.logits(items, cached=cached, shape=shape))
         batch = self._batch(items, shape)

@@ -197,7 +197,7 @@ def start_noise(config: RunConfig, sizes: Sequence[int]) -> float:
 
 
 def _num_lora_values(config: RunConfig, initial: Adapter) -> int:
-    """How many values of A and B the rule's rounds train; 1 if there are none."""
+    """The number of values of A and B that the rule's rounds train; 1 if there are none."""
     turns = RULES[config.aggregation].turns
     trained = {name for turn in turns for name in trained_names(initial, turn)}
     return max(1, sum(initial[name].numel() for name in trained if ".lora_" in name))

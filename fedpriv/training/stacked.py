@@ -130,7 +130,7 @@ def caching_pays_off(spec: UpdateSpec, sampler: PoissonSampler) -> bool:
 
 
 def clients_at_once(model: TrainingModel) -> int:
-    """How many clients' adapters, with a step's gradients and optimizer state, fit the memory limit; at least 1."""
+    """The number of clients whose adapters, gradients and optimizer state fit the memory limit; at least 1."""
     num_values = sum(parameter.numel() for parameter in model.parameters.values())
     return max(1, model.memory_limit // (4 * FLOATS_PER_VALUE * num_values))
 

@@ -151,7 +151,7 @@ def check_host(host: str) -> None:
 
 
 def valid_until(certificate: Path) -> datetime:
-    """When a certificate expires, in UTC.
+    """The time at which a certificate expires, in UTC.
 
     Raises:
         InputError: the file is missing or is not a certificate.

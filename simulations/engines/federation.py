@@ -64,7 +64,7 @@ def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
 
 
 def contexts(config: RunConfig) -> list[Context]:
-    """The nodes of the simulation. Whoever simulates owns all data, so they trust the run's configuration."""
+    """The nodes of the simulation. Its user owns all data, so they trust the run's configuration."""
     run_config, num_clients = to_flower(config), len(workbench(config).data.clients)
     return [
         Context(

@@ -150,7 +150,7 @@ def _event_lines(run: RunStatus) -> Iterable[Text]:
 
 
 def event_parts(event: Mapping[str, Any]) -> tuple[str, str, str]:
-    """An event's time (UTC), its name, and whom and what it is about."""
+    """An event's time (UTC), its name, and the client and the values that it names."""
     fields = {name: value for name, value in event.items() if value not in (None, "")}
     keys = [f"{name} {fields[name]}" for name in ("round", "client") if name in fields]
     others = [

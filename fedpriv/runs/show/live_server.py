@@ -1,4 +1,4 @@
-"""The server of `fedpriv watch`: which address answers what, and for whom. It reads one folder and writes nothing.
+"""The server of `fedpriv watch`, and its addresses. It reads one folder and writes nothing.
 
 A folder is read once for all who follow its page, however many they are and however slowly they read.
 """
@@ -41,7 +41,7 @@ from fedpriv.serving.http.server import Address, ListeningServer
 # Streams that are open at once, of all pages together.
 MOST_STREAMS = 64
 
-# Beside those that every server here sends: no page of another site may hold any of this, in whatever way.
+# With those that every server here sends: no page of another site may hold any of this, in whatever way.
 _HEADERS = {"Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin"}
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; sandbox"
 
