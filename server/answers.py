@@ -14,7 +14,7 @@ from fedpriv.adapters import Adapter, Merged
 from fedpriv.config import RunConfig
 from fedpriv.data import turns_of
 from fedpriv.data.records import usable
-from fedpriv.runs import RunWriter, Sample, files, write_samples
+from fedpriv.runs import RunWriter, Sample
 from fedpriv.training import (
     Tokens,
     ends_of_turn,
@@ -81,18 +81,11 @@ def answered(
     references = [text_of(bench.base.tokenizer, tokens) for tokens in questions.references]
     none = [None] * len(references)
     rows = zip(questions.texts, references, texts[UNTRAINED], texts[PRIVATE], texts.get(NON_PRIVATE, none), strict=True)
-    write_samples(
-        writer.path / files.SAMPLES,
+    writer.write_samples(
         [
-            Sample(
-                prompt=prompt,
-                reference=reference,
-                untrained=untrained,
-                private=private,
-                non_private=non_private,
-            )
+            Sample(prompt=prompt, reference=reference, untrained=untrained, private=private, non_private=non_private)
             for prompt, reference, untrained, private, non_private in rows
-        ],
+        ]
     )
     return _figures({name: rouge_l(references, of) for name, of in texts.items()})
 

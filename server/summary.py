@@ -19,7 +19,7 @@ from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.plan.preflight import objections_to_aggregate
 from fedpriv.runs import ClientRow, RoundRow
-from fedpriv.training import accuracy_standard_error, log_perplexity_change, macro_f1, majority_share
+from fedpriv.training import class_figures, log_perplexity_change
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.workbench import Workbench
 from server.evaluation import PrivateEvaluation
@@ -174,11 +174,7 @@ def quality(
         baselines: if they were computed.
     """
     confusion = test.confusion if test else None
-    figures = {
-        "majority_accuracy": majority_share(confusion) if confusion else None,
-        "accuracy_standard_error": accuracy_standard_error(confusion) if confusion else None,
-        "macro_f1": macro_f1(confusion) if confusion else None,
-    }
+    figures = class_figures(confusion)
     return figures | {
         "confusion_matrix": [list(row) for row in confusion] if confusion else None,
         "labels": list(labels) if confusion else None,

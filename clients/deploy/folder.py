@@ -230,7 +230,7 @@ def replace_vault_key(node: Node, sources: Sequence[Path]) -> None:
                 )
     owner = _owner(node)
     keys.add_line(vault.earlier_keys, watch.signer, owner=owner)
-    keys.replace_key_pair(vault.key, keys.VAULT, owner=owner)
+    keys.make_key_pair(vault.key, keys.VAULT, owner=owner, replaces=True)
 
 
 def replace_node_key(node: Node) -> None:
@@ -241,7 +241,7 @@ def replace_node_key(node: Node) -> None:
     """
     if not node.vault.key.exists():
         raise InputError(f"{node.vault.key}: is missing; run `new-key` without --node first, or receipts would be lost")
-    keys.replace_key_pair(node.key, keys.NODE, owner=_owner(node))
+    keys.make_key_pair(node.key, keys.NODE, owner=_owner(node), replaces=True)
 
 
 def _owner(node: Node) -> User | None:

@@ -47,6 +47,21 @@ class Records:
         """The records with the given indices, or all of them."""
         return [(self, index) for index in (range(len(self)) if indices is None else indices)]
 
+    def num_cut(self, end: int | None) -> int:
+        """The number of usable records without an end: their text, or response, was longer than there was room for.
+
+        Args:
+            end: id of the token that ends a record of a causal model; None if there is no such token.
+        """
+        if end is None:
+            return 0
+        pairs = zip(self.features["input_ids"], self.items(), strict=True)
+        return sum(int(row[-1]) != end for row, item in pairs if usable(item))
+
+    def num_full(self, max_length: int) -> int:
+        """The number of usable records with `max_length` tokens: something of each may be cut."""
+        return sum(usable(item) and num_tokens(item) >= max_length for item in self.items())
+
 
 # One record of one holder: a batch may mix the records of several holders.
 Item = tuple[Records, int]
@@ -249,24 +264,6 @@ def chat_format_of(config: RunConfig) -> ChatFormat:
 def encoder_of(config: RunConfig) -> Encoder:
     """The encoder of a run's records."""
     return chat_format_of(config) if config.instructs else PlainText(ends=config.task == "CAUSAL_LM")
-
-
-def num_cut(found: Records, end: int | None) -> int:
-    """The number of usable records without an end: their text, or response, was longer than there was room for.
-
-    Args:
-        found: of a causal model.
-        end: id of the token that ends a record; None if there is no such token.
-    """
-    if end is None:
-        return 0
-    lasts = [int(row[-1]) for row, item in zip(found.features["input_ids"], found.items(), strict=True) if usable(item)]
-    return sum(last != end for last in lasts)
-
-
-def num_full(found: Records, max_length: int) -> int:
-    """The number of usable records with `max_length` tokens: something of each may be cut."""
-    return sum(usable(item) and num_tokens(item) >= max_length for item in found.items())
 
 
 def _ended(row: Row, end: int, max_length: int) -> Row:

@@ -26,14 +26,10 @@ if TYPE_CHECKING:
     from fedpriv.runs._rows import column_types as column_types
     from fedpriv.runs._rows import parse_epsilon as parse_epsilon
     from fedpriv.runs._rows import read_rows as read_rows
-    from fedpriv.runs._rows import write_samples as write_samples
     from fedpriv.runs._status import ClientStatus as ClientStatus
     from fedpriv.runs._status import RunStatus as RunStatus
     from fedpriv.runs._status import spent_on_view as spent_on_view
     from fedpriv.runs._status import status_of as status_of
-    from fedpriv.runs._sweeps import SweepRun as SweepRun
-    from fedpriv.runs._sweeps import is_sweep as is_sweep
-    from fedpriv.runs._sweeps import read_sweep as read_sweep
     from fedpriv.runs._writer import RunWriter as RunWriter
     from fedpriv.runs._writer import environment as environment
     from fedpriv.runs.figures import format_bound as format_bound

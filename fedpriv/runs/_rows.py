@@ -11,7 +11,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -216,13 +216,6 @@ class Sample:
     untrained: str
     private: str
     non_private: str | None
-
-
-def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write the samples atomically."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(f"{json.dumps(asdict(sample))}\n" for sample in samples), encoding="utf-8")
-    temporary.replace(path)
 
 
 def read_samples(path: Path) -> tuple[Sample, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import platform
 import subprocess
@@ -19,7 +20,7 @@ from fedpriv.errors import InputError
 from fedpriv.files import Journal
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
-from fedpriv.runs._rows import ClientRow, RoundRow, column_types, read_rows
+from fedpriv.runs._rows import ClientRow, RoundRow, Sample, column_types, read_rows
 from fedpriv.runs.files import write_json
 
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "dp-accounting", "numpy", "datasets", "cryptography")
@@ -103,6 +104,13 @@ class RunWriter:
         path = self.path / files.VARIANTS / name
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def write_samples(self, samples: Sequence[Sample]) -> None:
+        """Write prompts with the models' answers, atomically."""
+        path = self.path / files.SAMPLES
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(f"{json.dumps(asdict(sample))}\n" for sample in samples), encoding="utf-8")
+        temporary.replace(path)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, which marks the run as finished."""

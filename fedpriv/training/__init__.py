@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from fedpriv.training._decoding import with_adapter as with_adapter
     from fedpriv.training._live_bytes import peak_of_pass as peak_of_pass
     from fedpriv.training._losses import predictions as predictions
-    from fedpriv.training._metrics import accuracy_standard_error as accuracy_standard_error
+    from fedpriv.training._metrics import class_figures as class_figures
     from fedpriv.training._metrics import log_perplexity_change as log_perplexity_change
-    from fedpriv.training._metrics import macro_f1 as macro_f1
-    from fedpriv.training._metrics import majority_share as majority_share
     from fedpriv.training._metrics import mean_estimate as mean_estimate
     from fedpriv.training._metrics import require_rouge as require_rouge
     from fedpriv.training._metrics import rouge_l as rouge_l

@@ -52,6 +52,16 @@ def majority_share(confusion: Sequence[Sequence[int]]) -> float:
     return float(sizes.max() / sizes.sum())
 
 
+def class_figures(confusion: Confusion | None) -> dict[str, float | None]:
+    """{key of summary.json: what it says of a confusion matrix}; None for all of them without a matrix."""
+    figures = {
+        "majority_accuracy": majority_share,
+        "accuracy_standard_error": accuracy_standard_error,
+        "macro_f1": macro_f1,
+    }
+    return {name: figure(confusion) if confusion else None for name, figure in figures.items()}
+
+
 def accuracy_of(confusion: Sequence[Sequence[int]]) -> float:
     """The share of records whose predicted class is the true one, in [0, 1].
 

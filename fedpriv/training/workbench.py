@@ -21,8 +21,6 @@ from fedpriv.data.records import (
     Records,
     check_max_length,
     encoder_of,
-    num_cut,
-    num_full,
     tokenize,
     usable,
 )
@@ -182,8 +180,8 @@ class Workbench:
         """Log, on the machine of the records, what of them no model can learn."""
         unusable = 0 if records.unusable is None else int(records.unusable.sum())
         most = self._config.max_length
-        cut = 0 if self._config.task == "SEQ_CLS" else num_cut(records, self._end)
-        full = num_full(records, most) - cut if isinstance(self.encoder, ChatFormat) else 0
+        cut = 0 if self._config.task == "SEQ_CLS" else records.num_cut(self._end)
+        full = records.num_full(most) - cut if isinstance(self.encoder, ChatFormat) else 0
         for number, what in (
             (unusable, "have nothing to train on"),
             (cut, f"are cut to {most} tokens"),

@@ -30,17 +30,15 @@ from fedpriv.errors import InputError
 from fedpriv.runs import (
     ClientStatus,
     RunFolder,
-    SweepRun,
     files,
     is_alive,
-    is_sweep,
-    read_sweep,
     spent_on_view,
     status_of,
 )
 from fedpriv.runs.figures import figures, format_bound, format_delta, format_epsilon
 from fedpriv.runs.show import _plots
 from fedpriv.runs.show._report_page import Panel, panel, quality_panels, render, templates
+from fedpriv.runs.show._sweeps import SweepRun, is_sweep, read_sweep
 from fedpriv.runs.show._terminal import event_parts, state_of, trouble_of
 from fedpriv.texts import holder_label
 

@@ -11,9 +11,7 @@ from typing import Any
 import pandas as pd
 
 from fedpriv.errors import InputError
-from fedpriv.runs import files
-from fedpriv.runs._folder import RunFolder
-from fedpriv.runs._status import RunStatus, status_of
+from fedpriv.runs import RunFolder, RunStatus, files, status_of
 
 
 @dataclass(frozen=True, kw_only=True)
