@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -63,11 +63,12 @@ def watch(
 
     fedpriv watch results/20261121-042553-embedded --port 8001
     """
-    live = _live_modules()
-    address = live.Address(host=host, port=port)
-    live.check_host(address, insecure=insecure)
-    if not folder.is_dir() and not folder.absolute().parent.is_dir():
-        raise InputError(f"folder = {str(folder)!r}: must be the folder of a run or a sweep, or be in a folder")
+    try:
+        from fedpriv.runs.show import serve_folder
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "h11"):
+            raise
+        raise InputError(f"watch: needs {error.name}; install it with pip install 'fedpriv[serve]'") from None
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
     def tell(url: str) -> None:
@@ -75,15 +76,4 @@ def watch(
         show({"url": url, "folder": str(folder)}, [f"{url} shows {folder}{waits}; Ctrl-C ends it"], as_json)
         sys.stdout.flush()
 
-    live.WatchServer(live.WatchedPages(folder), address, tell).serve_until_signal()
-
-
-def _live_modules() -> Any:
-    """The server, or one line that says which extra it needs."""
-    try:
-        from fedpriv.runs.show import live_server
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "h11"):
-            raise
-        raise InputError(f"watch: needs {error.name}; install it with pip install 'fedpriv[serve]'") from None
-    return live_server
+    serve_folder(folder, (host, port), insecure=insecure, on_ready=tell)

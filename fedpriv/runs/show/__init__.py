@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fedpriv.runs.show._following import following as following
     from fedpriv.runs.show._following import following_run as following_run
     from fedpriv.runs.show._following import run_name as run_name
+    from fedpriv.runs.show._live_server import serve_folder as serve_folder
     from fedpriv.runs.show._report_page import write_report as write_report
     from fedpriv.runs.show._result import Run as Run
     from fedpriv.runs.show._result import open_run as open_run

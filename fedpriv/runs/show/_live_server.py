@@ -323,6 +323,25 @@ class WatchServer(ListeningServer):
         self.should_exit = True
 
 
+def serve_folder(folder: Path, address: tuple[str, int], *, insecure: bool, on_ready: Callable[[str], None]) -> None:
+    """Serve the page of a run or a sweep until SIGTERM or SIGINT.
+
+    Args:
+        folder: of it, which may not be there yet.
+        address: host and port to listen on; port 0 takes a free one.
+        insecure: whether other machines may read along.
+        on_ready: is told the URL once clients can connect.
+
+    Raises:
+        InputError: the address is not of this machine alone, or the folder is neither there nor within one.
+    """
+    at = Address(host=address[0], port=address[1])
+    check_host(at, insecure=insecure)
+    if not folder.is_dir() and not folder.absolute().parent.is_dir():
+        raise InputError(f"folder = {str(folder)!r}: must be the folder of a run or a sweep, or be in a folder")
+    WatchServer(WatchedPages(folder), at, on_ready).serve_until_signal()
+
+
 def check_host(address: Address, *, insecure: bool) -> None:
     """Refuse to be read by other machines, which are not asked who they are.
 
