@@ -198,7 +198,7 @@ def test_a_run_that_lives_on_another_machine_keeps_every_row(interrupted):
     values, folder = interrupted
     table, process = folder / files.ROUNDS, folder / files.PRESENCE
     last = table.read_text().splitlines()[-1]
-    with presence.held(folder), table.open("a") as file:
+    with presence.marked_alive(folder), table.open("a") as file:
         process.write_text('{"boot": "another machine"}')
         print(last.replace("2", "3", 1), file=file, flush=True)  # of a round that has no checkpoint yet
         before = table.read_bytes(), process.read_bytes()
