@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fedpriv.errors import LedgerError as LedgerError
     from fedpriv.errors import StoreError as StoreError
     from fedpriv.errors import TooFewClientsError as TooFewClientsError
-    from fedpriv.runs.show.result import Run as Run
-    from fedpriv.runs.show.result import open_run as open_run
+    from fedpriv.runs.show import Run as Run
+    from fedpriv.runs.show import open_run as open_run
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from fedpriv.adapters.arithmetic import INNER_SUFFIX
+from fedpriv.adapters import INNER_SUFFIX
 from fedpriv.dedup import saliency
 from fedpriv.dedup.saliency import Saliency
 from fedpriv.dedup.validation import PrivateRecords

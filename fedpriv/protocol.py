@@ -6,8 +6,8 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
 
 import safetensors.torch
 from torch import Tensor
@@ -16,9 +16,8 @@ import fedpriv
 from fedpriv.accounting import events
 from fedpriv.accounting.composition.law import short
 from fedpriv.accounting.events import Event
-from fedpriv.adapters import arithmetic, codecs
-from fedpriv.adapters.arithmetic import Adapter, Merged
-from fedpriv.aggregation import cmfl as relevance
+from fedpriv.adapters import Adapter, Merged, codecs, merged_from_tensors, merged_to_tensors
+from fedpriv.aggregation import pack_signs, unpack_signs
 from fedpriv.ledger.receipts import FIELD, from_text
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.local_update import UpdateSpec
@@ -82,7 +81,7 @@ class Broadcast:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """{part: its tensors}."""
-        return {ADAPTER: self.adapter, MERGED: arithmetic.merged_to_tensors(self.merged), SIGNS: self.signs}
+        return {ADAPTER: self.adapter, MERGED: merged_to_tensors(self.merged), SIGNS: self.signs}
 
 
 def request_digest(broadcast: Broadcast, spec: UpdateSpec | EvaluationSpec) -> str:
@@ -95,8 +94,21 @@ def request_digest(broadcast: Broadcast, spec: UpdateSpec | EvaluationSpec) -> s
     return digest.hexdigest()
 
 
+class _Statement:
+    """A client's words to the server, whose fields are scalars on the wire; `label` names it in errors."""
+
+    label: ClassVar[str]
+
+    def check(self) -> None:
+        """Refuse values that no client states.
+
+        Raises:
+            ValueError: one of them is out of range.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
-class UploadRelease:
+class UploadRelease(_Statement):
     """A client's statement about its upload.
 
     Attributes:
@@ -107,6 +119,8 @@ class UploadRelease:
         receipt: of the node's last charge, as text; empty if the request did not ask for it.
     """
 
+    label = "release"
+
     round: int
     event: Event
     num_records: int
@@ -115,24 +129,31 @@ class UploadRelease:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationRelease:
+class EvaluationRelease(_Statement):
     """A client's answer to an evaluation.
 
     Attributes:
         round: the round that the request named.
         event: the privacy event that was charged for the counts.
-        counts: on the client's records, with noise.
-        receipt: as in `Release`.
+        counts: on the client's records, with noise; finite.
+        receipt: as in `UploadRelease`.
     """
+
+    label = "evaluation"
 
     round: int
     event: Event
     counts: NoisedCounts
     receipt: str = ""
 
+    def check(self) -> None:
+        """See `_Statement`."""
+        if not (math.isfinite(self.counts.hits) and math.isfinite(self.counts.misses)):
+            raise ValueError(f"evaluation: {self.counts}: must be finite")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Registration:
+class Registration(_Statement):
     """A client's statement before training, made once; all of it is public.
 
     Attributes:
@@ -143,9 +164,11 @@ class Registration:
         keeps_replies: whether the node stores its replies, so that the same request gets the same bytes again.
         software: name and version of what the node runs.
         identity: public line of the vault's key; empty if it has none.
-        signature: by that key, of `statement_of`, in base64; empty if it has none.
-        receipt: as in `Release`.
+        signature: by that key, of `signed`, in base64; empty if it has none.
+        receipt: as in `UploadRelease`.
     """
+
+    label = "registration"
 
     client: int
     num_records: int
@@ -157,35 +180,42 @@ class Registration:
     signature: str = ""
     receipt: str = ""
 
+    @property
+    def signed(self) -> bytes:
+        """The bytes that a node signs: everything that it registers."""
+        return json.dumps(pack(replace(self, signature="")), sort_keys=True).encode()
+
+    def check(self) -> None:
+        """See `_Statement`."""
+        for name in ("name", "data_set", "software", "identity", "signature"):
+            if (length := len(getattr(self, name))) > _MAX_TEXT_LENGTH:
+                raise ValueError(f"{name}: has {length} characters; at most {_MAX_TEXT_LENGTH} are allowed")
+        if self.client < 0 or self.num_records < 1 or not self.data_set:
+            raise ValueError(f"registration: {self}: needs client >= 0, num_records >= 1 and a data set id")
+
+
+Statement = TypeVar("Statement", UploadRelease, EvaluationRelease, Registration)
+Spec = TypeVar("Spec", UpdateSpec, EvaluationSpec)
+
+_TYPES = {"str": str, "int": int, "float": float, "bool": bool}
+
 
 def pack_instruction(run: str, round_: int, spec: UpdateSpec | EvaluationSpec) -> dict[str, Any]:
     """The server's instruction to a client as scalars."""
     return {"version": VERSION, "run": run, "round": round_, **asdict(spec)}
 
 
-def unpack_instruction(fields: Mapping[str, Any]) -> tuple[str, int, UpdateSpec]:
-    """Run, round and specification.
+def unpack_instruction(kind: type[Spec], scalars: Mapping[str, Any]) -> tuple[str, int, Spec]:
+    """Run, round and specification of an update or an evaluation.
 
     Raises:
         ValueError: another version, or a missing, unknown or mistyped field.
     """
-    rest = _without_version({name: value for name, value in fields.items() if name not in (TERMS, SEALED, RECEIPT)})
+    # What secure aggregation adds to an instruction has readers of its own.
+    others = (TERMS, SEALED, RECEIPT) if kind is UpdateSpec else (RECEIPT,)
+    rest = _without_version({name: value for name, value in scalars.items() if name not in others})
     run, round_ = _typed(rest, "run", str), _typed(rest, "round", int)
-    types = {"str": str, "int": int, "float": float, "bool": bool}
-    values = {name: _typed(rest, name, types[kind]) for name, kind in UpdateSpec.__annotations__.items()}
-    _refuse_unknown("instruction", rest)
-    return run, round_, UpdateSpec(**values)
-
-
-def unpack_evaluation(fields: Mapping[str, Any]) -> tuple[str, int, EvaluationSpec]:
-    """Run, round and specification of an evaluation.
-
-    Raises:
-        ValueError: another version, or a missing, unknown or mistyped field.
-    """
-    rest = _without_version({name: value for name, value in fields.items() if name != RECEIPT})
-    run, round_ = _typed(rest, "run", str), _typed(rest, "round", int)
-    spec = EvaluationSpec(noise_multiplier=_typed(rest, "noise_multiplier", float))
+    spec = kind(**{each.name: _typed(rest, each.name, _TYPES[str(each.type)]) for each in fields(kind)})
     _refuse_unknown("instruction", rest)
     return run, round_, spec
 
@@ -222,7 +252,7 @@ def unpack_model(arrays: Arrays) -> Broadcast:
         raise ValueError(f"model: unknown records {', '.join(unknown)}")
     if ADAPTER not in arrays:
         raise ValueError(f"model: {ADAPTER} is missing")
-    return Broadcast(adapter=dict(arrays[ADAPTER]), merged=arithmetic.merged_from_tensors(arrays.get(MERGED, {})))
+    return Broadcast(adapter=dict(arrays[ADAPTER]), merged=merged_from_tensors(arrays.get(MERGED, {})))
 
 
 def pack_broadcast(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, source: RandomSource) -> Arrays:
@@ -240,9 +270,9 @@ def pack_broadcast(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, sou
         else broadcast.adapter
     }
     if broadcast.merged:
-        arrays[MERGED] = arithmetic.merged_to_tensors(broadcast.merged)
+        arrays[MERGED] = merged_to_tensors(broadcast.merged)
     if broadcast.signs:
-        arrays[SIGNS] = {SIGNS: relevance.pack_signs(broadcast.signs)}
+        arrays[SIGNS] = {SIGNS: pack_signs(broadcast.signs)}
     return arrays
 
 
@@ -263,8 +293,8 @@ def unpack_broadcast(arrays: Arrays, spec: UpdateSpec, initial: Adapter) -> Broa
     if SIGNS in arrays:
         if arrays[SIGNS].keys() != {SIGNS}:
             raise ValueError(f"{SIGNS}: must hold exactly one array, of this name")
-        signs = relevance.unpack_signs(arrays[SIGNS][SIGNS], adapter)
-    return Broadcast(adapter=adapter, merged=arithmetic.merged_from_tensors(arrays.get(MERGED, {})), signs=signs)
+        signs = unpack_signs(arrays[SIGNS][SIGNS], adapter)
+    return Broadcast(adapter=adapter, merged=merged_from_tensors(arrays.get(MERGED, {})), signs=signs)
 
 
 def pack_upload(
@@ -288,116 +318,55 @@ def _reference(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter) -> Adap
     return initial if spec.quantization == "ternary" else broadcast.adapter
 
 
-def pack_release(release: UploadRelease) -> dict[str, Any]:
-    """A client's statement about its upload, as scalars."""
-    return _with_receipt({"version": VERSION, **asdict(release), "event": events.to_json(release.event)})
+def pack(statement: UploadRelease | EvaluationRelease | Registration) -> dict[str, Any]:
+    """A client's statement as scalars; an empty receipt is left out, since a reader that knows none would refuse it."""
+    scalars: dict[str, Any] = {"version": VERSION}
+    for each in fields(statement):
+        value = getattr(statement, each.name)
+        if isinstance(value, NoisedCounts):
+            scalars |= asdict(value)
+        elif each.name != RECEIPT or value:
+            scalars[each.name] = events.to_json(value) if each.name == "event" else value
+    return scalars
 
 
-def unpack_release(fields: Mapping[str, Any]) -> UploadRelease:
-    """A client's statement about its upload.
-
-    Raises:
-        ValueError: another version, or a missing, unknown or mistyped field.
-    """
-    rest = _without_version(fields)
-    release = UploadRelease(
-        round=_typed(rest, "round", int),
-        event=events.from_json(_typed(rest, "event", str)),
-        num_records=_typed(rest, "num_records", int),
-        silent=_typed(rest, "silent", bool),
-        receipt=_receipt(rest),
-    )
-    _refuse_unknown("release", rest)
-    return release
-
-
-def pack_reply(release: UploadRelease, arrays: Mapping[str, Tensor]) -> bytes:
-    """A reply as bytes, to be stored before it is sent: scalars as JSON, a newline, and the arrays as safetensors."""
-    return f"{json.dumps(pack_release(release), sort_keys=True)}\n".encode() + safetensors.torch.save(dict(arrays))
-
-
-def unpack_reply(content: bytes) -> tuple[UploadRelease, dict[str, Tensor]]:
-    """The scalars and arrays of a stored reply."""
-    release, _, arrays = content.partition(b"\n")
-    return unpack_release(json.loads(release)), safetensors.torch.load(arrays)
-
-
-def pack_evaluation_release(release: EvaluationRelease) -> dict[str, Any]:
-    """A client's answer to an evaluation, as scalars."""
-    scalars = {"round": release.round, "event": events.to_json(release.event)}
-    return _with_receipt({"version": VERSION, **scalars, **asdict(release.counts), RECEIPT: release.receipt})
-
-
-def unpack_evaluation_release(fields: Mapping[str, Any]) -> EvaluationRelease:
-    """A client's answer to an evaluation.
+def unpack(kind: type[Statement], scalars: Mapping[str, Any]) -> Statement:
+    """The statement of this kind that `pack` wrote.
 
     Raises:
-        ValueError: another version, or a missing, unknown, mistyped or infinite field.
+        ValueError: another version, a missing, unknown or mistyped field, or a value that `check` refuses.
     """
-    rest = _without_version(fields)
-    release = EvaluationRelease(
-        round=_typed(rest, "round", int),
-        event=events.from_json(_typed(rest, "event", str)),
-        counts=NoisedCounts(hits=_typed(rest, "hits", float), misses=_typed(rest, "misses", float)),
-        receipt=_receipt(rest),
-    )
-    _refuse_unknown("evaluation", rest)
-    if not (math.isfinite(release.counts.hits) and math.isfinite(release.counts.misses)):
-        raise ValueError(f"evaluation: {release.counts}: must be finite")
-    return release
+    rest = _without_version(scalars)
+    statement = kind(**{each.name: _value(rest, each.name, str(each.type)) for each in fields(kind)})
+    _refuse_unknown(kind.label, rest)
+    statement.check()
+    return statement
 
 
-def pack_evaluation_reply(release: EvaluationRelease) -> bytes:
-    """A reply to an evaluation as bytes, to be stored before it is sent."""
-    return json.dumps(pack_evaluation_release(release), sort_keys=True).encode()
+def _value(rest: dict[str, Any], name: str, kind: str) -> Any:
+    """Take out a statement's field, which is no scalar in two cases, and may be missing in one."""
+    if name == RECEIPT:
+        return _receipt(rest)
+    if kind == "Event":
+        return events.from_json(_typed(rest, name, str))
+    if kind == "NoisedCounts":
+        return NoisedCounts(**{each.name: _typed(rest, each.name, float) for each in fields(NoisedCounts)})
+    return _typed(rest, name, _TYPES[kind])
 
 
-def unpack_evaluation_reply(content: bytes) -> EvaluationRelease:
-    """A stored reply to an evaluation."""
-    return unpack_evaluation_release(json.loads(content))
+def pack_reply(release: UploadRelease | EvaluationRelease, arrays: Mapping[str, Tensor] | None = None) -> bytes:
+    """A reply as bytes, to be stored before it is sent: its scalars as JSON and, of an upload, the arrays.
 
-
-def pack_registration(registration: Registration) -> dict[str, Any]:
-    """A registration as scalars."""
-    return _with_receipt({"version": VERSION, **asdict(registration)})
-
-
-def statement_of(registration: Registration) -> bytes:
-    """The bytes that a node signs: everything that it registers."""
-    fields = pack_registration(replace(registration, signature=""))
-    return json.dumps(fields, sort_keys=True).encode()
-
-
-def unpack_registration(fields: Mapping[str, Any]) -> Registration:
-    """A registration.
-
-    Raises:
-        ValueError: another version, a missing or mistyped field, or a value out of range.
+    A newline stands before the arrays, which are written as safetensors.
     """
-    rest = _without_version(fields)
-    registration = Registration(
-        client=_typed(rest, "client", int),
-        num_records=_typed(rest, "num_records", int),
-        name=_typed(rest, "name", str),
-        data_set=_typed(rest, "data_set", str),
-        keeps_replies=_typed(rest, "keeps_replies", bool),
-        software=_typed(rest, "software", str),
-        identity=_typed(rest, "identity", str),
-        signature=_typed(rest, "signature", str),
-        receipt=_receipt(rest),
-    )
-    _refuse_unknown("registration", rest)
-    for name in ("name", "data_set", "software", "identity", "signature"):
-        if (length := len(getattr(registration, name))) > _MAX_TEXT_LENGTH:
-            raise ValueError(f"{name}: has {length} characters; at most {_MAX_TEXT_LENGTH} are allowed")
-    if registration.client < 0 or registration.num_records < 1 or not registration.data_set:
-        raise ValueError(f"registration: {registration}: needs client >= 0, num_records >= 1 and a data set id")
-    return registration
+    scalars = json.dumps(pack(release), sort_keys=True).encode()
+    return scalars if arrays is None else scalars + b"\n" + safetensors.torch.save(dict(arrays))
 
 
-def _with_receipt(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields without an empty receipt, which a reader that knows none would refuse."""
-    return fields if fields[RECEIPT] else {name: value for name, value in fields.items() if name != RECEIPT}
+def unpack_reply(kind: type[Statement], content: bytes) -> tuple[Statement, dict[str, Tensor]]:
+    """The scalars and arrays of a stored reply; no arrays in the answer to an evaluation."""
+    scalars, newline, arrays = content.partition(b"\n")
+    return unpack(kind, json.loads(scalars)), safetensors.torch.load(arrays) if newline else {}
 
 
 def _receipt(fields: dict[str, Any]) -> str:

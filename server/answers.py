@@ -10,17 +10,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.adapters.arithmetic import Adapter, Merged
+from fedpriv.adapters import Adapter, Merged
 from fedpriv.config import RunConfig
+from fedpriv.data import turns_of
 from fedpriv.data.records import usable
-from fedpriv.data.text import turns_of
-from fedpriv.runs import files
-from fedpriv.runs.rows import Sample, write_samples
-from fedpriv.runs.writer import RunWriter
-from fedpriv.training import metrics
-from fedpriv.training.decoding import Tokens, ends_of_turn, greedy_answers, prompt_and_response, with_adapter
+from fedpriv.runs import RunWriter, Sample
+from fedpriv.training import (
+    Tokens,
+    ends_of_turn,
+    greedy_answers,
+    mean_estimate,
+    prompt_and_response,
+    rouge_l,
+    with_adapter,
+)
 from fedpriv.training.evaluation import text_of
-from fedpriv.training.metrics import mean_estimate
 from fedpriv.training.workbench import Workbench
 from server.observer import Observer
 from server.summary import SeriesOutcome
@@ -77,20 +81,13 @@ def answered(
     references = [text_of(bench.base.tokenizer, tokens) for tokens in questions.references]
     none = [None] * len(references)
     rows = zip(questions.texts, references, texts[UNTRAINED], texts[PRIVATE], texts.get(NON_PRIVATE, none), strict=True)
-    write_samples(
-        writer.path / files.SAMPLES,
+    writer.write_samples(
         [
-            Sample(
-                prompt=prompt,
-                reference=reference,
-                untrained=untrained,
-                private=private,
-                non_private=non_private,
-            )
+            Sample(prompt=prompt, reference=reference, untrained=untrained, private=private, non_private=non_private)
             for prompt, reference, untrained, private, non_private in rows
-        ],
+        ]
     )
-    return _figures({name: metrics.rouge_l(references, of) for name, of in texts.items()})
+    return _figures({name: rouge_l(references, of) for name, of in texts.items()})
 
 
 def _questions(config: RunConfig, bench: Workbench) -> _Questions:

@@ -22,9 +22,8 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.plan.preflight import check_clients, check_run
 from fedpriv.publishing import card
-from fedpriv.runs import files, presence
-from fedpriv.runs.show.following import check_installed, following_run
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs import RunWriter, files, marked_alive
+from fedpriv.runs.show import check_installed, following_run
 from fedpriv.texts import holder_label
 from fedpriv.training.noise_plan import calibrated, decided
 from fedpriv.training.workbench import Workbench, workbench
@@ -80,7 +79,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     if not config.resume:
         return _begun(grid, config, bench, None, observer)
     # Held before anything of the folder is read: no checkpoint is stale, and no row is dropped of a run that lives.
-    with presence.held(files.run_folder_of(Path(config.resume))):
+    with marked_alive(files.run_folder_of(Path(config.resume))):
         return _begun(grid, config, bench, checkpoint.read_last(Path(config.resume), bench.initial), observer)
 
 
@@ -103,7 +102,7 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
             writer = checkpoint.reopened_folder(config, resumed)
         else:
             writer = RunWriter.created(Path(config.out).absolute(), config)
-            stack.enter_context(presence.held(writer.path))
+            stack.enter_context(marked_alive(writer.path))
         stack.enter_context(following_run(writer.path, config, observer.notice))
         _carry_out(grid, config, bench, nodes, resumed, plain, writer, observer)
     return writer.path
@@ -170,7 +169,7 @@ def _baselines(config: RunConfig, bench: Workbench) -> Baselines | None:
 
 
 def _write_report(path: Path) -> None:
-    from fedpriv.runs.show.report_page import write_report  # deferred: matplotlib is needed at the end alone
+    from fedpriv.runs.show import write_report  # deferred: matplotlib is needed at the end alone
 
     write_report(path)
 

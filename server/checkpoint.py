@@ -25,15 +25,13 @@ from torch import Tensor
 
 import fedpriv
 from fedpriv import config as configuration
-from fedpriv.adapters import arithmetic
-from fedpriv.adapters.arithmetic import Adapter, Merged
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
+from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
-from fedpriv.runs import files
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs import RunWriter, files
 from fedpriv.training.workbench import workbench
 from server.registration import NO_NODE, Nodes, check_same
 
@@ -175,14 +173,14 @@ def _from(state: Mapping[str, Any], tensors: Mapping[str, Tensor], initial: Adap
         initial=initial,
         # In the order of the initial tensors, so that sums over tensors are the same to the bit.
         adapter={name: tensors[f"adapter/{name}"] for name in initial},
-        merged=arithmetic.merged_from_tensors(_under("base 0", tensors)),
+        merged=merged_from_tensors(_under("base 0", tensors)),
         optimizer_state={moment: _under(f"moment {moment}", tensors) for moment in state["moments"]},
         last_update=_under("last_update", tensors),
     )
     bases: dict[int, Merged] = {0: model.merged}
     uploads = {}
     for client, index in state["uploads"].items():
-        bases.setdefault(index, arithmetic.merged_from_tensors(_under(f"base {index}", tensors)))
+        bases.setdefault(index, merged_from_tensors(_under(f"base {index}", tensors)))
         uploads[int(client)] = (_under(f"upload of {client}", tensors), bases[index])
     return Checkpoint(
         run=state["run"],
@@ -215,7 +213,7 @@ def _tensors(checkpoint: Checkpoint, bases: _Bases) -> Iterator[tuple[str, Tenso
         ("adapter", checkpoint.model.adapter),
         ("last_update", checkpoint.model.last_update),
         *((f"moment {moment}", tensors) for moment, tensors in checkpoint.model.optimizer_state.items()),
-        *((f"base {index}", arithmetic.merged_to_tensors(base)) for index, base in enumerate(bases.all)),
+        *((f"base {index}", merged_to_tensors(base)) for index, base in enumerate(bases.all)),
         *((f"upload of {client}", adapter) for client, (adapter, _) in checkpoint.uploads.items()),
     ]
     for group, tensors in groups:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedpriv.accounting.events import Event, Unit
 from fedpriv.accounting.views import Release, num_readers, rho_bar, smallest_aggregate_scales, smallest_rho_bars
-from fedpriv.aggregation.fedavg import weights_by_size
+from fedpriv.aggregation import weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.ledger.entries import Key
 from fedpriv.secure_aggregation.grid import SumGrid
@@ -66,7 +66,7 @@ class RoundCosts:
         return [own[spec].with_count(count * own[spec].count) for spec, count in counts.items()]
 
     def worst_events(self, client: int, after: int, num_rounds: int) -> list[Event]:
-        """As `events`, on the run's `privacy_view` and in the worst case over which clients are in the sums."""
+        """The same on the run's `privacy_view`, in the worst case over which clients are in the sums."""
         view = self._config.privacy_view
         events = []
         for spec, count in self._schedule.counts(after, num_rounds).items():
@@ -84,7 +84,7 @@ class RoundCosts:
 
     @property
     def caveat(self) -> str:
-        """Why what the run's releases cost is no privacy guarantee; empty if it is one."""
+        """The reason why the cost of the run's releases is no privacy guarantee; empty if it is one."""
         return "; ".join(sorted({event.caveat for event in self._all_events if event.caveat}))
 
     @property

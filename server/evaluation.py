@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from fedpriv import protocol
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.intervals import AccuracyEstimate, accuracy_from_counts
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.aggregation import GlobalModel
 from fedpriv.protocol import Broadcast, EvaluationRelease
 from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
 from server.bookkeeping import Books
@@ -132,7 +132,7 @@ def _read(reply: Message, round_: int, event: Event) -> EvaluationRelease:
     if reply.has_error():
         raise MalformedError(reason_of(reply))
     try:
-        release = protocol.unpack_evaluation_release(reply.content.config_records[protocol.RELEASE])
+        release = protocol.unpack(protocol.EvaluationRelease, reply.content.config_records[protocol.RELEASE])
     except (KeyError, ValueError, TypeError) as error:
         raise MalformedError(f"malformed reply: {error}") from None
     if release.round != round_ or release.event != event:
@@ -142,7 +142,4 @@ def _read(reply: Message, round_: int, event: Event) -> EvaluationRelease:
 
 def _digests(releases: Mapping[int, EvaluationRelease]) -> dict[int, str]:
     """The digests of the replies, which the ledger records."""
-    return {
-        client: hashlib.sha256(protocol.pack_evaluation_reply(release)).hexdigest()
-        for client, release in releases.items()
-    }
+    return {client: hashlib.sha256(protocol.pack_reply(release)).hexdigest() for client, release in releases.items()}

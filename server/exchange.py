@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 
 from fedpriv import protocol
 from fedpriv.accounting.events import Event
-from fedpriv.adapters.arithmetic import Adapter, difference, norm
+from fedpriv.adapters import Adapter, difference, norm
 from fedpriv.deployment.flower import seconds_to_pause
 from fedpriv.protocol import Broadcast, UploadRelease
 from fedpriv.training.local_update import UpdateSpec
@@ -183,13 +183,13 @@ def read_sum(reply: Message, expected: ExpectedReply, *, dimension: int, modulus
 
 
 def reason_of(reply: Message) -> str:
-    """Why a node, or the link, replied with an error, in one line."""
+    """The reason for which a node, or the link, replied with an error, in one line."""
     return " ".join((reply.error.reason or "").split())
 
 
 @contextmanager
 def _malformed_by_name() -> Iterator[None]:
-    """Whatever goes wrong while a reply is read makes it a malformed one."""
+    """Call a reply malformed whatever goes wrong while it is read."""
     try:
         yield
     except MalformedError:
@@ -200,7 +200,7 @@ def _malformed_by_name() -> Iterator[None]:
 
 def _release_of(reply: Message, expected: ExpectedReply) -> UploadRelease:
     """The statement of the reply, which is what was expected."""
-    release = protocol.unpack_release(reply.content.config_records[protocol.RELEASE])
+    release = protocol.unpack(protocol.UploadRelease, reply.content.config_records[protocol.RELEASE])
     _check_release(release, expected)
     return release
 

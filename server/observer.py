@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
+from fedpriv.runs import RoundRow
 from fedpriv.runs.figures import format_accuracy, format_number
-from fedpriv.runs.rows import RoundRow
-from fedpriv.runs.show.tables import changes
+from fedpriv.runs.show import changes
 from fedpriv.texts import holder_label
 
 log = logging.getLogger("flwr")
@@ -81,10 +81,10 @@ class Observer(Protocol):
         """
 
     def notice(self, text: str) -> None:
-        """Something that the user who started the run should know before it goes on."""
+        """Tell the user who started the run something before it goes on."""
 
     def progressed(self, progress: RunProgress) -> None:
-        """Something is going on, in a round or outside; this comes often, and may be ignored."""
+        """Learn that something is going on, in a round or outside; this comes often, and may be ignored."""
 
     def round_done(self, row: RoundRow) -> None:
         """A round is over."""

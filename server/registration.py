@@ -129,7 +129,7 @@ def read_registration(reply: Message, node_keys: Path | None) -> Registration:
         raise ValueError(reason_of(reply))
     if protocol.REGISTRATION not in reply.content.config_records:
         raise ValueError(f"{protocol.REGISTRATION}: missing")
-    registration = protocol.unpack_registration(reply.content.config_records[protocol.REGISTRATION])
+    registration = protocol.unpack(protocol.Registration, reply.content.config_records[protocol.REGISTRATION])
     if registration.software != protocol.SOFTWARE:
         raise ValueError(f"software = {registration.software!r}: the server runs {protocol.SOFTWARE}")
     _check_signature(registration, node_keys / f"{registration.client}.pub" if node_keys else None)
@@ -179,7 +179,7 @@ def _check_signature(registration: Registration, file: Path | None) -> None:
             admitted, named = keys.read_public_line(file), file.name
         except InputError as error:
             raise ValueError(f"{name}: {error}") from None
-    if not keys.verify(admitted, protocol.statement_of(registration), registration.signature):
+    if not keys.verify(admitted, registration.signed, registration.signature):
         raise ValueError(f"{name}: its registration is not signed with {named}")
     if registration.identity != admitted:
         raise ValueError(f"{name}: its identity is not {named}, with which its registration is signed")

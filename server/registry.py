@@ -17,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.adapter_variants import AdapterEvaluator
-from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter, Merged
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.adapters import Adapter, Merged, lora
+from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
-from fedpriv.data.encoding import TextReading
+from fedpriv.data.records import TextReading
 from fedpriv.dedup import pipeline, variants
 from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
 from fedpriv.dedup.pipeline import validation_digest
@@ -32,8 +31,7 @@ from fedpriv.errors import InputError, StoreError
 from fedpriv.integral.adapters import RecurringVariants, recurring_adapters
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
-from fedpriv.runs import files
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs import RunWriter, files
 from fedpriv.training.workbench import Workbench
 from server.summary import SeriesOutcome
 
@@ -121,7 +119,7 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
     """Deduplicate the run's variants into its store, validated on the server's test set.
 
     What an interrupted attempt stored stays if it was made of the same variants in the same way; else the store is
-    made anew.
+    made again.
     """
     store_path = writer.path / files.STORE
     described = [
@@ -168,7 +166,7 @@ def _keep_only_if_same(
         reason = f"it holds {', '.join(strangers)}"
     except (InputError, StoreError) as error:
         reason = str(error)
-    log.info("the store of an earlier attempt is made anew: %s", reason)
+    log.info("the store of an earlier attempt is made again: %s", reason)
     shutil.rmtree(path)
 
 

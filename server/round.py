@@ -21,13 +21,13 @@ from flwr.serverapp import Grid
 
 from fedpriv import protocol
 from fedpriv.accounting.views import rho_bar
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.config import RunConfig
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger.receipts import ReceiptLog, from_text
 from fedpriv.protocol import Broadcast
-from fedpriv.runs.rows import USABLE, ClientRow, RoundRow
+from fedpriv.runs import USABLE, ClientRow, RoundRow
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.vault.frames import REFUSED, RETIRED
@@ -362,7 +362,7 @@ class Receipts:
 
     @staticmethod
     def of(config: RunConfig, run_folder: Path, nodes: Nodes) -> Receipts:
-        """Those beside the ledger of several runs; where each run has its own, beside their folders."""
+        """The receipts next to the ledger of several runs; where each run has its own ledger, next to their folders."""
         path = Path(f"{config.ledger}.receipts") if config.ledger else run_folder.parent / "receipts.jsonl"
         return Receipts(path, _signers(config, nodes), nodes)
 

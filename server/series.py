@@ -12,14 +12,13 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedpriv.adapters import lora
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.runs.rows import ClientRow, RoundRow
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs import ClientRow, RoundRow, RunWriter
 from fedpriv.texts import holder_label
-from fedpriv.training.decoding import with_adapter
+from fedpriv.training import with_adapter
 from fedpriv.training.evaluation import Choices, Evaluation, choices_of, evaluate
 from fedpriv.training.noise_plan import derived_learning_rate, with_learning_rates
 from fedpriv.training.private_evaluation import EvaluationSpec

@@ -16,17 +16,15 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedpriv import protocol
 from fedpriv.accounting.events import Event
-from fedpriv.adapters.arithmetic import Adapter, Merged
-from fedpriv.aggregation.fedavg import GlobalModel
-from fedpriv.aggregation.flora import fresh_start
-from fedpriv.aggregation.head_start import recentred, started
+from fedpriv.adapters import Adapter, Merged
+from fedpriv.aggregation import GlobalModel, fresh_start, recentred, started
 from fedpriv.aggregation.rules import RULES
 from fedpriv.aggregation.server_optimizers import ServerOptimizer, server_step
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.protocol import Broadcast
-from fedpriv.runs.rows import USABLE, ClientRow, RoundRow
+from fedpriv.runs import USABLE, ClientRow, RoundRow
 from fedpriv.secure_aggregation import DealerError, ProtocolError, TooFewError
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import UpdateSpec, num_trained_values, trained_names

@@ -14,13 +14,13 @@ import torch
 
 from fedpriv.accounting.accountants import PrivacySpent, epsilon_of
 from fedpriv.accounting.views import VIEWS
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.adapters import A_SUFFIX, B_SUFFIX
+from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.plan.preflight import objections_to_aggregate
-from fedpriv.runs.rows import ClientRow, RoundRow
+from fedpriv.runs import ClientRow, RoundRow
+from fedpriv.training import class_figures, log_perplexity_change
 from fedpriv.training.evaluation import Evaluation
-from fedpriv.training.metrics import accuracy_standard_error, log_perplexity_change, macro_f1, majority_share
 from fedpriv.training.workbench import Workbench
 from server.evaluation import PrivateEvaluation
 from server.strategy import RuleStrategy
@@ -174,11 +174,7 @@ def quality(
         baselines: if they were computed.
     """
     confusion = test.confusion if test else None
-    figures = {
-        "majority_accuracy": majority_share(confusion) if confusion else None,
-        "accuracy_standard_error": accuracy_standard_error(confusion) if confusion else None,
-        "macro_f1": macro_f1(confusion) if confusion else None,
-    }
+    figures = class_figures(confusion)
     return figures | {
         "confusion_matrix": [list(row) for row in confusion] if confusion else None,
         "labels": list(labels) if confusion else None,

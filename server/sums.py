@@ -217,7 +217,7 @@ class SecureSums:
 
 @contextmanager
 def _naming(unanswered: Mapping[int, str]) -> Iterator[None]:
-    """While clients are collected, an error that too few are left also says why those did not answer that said so."""
+    """Let an error that too few clients are left also give the reasons of those that answered with an error."""
     try:
         yield
     except TooFewError as error:

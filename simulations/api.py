@@ -22,7 +22,7 @@ from fedpriv.runs.files import CONFIG, run_folder_of
 from simulations.keys import RunKeys, SweepKeys
 
 if TYPE_CHECKING:
-    from fedpriv.runs.show.result import Run
+    from fedpriv.runs.show import Run
     from simulations.sweeps.result import FinishedSweep
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -52,7 +52,7 @@ def run(
         LedgerError: the ledger cannot be used, so nothing was released.
         TooFewClientsError: fewer clients answered a round than `min_clients`.
     """
-    from fedpriv.runs.show.result import open_run  # deferred, as all that takes long to load
+    from fedpriv.runs.show import open_run  # deferred, as all that takes long to load
 
     return open_run(federate(config, keys, out=out, resume=resume, console=_console(progress)))
 

@@ -25,6 +25,7 @@ from fedpriv.accounting.recipe import LearningRate
 from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
+from fedpriv.runs import RoundRow, RunFolder
 from fedpriv.runs.figures import (
     counts_next_tokens,
     figures,
@@ -34,17 +35,8 @@ from fedpriv.runs.figures import (
     limit_of,
 )
 from fedpriv.runs.files import REPORT
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.rows import RoundRow
-from fedpriv.runs.show.tables import TextTable as Content
-from fedpriv.runs.show.tables import (
-    accuracy_table,
-    changes,
-    client_table,
-    closing_table,
-    language_table,
-    views_text,
-)
+from fedpriv.runs.show import TextTable as Content
+from fedpriv.runs.show import accuracy_table, changes, client_table, closing_table, language_table, views_text
 from fedpriv.texts import printable
 from fedpriv.training.schedule import num_lora_rounds
 from server.observer import RunProgress, described

@@ -113,7 +113,7 @@ def _proposed(table: datasets.Dataset) -> tuple[str, str, str]:
     A column's name decides if it is a usual one; otherwise the longest texts are taken for the text, and the column
     with the fewest repeated values for the label. Only a usual name makes a holder.
     """
-    from fedpriv.data.tables import values_of
+    from fedpriv.data import values_of
 
     columns = {
         name: [str(value) for value in values_of(table, name) if value is not None] for name in table.column_names
@@ -221,7 +221,7 @@ def _budget(answers: _Answers, folder: Path) -> list[str]:
 
 
 def _table(data: Path) -> datasets.Dataset:
-    from fedpriv.data.tables import load_table
+    from fedpriv.data import load_table
 
     if not data.expanduser().is_file():  # a name on the Hub is not a table that somebody holds
         raise InputError(f"file = {str(data)!r}: no such file")

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fedpriv.adapters import BaseModel
-from fedpriv.adapters.base_models import freeze
+from fedpriv.adapters._base_models import freeze
 
 _ENCODER = {
     "vocab_size": 60,

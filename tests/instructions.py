@@ -6,7 +6,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fedpriv.data.records import RESPONSE_MASK, Records
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import Records
 from tests.tiny import VOCABULARY
 
 PAD, END = 0, 3

@@ -13,7 +13,7 @@ from peft import get_peft_model_state_dict
 
 from fedpriv.adapters import lora
 from fedpriv.config import RunConfig, parse, to_toml
-from fedpriv.data.encoding import TextReading
+from fedpriv.data.records import TextReading
 from fedpriv.dedup import variants
 from fedpriv.dedup.composition import History
 from fedpriv.dedup.variants import Described

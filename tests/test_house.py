@@ -141,7 +141,7 @@ FLOORS = (
     ("lmo", "mechanisms"),
     ("accounting",),
     ("accounting/lmo", "dedup/algorithms", "files.py", "texts.py"),
-    ("__init__.py", "accounting/composition", "errors.py", "exports.py", "hub.py"),
+    ("__init__.py", "accounting/composition", "errors.py", "exports.py"),
 )
 
 

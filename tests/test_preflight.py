@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.adapters._locations import hub_problem as problem_here
 from fedpriv.config import ON_NODES, parse
 from fedpriv.data import federated
 from fedpriv.errors import InputError
-from fedpriv.hub import problem as problem_here
 from fedpriv.plan import preflight
 from server import app
 from server.observer import LogObserver
@@ -69,8 +69,8 @@ def test_a_run_that_can_start_passes(values, tmp_path):
     ],
 )
 def test_what_is_wrong_with_folder_model_or_data_is_one_line(values, changes, message, monkeypatch):
-    monkeypatch.setattr("fedpriv.runs.show.following.find_spec", lambda name: None)
-    monkeypatch.setattr("fedpriv.training.metrics.find_spec", lambda name: None)
+    monkeypatch.setattr("fedpriv.runs.show._following.find_spec", lambda name: None)
+    monkeypatch.setattr("fedpriv.training._metrics.find_spec", lambda name: None)
     with pytest.raises(InputError, match=message) as caught:
         preflight.check(parse(values | changes))
     assert "\n" not in str(caught.value)
@@ -148,7 +148,9 @@ def hub(status: int, error: str) -> Iterator[tuple[str, list[str]]]:
         server.server_close()
 
 
-PROBLEM = "import sys; from fedpriv.hub import problem; print(problem('nobody/none', sys.argv[1]))"
+PROBLEM = (
+    "import sys; from fedpriv.adapters._locations import hub_problem; print(hub_problem('nobody/none', sys.argv[1]))"
+)
 
 
 def problem(endpoint: str, kind: str, home: Path) -> str:

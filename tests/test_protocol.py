@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from io import BytesIO
 
 import numpy as np
@@ -22,51 +23,51 @@ from fedpriv.vault.frames import check_arrays
 SPEC = UpdateSpec.of(RunConfig(recipe="dp-lora-paper"))
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25, count=3)
 MESSAGES = {
-    "instruction": (protocol.pack_instruction("run", 3, SPEC), protocol.unpack_instruction),
+    "instruction": (protocol.pack_instruction("run", 3, SPEC), partial(protocol.unpack_instruction, UpdateSpec)),
     "release": (
-        protocol.pack_release(protocol.UploadRelease(round=3, event=EVENT, num_records=40)),
-        protocol.unpack_release,
+        protocol.pack(protocol.UploadRelease(round=3, event=EVENT, num_records=40)),
+        partial(protocol.unpack, protocol.UploadRelease),
     ),
     "registration": (
-        protocol.pack_registration(protocol.Registration(client=2, num_records=40, name="St. Anna", data_set="5eed")),
-        protocol.unpack_registration,
+        protocol.pack(protocol.Registration(client=2, num_records=40, name="St. Anna", data_set="5eed")),
+        partial(protocol.unpack, protocol.Registration),
     ),
 }
 COUNTS = NoisedCounts(hits=0.1 + 0.2, misses=-3.5)
 MESSAGES |= {
     "evaluation": (
         protocol.pack_instruction("run", 3, EvaluationSpec(noise_multiplier=4.0)),
-        protocol.unpack_evaluation,
+        partial(protocol.unpack_instruction, EvaluationSpec),
     ),
     "evaluation release": (
-        protocol.pack_evaluation_release(protocol.EvaluationRelease(round=3, event=EVENT, counts=COUNTS)),
-        protocol.unpack_evaluation_release,
+        protocol.pack(protocol.EvaluationRelease(round=3, event=EVENT, counts=COUNTS)),
+        partial(protocol.unpack, protocol.EvaluationRelease),
     ),
 }
 FIELDS = [(kind, field) for kind, (packed, _) in MESSAGES.items() for field in packed]
 
 
 def test_instruction_reads_back_exactly():
-    assert protocol.unpack_instruction(protocol.pack_instruction("run", 7, SPEC)) == ("run", 7, SPEC)
+    assert protocol.unpack_instruction(UpdateSpec, protocol.pack_instruction("run", 7, SPEC)) == ("run", 7, SPEC)
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1e6), st.floats(0, 1), st.integers(1, 10**9), st.booleans())
 def test_release_reads_back_exactly(round_, z, q, count, silent):
     event = SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
     release = protocol.UploadRelease(round=round_, event=event, num_records=count, silent=silent)
-    assert protocol.unpack_release(protocol.pack_release(release)) == release
+    assert protocol.unpack(protocol.UploadRelease, protocol.pack(release)) == release
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**12), st.text(max_size=200))
 def test_registration_reads_back_exactly(client, num_records, name):
     registration = protocol.Registration(client=client, num_records=num_records, name=name, data_set="5eed")
-    assert protocol.unpack_registration(protocol.pack_registration(registration)) == registration
+    assert protocol.unpack(protocol.Registration, protocol.pack(registration)) == registration
 
 
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
 def test_noised_counts_read_back_to_the_bit(hits, misses):
     release = protocol.EvaluationRelease(round=3, event=EVENT, counts=NoisedCounts(hits=hits, misses=misses))
-    assert protocol.unpack_evaluation_reply(protocol.pack_evaluation_reply(release)) == release
+    assert protocol.unpack_reply(protocol.EvaluationRelease, protocol.pack_reply(release)) == (release, {})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from fedpriv.adapters import BaseModel, trainable
-from fedpriv.adapters.base_models import freeze
+from fedpriv.adapters._base_models import freeze
 from fedpriv.data.records import Records
 
 WORDS = ["the", "a", "patient", "has", "pain", "in", "chest", "knee", "skin", "head", "today", "rash", "cough"]

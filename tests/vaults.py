@@ -9,7 +9,7 @@ from pathlib import Path
 import tomli_w
 
 from fedpriv.accounting.views import default_delta
-from fedpriv.adapters.locations import model_digest
+from fedpriv.adapters._locations import model_digest
 from fedpriv.deployment import keys
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.vault.settings import FILE, ApprovedModel, VaultSettings, models_text

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedpriv.accounting.views import num_readers
-from fedpriv.adapters.locations import model_digest
+from fedpriv.adapters import model_digest
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file
@@ -147,7 +147,7 @@ def approve_model(vault: VaultSettings, source: str, *, name: str | None = None,
 
 def _folder(source: str) -> Path:
     """The folder with the model's files, fetched from the Hub if there is none on this machine."""
-    from fedpriv.adapters.base_models import resolve  # slow to import
+    from fedpriv.adapters import resolve  # slow to import
 
     place = resolve(source)
     return Path(resolve(place if Path(place).is_dir() else _fetched(source)))
@@ -156,7 +156,7 @@ def _folder(source: str) -> Path:
 def _fetched(name: str) -> str:
     import huggingface_hub
 
-    from fedpriv.hub import quiet_hub
+    from fedpriv.adapters import quiet_hub
 
     try:
         with quiet_hub():

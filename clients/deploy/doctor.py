@@ -12,16 +12,7 @@ from clients.deploy import records, separate_users
 from clients.deploy.admission import peers_summary
 from clients.deploy.folder import Node
 from fedpriv.deployment.approvals import approved
-from fedpriv.deployment.checks import (
-    Check,
-    check_clock,
-    check_disk,
-    check_door,
-    check_port_free,
-    check_python,
-    check_tls,
-    check_versions,
-)
+from fedpriv.deployment.checks import Check, check_disk, check_port_free, check_programs, check_server
 from fedpriv.deployment.users import can_read, user_named
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import entries, statement
@@ -40,11 +31,8 @@ _UNREGISTERED = "holds no data set; restore the ledger that `init` made, or make
 def checks(node: Node) -> Iterator[Check]:
     """The checks of this machine before vault and SuperNode are started."""
     vault = node.vault
-    yield check_python()
-    yield check_versions()
-    yield check_tls(node.superlink_host, node.superlink_port, node.ca_certificate)
-    yield check_clock(node.superlink_host, node.superlink_port, node.ca_certificate)
-    yield check_door(node.superlink_host, node.superlink_port, node.ca_certificate)
+    yield from check_programs()
+    yield from check_server(node.superlink_host, node.superlink_port, node.ca_certificate)
     yield check_port_free("127.0.0.1", node.port)
     yield from separate_users.check_keys(node)
     yield check_policy(vault.policy)

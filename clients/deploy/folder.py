@@ -20,8 +20,9 @@ from pydantic.dataclasses import dataclass
 from clients.deploy import records
 from clients.deploy.admission import check_survivors
 from clients.deploy.records import Found
-from fedpriv.deployment import certificates, keys
-from fedpriv.deployment.settings import read_settings, split_address, validated
+from fedpriv.deployment import keys
+from fedpriv.deployment.checks import CA_CERTIFICATE, read_certificate
+from fedpriv.deployment.command_line import read_settings, validated
 from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import InputError
 from fedpriv.files import new_folder
@@ -78,7 +79,7 @@ class Node:
     @field_validator("superlink")
     @classmethod
     def _is_address(cls, value: str) -> str:
-        split_address(value, name="superlink")
+        _split_address(value, name="superlink")
         return value
 
     @staticmethod
@@ -103,17 +104,17 @@ class Node:
     @property
     def superlink_host(self) -> str:
         """The host name or address of the coordinator's machine."""
-        return split_address(self.superlink)[0]
+        return _split_address(self.superlink)[0]
 
     @property
     def superlink_port(self) -> int:
         """The port that the SuperLink listens on."""
-        return split_address(self.superlink)[1]
+        return _split_address(self.superlink)[1]
 
     @property
     def ca_certificate(self) -> Path:
         """The certificate of the authority that vouches for the coordinator."""
-        return self.folder / certificates.CA_CERTIFICATE
+        return self.folder / CA_CERTIFICATE
 
     @property
     def key(self) -> Path:
@@ -173,7 +174,7 @@ def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **
     connection = {"superlink": superlink, "port": port}
     vault = validated(VaultSettings, values, folder=folder.absolute())
     node = validated(Node, connection, vault=vault)
-    certificates.valid_until(ca)
+    read_certificate(ca)
     records.check_terms(vault)
     check_survivors(vault)
     found = records.find(vault) if vault.data else None
@@ -229,7 +230,7 @@ def replace_vault_key(node: Node, sources: Sequence[Path]) -> None:
                 )
     owner = _owner(node)
     keys.add_line(vault.earlier_keys, watch.signer, owner=owner)
-    keys.replace_key_pair(vault.key, keys.VAULT, owner=owner)
+    keys.make_key_pair(vault.key, keys.VAULT, owner=owner, replaces=True)
 
 
 def replace_node_key(node: Node) -> None:
@@ -240,9 +241,28 @@ def replace_node_key(node: Node) -> None:
     """
     if not node.vault.key.exists():
         raise InputError(f"{node.vault.key}: is missing; run `new-key` without --node first, or receipts would be lost")
-    keys.replace_key_pair(node.key, keys.NODE, owner=_owner(node))
+    keys.make_key_pair(node.key, keys.NODE, owner=_owner(node), replaces=True)
 
 
 def _owner(node: Node) -> User | None:
     """The user who is to own the files, if root makes them."""
     return owner_of(node.folder) if os.geteuid() == 0 else None
+
+
+def _split_address(address: str, *, name: str = "address") -> tuple[str, int]:
+    """Host and port of HOST:PORT, where an IPv6 address is in brackets.
+
+    Args:
+        address: HOST:PORT.
+        name: what error messages call it.
+
+    Raises:
+        InputError: the address has another form.
+    """
+    host, colon, port = address.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not (colon and bare and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise InputError(f"{name} = {address!r}: must be HOST:PORT, for instance fl.example.org:9093")
+    if (":" in bare) != host.startswith("["):
+        raise InputError(f"{name} = {address!r}: an IPv6 address must be in brackets, as in [::1]:9093")
+    return bare, int(port)

@@ -14,7 +14,7 @@ from fedpriv.vault.settings import VaultSettings
 
 if TYPE_CHECKING:
     from fedpriv.accounting.filters import Rule
-    from fedpriv.data.own import OwnRecord
+    from fedpriv.data import OwnRecord
     from fedpriv.vault import Choice
 
 
@@ -120,9 +120,9 @@ def find(vault: VaultSettings) -> Found:
     Raises:
         InputError: the file, a column or a record cannot be used.
     """
-    from fedpriv.data import own  # slow to import
+    from fedpriv.data import read_strictly  # slow to import
 
-    records = own.read_strictly(vault.source)
+    records = read_strictly(vault.source)
     instructs = vault.source.instructs
     labels = Counter(record.label for record in records) if vault.labels else Counter()
     num_without_label = labels.pop(None, 0)
@@ -139,7 +139,7 @@ def find(vault: VaultSettings) -> Found:
 
 def _content(records: Sequence[OwnRecord], vault: VaultSettings) -> bytes:
     """The records as `fedpriv.data.federated.load_own` makes them, so that a run's note and this one agree."""
-    from fedpriv.data.text import TextData
+    from fedpriv.data import TextData
 
     source = vault.source
     usable = [record for record in records if not vault.labels or record.label in vault.labels]

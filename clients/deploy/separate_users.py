@@ -16,7 +16,8 @@ from pathlib import Path
 
 from clients.deploy.folder import Node
 from fedpriv.deployment import keys
-from fedpriv.deployment.checks import Check, check_key
+from fedpriv.deployment.checks import Check, check_private
+from fedpriv.deployment.keys import Kind
 from fedpriv.deployment.users import User, can_read, owner_of, user_named
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file
@@ -94,9 +95,9 @@ def client_key(node: Node) -> Path:
 
 def check_keys(node: Node) -> Iterator[Check]:
     """Whether the node's two keys can be used, and that of the vault is the vault's alone."""
-    yield check_key(node.key, keys.NODE)
+    yield _check_key(node.key, keys.NODE)
     path, name = node.vault.key, node.vault.client_user
-    found = check_key(path, keys.VAULT)
+    found = _check_key(path, keys.VAULT)
     if not path.exists():
         detail = f"{path}: is missing; run `python -m clients.deploy new-key {node.folder}`, then `start`"
         found = Check(path.name, False, detail)
@@ -105,6 +106,18 @@ def check_keys(node: Node) -> Iterator[Check]:
     elif name and can_read(user_named(name), path):
         found = Check(path.name, False, f"{path}: user {name} can read it; change its owner, then chmod 600")
     yield found
+
+
+def _check_key(path: Path, kind: Kind) -> Check:
+    """Whether a private key of a node can be used and is of its kind, and only its owner can read it."""
+    try:
+        line = keys.public_line(path)
+    except InputError as error:
+        return Check(path.name, False, str(error))
+    if keys.kind_of(line) != kind:
+        return Check(path.name, False, f"{path}: is a key `{keys.kind_of(line)}`, must be `{kind}`")
+    private = check_private(path)
+    return Check(path.name, private.ok, f"{path}: {line[:40]}..." if private.ok else private.detail)
 
 
 def _give(folder: Path, user: User) -> None:

@@ -17,10 +17,39 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.adapters.arithmetic import Adapter as Adapter
-    from fedpriv.adapters.base_models import BaseModel as BaseModel
-    from fedpriv.adapters.base_models import freeze as freeze
-    from fedpriv.adapters.base_models import load_base as load_base
+    from fedpriv.adapters._arithmetic import A_SUFFIX as A_SUFFIX
+    from fedpriv.adapters._arithmetic import B_SUFFIX as B_SUFFIX
+    from fedpriv.adapters._arithmetic import INNER_SUFFIX as INNER_SUFFIX
+    from fedpriv.adapters._arithmetic import Adapter as Adapter
+    from fedpriv.adapters._arithmetic import Merged as Merged
+    from fedpriv.adapters._arithmetic import add_products as add_products
+    from fedpriv.adapters._arithmetic import difference as difference
+    from fedpriv.adapters._arithmetic import factors_of as factors_of
+    from fedpriv.adapters._arithmetic import merged_from_tensors as merged_from_tensors
+    from fedpriv.adapters._arithmetic import merged_to_tensors as merged_to_tensors
+    from fedpriv.adapters._arithmetic import non_lora_tensors as non_lora_tensors
+    from fedpriv.adapters._arithmetic import norm as norm
+    from fedpriv.adapters._arithmetic import same_merged as same_merged
+    from fedpriv.adapters._base_formats import base_dtype as base_dtype
+    from fedpriv.adapters._base_formats import frozen_base as frozen_base
+    from fedpriv.adapters._base_formats import is_quantised as is_quantised
+    from fedpriv.adapters._base_formats import quantise as quantise
+    from fedpriv.adapters._base_formats import restore_float32 as restore_float32
+    from fedpriv.adapters._base_formats import to_bfloat16 as to_bfloat16
+    from fedpriv.adapters._base_models import BaseModel as BaseModel
+    from fedpriv.adapters._base_models import freeze as freeze
+    from fedpriv.adapters._base_models import load_base as load_base
+    from fedpriv.adapters._base_models import load_tokenizer as load_tokenizer
+    from fedpriv.adapters._base_models import quiet_transformers as quiet_transformers
+    from fedpriv.adapters._base_models import resolve as resolve
+    from fedpriv.adapters._locations import BUNDLED_ENCODER as BUNDLED_ENCODER
+    from fedpriv.adapters._locations import check_model as check_model
+    from fedpriv.adapters._locations import check_weights as check_weights
+    from fedpriv.adapters._locations import hub_problem as hub_problem
+    from fedpriv.adapters._locations import model_digest as model_digest
+    from fedpriv.adapters._locations import model_state as model_state
+    from fedpriv.adapters._locations import public_name as public_name
+    from fedpriv.adapters._locations import quiet_hub as quiet_hub
     from fedpriv.adapters.codecs import decode as decode
     from fedpriv.adapters.codecs import encode as encode
     from fedpriv.adapters.lora import LoraSettings as LoraSettings

@@ -16,7 +16,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from fedpriv.adapters.arithmetic import B_SUFFIX, INNER_SUFFIX, Adapter
+from fedpriv.adapters._arithmetic import B_SUFFIX, INNER_SUFFIX, Adapter
 from fedpriv.errors import InputError
 
 OUTER_SUFFIX = ".lora_B.default.B.weight"  # see `INNER_SUFFIX`

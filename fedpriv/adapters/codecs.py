@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters._arithmetic import Adapter
 from fedpriv.mechanisms.sources import RandomSource
 
 CODECS = ("float32", "bfloat16", "int8", "ternary")

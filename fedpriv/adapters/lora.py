@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fedpriv.adapters import _inner, pooling
-from fedpriv.adapters.arithmetic import Adapter, Merged, as_one_adapter, factors_of
-from fedpriv.adapters.base_models import BaseModel, load_base, quiet_transformers
-from fedpriv.adapters.locations import check_weights, public_name, weights_digests
+from fedpriv.adapters._arithmetic import Adapter, Merged, as_one_adapter, factors_of
+from fedpriv.adapters._base_models import BaseModel, load_base, quiet_transformers
+from fedpriv.adapters._locations import check_weights, public_name, weights_digests
 from fedpriv.errors import InputError
 
 CONVENTION_FILE = "fedpriv.json"
@@ -225,7 +225,7 @@ def save(
             adapter are added.
         merged: what aggregation has added to the frozen weights; the saved adapter includes it, at a higher rank.
         labels: the classes in order.
-        reading: how texts become tokens, see `fedpriv.data.encoding`; None where that is not known.
+        reading: how texts become tokens, see `fedpriv.data.records`; None where that is not known.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.active_peft_config)

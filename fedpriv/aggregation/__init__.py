@@ -17,9 +17,17 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.aggregation.fedavg import GlobalModel as GlobalModel
-    from fedpriv.aggregation.fedavg import weighted_average as weighted_average
-    from fedpriv.aggregation.fedavg import weights_by_size as weights_by_size
+    from fedpriv.aggregation._cmfl import is_irrelevant as is_irrelevant
+    from fedpriv.aggregation._cmfl import pack_signs as pack_signs
+    from fedpriv.aggregation._cmfl import unpack_signs as unpack_signs
+    from fedpriv.aggregation._fedavg import GlobalModel as GlobalModel
+    from fedpriv.aggregation._fedavg import weighted_average as weighted_average
+    from fedpriv.aggregation._fedavg import weights_by_size as weights_by_size
+    from fedpriv.aggregation._flora import fresh_start as fresh_start
+    from fedpriv.aggregation._head_start import head_of as head_of
+    from fedpriv.aggregation._head_start import recentred as recentred
+    from fedpriv.aggregation._head_start import started as started
+    from fedpriv.aggregation._t_fedavg import ternary_codes as ternary_codes
     from fedpriv.aggregation.rules import RULES as RULES
     from fedpriv.aggregation.rules import Rule as Rule
     from fedpriv.aggregation.server_optimizers import server_step as server_step

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.adapters.lora import Trains
-from fedpriv.aggregation.cmfl import cmfl
-from fedpriv.aggregation.fedavg import GlobalModel, average
-from fedpriv.aggregation.fedex_lora import fedex_lora
-from fedpriv.aggregation.fedsvd import rebased
-from fedpriv.aggregation.flora import flora
-from fedpriv.aggregation.t_fedavg import t_fedavg
+from fedpriv.aggregation._cmfl import cmfl
+from fedpriv.aggregation._fedavg import GlobalModel, average
+from fedpriv.aggregation._fedex_lora import fedex_lora
+from fedpriv.aggregation._fedsvd import rebased
+from fedpriv.aggregation._flora import flora
+from fedpriv.aggregation._t_fedavg import t_fedavg
 
 Aggregate = Callable[[GlobalModel, Sequence[Adapter], Sequence[float]], GlobalModel]
 

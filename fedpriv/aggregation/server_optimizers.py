@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.aggregation._fedavg import GlobalModel
 
 if TYPE_CHECKING:
     from fedpriv.config import RunConfig
@@ -63,7 +63,7 @@ SERVER_OPTIMIZERS: Mapping[str, Rule] = {"sgd": _sgd, "momentum": _momentum, "ad
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimizer:
-    """How the server steps towards the aggregated model.
+    """The server's steps towards the aggregated model.
 
     Attributes:
         name: in `SERVER_OPTIMIZERS`.

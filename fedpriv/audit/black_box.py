@@ -13,8 +13,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import torch
 
-from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter, lora
 from fedpriv.audit.bounds import Array, OneRunAudit, one_run_audit
 from fedpriv.audit.canaries import Flags, inclusions, inserted, mislabelled_canaries, random_token_canaries
 from fedpriv.audit.membership import calibrated_scores

@@ -16,7 +16,8 @@ import torch
 from scipy import linalg
 from torch import Tensor
 
-from fedpriv.data.records import RESPONSE_MASK, Records, usable
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import Records, usable
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource, uniform_from_words
 

@@ -27,15 +27,15 @@ from torch import Tensor, nn
 
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import clipping_parts, sensitivity_factor
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.audit.bounds import Array
 from fedpriv.config import RunConfig
 from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
+from fedpriv.training import Pass
 from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import TrainableLayer
-from fedpriv.training.shapes import Pass
 from fedpriv.training.stacked import stacked_updates
 
 _RECORDS_AT_ONCE = 1024

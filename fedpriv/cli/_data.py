@@ -50,7 +50,7 @@ def check(
         asked |= {"max_length": max_length} if max_length else {}
         return _check_instructions(asked, client=client, person=person, model=model or "")
     from fedpriv.config import RunConfig
-    from fedpriv.data.checks import describe
+    from fedpriv.data import describe
 
     columns = {"text": text, "label": label, "text_pair": text_pair, "client": client, "person": person}
     tokenizer = _tokenizer(model)
@@ -60,20 +60,20 @@ def check(
 
 def _tokenizer(model: str | None) -> Any:
     """The tokenizer of the model, or of a run's own if none is named and it is there; None counts words."""
-    from fedpriv.adapters import locations
+    from fedpriv.adapters import check_model
     from fedpriv.config import RunConfig
     from fedpriv.errors import InputError
 
     if model == "":
         return None
     try:
-        locations.check(model or RunConfig.model)
+        check_model(model or RunConfig.model)
     except InputError as error:
         if model is not None:
             raise
         typer.echo(f"words are counted, not tokens: {error}", err=True)
         return None
-    from fedpriv.adapters.base_models import load_tokenizer
+    from fedpriv.adapters import load_tokenizer
 
     return load_tokenizer(model or RunConfig.model)
 
@@ -93,12 +93,12 @@ def _about_persons(values: Mapping[str, Any]) -> list[str]:
 def _check_instructions(asked: Mapping[str, Any], *, client: str, person: str, model: str) -> Result:
     """The same of prompts and responses."""
     from fedpriv.config import parse
-    from fedpriv.data.checks import describe_instructions
+    from fedpriv.data import describe_instructions
 
     config, tokenizer = parse(asked), None
     if model:
-        from fedpriv.adapters.base_models import load_tokenizer
-        from fedpriv.data.encoding import chat_format_of
+        from fedpriv.adapters import load_tokenizer
+        from fedpriv.data.records import chat_format_of
 
         tokenizer = load_tokenizer(model)
         chat_format_of(config).check(tokenizer, model=model, max_length=config.max_length)
@@ -125,7 +125,7 @@ def lines(
 
     Example: fedpriv data lines letters.csv letters.jsonl
     """
-    from fedpriv.data.own import write_lines
+    from fedpriv.data import write_lines
 
     num_records = write_lines(file, out)
     return Result({"records": num_records, "file": str(out)}, [f"{num_records} records in {out}"])

@@ -254,7 +254,7 @@ def sample_size_advice(
 
 def _table(path: Path, target: str, **options: Any) -> PreparedTable:
     """The CSV as features, fitted on its training part."""
-    from fedpriv.data.tables import load_table
+    from fedpriv.data import load_table
     from fedpriv.integral.tabular import prepare
 
     frame = load_table(str(path)).to_pandas()

@@ -180,11 +180,11 @@ def predict(
 
 def _asked(asked: str, text: str, pair: str) -> _Asked:
     """The texts of the command line, or of the file that it names."""
-    from fedpriv.data import tables
+    from fedpriv.data import FORMATS, load_table, suffix_of
 
-    if "\n" in asked or not (tables.suffix_of(Path(asked)) in tables.FORMATS or _is_file(asked)):
+    if "\n" in asked or not (suffix_of(Path(asked)) in FORMATS or _is_file(asked)):
         return _Asked(texts=[asked], pairs=[pair] if pair else None)
-    table = tables.load_table(asked, key="FILE")
+    table = load_table(asked, key="FILE")
     for option, name in (("--text", text), *([("--pair", pair)] if pair else [])):
         if name not in table.column_names:
             raise InputError(f"{option} {name}: {asked} has the columns {', '.join(table.column_names)}")

@@ -15,9 +15,7 @@ from fedpriv.cli._command import command
 from fedpriv.cli._communication import communication
 from fedpriv.cli._plan import plan
 from fedpriv.cli._publish import card, export, predict, push
-from fedpriv.cli.report import report
-from fedpriv.cli.status import status
-from fedpriv.cli.watch import watch
+from fedpriv.cli._runs import report, status, watch
 from fedpriv.errors import LedgerError, StoreError
 from fedpriv.texts import printable
 

@@ -14,13 +14,23 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.data.checks import describe as describe
+    from fedpriv.data._checks import describe as describe
+    from fedpriv.data._checks import describe_instructions as describe_instructions
+    from fedpriv.data._own import OwnRecord as OwnRecord
+    from fedpriv.data._own import read_strictly as read_strictly
+    from fedpriv.data._own import write_lines as write_lines
+    from fedpriv.data._tables import FORMATS as FORMATS
+    from fedpriv.data._tables import load_table as load_table
+    from fedpriv.data._tables import suffix_of as suffix_of
+    from fedpriv.data._tables import values_of as values_of
+    from fedpriv.data._text import ROLES as ROLES
+    from fedpriv.data._text import DataSource as DataSource
+    from fedpriv.data._text import FederatedData as FederatedData
+    from fedpriv.data._text import TextData as TextData
+    from fedpriv.data._text import turns_of as turns_of
     from fedpriv.data.federated import load as load
     from fedpriv.data.records import Records as Records
     from fedpriv.data.records import collate as collate
     from fedpriv.data.records import tokenize as tokenize
-    from fedpriv.data.tables import load_table as load_table
-    from fedpriv.data.text import FederatedData as FederatedData
-    from fedpriv.data.text import TextData as TextData
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

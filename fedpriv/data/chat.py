@@ -15,9 +15,14 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from fedpriv.data.records import RESPONSE_MASK, Row
-from fedpriv.data.text import Turn, turns_of
+from fedpriv.data._text import Turn, turns_of
 from fedpriv.errors import InputError
+
+RESPONSE_MASK = "response_mask"
+"""A feature of each token: 1 where a model is to predict it. Without this feature, it is to predict all of them."""
+
+# The tokens of one record by the tokenizer's names for them, of equal lengths; None if the tokenizer refuses it.
+Row = dict[str, list[int]] | None
 
 SLOT = "{}"
 """Where the prompt stands in a prompt template."""
@@ -40,12 +45,12 @@ _Token = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFormat:
-    """How prompts are put to a model.
+    """The format in which prompts are put to a model.
 
     Attributes:
         system_prompt: put before chats that have no system turn; empty puts none.
         prompt_template: a text around each prompt, with one `{}` in its place; empty stands for the prompt alone.
-        has_messages: whether the texts of records are turns, see `fedpriv.data.text`, or prompts.
+        has_messages: whether the texts of records are turns, see `fedpriv.data._text`, or prompts.
     """
 
     system_prompt: str = ""
@@ -260,7 +265,7 @@ class _Chats:
 
 
 def _starts(spans: Sequence[_Span]) -> list[int]:
-    """Where each span begins, in characters."""
+    """The place at which each span begins, in characters."""
     return list(accumulate((len(text) for text, _ in spans), initial=0))[:-1]
 
 

@@ -1,19 +1,18 @@
-"""Tokenised records, and batches of them."""
+"""Tokenised records and batches of them; the encoders of texts and chats; and how a saved model reads texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fedpriv.data.text import TextData
+from fedpriv.config import RunConfig
+from fedpriv.data._text import TextData
+from fedpriv.data.chat import ChatFormat, Row
 from fedpriv.errors import InputError
-
-RESPONSE_MASK = "response_mask"
-"""A feature of each token: 1 where a model is to predict it. Without this feature, it is to predict all of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +46,21 @@ class Records:
     def items(self, indices: Iterable[int] | None = None) -> list[Item]:
         """The records with the given indices, or all of them."""
         return [(self, index) for index in (range(len(self)) if indices is None else indices)]
+
+    def num_cut(self, end: int | None) -> int:
+        """The number of usable records without an end: their text, or response, was longer than there was room for.
+
+        Args:
+            end: id of the token that ends a record of a causal model; None if there is no such token.
+        """
+        if end is None:
+            return 0
+        pairs = zip(self.features["input_ids"], self.items(), strict=True)
+        return sum(int(row[-1]) != end for row, item in pairs if usable(item))
+
+    def num_full(self, max_length: int) -> int:
+        """The number of usable records with `max_length` tokens: something of each may be cut."""
+        return sum(usable(item) and num_tokens(item) >= max_length for item in self.items())
 
 
 # One record of one holder: a batch may mix the records of several holders.
@@ -97,8 +111,6 @@ def check_max_length(tokenizer: Any, max_length: int, *, pairs: bool) -> None:
         raise InputError(f"max_length = {max_length}: must be at least {smallest}, with the tokenizer's special tokens")
 
 
-# The tokens of one record by the tokenizer's names for them, of equal lengths; None if the tokenizer refuses it.
-Row = dict[str, list[int]] | None
 # [records] of a tokenizer, texts, second texts if records have them, and the most tokens of a record.
 Encode = Callable[[Any, Sequence[str], Sequence[str] | None, int], list[Row]]
 
@@ -199,3 +211,128 @@ def collate(items: Sequence[Item], shape: BatchShape | None = None) -> dict[str,
         batch["labels"] = torch.zeros(shape.rows, dtype=torch.int64)
         batch["labels"][: len(items)] = torch.stack([records.labels[index] for records, index in items])
     return batch
+
+
+class Encoder(Protocol):
+    """Gives the tokens of records. No record decides another's."""
+
+    def encode(self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> list[Row]:
+        """[records] the features of each record, at most `max_length` tokens; None for one that no model can read."""
+
+    def names(self, tokenizer: Any, *, pairs: bool, max_length: int) -> tuple[str, ...]:
+        """The names of the features, whatever the records are; none if the tokenizer fails on an empty text."""
+
+    def key(self, tokenizer: Any) -> str:
+        """A text that differs wherever the same tokenizer would give other tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainText:
+    """Texts, or pairs of texts, as the tokenizer frames them.
+
+    Attributes:
+        ends: whether the end-of-sequence token follows a text, where the tokenizer adds none and there is room.
+    """
+
+    ends: bool = False
+
+    def encode(self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> list[Row]:
+        """See `Encoder`."""
+        rows = encode(tokenizer, texts, pairs, max_length)
+        end = getattr(tokenizer, "eos_token_id", None) if self.ends else None
+        return rows if end is None else [_ended(row, end, max_length) for row in rows]
+
+    def names(self, tokenizer: Any, *, pairs: bool, max_length: int) -> tuple[str, ...]:
+        """See `Encoder`."""
+        (row,) = encode(tokenizer, [""], [""] if pairs else None, max_length)
+        return tuple(row or ())
+
+    def key(self, tokenizer: Any) -> str:
+        """See `Encoder`."""
+        return f"text {getattr(tokenizer, 'eos_token_id', None)}" if self.ends else ""
+
+
+def chat_format_of(config: RunConfig) -> ChatFormat:
+    """The format of a run's prompts."""
+    return ChatFormat(
+        system_prompt=config.system_prompt,
+        prompt_template=config.prompt_template,
+        has_messages=bool(config.messages_column),
+    )
+
+
+def encoder_of(config: RunConfig) -> Encoder:
+    """The encoder of a run's records."""
+    return chat_format_of(config) if config.instructs else PlainText(ends=config.task == "CAUSAL_LM")
+
+
+def _ended(row: Row, end: int, max_length: int) -> Row:
+    """The tokens with an end behind them, if they lack one and there is room."""
+    if row is None or len(row["input_ids"]) >= max_length or row["input_ids"][-1:] == [end]:
+        return row
+    return {name: [*column, end if name == "input_ids" else (column or [0])[-1]] for name, column in row.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextReading:
+    """The way in which texts become tokens, and the length of an answer.
+
+    Attributes:
+        max_length: tokens of a text, special ones included.
+        pairs: whether a record is two texts.
+        instructs: whether a text is a prompt, put in the model's chat template.
+        system_prompt: put before a prompt; empty puts none.
+        prompt_template: a text around each prompt, with one `{}` in its place; empty for the prompt alone.
+        max_new_tokens: of an answer.
+    """
+
+    max_length: int
+    pairs: bool = False
+    instructs: bool = False
+    system_prompt: str = ""
+    prompt_template: str = ""
+    max_new_tokens: int = 96
+
+    @classmethod
+    def of(cls, config: RunConfig) -> TextReading:
+        """The reading of a run's models."""
+        return cls(
+            max_length=config.max_length,
+            pairs=bool(config.text_pair_column),
+            instructs=config.instructs,
+            system_prompt=config.system_prompt,
+            prompt_template=config.prompt_template,
+            max_new_tokens=config.max_new_tokens,
+        )
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], *, where: str) -> TextReading:
+        """The reading whose fields `to_json` gave.
+
+        Args:
+            values: of a file.
+            where: the file, for errors.
+
+        Raises:
+            InputError: a value is missing, unknown, or of another type.
+        """
+        kinds = {"int": int, "bool": bool, "str": str}
+        wrong = sorted({field.name for field in fields(cls)} ^ values.keys())
+        wrong += [f.name for f in fields(cls) if f.name in values and type(values[f.name]) is not kinds[str(f.type)]]
+        if wrong:
+            raise InputError(f"{where}: reading.{wrong[0]} is missing, unknown or of another type")
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain values."""
+        return asdict(self)
+
+    @property
+    def chat(self) -> ChatFormat:
+        """The format of one prompt."""
+        return ChatFormat(system_prompt=self.system_prompt, prompt_template=self.prompt_template)
+
+    @property
+    def encoder(self) -> Encoder:
+        """The encoder that turns texts, or prompts with their responses, into tokens."""
+        return self.chat if self.instructs else PlainText()

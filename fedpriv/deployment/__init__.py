@@ -1,1 +1,1 @@
-"""The means to run a federation across machines, for coordinator and data holder: keys, certificates, checks."""
+"""The means to run a federation across machines, for coordinator and data holder: keys, approvals, checks."""

@@ -8,17 +8,20 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException, HTTPSConnection
 from importlib import metadata
 from pathlib import Path
 
-from fedpriv.deployment import keys
+from cryptography import x509
+
 from fedpriv.deployment.flower import FlowerError
-from fedpriv.deployment.keys import Kind
 from fedpriv.errors import InputError, LedgerError
+
+CA_CERTIFICATE = "ca.crt"
+"""The file with the certificate of the federation's authority, in a coordinator's folder and in each node's."""
 
 _TIMEOUT_SECONDS = 5.0
 
@@ -74,8 +77,13 @@ def print_checks(checks: Iterable[Check]) -> bool:
     return all_ok
 
 
-def check_versions() -> Check:
-    """Whether the version of Flower that this fedpriv requires is installed."""
+def check_programs() -> Iterator[Check]:
+    """Whether this Python is recent enough, and the version of Flower that this fedpriv requires is installed."""
+    yield Check("python", sys.version_info >= (3, 11), f"{platform.python_version()} at {sys.executable}")
+    yield _check_versions()
+
+
+def _check_versions() -> Check:
     pinned = _pinned_flower()
     try:
         flower = metadata.version("flwr")
@@ -93,9 +101,11 @@ def _pinned_flower() -> str:
     return requirement.partition(";")[0].removeprefix("flwr==").strip()
 
 
-def check_python() -> Check:
-    """Whether this Python is recent enough."""
-    return Check("python", sys.version_info >= (3, 11), f"{platform.python_version()} at {sys.executable}")
+def check_server(host: str, port: int, ca: Path) -> Iterator[Check]:
+    """The checks of a coordinator's server: its certificate, whether the clocks agree, whether its door is closed."""
+    yield check_tls(host, port, ca)
+    yield _check_clock(host, port, ca)
+    yield _check_door(host, port, ca)
 
 
 def check_tls(host: str, port: int, ca: Path) -> Check:
@@ -120,7 +130,7 @@ def check_tls(host: str, port: int, ca: Path) -> Check:
     return Check("tls", True, f"{where}: certificate valid until {until}")
 
 
-def check_clock(host: str, port: int, ca: Path, tolerance_seconds: float = 5) -> Check:
+def _check_clock(host: str, port: int, ca: Path, tolerance_seconds: float = 5) -> Check:
     """Whether this machine's clock agrees with that of the server, whose responses are dated to the second."""
     if (context := _context(ca)) is None:
         return Check("clock", False, f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt")
@@ -144,7 +154,7 @@ def check_clock(host: str, port: int, ca: Path, tolerance_seconds: float = 5) ->
     return Check("clock", True, detail)
 
 
-def check_door(host: str, port: int, ca: Path) -> Check:
+def _check_door(host: str, port: int, ca: Path) -> Check:
     """Whether a server refuses strangers what only the coordinator's operator may do.
 
     Each request is one of Flower's without content, so that it changes nothing where it is let in. A coordinator's door
@@ -184,18 +194,6 @@ def check_port_free(host: str, port: int) -> Check:
     return Check("port", True, f"{host}:{port} is free")
 
 
-def check_key(path: Path, kind: Kind) -> Check:
-    """Whether a private key of a node can be used and is of its kind, and only its owner can read it."""
-    try:
-        line = keys.public_line(path)
-    except InputError as error:
-        return Check(path.name, False, str(error))
-    if keys.kind_of(line) != kind:
-        return Check(path.name, False, f"{path}: is a key `{keys.kind_of(line)}`, must be `{kind}`")
-    private = check_private(path)
-    return Check(path.name, private.ok, f"{path}: {line[:40]}..." if private.ok else private.detail)
-
-
 def check_private(path: Path) -> Check:
     """Whether only its owner can read a secret file."""
     try:
@@ -214,6 +212,20 @@ def check_disk(path: Path, min_bytes: int) -> Check:
     if free < min_bytes:
         return Check("disk", False, f"{detail}: must be at least {min_bytes / 2**30:.1f} GiB")
     return Check("disk", True, detail)
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    """The certificate in a file.
+
+    Raises:
+        InputError: the file is missing or is not a certificate.
+    """
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"certificate = {path}: {error.strerror}; give a PEM file") from None
+    except ValueError:
+        raise InputError(f"certificate = {path}: must be a certificate in PEM format") from None
 
 
 def _context(ca: Path) -> ssl.SSLContext | None:

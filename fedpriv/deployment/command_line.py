@@ -1,6 +1,7 @@
-"""Command lines of a deployment: how they report errors and exit, and the systemd units that they hand out.
+"""Command lines of a deployment: the settings of a folder, errors and exit codes, and systemd units.
 
-A unit is text, and takes from its service all that the service does not need.
+Settings are a frozen dataclass stored as TOML. A unit is text, and takes from its service all that the service does not
+need.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
+from pydantic import ValidationError
 
+from fedpriv import config
 from fedpriv.deployment.flower import FlowerError
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import write_new
+
+Settings = TypeVar("Settings")
 
 UnitFolder = Annotated[Path | None, typer.Option("--out", help="Folder for the files; without it they are printed.")]
 
@@ -42,6 +47,39 @@ RestrictRealtime=yes
 RestrictSUIDSGID=yes
 SystemCallArchitectures=native
 UMask=0077"""
+
+
+def read_settings(settings_type: type[Settings], path: Path, **extra: Any) -> Settings:
+    """The settings in a file.
+
+    Args:
+        settings_type: a pydantic dataclass.
+        path: TOML with its fields.
+        extra: fields that the file does not contain.
+
+    Raises:
+        InputError: the file is missing, or a key or value in it is wrong; one line that names it.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; make the folder with `init` first")
+    return validated(settings_type, config.read(path), prefix=f"{path}: ", **extra)
+
+
+def validated(settings_type: type[Settings], values: Mapping[str, Any], *, prefix: str = "", **extra: Any) -> Settings:
+    """The settings with these values; error messages start with the prefix.
+
+    Raises:
+        InputError: a value is missing or wrong; one line that names it.
+    """
+    try:
+        return settings_type(**values, **extra)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":  # our own validators name key and value themselves
+            raise InputError(prefix + first["msg"].removeprefix("Value error, ")) from None
+        key = str(first["loc"][0])
+        value = f" = {values[key]!r}" if key in values else ""
+        raise InputError(f"{prefix}{key}{value}: {first['msg'].lower()}") from None
 
 
 def run_command_line(app: typer.Typer, name: str) -> None:

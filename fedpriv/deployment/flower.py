@@ -109,17 +109,7 @@ def _answer(stdout: str, stderr: str, arguments: Sequence[str]) -> dict[str, Any
     return answer
 
 
-def num_online(home: Path, *, folder: Path) -> int:
-    """The number of nodes that are online.
-
-    Raises:
-        FlowerError: the SuperLink cannot be asked.
-    """
-    nodes = flwr(home, ["supernode", "list", CONNECTION], folder=folder)["nodes"]
-    return sum(node["status"] == "online" for node in nodes)
-
-
-def run_in_foreground(
+def _run_in_foreground(
     command: Sequence[str],
     *,
     variables: Mapping[str, str],
@@ -171,7 +161,7 @@ def run_and_explain(
     on_line: Callable[[str], None],
     user: User | None = None,
 ) -> tuple[int, str]:
-    """Run one of Flower's programs as `run_in_foreground` does; its exit code, and `: MEANING` if its log says why."""
+    """Run one of Flower's programs as `_run_in_foreground` does; its exit code, and `: MEANING` if its log says why."""
     reasons: list[int] = []
 
     def noted(line: str) -> None:
@@ -179,7 +169,7 @@ def run_and_explain(
         if (code := _logged_exit_code(line)) is not None:
             reasons.append(code)
 
-    code = run_in_foreground(command, variables=variables, folder=folder, on_line=noted, user=user)
+    code = _run_in_foreground(command, variables=variables, folder=folder, on_line=noted, user=user)
     return code, "".join(f": {_EXIT_CODES[reason]}" for reason in reasons[-1:] if reason in _EXIT_CODES)
 
 

@@ -47,28 +47,23 @@ _Private = ec.EllipticCurvePrivateKey | Ed25519PrivateKey
 _Public = ec.EllipticCurvePublicKey | Ed25519PublicKey
 
 
-def make_key_pair(path: Path, kind: Kind = VAULT) -> None:
+def make_key_pair(path: Path, kind: Kind = VAULT, *, owner: User | None = None, replaces: bool = False) -> None:
     """Write a new private key to `path`, readable only by its owner, and its public line to `path`.pub.
 
-    Both are in OpenSSH's format.
-
-    Raises:
-        InputError: one of the two files exists; nothing is overwritten.
-    """
-    for file in (path, public_path(path)):
-        if file.exists():
-            raise InputError(f"key = {file}: exists; give another path, or move the old key away first")
-    replace_key_pair(path, kind)
-
-
-def replace_key_pair(path: Path, kind: Kind, *, owner: User | None = None) -> None:
-    """The same over an old pair, if there is one; the private key comes first, and the public line follows from it.
+    Both are in OpenSSH's format. The private key comes first, and the public line follows from it.
 
     Args:
         path: of the private key.
         kind: of the pair.
         owner: whose files they become; None stands for the user of this process.
+        replaces: whether an old pair, if there is one, is overwritten.
+
+    Raises:
+        InputError: one of the two files exists, and is not to be replaced.
     """
+    for file in () if replaces else (path, public_path(path)):
+        if file.exists():
+            raise InputError(f"key = {file}: exists; give another path, or move the old key away first")
     key: _Private = Ed25519PrivateKey.generate() if kind == VAULT else ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     replace_file(path, private, mode=0o600, owner=owner)
@@ -127,7 +122,7 @@ def read_lines(path: Path) -> tuple[str, ...]:
 
 
 def add_line(path: Path, public_line: str, *, owner: User | None = None) -> None:
-    """Add a line to a file that `read_lines` reads, unless it is there; for `owner` see `replace_key_pair`."""
+    """Add a line to a file that `read_lines` reads, unless it is there; for `owner` see `make_key_pair`."""
     lines = dict.fromkeys((*read_lines(path), public_line))
     replace_file(path, "".join(f"{line}\n" for line in lines).encode(), owner=owner)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, Adapter, factors_of, non_lora_tensors
+from fedpriv.adapters import A_SUFFIX, B_SUFFIX, Adapter, factors_of, non_lora_tensors
 from fedpriv.errors import InputError
 from fedpriv.integral.selection import Cluster, Linkage, Measure, Vectors, select
 

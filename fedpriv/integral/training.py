@@ -20,8 +20,8 @@ from fedpriv.errors import InputError
 from fedpriv.integral.networks import from_vectors, is_perceptron, to_vector
 from fedpriv.integral.subsamples import Indices
 from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.training import PoissonSampler
 from fedpriv.training.clipping import add_clipped
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.summing import noised_sum
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}

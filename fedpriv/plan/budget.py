@@ -21,7 +21,7 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import PlannedView, aggregate_scale, default_delta, num_readers, rho_bar
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import FOR_SUMS
@@ -115,7 +115,7 @@ class Setting:
 
     @property
     def num_lora_rounds(self) -> int:
-        """How many rounds train A and B."""
+        """The number of rounds that train A and B."""
         return num_lora_rounds(self.config)
 
     @property
@@ -145,7 +145,7 @@ class Setting:
         return sum(self.sizes) * ((1.0 if config.head_start else drawn) + of_lora)
 
     def seconds(self, records_per_second: float) -> float:
-        """How long the passes take, one after the other.
+        """The seconds that the passes take, one after the other.
 
         Raises:
             InputError: records_per_second is not finite and > 0.

@@ -1,4 +1,4 @@
-"""How much a federation with a LoRA setting sends, counted from the model's shape without its weights.
+"""The bytes that a federation with a LoRA setting sends, counted from the model's shape without its weights.
 
 The count covers the values of the A and B matrices. It excludes a classification head, which a run with
 `task = SEQ_CLS` trains and sends too, and the overhead of file formats and transport.
@@ -94,7 +94,7 @@ def model_shape(name: str) -> ModelShape:
     """
     from transformers import AutoConfig
 
-    from fedpriv.adapters.base_models import quiet_transformers, resolve
+    from fedpriv.adapters import quiet_transformers, resolve
 
     folder = Path(name).expanduser()
     if not folder.is_dir() and name in _PRESETS:
@@ -123,7 +123,7 @@ def _shape_of(config: Any, name: str) -> ModelShape:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    from fedpriv.adapters.base_models import BaseModel
+    from fedpriv.adapters import BaseModel
     from fedpriv.adapters.lora import default_targets
 
     model = _meta_model(config)
@@ -150,7 +150,7 @@ def _meta_model(config: Any) -> Any:
     import torch
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from fedpriv.adapters.base_models import quiet_transformers
+    from fedpriv.adapters import quiet_transformers
 
     architecture = (config.architectures or [""])[0]
     loader = AutoModel
@@ -164,7 +164,7 @@ def _meta_model(config: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """How much the clients send; they receive as much.
+    """The bytes that clients send; they receive as many.
 
     Attributes:
         total_parameters, target_parameters: of the whole model, and of the adapted weight matrices themselves.
@@ -205,7 +205,7 @@ def count(
     num_rounds: int = 50,
     bytes_per_value: int = 4,
 ) -> Communication:
-    """How much a federation sends if every client takes part in every round.
+    """The bytes that a federation sends if every client takes part in every round.
 
     Args:
         shape: of the base model.

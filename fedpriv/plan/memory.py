@@ -1,4 +1,4 @@
-"""How much memory a step of DP-LoRA needs, from a language model's configuration alone, before anything is loaded.
+"""The memory that a step of DP-LoRA needs, from a language model's configuration alone, before anything is loaded.
 
 Parameters are counted on the model itself, with its adapter, on torch's meta device. Activations, logits and per-sample
 gradients are counted in the library's own pass, run on tensors that have shapes but no values. The configurations of
@@ -18,12 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedpriv.adapters import LoraSettings, attach
-from fedpriv.adapters.base_formats import frozen_base
-from fedpriv.adapters.base_models import freeze, quiet_transformers
+from fedpriv.adapters import LoraSettings, attach, freeze, frozen_base, quiet_transformers
 from fedpriv.errors import InputError
-from fedpriv.training.caches import find_prefix
-from fedpriv.training.live_bytes import peak_of_pass
+from fedpriv.training import find_prefix, peak_of_pass
 from fedpriv.training.stacked import FLOATS_PER_VALUE
 
 _FLOAT_BYTES = 4
@@ -334,7 +331,7 @@ def _configuration(name: str) -> Any:
     """
     from transformers import AutoConfig
 
-    from fedpriv.adapters.base_models import quiet_transformers
+    from fedpriv.adapters import quiet_transformers
 
     folder = Path(name).expanduser()
     known = _CONFIGURATIONS.get(name) or _BY_LAST_PART.get(name.lower())

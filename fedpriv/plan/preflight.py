@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from fedpriv.adapters import locations
+from fedpriv.adapters import check_model
 from fedpriv.config import LINEAR_RULES, ON_NODES, RunConfig, with_mechanism_parameters
 from fedpriv.data import federated
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files
-from fedpriv.runs.show.following import check_installed
+from fedpriv.runs.show import check_installed
 
 # The keys that decide whether `federated.load` refuses.
 _LOADED = (*federated.DATA_KEYS, "batch_size", "sampling_probability")
@@ -65,7 +65,7 @@ def _looks(configs: Iterable[RunConfig]) -> list[Callable[[], object]]:
         values = (config.mechanism, config.mechanism_parameters, config.noise_multiplier)
         looks[("mechanism", values)] = partial(with_mechanism_parameters, config)
     for config in configs:
-        looks[("model", config.model)] = partial(locations.check, config.model)
+        looks[("model", config.model)] = partial(check_model, config.model)
     num_clients: dict[object, int] = {}
     for config in configs:
         if config.data != ON_NODES or config.test_data:
@@ -102,9 +102,9 @@ def check_run(config: RunConfig) -> None:
     for objection in objections_to_run(config):
         raise InputError(objection)
     if config.generates_answers:
-        from fedpriv.training import metrics  # deferred: few runs need it
+        from fedpriv.training import require_rouge  # deferred: few runs need it
 
-        metrics.require_rouge(config.generated_answers)
+        require_rouge(config.generated_answers)
 
 
 def objections_to_run(config: RunConfig) -> list[str]:
@@ -122,7 +122,7 @@ def objections_to_run(config: RunConfig) -> list[str]:
 
 
 def objections_to_aggregate(config: RunConfig) -> tuple[str, ...]:
-    """Why the `aggregate` view does not hold for the run; empty if it holds."""
+    """The reasons why the `aggregate` view does not hold for the run; none if it holds."""
     from fedpriv.accounting.views import aggregate_objections  # deferred: it imports the accountants
 
     return aggregate_objections(

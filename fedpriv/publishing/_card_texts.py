@@ -11,7 +11,7 @@ from typing import Literal
 
 from fedpriv.adapters import pooling
 from fedpriv.data.chat import SLOT
-from fedpriv.data.encoding import TextReading
+from fedpriv.data.records import TextReading
 from fedpriv.publishing.saved import SavedVariant
 
 Form = Literal["adapter", "sentence-transformers", "transformers"]

@@ -21,9 +21,8 @@ from fedpriv.ledger.statement import ADJACENCY, DOES_NOT_COVER
 from fedpriv.publishing import _card_texts
 from fedpriv.publishing._card_texts import Form, markdown
 from fedpriv.publishing.saved import SavedVariant, find, names_in
-from fedpriv.runs import files
+from fedpriv.runs import RunFolder, files
 from fedpriv.runs.figures import figures, format_delta
-from fedpriv.runs.folder import RunFolder
 
 FILE = "README.md"
 

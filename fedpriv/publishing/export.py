@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from fedpriv.adapters import pooling
-from fedpriv.adapters.base_models import quiet_transformers
+from fedpriv.adapters import pooling, quiet_transformers
 from fedpriv.adapters.pooling import STATE_SCALE, normalizes
 from fedpriv.errors import InputError
 from fedpriv.files import new_folder

@@ -29,8 +29,7 @@ from fedpriv.ledger import entries, reader
 from fedpriv.publishing import card
 from fedpriv.publishing.card import why_not_private
 from fedpriv.publishing.saved import ADAPTER_CONFIG, SavedVariant
-from fedpriv.runs import files
-from fedpriv.runs.rows import ClientRow, read_rows
+from fedpriv.runs import ClientRow, files, read_rows
 
 TENSORS = "adapter_model.safetensors"
 _KEPT = ("version", "base_model", "base_weights", "pooling", "labels", "reading")

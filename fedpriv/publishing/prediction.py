@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from fedpriv.data import records
-from fedpriv.data.records import RESPONSE_MASK, collate, tokenize, usable
-from fedpriv.data.text import TextData
+from fedpriv.data import TextData, records
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import collate, tokenize, usable
 from fedpriv.errors import InputError
 from fedpriv.publishing.saved import LoadedVariant
-from fedpriv.training.decoding import Tokens, ends_of_turn, greedy_answers
+from fedpriv.training import Tokens, ends_of_turn, greedy_answers
 from fedpriv.training.evaluation import text_of
 
 # Prompts are not cut: one that is too long is refused.

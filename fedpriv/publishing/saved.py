@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from fedpriv.adapters import lora
-from fedpriv.adapters.base_models import load_base
-from fedpriv.adapters.locations import check_weights, public_name
+from fedpriv.adapters import check_weights, load_base, lora, public_name
 from fedpriv.adapters.pooling import normalizes
 from fedpriv.config import RunConfig
-from fedpriv.data.encoding import TextReading
+from fedpriv.data.records import TextReading
 from fedpriv.dedup import variants
 from fedpriv.errors import InputError
 from fedpriv.runs import files

@@ -14,11 +14,28 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from fedpriv.runs._folder import LANGUAGE_KEYS as LANGUAGE_KEYS
+    from fedpriv.runs._folder import RunFolder as RunFolder
+    from fedpriv.runs._folder import StoredVariants as StoredVariants
+    from fedpriv.runs._presence import is_alive as is_alive
+    from fedpriv.runs._presence import marked_alive as marked_alive
+    from fedpriv.runs._rows import USABLE as USABLE
+    from fedpriv.runs._rows import ClientRow as ClientRow
+    from fedpriv.runs._rows import RoundRow as RoundRow
+    from fedpriv.runs._rows import Sample as Sample
+    from fedpriv.runs._rows import column_types as column_types
+    from fedpriv.runs._rows import parse_epsilon as parse_epsilon
+    from fedpriv.runs._rows import read_rows as read_rows
+    from fedpriv.runs._status import ClientStatus as ClientStatus
+    from fedpriv.runs._status import RunStatus as RunStatus
+    from fedpriv.runs._status import spent_on_view as spent_on_view
+    from fedpriv.runs._status import status_of as status_of
+    from fedpriv.runs._writer import RunWriter as RunWriter
+    from fedpriv.runs._writer import environment as environment
     from fedpriv.runs.figures import format_bound as format_bound
     from fedpriv.runs.figures import format_bytes as format_bytes
     from fedpriv.runs.figures import format_delta as format_delta
     from fedpriv.runs.figures import format_epsilon as format_epsilon
-    from fedpriv.runs.folder import RunFolder as RunFolder
-    from fedpriv.runs.show.report_page import write_report as write_report
+    from fedpriv.runs.show import write_report as write_report
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

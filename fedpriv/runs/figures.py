@@ -11,9 +11,9 @@ from dataclasses import KW_ONLY, dataclass
 from decimal import ROUND_CEILING, Decimal
 from typing import Any, Literal, get_args
 
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.rows import parse_epsilon
-from fedpriv.runs.status import spent_on_view, status_of
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._rows import parse_epsilon
+from fedpriv.runs._status import spent_on_view, status_of
 
 INFINITY = "∞"
 MISSING = "–"
@@ -107,7 +107,7 @@ def limit_of(target: float | None, budgets: Sequence[float]) -> tuple[str, float
     return ("budget" if len(set(budgets)) == 1 else "smallest budget", min(budgets)) if budgets else None
 
 
-def closing_line(summary: Mapping[str, Any]) -> str:
+def _closing_line(summary: Mapping[str, Any]) -> str:
     """One line that says what a finished run has spent, first on the view that was asked for.
 
     Args:
@@ -131,7 +131,7 @@ def audit_bound(audit: Mapping[str, Any] | None) -> str | None:
     return f"ε = {_rounded_down(audit)} at δ = {format_delta(audit['delta'])}"
 
 
-def audit_line(audit: Mapping[str, Any]) -> str:
+def _audit_line(audit: Mapping[str, Any]) -> str:
     """One line that compares what an audit found with what the run claims.
 
     Args:
@@ -340,14 +340,14 @@ def _spent(folder: RunFolder) -> str | None:
     # In JSON, null is infinity, or a view that does not hold.
     holds = not summary.get("aggregate_objections") and "epsilon_aggregate_max" in summary
     views = ("local", "rho", *(["aggregate"] if holds else []))
-    return closing_line(
+    return _closing_line(
         summary | {f"epsilon_{view}_max": parse_epsilon(summary[f"epsilon_{view}_max"]) for view in views}
     )
 
 
 def _audit(folder: RunFolder) -> str | None:
     audit = folder.summary.get("audit")
-    return audit_line(audit | {"claimed_epsilon": parse_epsilon(audit["claimed_epsilon"])}) if audit else None
+    return _audit_line(audit | {"claimed_epsilon": parse_epsilon(audit["claimed_epsilon"])}) if audit else None
 
 
 def _is_refuted(folder: RunFolder) -> bool:

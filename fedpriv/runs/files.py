@@ -1,8 +1,9 @@
-"""The names of the files in a run's folder, and how TOML and JSON files are read and written there."""
+"""The names of the files in the folder of a run or a sweep, and how TOML and JSON files are read and written there."""
 
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +31,13 @@ CHECKPOINTS = "checkpoint"
 COMPARISON = "comparison"  # a run folder of its own, of the rounds without noise
 VARIANTS = "variants"
 STORE = "store"
+
+SWEEP_PLAN = "sweep.json"  # what is planned: title and runs, written before the first of them
+SWEEP_TABLE = "sweep.csv"  # written at the end, or when the sweep is interrupted
+UNFINISHED = "unfinished"  # earlier attempts, whose releases count
+
+# The digest of a configuration, which names the folder of a sweep's run.
+SWEEP_KEY = re.compile(r"[0-9a-f]{16}")
 
 _CHECKPOINT_PREFIX = "round-"
 

@@ -24,7 +24,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX
+from fedpriv.adapters import A_SUFFIX, B_SUFFIX
 from fedpriv.serving.requests import Tokens
 from fedpriv.training.model import TrainingModel
 

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpriv.data import records
-from fedpriv.data.chat import ChatFormat
-from fedpriv.data.records import RESPONSE_MASK
-from fedpriv.data.text import ROLES
+from fedpriv.data import ROLES, records
+from fedpriv.data.chat import RESPONSE_MASK, ChatFormat
 from fedpriv.serving.requests import Generate, ServingError, Tokens, TooLongError
 
 log = logging.getLogger(__name__)

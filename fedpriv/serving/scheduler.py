@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.config import BaseFormat
-from fedpriv.data.encoding import chat_format_of
+from fedpriv.data.records import chat_format_of
 from fedpriv.serving import sources
 from fedpriv.serving._classification import Classification
 from fedpriv.serving._engine import SharedBase

@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX
+from fedpriv.adapters import A_SUFFIX, B_SUFFIX
 from fedpriv.adapters.lora import CONVENTION_FILE
 from fedpriv.config import RunConfig, parse
-from fedpriv.data.encoding import chat_format_of
+from fedpriv.data.records import chat_format_of
 from fedpriv.dedup import variants
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.runs import files
 from fedpriv.serving._engine import Weights
 from fedpriv.serving.requests import DamagedVariantError, ServingError, UnknownVariantError
-from fedpriv.training.decoding import ends_of_turn
+from fedpriv.training import ends_of_turn
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import load_model
 

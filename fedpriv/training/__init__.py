@@ -19,6 +19,24 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from fedpriv.training._admission import in_format as in_format
+    from fedpriv.training._caches import Body as Body
+    from fedpriv.training._caches import FeatureCache as FeatureCache
+    from fedpriv.training._caches import find_prefix as find_prefix
+    from fedpriv.training._decoding import Tokens as Tokens
+    from fedpriv.training._decoding import ends_of_turn as ends_of_turn
+    from fedpriv.training._decoding import greedy_answers as greedy_answers
+    from fedpriv.training._decoding import prompt_and_response as prompt_and_response
+    from fedpriv.training._decoding import with_adapter as with_adapter
+    from fedpriv.training._live_bytes import peak_of_pass as peak_of_pass
+    from fedpriv.training._losses import predictions as predictions
+    from fedpriv.training._metrics import class_figures as class_figures
+    from fedpriv.training._metrics import log_perplexity_change as log_perplexity_change
+    from fedpriv.training._metrics import mean_estimate as mean_estimate
+    from fedpriv.training._metrics import require_rouge as require_rouge
+    from fedpriv.training._metrics import rouge_l as rouge_l
+    from fedpriv.training._sampling import PoissonSampler as PoissonSampler
+    from fedpriv.training._shapes import Pass as Pass
     from fedpriv.training.clipping import clipped_rows as clipped_rows
     from fedpriv.training.evaluation import Evaluation as Evaluation
     from fedpriv.training.evaluation import evaluate as evaluate
@@ -30,7 +48,6 @@ if TYPE_CHECKING:
     from fedpriv.training.model import TrainingModel as TrainingModel
     from fedpriv.training.per_sample import per_sample_gradients as per_sample_gradients
     from fedpriv.training.per_sample import trainable_layers as trainable_layers
-    from fedpriv.training.sampling import PoissonSampler as PoissonSampler
     from fedpriv.training.stacked import stacked_updates as stacked_updates
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -5,7 +5,7 @@ noised, and theta moves by s times a step of theta'. So the head's bias acts as 
 
 A head's steps may be taken in centred coordinates, where gradients are shorter by the features' mean, so that noise
 weighs less. The server knows the mean of all records' features from the released class sums, and hands it to the
-clients as the mean of the head's rows (`fedpriv.aggregation.head_start`): no prediction depends on that mean, since it
+clients as the mean of the head's rows (`fedpriv.aggregation._head_start`): no prediction depends on that mean, since it
 moves the scores of all classes alike. A client takes it off every feature, with a bias that makes up for it, and puts
 it back at the end.
 """
@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.accounting.sensitivity import clipping_parts
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.aggregation.head_start import head_of
-from fedpriv.aggregation.t_fedavg import ternary_codes
+from fedpriv.adapters import Adapter
+from fedpriv.aggregation import head_of, ternary_codes
 from fedpriv.training.local_update import UpdateSpec, trained_names
 
 
@@ -116,7 +115,7 @@ def _value_factors(shapes: Mapping[str, torch.Size], *, bias: float = 1.0, lora:
 
 @dataclass(frozen=True, kw_only=True)
 class VectorLayout:
-    """Where each tensor of an adapter lies in one flat vector, so that one operation replaces many small ones.
+    """The place of each tensor of an adapter in one flat vector, so that one operation replaces many small ones.
 
     Attributes:
         shapes: {tensor name: its shape}, in the adapter's order.

@@ -1,4 +1,4 @@
-"""How many records share a pass: as many as fit in memory, in numbers that give each the same bits on this machine.
+"""The number of records in a pass: as many as fit in memory, and such that each gets the same bits on this machine.
 
 A library may choose another kernel, which rounds otherwise, for another number of rows, and a thread's chunk of a
 tensor may end within a vector. Both depend on shapes, processor and number of threads, not on values. So the model's
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from fedpriv.adapters import lora
 from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.training._kernels import Watched, are_equal
+from fedpriv.training._losses import Predictions, predictions
+from fedpriv.training._shapes import MULTIPLE
 from fedpriv.training.clipping import part_norms
-from fedpriv.training.losses import Predictions, predictions
 from fedpriv.training.per_sample import Stack, TrainableLayer, per_sample_gradients, recorded
-from fedpriv.training.shapes import MULTIPLE
 
 _FLOAT_BYTES = 4
 
@@ -67,7 +67,7 @@ class _Model(Protocol):
         """The shapes of an adapter's tensors."""
 
     def predictions(self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None) -> Predictions:
-        """How well the model predicts the records."""
+        """The model's predictions of the records."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
 from sklearn.preprocessing import StandardScaler
 
-from fedpriv.adapters import lora, pooling
-from fedpriv.adapters.arithmetic import B_SUFFIX
+from fedpriv.adapters import B_SUFFIX, lora, pooling
 from fedpriv.config import ON_NODES, RunConfig
+from fedpriv.data import TextData
 from fedpriv.data.records import Item, Records, usable
-from fedpriv.data.text import TextData
 from fedpriv.training.evaluation import passes_by_length
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import Workbench
@@ -129,11 +128,11 @@ def _rows(data: TextData, records: Records) -> list[tuple[str, Item]]:
 def _labelled(model: TrainingModel, rows: Sequence[tuple[str, Item]], *, cached: bool) -> Labelled:
     items = [item for _, item in rows]
     labels = np.array([int(records.labels[index]) for records, index in items], dtype=np.int64)
-    return Labelled([text for text, _ in rows], features(model, items, cached=cached), labels)
+    return Labelled([text for text, _ in rows], _features(model, items, cached=cached), labels)
 
 
 @torch.no_grad()
-def features(model: TrainingModel, items: Sequence[Item], *, cached: bool) -> npt.NDArray[np.float64]:
+def _features(model: TrainingModel, items: Sequence[Item], *, cached: bool) -> npt.NDArray[np.float64]:
     """The mean over tokens of the frozen base's last hidden states, [records, hidden].
 
     Args:
@@ -161,7 +160,7 @@ def features(model: TrainingModel, items: Sequence[Item], *, cached: bool) -> np
 
 
 def hits(train: Labelled, test: Labelled, seed: int) -> tuple[int, int]:
-    """How many of the test records the linear probe and TF-IDF get right.
+    """The numbers of test records that the linear probe and TF-IDF get right.
 
     Args:
         train, test: public records: nothing adds noise.

@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.data.records import RESPONSE_MASK, Item, Records, num_tokens, usable
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import Item, Records, num_tokens, usable
 from fedpriv.errors import InputError
-from fedpriv.training.decoding import Tokens, by_length, prompt_and_response
-from fedpriv.training.losses import predictions
-from fedpriv.training.metrics import Confusion, TokenLosses, accuracy_of, confusion_matrix
+from fedpriv.training._decoding import Tokens, by_length, prompt_and_response
+from fedpriv.training._losses import predictions
+from fedpriv.training._metrics import Confusion, TokenLosses, accuracy_of, confusion_matrix
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.progress import TESTING
 
@@ -57,7 +58,7 @@ def passes_by_length(items: Sequence[Item]) -> Iterator[list[int]]:
 def evaluate(
     model: TrainingModel, records: Records, *, keep_features: bool = False, choices: Choices | None = None
 ) -> Evaluation:
-    """How well the model, with its current adapter, predicts the records; the states of its prefix cache are used.
+    """The quality of the model, with its current adapter, on the records; the states of its prefix cache are used.
 
     Args:
         model: with an adapter.

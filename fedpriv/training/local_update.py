@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
-from fedpriv.adapters.arithmetic import Adapter, Merged
+from fedpriv.adapters import Adapter, Merged
 from fedpriv.adapters.pooling import BIAS_SCALE
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
@@ -19,7 +19,7 @@ from fedpriv.data.records import Records
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.secure_aggregation.grid import ClientGrid
-from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training._sampling import PoissonSampler
 
 OPTIMIZERS = ("sgd", "adamw")
 # Values that a tensor may take in training: any, or three around its initial one.

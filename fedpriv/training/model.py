@@ -9,11 +9,38 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, Adapter, Merged, factors_of, same_merged
-from fedpriv.adapters.base_formats import base_dtype, is_quantised
-from fedpriv.data.records import RESPONSE_MASK, BatchShape, Item, Records, collate
+from fedpriv.adapters import (
+    A_SUFFIX,
+    B_SUFFIX,
+    Adapter,
+    Merged,
+    base_dtype,
+    factors_of,
+    is_quantised,
+    lora,
+    same_merged,
+)
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import BatchShape, Item, Records, collate
+from fedpriv.training._caches import (
+    Body,
+    FeatureCache,
+    PrefixCache,
+    blocks_from_first_trained,
+    find_prefix,
+    input_of,
+    skipping_prefix,
+)
 from fedpriv.training._isolation import raising_failures
+from fedpriv.training._losses import (
+    IGNORED,
+    Predictions,
+    next_token_targets,
+    output_layer,
+    places_of,
+    predictions,
+    sliced_predictions,
+)
 from fedpriv.training._pass_sizes import (
     RECORDS_OF_A_STEP,
     Footprint,
@@ -25,27 +52,9 @@ from fedpriv.training._pass_sizes import (
     found_once,
     structure,
 )
-from fedpriv.training.caches import (
-    Body,
-    FeatureCache,
-    PrefixCache,
-    blocks_from_first_trained,
-    find_prefix,
-    input_of,
-    skipping_prefix,
-)
-from fedpriv.training.losses import (
-    IGNORED,
-    Predictions,
-    next_token_targets,
-    output_layer,
-    places_of,
-    predictions,
-    sliced_predictions,
-)
+from fedpriv.training._shapes import MULTIPLE, Lengths, Pass, passes
 from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.training.progress import Tell, silent
-from fedpriv.training.shapes import MULTIPLE, Lengths, Pass, passes
 
 # Of a LoRA layer's frozen weight, after the layer's name.
 _WEIGHT = ".base_layer.weight"
@@ -254,7 +263,7 @@ class TrainingModel:
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
     def predictions(self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None) -> Predictions:
-        """How well the model predicts the given records; rows beyond them are dummies'."""
+        """The model's predictions of the given records; rows beyond them are dummies'."""
         if self.output_layer is None:
             return predictions(*self.logits(items, cached=cached, shape=shape))
         batch = self._batch(items, shape)

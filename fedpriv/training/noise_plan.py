@@ -28,7 +28,7 @@ from fedpriv.accounting.recipe import (
     start_noise_multiplier,
 )
 from fedpriv.accounting.views import default_delta, smallest_aggregate_scales
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
@@ -153,7 +153,7 @@ def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapte
         noise_stddev=noise * config.clip_norm,
         sampling_probability=config.lora_sampling_probability or _probability(config, sizes),
         num_steps=num_lora_rounds(config),
-        num_values=num_lora_values(config, initial),
+        num_values=_num_lora_values(config, initial),
     )
     of_head, of_lora = config.lora_head_learning_rate, config.lora_learning_rate
     return replace(
@@ -196,8 +196,8 @@ def start_noise(config: RunConfig, sizes: Sequence[int]) -> float:
     return (config.start_noise_multiplier or 0.0) * total.weighted_noise / total.weighted_records
 
 
-def num_lora_values(config: RunConfig, initial: Adapter) -> int:
-    """How many values of A and B the rule's rounds train; 1 if there are none."""
+def _num_lora_values(config: RunConfig, initial: Adapter) -> int:
+    """The number of values of A and B that the rule's rounds train; 1 if there are none."""
     turns = RULES[config.aggregation].turns
     trained = {name for turn in turns for name in trained_names(initial, turn)}
     return max(1, sum(initial[name].numel() for name in trained if ".lora_" in name))
@@ -296,7 +296,7 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
         lora_server_optimizer="adam",
     )
     found = calibrated(with_lora, sizes, initial)
-    num_values = num_lora_values(config, initial)
+    num_values = _num_lora_values(config, initial)
     # In units of the clip norm, whatever it is: the bound was found so.
     noise = lora_noise(
         federation_of(config, sizes),

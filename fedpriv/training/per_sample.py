@@ -247,7 +247,7 @@ class _Collected:
     def collect(
         self, activations: _Activations, value: Tensor, upstream: Tensor | None, others: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Those of all layers that were recorded on the way to a value; returns the gradients of other tensors."""
+        """Collect the gradients of the layers that were recorded on the way to a value; return the other tensors'."""
         recorded_layers = activations.by_module
         for name, (inputs, _) in recorded_layers.items():
             if inputs.shape[0] != self.num:

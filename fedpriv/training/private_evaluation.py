@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from fedpriv.accounting.events import Event
-from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter, Merged
+from fedpriv.adapters import Adapter, Merged, lora
 from fedpriv.config import RunConfig
+from fedpriv.data import TextData
 from fedpriv.data.records import Item, Records, num_tokens, usable
-from fedpriv.data.text import TextData
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.model import TrainingModel
@@ -61,7 +60,7 @@ def planned_event(spec: EvaluationSpec) -> Event:
     Every evaluated record adds (h, 1 - h) to (hits, misses), with h in [0, 1]. Since h^2 + (1 - h)^2 <= 1, adding or
     removing one record moves the pair by at most 1 in L2, and by exactly 1 if h is 0 or 1. N(0, z^2) on both counts is
     the Gaussian mechanism with noise multiplier z. Which records are evaluated is no sampling that amplifies privacy:
-    the coins of `fedpriv.data.partition` are the same in every evaluation.
+    the coins of `fedpriv.data.federated` are the same in every evaluation.
 
     Raises:
         ValueError: noise_multiplier is out of range.

@@ -14,15 +14,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fedpriv.adapters.arithmetic import Adapter, Merged
-from fedpriv.data.records import RESPONSE_MASK, Records, num_tokens
+from fedpriv.adapters import Adapter, Merged
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import Records, num_tokens
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training._isolation import raising_failures, refusing
 from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
+from fedpriv.training._sampling import PoissonSampler
+from fedpriv.training._shapes import most_dummies, most_small_passes
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel, rank_of
-from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.shapes import most_dummies, most_small_passes
 from fedpriv.training.stacked import caching_pays_off, local_update
 
 # Two steps: ternary quantisation treats the first one differently from the others.

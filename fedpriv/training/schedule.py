@@ -121,7 +121,7 @@ def _joint(config: RunConfig, spec: UpdateSpec) -> UpdateSpec:
 
 
 def num_lora_rounds(config: RunConfig) -> int:
-    """How many of the run's last rounds train A and B as well."""
+    """The number of the run's last rounds, which train A and B as well."""
     if config.train == "head":
         return 0
     after_start = config.rounds - config.head_start

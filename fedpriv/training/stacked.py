@@ -19,19 +19,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedpriv.accounting.events import Event, group
-from fedpriv.adapters.arithmetic import Adapter, same_merged
+from fedpriv.adapters import Adapter, same_merged
 from fedpriv.data.records import BatchShape, Item, usable
 from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.training._caches import Body, FeatureCache
 from fedpriv.training._coordinates import Coordinates, VectorLayout, scaled, trained_weights
 from fedpriv.training._isolation import isolated
-from fedpriv.training.caches import Body, FeatureCache
+from fedpriv.training._losses import class_sum_losses, predictions
+from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, noise_request, planned_event
-from fedpriv.training.losses import class_sum_losses, predictions
 from fedpriv.training.model import TrainingModel, rank_of
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.progress import TRAINING
-from fedpriv.training.sampling import PoissonSampler
 
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
 FLOATS_PER_VALUE = 8
@@ -130,7 +130,7 @@ def caching_pays_off(spec: UpdateSpec, sampler: PoissonSampler) -> bool:
 
 
 def clients_at_once(model: TrainingModel) -> int:
-    """How many clients' adapters, with a step's gradients and optimizer state, fit the memory limit; at least 1."""
+    """The number of clients whose adapters, gradients and optimizer state fit the memory limit; at least 1."""
     num_values = sum(parameter.numel() for parameter in model.parameters.values())
     return max(1, model.memory_limit // (4 * FLOATS_PER_VALUE * num_values))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.recipe import client_weight
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.config import RunConfig
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource

@@ -10,20 +10,25 @@ from functools import cached_property, partial
 
 import torch
 
-from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
-from fedpriv.adapters.base_formats import quantise
+from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base, quantise
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import KEYS, ON_NODES, OUTSIDE_KEYS, RunConfig
-from fedpriv.data import federated, partition
+from fedpriv.data import DataSource, FederatedData, TextData, federated
 from fedpriv.data.chat import ChatFormat
-from fedpriv.data.encoding import Encoder, encoder_of, num_cut, num_full
-from fedpriv.data.records import Encode, Records, check_max_length, tokenize, usable
-from fedpriv.data.text import DataSource, FederatedData, TextData
+from fedpriv.data.records import (
+    Encode,
+    Encoder,
+    Records,
+    check_max_length,
+    encoder_of,
+    tokenize,
+    usable,
+)
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training._admission import admit, in_format
 from fedpriv.training._isolation import refusing
 from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
-from fedpriv.training.admission import admit, in_format
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update
@@ -175,8 +180,8 @@ class Workbench:
         """Log, on the machine of the records, what of them no model can learn."""
         unusable = 0 if records.unusable is None else int(records.unusable.sum())
         most = self._config.max_length
-        cut = 0 if self._config.task == "SEQ_CLS" else num_cut(records, self._end)
-        full = num_full(records, most) - cut if isinstance(self.encoder, ChatFormat) else 0
+        cut = 0 if self._config.task == "SEQ_CLS" else records.num_cut(self._end)
+        full = records.num_full(most) - cut if isinstance(self.encoder, ChatFormat) else 0
         for number, what in (
             (unusable, "have nothing to train on"),
             (cut, f"are cut to {most} tokens"),
@@ -211,7 +216,7 @@ class Workbench:
         data = self.data.clients[client]
         if self._config.evaluation_noise_multiplier is None:
             return data, TextData((), ())
-        return partition.held_out(data, fraction=self._config.test_fraction, key=self.coin_key)
+        return federated.held_out(data, fraction=self._config.test_fraction, key=self.coin_key)
 
     def tokenize(self, data: TextData, encode: Encode | None = None) -> Records:
         """The records in tokens, as the run reads them."""

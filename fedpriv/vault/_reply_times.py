@@ -17,16 +17,15 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.config import RunConfig
-from fedpriv.data import partition
-from fedpriv.data.text import TextData
+from fedpriv.data import TextData, federated
 from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Broadcast
+from fedpriv.training import PoissonSampler
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.rehearsal import rehearse
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import caching_pays_off
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault.holder import NodeHolder
@@ -270,7 +269,7 @@ def _seconds_of_text(bench: Workbench, config: RunConfig) -> float:
         bench.tokenize(data)  # a tokenizer's first texts take longer
         begin = time.perf_counter()
         bench.tokenize(data)
-        partition.held_out(data, fraction=0.5, key=b"rehearsal")
+        federated.held_out(data, fraction=0.5, key=b"rehearsal")
         _text_seconds[bench] = 2 * (time.perf_counter() - begin) / _NUM_TEXTS
     return _text_seconds[bench]
 

@@ -21,7 +21,7 @@ from fedpriv import protocol
 from fedpriv.accounting.discrete_gaussian import MIN_STDDEV
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import Release, aggregate_objections, num_readers, smallest_aggregate_scales
-from fedpriv.adapters.arithmetic import Adapter
+from fedpriv.adapters import Adapter
 from fedpriv.config import RunConfig
 from fedpriv.deployment import keys
 from fedpriv.ledger.receipts import from_text

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
-from fedpriv.adapters.locations import model_digest
-from fedpriv.data.encoding import Encoder, PlainText
-from fedpriv.data.records import Row
+from fedpriv.adapters import model_digest
+from fedpriv.data.chat import Row
+from fedpriv.data.records import Encoder, PlainText
 
 log = logging.getLogger(__name__)
 

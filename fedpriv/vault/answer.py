@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fedpriv import protocol
 from fedpriv.accounting import views as accounting
-from fedpriv.adapters.arithmetic import Adapter, difference
-from fedpriv.aggregation import cmfl as relevance
+from fedpriv.adapters import Adapter, difference
+from fedpriv.aggregation import is_irrelevant
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import trace_without_message
@@ -231,9 +231,9 @@ def _register(request: Request, holder: Holder) -> Response:
         receipt=_receipt(request, holder, data_set),
     )
     if identity:
-        registration = replace(registration, signature=identity.sign(protocol.statement_of(registration)))
+        registration = replace(registration, signature=identity.sign(registration.signed))
     holder.journal.write("registered", num_records=registration.num_records, data_set=registration.data_set)
-    return Response(record=protocol.REGISTRATION, fields=protocol.pack_registration(registration))
+    return Response(record=protocol.REGISTRATION, fields=protocol.pack(registration))
 
 
 def _evaluate(request: Request, holder: Holder) -> Response:
@@ -250,7 +250,7 @@ def _evaluate(request: Request, holder: Holder) -> Response:
     config = run_of(request.run_config, holder)
     bench = bench_of(config, holder)
     client, policy = holder.partition(bench.num_clients), holder.policy
-    run, round_, spec = protocol.unpack_evaluation(request.fields)
+    run, round_, spec = protocol.unpack_instruction(private_evaluation.EvaluationSpec, request.fields)
     broadcast = protocol.unpack_model({record: _tensors(named) for record, named in request.arrays.items()})
     key = _key(config, client, run, round_, protocol.request_digest(broadcast, spec))
     data_set, _ = _records.registered(config, bench, holder)
@@ -282,7 +282,7 @@ def _evaluate(request: Request, holder: Holder) -> Response:
     exact = _records.counts(bench, holder, broadcast, data_set) if may_read else private_evaluation.NO_COUNTS
     counts, event = private_evaluation.noised(exact, spec, _source(config, client, round_, "evaluation"))
     release = EvaluationRelease(round=round_, event=event, counts=counts, receipt=_receipt(request, holder, data_set))
-    content = _charging.store_reply(policy, key, event, protocol.pack_evaluation_reply(release))
+    content = _charging.store_reply(policy, key, event, protocol.pack_reply(release))
     _journal(request, holder, "released")
     return _counts(content)
 
@@ -349,7 +349,7 @@ def _instruction(
     request: Request, config: RunConfig, holder: Holder, client: int, initial: Adapter
 ) -> tuple[Key, UpdateSpec, Broadcast, Part | None]:
     """The update that a train request asks for, its key as one release, and the node's part in a sum."""
-    run, round_, spec = protocol.unpack_instruction(request.fields)
+    run, round_, spec = protocol.unpack_instruction(UpdateSpec, request.fields)
     arrays = {record: _tensors(named) for record, named in request.arrays.items()}
     broadcast = protocol.unpack_broadcast(arrays, spec, initial)
     digest = protocol.request_digest(broadcast, spec)
@@ -421,16 +421,16 @@ def _is_irrelevant(adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, rou
     """Whether the update points away from the federation's last step; before the first step no update does."""
     if not broadcast.signs or not spec.relevance_threshold:
         return False
-    share = relevance.relevance(difference(adapter, broadcast.adapter), broadcast.signs)
-    return share < relevance.threshold(spec.relevance_threshold, round_)
+    update = difference(adapter, broadcast.adapter)
+    return is_irrelevant(update, broadcast.signs, start=spec.relevance_threshold, round_=round_)
 
 
 def _upload(content: bytes) -> Response:
     """The response that a stored reply holds."""
-    release, arrays = protocol.unpack_reply(content)
+    release, arrays = protocol.unpack_reply(protocol.UploadRelease, content)
     return Response(
         record=protocol.RELEASE,
-        fields=protocol.pack_release(release),
+        fields=protocol.pack(release),
         # In an order of their own: safetensors returns them in a random one.
         arrays={name: arrays[name].numpy() for name in sorted(arrays)},
     )
@@ -438,8 +438,8 @@ def _upload(content: bytes) -> Response:
 
 def _counts(content: bytes) -> Response:
     """The response that a stored reply to an evaluation holds."""
-    release = protocol.unpack_evaluation_reply(content)
-    return Response(record=protocol.RELEASE, fields=protocol.pack_evaluation_release(release))
+    release, _ = protocol.unpack_reply(protocol.EvaluationRelease, content)
+    return Response(record=protocol.RELEASE, fields=protocol.pack(release))
 
 
 def _source(config: RunConfig, client: int, round_: int, purpose: str) -> RandomSource:

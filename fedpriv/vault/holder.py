@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from fedpriv.adapters.locations import model_state
+from fedpriv.adapters import model_state
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
 from fedpriv.errors import LedgerError
 from fedpriv.files import Journal

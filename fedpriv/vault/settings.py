@@ -19,10 +19,10 @@ from pydantic.dataclasses import dataclass
 
 from fedpriv import config as configuration
 from fedpriv.accounting.views import PlannedView
-from fedpriv.adapters.locations import model_digest
-from fedpriv.data.text import DataSource
+from fedpriv.adapters import model_digest
+from fedpriv.data import DataSource
 from fedpriv.deployment import keys
-from fedpriv.deployment.settings import read_settings
+from fedpriv.deployment.command_line import read_settings
 from fedpriv.errors import InputError
 
 FILE = "vault.toml"

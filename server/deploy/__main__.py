@@ -10,12 +10,11 @@ from typing import Annotated
 
 import typer
 
-from fedpriv.deployment import certificates
 from fedpriv.deployment.checks import check_tls, print_checks
 from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
 from fedpriv.errors import InputError
+from server.deploy import certificates, runs, superlink
 from server.deploy import folder as folders
-from server.deploy import runs, superlink
 from server.deploy.folder import Coordinator
 
 _MIN_PASSPHRASE = 12

@@ -16,12 +16,14 @@ import tomli_w
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from fedpriv.deployment import certificates, keys
+from fedpriv.deployment import keys
+from fedpriv.deployment.checks import CA_CERTIFICATE
+from fedpriv.deployment.command_line import read_settings, validated
 from fedpriv.deployment.flower import CONNECTION, FlowerError, flwr
 from fedpriv.deployment.keys import NODE, VAULT, Kind
-from fedpriv.deployment.settings import join_address, read_settings, validated
 from fedpriv.errors import InputError
 from fedpriv.files import new_folder, replace_file
+from server.deploy import certificates
 
 # This checkout, which a run bundles for the nodes.
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +67,7 @@ class Coordinator:
     @property
     def address(self) -> str:
         """HOST:PORT, as the nodes use it."""
-        return join_address(self.host, self.port)
+        return _join_address(self.host, self.port)
 
     @property
     def bind_host(self) -> str:
@@ -86,7 +88,7 @@ class Coordinator:
     @property
     def ca_certificate(self) -> Path:
         """The certificate by which every node recognises the SuperLink."""
-        return self.folder / certificates.CA_CERTIFICATE
+        return self.folder / CA_CERTIFICATE
 
     @property
     def ca_key(self) -> Path:
@@ -281,3 +283,8 @@ def _old_id(coordinator: Coordinator, partition_id: int) -> str:
 
 def _id_file(coordinator: Coordinator, partition_id: int) -> Path:
     return coordinator.nodes / f"{partition_id}.id"
+
+
+def _join_address(host: str, port: int) -> str:
+    """HOST:PORT, where an IPv6 address is in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

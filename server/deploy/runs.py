@@ -25,7 +25,7 @@ from fedpriv.deployment.flower import (
     signals_handled_by,
 )
 from fedpriv.runs.files import CONFIG, run_folder_of
-from fedpriv.runs.show.following import check_installed
+from fedpriv.runs.show import check_installed
 from server.deploy.folder import ROOT, Coordinator
 
 COMPLETED = "finished:completed"

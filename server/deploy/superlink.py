@@ -17,30 +17,28 @@ from datetime import UTC, datetime, timedelta
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from fedpriv.deployment import certificates
 from fedpriv.deployment.checks import (
     Check,
-    check_clock,
     check_disk,
-    check_door,
     check_port_free,
     check_private,
-    check_python,
+    check_programs,
+    check_server,
     check_tls,
-    check_versions,
 )
 from fedpriv.deployment.command_line import Unit, unit_name
 from fedpriv.deployment.flower import (
     CONNECTION,
     FlowerError,
     environment,
-    num_online,
+    flwr,
     python_path,
     run_and_explain,
 )
 from fedpriv.deployment.keys import VAULT
 from fedpriv.deployment.users import owner_of
 from fedpriv.errors import InputError
+from server.deploy import certificates
 from server.deploy.folder import ROOT, Coordinator
 
 WARN_BEFORE = timedelta(days=14)
@@ -168,7 +166,7 @@ class _Nodes(threading.Thread):
 
 def _online(coordinator: Coordinator) -> str:
     try:
-        online = num_online(coordinator.flower_home, folder=coordinator.folder)
+        online = _num_online(coordinator)
     except FlowerError as error:
         return f"nodes online: unknown ({error})"
     return f"nodes online: {online} of {len(coordinator.registered())} registered"
@@ -198,8 +196,7 @@ def units(coordinator: Coordinator) -> list[Unit]:
 
 def checks(coordinator: Coordinator) -> Iterator[Check]:
     """The checks of this machine; without its SuperLink no federation can run."""
-    yield check_python()
-    yield check_versions()
+    yield from check_programs()
     yield Check.of("certificate", lambda: _certificate(coordinator))
     yield check_authority(coordinator)
     yield check_private(coordinator.server_key)
@@ -208,9 +205,7 @@ def checks(coordinator: Coordinator) -> Iterator[Check]:
         yield Check("superlink", False, f"not running ({free.detail}); start it with `start`, then ask again")
         yield Check.of("nodes", lambda: _nodes(coordinator, ""))
     else:
-        yield check_tls(coordinator.host, coordinator.port, coordinator.ca_certificate)
-        yield check_clock(coordinator.host, coordinator.port, coordinator.ca_certificate)
-        yield check_door(coordinator.host, coordinator.port, coordinator.ca_certificate)
+        yield from check_server(coordinator.host, coordinator.port, coordinator.ca_certificate)
         yield _connection(coordinator)
         yield Check.of("nodes", lambda: _nodes_online(coordinator))
     yield check_disk(coordinator.folder, _MIN_DISK_BYTES)
@@ -239,8 +234,18 @@ def _connection(coordinator: Coordinator) -> Check:
     return Check("connection", True, f"FLWR_HOME={coordinator.flower_home} flwr ... {CONNECTION}, at {address}")
 
 
+def _num_online(coordinator: Coordinator) -> int:
+    """The number of nodes that are online.
+
+    Raises:
+        FlowerError: the SuperLink cannot be asked.
+    """
+    answer = flwr(coordinator.flower_home, ["supernode", "list", CONNECTION], folder=coordinator.folder)
+    return sum(node["status"] == "online" for node in answer["nodes"])
+
+
 def _nodes_online(coordinator: Coordinator) -> str:
-    online = num_online(coordinator.flower_home, folder=coordinator.folder)
+    online = _num_online(coordinator)
     return _nodes(coordinator, f"{online} online of ")
 
 

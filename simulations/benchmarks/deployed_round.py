@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from fedpriv.adapters.locations import BUNDLED_ENCODER
+from fedpriv.adapters import BUNDLED_ENCODER
 from fedpriv.config import ON_NODES
 from fedpriv.data import hospital
 from simulations.sites import DeployedFederation, Service, wait_until

@@ -32,11 +32,9 @@ from fedpriv.adapters import LoraSettings, attach, load_base, read
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records, collate
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
-from fedpriv.training.admission import in_format
+from fedpriv.training import PoissonSampler, in_format, predictions
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import local_update
 
 BATCH, TOKENS, CLASSES = 8, 32, 8

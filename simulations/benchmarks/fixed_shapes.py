@@ -27,10 +27,9 @@ from fedpriv.config import RunConfig
 from fedpriv.data import federated
 from fedpriv.data.records import BatchShape, Item, Records, num_tokens, tokenize
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training import Pass, PoissonSampler
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.sampling import PoissonSampler
-from fedpriv.training.shapes import Pass
 from fedpriv.training.stacked import local_update
 from simulations.tiny_bert import make_tiny_bert
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedpriv.data.tables import load_table
+from fedpriv.data import load_table
 from fedpriv.integral.networks import HIDDEN, perceptron, to_vector
 from fedpriv.integral.subsamples import Indices, disjoint_subsamples
 from fedpriv.integral.tabular import prepare

@@ -36,8 +36,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fedpriv.adapters import LoraSettings, attach, read
-from fedpriv.adapters.base_models import freeze, quiet_transformers
+from fedpriv.adapters import LoraSettings, attach, freeze, quiet_transformers, read
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
@@ -59,7 +58,7 @@ _TINY = _SMOLLM | {"vocab_size": 512, "num_hidden_layers": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class MeasuredModel:
     """A model and the records of a step.
 
     Attributes:
@@ -77,9 +76,9 @@ class Case:
 
 
 CASES = {
-    "smollm2": Case(config=_SMOLLM),
-    "wide": Case(config=_WIDE, bits=16, batch=2, tokens=64),
-    "long": Case(config=_SMOLLM | {"num_hidden_layers": 10}, batch=2, tokens=512),
+    "smollm2": MeasuredModel(config=_SMOLLM),
+    "wide": MeasuredModel(config=_WIDE, bits=16, batch=2, tokens=64),
+    "long": MeasuredModel(config=_SMOLLM | {"num_hidden_layers": 10}, batch=2, tokens=512),
 }
 CASES["long-again"] = replace(CASES["long"], checkpointing=True)
 
@@ -110,7 +109,7 @@ def build(name: str) -> TrainingModel:
     )
 
 
-def _random(case: Case) -> Any:
+def _random(case: MeasuredModel) -> Any:
     """A model with small weights, in its format from the start; in bfloat16 a CPU computes attention by products."""
     config = AutoConfig.for_model(**case.config, pad_token_id=0)
     dtype = torch.bfloat16 if case.bits == 16 else torch.float32
@@ -129,7 +128,7 @@ def _random(case: Case) -> Any:
     return model
 
 
-def dp_step(model: TrainingModel, case: Case) -> Callable[[], None]:
+def dp_step(model: TrainingModel, case: MeasuredModel) -> Callable[[], None]:
     """One step of the library's local update, on every record."""
     spec = UpdateSpec.of(
         RunConfig(
@@ -150,7 +149,7 @@ def dp_step(model: TrainingModel, case: Case) -> Callable[[], None]:
     return step
 
 
-def plain_step(model: TrainingModel, case: Case) -> Callable[[], None]:
+def plain_step(model: TrainingModel, case: MeasuredModel) -> Callable[[], None]:
     """The same step without privacy."""
     records = _records(case)
     optimizer = torch.optim.SGD(list(model.parameters.values()), lr=0.1)
@@ -163,7 +162,7 @@ def plain_step(model: TrainingModel, case: Case) -> Callable[[], None]:
     return step
 
 
-def _records(case: Case) -> Records:
+def _records(case: MeasuredModel) -> Records:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, case.config["vocab_size"], (case.batch, case.tokens), generator=generator)
     return Records({"input_ids": tuple(tokens)}, torch.zeros(0, dtype=torch.int64), 0)
@@ -174,7 +173,7 @@ STEPS = {"dp": dp_step, "plain": plain_step}
 
 def measure(name: str, step: str, repeats: int) -> dict[str, float]:
     """Bytes at the peak of a step of this process, over those before the model; processor seconds of a step."""
-    CASES["tiny"] = Case(config=_TINY, bits=CASES[name].bits, batch=2, tokens=16)
+    CASES["tiny"] = MeasuredModel(config=_TINY, bits=CASES[name].bits, batch=2, tokens=16)
     STEPS[step](build("tiny"), CASES["tiny"])()
     before = _resident()
     run = STEPS[step](build(name), CASES[name])

@@ -28,7 +28,7 @@ SECONDS_TARGET = 0.5
 
 
 @dataclass(kw_only=True)
-class Costs:
+class AttemptCosts:
     """The costs of one attempt.
 
     Attributes:
@@ -72,9 +72,9 @@ def make_terms(identities: Sequence[Identity], dimension: int) -> Terms:
     )
 
 
-def attempt(identities: Sequence[Identity], dimension: int, *, dropouts: bool) -> Costs:
+def attempt(identities: Sequence[Identity], dimension: int, *, dropouts: bool) -> AttemptCosts:
     """The costs of one attempt, in which all stay, or all but the threshold drop out before their masked vectors."""
-    terms, costs = make_terms(identities, dimension), Costs()
+    terms, costs = make_terms(identities, dimension), AttemptCosts()
     generator = np.random.default_rng(0)
     values = {k: generator.integers(-(2**20), 2**20, dimension) for k in terms.by_client}
     staying = range(terms.threshold if dropouts else len(identities))

@@ -30,8 +30,7 @@ import torch
 from peft import get_peft_model_state_dict
 
 from fedpriv import adapters
-from fedpriv.adapters import load_base, lora
-from fedpriv.adapters.base_models import load_tokenizer
+from fedpriv.adapters import load_base, load_tokenizer, lora
 from fedpriv.config import parse, to_toml
 from fedpriv.dedup import variants
 from fedpriv.dedup.composition import History

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedpriv.deployment.certificates import make_ca, make_server_certificate
 from fedpriv.serving.http.tokens import add_new
+from server.deploy.certificates import make_ca, make_server_certificate
 from simulations.benchmarks.serving import MINILM, make_run
 
 ATTACKER, OTHERS = "127.0.0.1", "127.0.0.2"

@@ -25,9 +25,9 @@ from fedpriv.adapters import LoraSettings, attach, load_base, read
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training import PoissonSampler
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_one_by_one, execute_stacked
 from simulations.tiny_bert import make_tiny_bert
 

@@ -11,7 +11,7 @@ from flwr.app import Context, RecordDict
 from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
-from fedpriv.runs.show.following import check_installed
+from fedpriv.runs.show import check_installed
 from fedpriv.training.local_update import ClientUpdate, Execute, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.progress import TRAINING, unfailing
@@ -64,7 +64,7 @@ def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
 
 
 def contexts(config: RunConfig) -> list[Context]:
-    """The nodes of the simulation. Whoever simulates owns all data, so they trust the run's configuration."""
+    """The nodes of the simulation. Its user owns all data, so they trust the run's configuration."""
     run_config, num_clients = to_flower(config), len(workbench(config).data.clients)
     return [
         Context(

@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fedpriv.adapters import arithmetic
-from fedpriv.adapters.arithmetic import Adapter, Merged
+from fedpriv.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.errors import InputError
@@ -152,7 +151,7 @@ class RayExecutor:
             self._records[task.data] = self._ray.put(task.data)
         return _Parcel(
             adapter=adapters.stored(task.adapter),
-            merged=adapters.stored(arithmetic.merged_to_tensors(task.merged)) if task.merged else None,
+            merged=adapters.stored(merged_to_tensors(task.merged)) if task.merged else None,
             records=self._records[task.data],
             spec=task.spec,
             round=task.round,
@@ -205,11 +204,7 @@ class _Worker:
         """The updates of a share of a round."""
         self._round = parcels[0].round
         adapters = {parcel.adapter: self._get(parcel.adapter) for parcel in parcels}
-        bases = {
-            parcel.merged: arithmetic.merged_from_tensors(self._get(parcel.merged))
-            for parcel in parcels
-            if parcel.merged
-        }
+        bases = {parcel.merged: merged_from_tensors(self._get(parcel.merged)) for parcel in parcels if parcel.merged}
         return execute_stacked(self._model, [self._task(parcel, adapters, bases) for parcel in parcels])
 
     def _task(self, parcel: _Parcel, adapters: dict[Any, Adapter], bases: dict[Any, Merged]) -> UpdateTask:

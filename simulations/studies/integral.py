@@ -22,7 +22,7 @@ import torch
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.views import default_delta
-from fedpriv.data.tables import load_table
+from fedpriv.data import load_table
 from fedpriv.integral.attack import (
     AttackPlan,
     Game,

@@ -24,8 +24,8 @@ from sklearn.linear_model import LogisticRegression
 from fedpriv import config as configuration
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Item, usable
+from fedpriv.training import log_perplexity_change
 from fedpriv.training.evaluation import choices_of, evaluate
-from fedpriv.training.metrics import log_perplexity_change
 from fedpriv.training.workbench import Workbench, workbench
 
 

@@ -18,12 +18,10 @@ from rich.table import Table
 
 from fedpriv.errors import InputError
 from fedpriv.plan import preflight
-from fedpriv.runs import files
+from fedpriv.runs import RoundRow, files, read_rows
 from fedpriv.runs.figures import format_bound
 from fedpriv.runs.files import write_json
-from fedpriv.runs.rows import RoundRow, read_rows
-from fedpriv.runs.show.following import FollowedFolder, following, run_name
-from fedpriv.runs.sweeps import PLAN
+from fedpriv.runs.show import FollowedFolder, following, run_name
 from simulations.sweeps.plan import Metric, PlannedRun, Sweep, metric_of
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
 
     flower_private.leave_output_to_display()
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / PLAN, planned.as_dict())
+    write_json(out / files.SWEEP_PLAN, planned.as_dict())
     errors: dict[str, str] = {}
     notices: list[str] = []  # shown after the table, which is redrawn until then
     try:

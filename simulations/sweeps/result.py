@@ -19,11 +19,10 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, group
 from fedpriv.data.federated import holdings
 from fedpriv.ledger import entries, reader
-from fedpriv.runs import files
+from fedpriv.runs import LANGUAGE_KEYS, files
 from fedpriv.runs.figures import format_epsilon
 from fedpriv.runs.files import LEDGER, read_config
-from fedpriv.runs.folder import LANGUAGE_KEYS
-from fedpriv.runs.show.result import Run, open_run, page_part
+from fedpriv.runs.show import Run, open_run, page_part
 from simulations.sweeps.plan import Sweep, metric_of
 
 

@@ -14,9 +14,7 @@ from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.protocol import Registration
-from fedpriv.runs import files
-from fedpriv.runs.rows import RoundRow
-from fedpriv.runs.sweeps import UNFINISHED
+from fedpriv.runs import RoundRow, files
 from server.observer import RunProgress
 from simulations.engines import federation, ray_actors
 from simulations.sweeps.plan import PlannedRun, Sweep
@@ -35,7 +33,7 @@ def _is_finished(run: PlannedRun, out: Path) -> bool:
 def attempts(sweep: Sweep, out: Path) -> list[Path]:
     """The folders of all runs and of earlier attempts, which may have released something too."""
     own = [out / run.key for run in sweep.runs if (out / run.key).is_dir()]
-    return own + sorted(path for path in (out / UNFINISHED).glob("*") if path.is_dir())
+    return own + sorted(path for path in (out / files.UNFINISHED).glob("*") if path.is_dir())
 
 
 def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: _OnChange) -> dict[str, str]:
@@ -54,7 +52,7 @@ def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: _OnChange) -> d
     on_change(states)
     missing = [run for run in sweep.runs if states[run.key] == "waiting"]
     for run in missing:
-        _set_aside(out / run.key, out / UNFINISHED)
+        _set_aside(out / run.key, out / files.UNFINISHED)
     if not missing:
         return {}
     run_missing = _in_this_process if at_once == 1 else _on_ray

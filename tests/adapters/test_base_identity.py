@@ -12,7 +12,7 @@ from peft import AutoPeftModelForSequenceClassification
 
 import fedpriv.adapters
 from fedpriv.adapters import LoraSettings, attach, load_base, save
-from fedpriv.adapters.locations import check_weights, public_name, weights_digests
+from fedpriv.adapters._locations import check_weights, public_name, weights_digests
 from fedpriv.errors import InputError
 from tests.tiny import BATCH, LABELS, move
 

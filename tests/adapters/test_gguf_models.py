@@ -10,8 +10,10 @@ import torch
 
 pytest.importorskip("gguf", reason="the extra llm is not installed")
 
-from fedpriv.adapters import LoraSettings, attach, base_models, load_base, locations, lora
-from fedpriv.adapters.base_models import resolve
+from fedpriv.adapters import LoraSettings, attach, load_base, lora
+from fedpriv.adapters import _base_models as base_models
+from fedpriv.adapters import _locations as locations
+from fedpriv.adapters._base_models import resolve
 from fedpriv.errors import InputError
 from tests.tiny_gguf import tiny_llama, write_gguf
 

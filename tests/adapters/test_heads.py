@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 import fedpriv.adapters
 from fedpriv.adapters import LoraSettings, attach, load_base, pooling, save
-from fedpriv.training.losses import predictions
+from fedpriv.training._losses import predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from tests import architectures

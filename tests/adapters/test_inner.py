@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import fedpriv.adapters
 from fedpriv.adapters import LoraSettings, attach, load_base, read, save
+from fedpriv.adapters._arithmetic import INNER_SUFFIX
 from fedpriv.adapters._inner import _singular_factors, as_ordinary
-from fedpriv.adapters.arithmetic import INNER_SUFFIX
 from fedpriv.errors import InputError
 from tests.tiny import BATCH, move, tiny_causal
 

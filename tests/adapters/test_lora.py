@@ -22,7 +22,7 @@ from transformers import (
 
 import fedpriv.adapters
 from fedpriv.adapters import LoraSettings, attach, load_base, read, save, trainable, write
-from fedpriv.adapters.base_models import freeze, resolve
+from fedpriv.adapters._base_models import freeze, resolve
 from fedpriv.errors import InputError
 from tests.tiny import BATCH
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from fedpriv.adapters import base_formats
-from fedpriv.adapters.base_formats import shared
+from fedpriv.adapters import _base_formats as base_formats
+from fedpriv.adapters._base_formats import _shared
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def assert_equal(found, expected):
 
 
 def test_the_second_process_maps_the_first_ones_file(folder, weights):
-    first, second = shared(weights), shared(weights)
+    first, second = _shared(weights), _shared(weights)
     (file,) = folder.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     for found in (first, second):
@@ -43,8 +43,8 @@ def test_the_second_process_maps_the_first_ones_file(folder, weights):
 def test_pages_are_shared_between_processes(folder):
     """The proportional size of a mapping that two processes hold is half its size."""
     code = (
-        "import sys, torch; from fedpriv.adapters.base_formats import shared\n"
-        "held = shared({'a': torch.arange(2**23, dtype=torch.float32).bfloat16()})\n"
+        "import sys, torch; from fedpriv.adapters._base_formats import _shared\n"
+        "held = _shared({'a': torch.arange(2**23, dtype=torch.float32).bfloat16()})\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "text = open('/proc/self/smaps').read().split('safetensors', 1)[1]\n"
         "fields = dict(line.split(':') for line in text.splitlines()[1:20] if ':' in line)\n"
@@ -69,25 +69,25 @@ def test_pages_are_shared_between_processes(folder):
 
 
 def test_writing_to_them_changes_neither_the_file_nor_the_others(folder, weights):
-    first, second = shared(weights), shared(weights)
+    first, second = _shared(weights), _shared(weights)
     first["a"].zero_()
     assert_equal(second, weights)
-    assert_equal(shared(weights), weights)
+    assert_equal(_shared(weights), weights)
 
 
 @pytest.mark.parametrize("damage", [b"", b"other", None])
 def test_a_file_with_other_contents_is_not_used(folder, weights, damage, caplog):
-    shared(weights)
+    _shared(weights)
     (file,) = folder.iterdir()
     if damage is None:
         other = {name: tensor + 1 for name, tensor in weights.items()}
-        shared(other)
+        _shared(other)
         (foreign,) = set(folder.iterdir()) - {file}
         file.write_bytes(foreign.read_bytes())
     else:
         file.write_bytes(damage)
     with caplog.at_level("INFO"):
-        assert_equal(shared(weights), weights)
+        assert_equal(_shared(weights), weights)
     assert caplog.text
 
 
@@ -95,7 +95,7 @@ def test_without_a_folder_the_weights_stay_the_processs_own(tmp_path, weights, m
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FEDPRIV_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(base_formats, "_LEAST_BYTES", 1)
-    assert_equal(shared(weights), weights)
+    assert_equal(_shared(weights), weights)
 
 
 def test_a_full_disk_leaves_nothing_behind(folder, weights, monkeypatch):
@@ -103,11 +103,11 @@ def test_a_full_disk_leaves_nothing_behind(folder, weights, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.link", full)
-    assert_equal(shared(weights), weights)
+    assert_equal(_shared(weights), weights)
     assert not list(folder.iterdir())
 
 
 def test_small_models_have_no_file(tmp_path, weights, monkeypatch):
     monkeypatch.setenv("FEDPRIV_CACHE", str(tmp_path / "cache"))
-    assert_equal(shared(weights), weights)
+    assert_equal(_shared(weights), weights)
     assert not (tmp_path / "cache").exists()

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.views import default_delta
-from fedpriv.adapters.locations import model_digest
+from fedpriv.adapters._locations import model_digest
 from fedpriv.config import ON_NODES, RunConfig, Scalar, parse, to_flower
 from fedpriv.deployment import keys
 from fedpriv.ledger.entries import CHARGED, data_sets, entries, releases

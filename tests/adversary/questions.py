@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedpriv import protocol
-from fedpriv.aggregation.cmfl import pack_signs
+from fedpriv.aggregation._cmfl import pack_signs
 from fedpriv.vault import frames
 from tests.adversary.exchanges import ROWS, Exchange
 from tests.adversary.nodes import Question, registering, run_config, training

@@ -21,8 +21,8 @@ from fedpriv.data.records import Item
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource, Words
+from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.sampling import PoissonSampler
 
 
 class Killed(BaseException):

@@ -11,8 +11,8 @@ from fedpriv.data import federated
 from fedpriv.data.records import BatchShape, num_tokens
 from fedpriv.errors import InputError
 from fedpriv.training import clipping, stacked
+from fedpriv.training._shapes import Pass
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.shapes import Pass
 from fedpriv.vault import _charging, _records, answer, holder
 from tests.adversary.exchanges import play
 from tests.adversary.questions import ATTACKS

@@ -12,15 +12,15 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from fedpriv.adapters import LoraSettings, attach, read
-from fedpriv.adapters.arithmetic import Adapter, Merged, Product
+from fedpriv.adapters._arithmetic import Adapter, Merged, Product
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked
-from fedpriv.training.caches import input_of
+from fedpriv.training._caches import input_of
+from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.sampling import PoissonSampler
 from tests.architectures import random_base
 from tests.threads import NUMBERS, with_threads
 

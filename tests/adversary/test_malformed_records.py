@@ -12,8 +12,8 @@ import tomli_w
 
 from fedpriv.config import RunConfig
 from fedpriv.data import federated
-from fedpriv.data.tables import load_table, to_text
-from fedpriv.data.text import DataSource, FederatedData, TextData
+from fedpriv.data._tables import load_table, to_text
+from fedpriv.data._text import DataSource, FederatedData, TextData
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import ask, make_node, restart, run_config, training
 from tests.adversary.stand_ins import StandIns, Sum, largest_excess, standing_in

@@ -306,7 +306,7 @@ def test_a_node_sends_receipts_only_to_those_who_ask(node, starts):
     assert protocol.RECEIPT not in ask(node, registering(config)).response.fields
     fields = ask(node, replace(registering(config), fields={protocol.RECEIPT: ""})).response.fields
     assert from_text(fields[protocol.RECEIPT]).counter == 1
-    assert protocol.unpack_registration(fields).receipt
+    assert protocol.unpack(protocol.Registration, fields).receipt
 
 
 class Link:

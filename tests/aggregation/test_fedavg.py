@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.aggregation.fedavg import weighted_average, weights_by_size
+from fedpriv.aggregation._fedavg import weighted_average, weights_by_size
 
 
 def adapter(seed: int):

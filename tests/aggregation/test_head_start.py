@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fedpriv.adapters.pooling import BIAS_SCALE, STATE_SCALE
-from fedpriv.aggregation.fedavg import GlobalModel
-from fedpriv.aggregation.head_start import head_of, recentred, started
+from fedpriv.aggregation._fedavg import GlobalModel
+from fedpriv.aggregation._head_start import head_of, recentred, started
 
 WEIGHT, BIAS, B = "classifier.weight", "classifier.bias", "layer.lora_B.weight"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.aggregation.rules import RULES
 from fedpriv.aggregation.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_step
 from fedpriv.config import LINEAR_RULES, parse

@@ -13,7 +13,7 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.plan import budget
 from fedpriv.plan.budget import Setting
-from fedpriv.training.noise_plan import calibrated, num_lora_values, with_learning_rates
+from fedpriv.training.noise_plan import _num_lora_values, calibrated, with_learning_rates
 from fedpriv.training.schedule import RunSchedule
 from fedpriv.training.workbench import workbench
 from tests.cli.command_line import as_json, fedpriv
@@ -118,7 +118,7 @@ def test_two_holders_have_no_plan_for_a_sum_of_which_each_reads_the_others_part(
 
 
 def test_the_default_model_has_as_many_lora_values_as_a_plan_assumes(initial):
-    assert num_lora_values(RunConfig(), initial) == budget.LORA_VALUES
+    assert _num_lora_values(RunConfig(), initial) == budget.LORA_VALUES
 
 
 def test_the_command_shows_what_the_library_plans(five):

@@ -30,7 +30,7 @@ def ask(values: dict[str, object], kind: str, **node_config: object) -> Message:
 
 def test_registration_states_public_numbers_alone(small_run):
     reply = ask(small_run, protocol.REGISTER, **{TRUST_KEY: True})
-    registration = protocol.unpack_registration(reply.content[protocol.REGISTRATION])
+    registration = protocol.unpack(protocol.Registration, reply.content[protocol.REGISTRATION])
     assert (registration.client, registration.name) == (0, "site-0")
     assert set(reply.content) == {protocol.REGISTRATION}
 

@@ -79,7 +79,9 @@ def node(small_run, tmp_path) -> Node:
 def uploaded(reply: Message) -> bytes:
     assert not reply.has_error(), reply.error
     arrays = dict(reply.content.array_records[protocol.ADAPTER].to_torch_state_dict())
-    return protocol.pack_reply(protocol.unpack_release(reply.content.config_records[protocol.RELEASE]), arrays)
+    return protocol.pack_reply(
+        protocol.unpack(protocol.UploadRelease, reply.content.config_records[protocol.RELEASE]), arrays
+    )
 
 
 def test_a_message_replayed_ten_times_gets_ten_identical_replies_for_one_charge(node):
@@ -161,12 +163,12 @@ def test_the_registered_number_of_records_stays_when_the_file_changes(small_run,
     table.write_text(Path(str(small_run["data"])).read_text())
     node = Node(small_run | {"data": str(table)}, tmp_path / "node.sqlite")
     ask = partial(answered, REGISTER, Message(RecordDict(), 7, protocol.REGISTER, group_id="0"))
-    first = protocol.unpack_registration(ask(node.context).content[protocol.REGISTRATION])
+    first = protocol.unpack(protocol.Registration, ask(node.context).content[protocol.REGISTRATION])
     rows = list(csv.reader(table.open()))
     with table.open("w", newline="") as file:
         csv.writer(file).writerows(rows[:-40])
     workbench_module.forget()
-    second = protocol.unpack_registration(ask(node.context).content[protocol.REGISTRATION])
+    second = protocol.unpack(protocol.Registration, ask(node.context).content[protocol.REGISTRATION])
     assert second == first
     uploaded(node.ask(node.message()))
     with reading(node.ledger) as db:

@@ -60,7 +60,7 @@ def context(small_run, table, settings) -> Context:
 def registration(context: Context) -> protocol.Registration:
     reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), context)
     assert not reply.has_error(), reply.error
-    return protocol.unpack_registration(reply.content[protocol.REGISTRATION])
+    return protocol.unpack(protocol.Registration, reply.content[protocol.REGISTRATION])
 
 
 def test_the_node_registers_its_own_records_and_signs(context, records, settings):
@@ -69,7 +69,7 @@ def test_the_node_registers_its_own_records_and_signs(context, records, settings
         assert registered.num_records == len(file.readlines()) - 1
     assert (registered.client, registered.name, registered.keeps_replies) == (1, "St. Anna", True)
     public = keys.public_line(settings.key)
-    assert keys.verify(public, protocol.statement_of(registered), registered.signature)
+    assert keys.verify(public, registered.signed, registered.signature)
     assert registration(context).data_set == registered.data_set
 
 

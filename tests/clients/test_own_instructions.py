@@ -9,8 +9,7 @@ import torch
 
 from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
-from fedpriv.data.chat import ChatFormat
-from fedpriv.data.records import RESPONSE_MASK
+from fedpriv.data.chat import RESPONSE_MASK, ChatFormat
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.mechanisms.sources import SeededSource

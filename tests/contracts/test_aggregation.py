@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, INNER_SUFFIX, as_one_adapter, difference, factors_of
-from fedpriv.aggregation.cmfl import pack_signs, relevance, threshold, unpack_signs
-from fedpriv.aggregation.fedavg import GlobalModel
-from fedpriv.aggregation.flora import fresh_start
+from fedpriv.adapters._arithmetic import A_SUFFIX, B_SUFFIX, INNER_SUFFIX, as_one_adapter, difference, factors_of
+from fedpriv.aggregation._cmfl import pack_signs, relevance, threshold, unpack_signs
+from fedpriv.aggregation._fedavg import GlobalModel
+from fedpriv.aggregation._flora import fresh_start
+from fedpriv.aggregation._t_fedavg import ternary_codes
 from fedpriv.aggregation.rules import RULES
 from fedpriv.aggregation.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_step
-from fedpriv.aggregation.t_fedavg import ternary_codes
 
 LAYERS = {"m.query": (7, 5), "m.value": (6, 9)}  # name: (out, in)
 EXACT = ("fedex-lora", "flora")

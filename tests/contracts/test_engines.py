@@ -19,15 +19,15 @@ import torch
 
 from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
 from fedpriv.adapters import read
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX, Product, factors_of
+from fedpriv.adapters._arithmetic import A_SUFFIX, B_SUFFIX, Product, factors_of
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
+from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.progress import TRAINING
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
 from server.observer import LogObserver

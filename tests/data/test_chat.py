@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from fedpriv.data.chat import ChatFormat
-from fedpriv.data.records import RESPONSE_MASK
+from fedpriv.data.chat import RESPONSE_MASK, ChatFormat
 from fedpriv.errors import InputError
 from tests.chats import CHATML, INST, chat_tokenizer
 

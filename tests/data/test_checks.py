@@ -7,8 +7,8 @@ import json
 import datasets
 import pytest
 
-from fedpriv.adapters.base_models import load_tokenizer
-from fedpriv.data.checks import describe
+from fedpriv.adapters._base_models import load_tokenizer
+from fedpriv.data._checks import describe
 from fedpriv.errors import InputError
 from tests.cli.command_line import as_json, fedpriv
 

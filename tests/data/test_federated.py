@@ -13,10 +13,10 @@ import pandas as pd
 import pytest
 
 from fedpriv.config import EMBEDDED, KEYS, RunConfig, parse
-from fedpriv.data.checks import describe
+from fedpriv.data._checks import describe
+from fedpriv.data._tables import load_table
 from fedpriv.data.federated import holdings, load
 from fedpriv.data.records import collate, num_tokens, tokenize
-from fedpriv.data.tables import load_table
 from fedpriv.errors import InputError
 
 ROWS = [

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fedpriv.config import parse
-from fedpriv.data.checks import describe_instructions
+from fedpriv.data._checks import describe_instructions
 from fedpriv.errors import InputError
 from tests.chats import chat_model, chat_tokenizer
 from tests.cli.command_line import as_json, fedpriv

@@ -8,11 +8,10 @@ from collections import Counter
 import pytest
 
 from fedpriv.config import ON_NODES, parse
-from fedpriv.data.encoding import PlainText, num_cut
+from fedpriv.data._own import read_strictly
+from fedpriv.data._text import DataSource, TextData, from_messages, response_of, turns_of
 from fedpriv.data.federated import load, load_own
-from fedpriv.data.own import read_strictly
-from fedpriv.data.records import Records, tokenize
-from fedpriv.data.text import DataSource, TextData, from_messages, response_of, turns_of
+from fedpriv.data.records import PlainText, Records, tokenize
 from fedpriv.errors import InputError
 from tests.chats import chat_tokenizer
 from tests.data.test_federated import federation, write
@@ -182,4 +181,4 @@ def test_records_without_their_end_are_counted():
     data = TextData(("flu", "flu rash cough " * 9, "\ud800"), ())
     found = tokenize(data, tokenizer, label_names=(), max_length=8, encode=encode)
     assert isinstance(found, Records)
-    assert (num_cut(found, tokenizer.eos_token_id), num_cut(found, None)) == (1, 0)
+    assert (found.num_cut(tokenizer.eos_token_id), found.num_cut(None)) == (1, 0)

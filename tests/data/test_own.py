@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.config import ON_NODES, parse
+from fedpriv.data._own import read_strictly, write_lines
+from fedpriv.data._text import DataSource, TextData
 from fedpriv.data.federated import load_own
-from fedpriv.data.own import read_strictly, write_lines
-from fedpriv.data.text import DataSource, TextData
 from fedpriv.errors import InputError
 
 LABELS = ("0", "1")

@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from fedpriv.config import parse
-from fedpriv.data.partition import partition
+from fedpriv.data.federated import _partition
 from fedpriv.errors import InputError
 
 NUM = 90
@@ -26,7 +26,7 @@ RULES = {
 
 
 def texts(rule, table=TABLE, **changes):
-    parts, names = partition(table, parse(RULES[rule] | changes))
+    parts, names = _partition(table, parse(RULES[rule] | changes))
     assert len(names) == len(parts)
     return [part["text"][:] for part in parts], names
 
@@ -69,7 +69,7 @@ def mixing(alpha):
     """Mean distance of a client's share of label a from one half, over 20 seeds."""
     distances = []
     for seed in range(20):
-        parts, _ = partition(TABLE, parse(RULES["dirichlet"] | {"dirichlet_alpha": alpha, "seed": seed}))
+        parts, _ = _partition(TABLE, parse(RULES["dirichlet"] | {"dirichlet_alpha": alpha, "seed": seed}))
         distances += [abs(part["label"][:].count("a") / len(part) - 0.5) for part in parts]
     return sum(distances) / len(distances)
 

@@ -13,8 +13,8 @@ import datasets
 import pytest
 
 from fedpriv.config import parse
+from fedpriv.data._tables import labels_of, load_table, require_columns, to_text
 from fedpriv.data.federated import load
-from fedpriv.data.tables import labels_of, load_table, require_columns, to_text
 from fedpriv.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -51,7 +51,7 @@ def main(grid, context):
     first = nodes[0][0]
     replies = list(grid.send_and_receive([message(first, honest) for _ in range(NUM_REPEATS)], timeout=400))
     for reply in replies:
-        release = protocol.unpack_release(reply.content.config_records[protocol.RELEASE])
+        release = protocol.unpack(protocol.UploadRelease, reply.content.config_records[protocol.RELEASE])
         arrays = reply.content.array_records[protocol.ADAPTER].to_torch_state_dict()
         answers["replays"].append(
             {

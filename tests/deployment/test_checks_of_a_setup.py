@@ -9,11 +9,12 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from clients.deploy import doctor
-from fedpriv.deployment import certificates, checks, keys
+from clients.deploy import doctor, separate_users
+from fedpriv.deployment import checks, keys
 from fedpriv.deployment.checks import Check
 from fedpriv.deployment.users import User, can_read
 from fedpriv.ledger.ledger import Ledger
+from server.deploy import certificates
 from simulations.sites import free_port
 from tests.deployment.tls_server import serving
 
@@ -36,12 +37,12 @@ def test_sound_server_is_ok_until_its_certificate_ends(folder):
 
 def test_a_door_where_anything_but_a_bare_404_answers_is_open(folder):
     with serving(folder) as port:
-        found = checks.check_door(HOST, port, folder / "ca.crt")
+        found = checks._check_door(HOST, port, folder / "ca.crt")
     assert (found.ok, "OPEN TO STRANGERS: register, run, list, stop, log, acquire-task" in found.detail) == (
         False,
         True,
     )
-    found = checks.check_door(HOST, free_port(), folder / "ca.crt")
+    found = checks._check_door(HOST, free_port(), folder / "ca.crt")
     assert (found.ok, "gave no answer to register" in found.detail) == (False, True), found
 
 
@@ -95,7 +96,7 @@ def test_authority_that_cannot_be_read(tmp_path, content):
     ca = tmp_path / "ca.crt"
     if content:
         ca.write_text(content)
-    for check in (checks.check_tls, checks.check_clock):
+    for check in (checks.check_tls, checks._check_clock):
         found = check(HOST, free_port(), ca)
         assert (found.ok, str(ca) in found.detail) == (False, True), found
 
@@ -103,14 +104,14 @@ def test_authority_that_cannot_be_read(tmp_path, content):
 @pytest.mark.parametrize(("seconds", "ok"), [(0, True), (60, False), (-60, False)])
 def test_clock_is_compared_with_the_servers(folder, seconds, ok):
     with serving(folder, clock_offset=timedelta(seconds=seconds)) as port:
-        found = checks.check_clock(HOST, port, folder / "ca.crt")
+        found = checks._check_clock(HOST, port, folder / "ca.crt")
     assert found.ok is ok, found
     if not ok:
         assert ("behind" if seconds > 0 else "ahead of") in found.detail
 
 
 def test_clock_without_a_server(folder):
-    assert not checks.check_clock(HOST, free_port(), folder / "ca.crt").ok
+    assert not checks._check_clock(HOST, free_port(), folder / "ca.crt").ok
 
 
 def test_port(folder):
@@ -185,12 +186,12 @@ def test_who_can_read_a_file(tmp_path, mode, owner, member, stranger):
 def test_key_must_be_its_owners_alone(tmp_path):
     key = tmp_path / "vault.key"
     keys.make_key_pair(key)
-    assert checks.check_key(key, keys.VAULT).ok
-    assert "must be `ecdsa-sha2-nistp384`" in checks.check_key(key, keys.NODE).detail
+    assert separate_users._check_key(key, keys.VAULT).ok
+    assert "must be `ecdsa-sha2-nistp384`" in separate_users._check_key(key, keys.NODE).detail
     key.chmod(0o640)
-    found = checks.check_key(key, keys.VAULT)
+    found = separate_users._check_key(key, keys.VAULT)
     assert (found.ok, "chmod 600" in found.detail) == (False, True), found
-    assert not checks.check_key(tmp_path / "vault.key.pub", keys.VAULT).ok
+    assert not separate_users._check_key(tmp_path / "vault.key.pub", keys.VAULT).ok
 
 
 def test_policy(tmp_path):
@@ -207,10 +208,10 @@ def test_disk(tmp_path):
 
 
 def test_versions_name_the_pinned_flower():
-    found = checks.check_versions()
+    found = checks._check_versions()
     assert found.ok, found
     assert f"flwr {checks._pinned_flower()}" in found.detail
-    assert checks.check_python().ok
+    assert next(checks.check_programs()).ok
 
 
 def test_all_must_be_ok_and_each_gets_a_line(capsys):

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from clients.deploy.folder import _split_address
 from fedpriv.deployment import flower
 from fedpriv.deployment.flower import FlowerError
-from fedpriv.deployment.settings import join_address, split_address
 from fedpriv.errors import InputError
+from server.deploy.folder import _join_address
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 _OUTER = """
 import os, sys
 from pathlib import Path
-from fedpriv.deployment.flower import run_in_foreground
+from fedpriv.deployment.flower import _run_in_foreground
 say = lambda line: print(line, flush=True)
-sys.exit(run_in_foreground([sys.executable, "-c", sys.argv[1]], variables=os.environ, folder=Path("."), on_line=say))
+sys.exit(_run_in_foreground([sys.executable, "-c", sys.argv[1]], variables=os.environ, folder=Path("."), on_line=say))
 """
 _ENDS_WELL = """
 import signal, sys, time
@@ -37,7 +38,7 @@ _IS_KILLED = 'import time; print("ready", flush=True); time.sleep(60)'
 
 def test_lines_and_exit_code_come_back(tmp_path):
     lines: list[str] = []
-    code = flower.run_in_foreground(
+    code = flower._run_in_foreground(
         [sys.executable, "-c", "import os, sys; print(os.getcwd()); print('to stderr', file=sys.stderr); sys.exit(3)"],
         variables=os.environ,
         folder=tmp_path,
@@ -65,7 +66,7 @@ def test_signal_reaches_the_child_and_its_exit_code_comes_back(child, number, co
 def test_child_that_somebody_else_kills_has_failed(tmp_path):
     kills_itself = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     command = [sys.executable, "-c", kills_itself]
-    assert flower.run_in_foreground(command, variables=os.environ, folder=tmp_path, on_line=print) == 137
+    assert flower._run_in_foreground(command, variables=os.environ, folder=tmp_path, on_line=print) == 137
 
 
 def test_flowers_own_exit_code_is_read_from_its_log():
@@ -82,10 +83,10 @@ def test_flwr_that_fails_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("address", ["h.org:1", "10.0.0.1:65535", "[::1]:9093"])
 def test_address_survives_being_split(address):
-    assert join_address(*split_address(address)) == address
+    assert _join_address(*_split_address(address)) == address
 
 
 @pytest.mark.parametrize("address", ["", "h.org", "h.org:", ":1", "h.org:0", "h.org:65536", "h.org:x", "::1:9093"])
 def test_what_is_no_address_is_named(address):
     with pytest.raises(InputError, match="address = "):
-        split_address(address)
+        _split_address(address)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.deployment.certificates import make_ca, make_server_certificate
 from server.deploy import superlink
+from server.deploy.certificates import make_ca, make_server_certificate
 from server.deploy.folder import Coordinator
 from simulations.sites import CLIENT, ROOT, SERVER, DeployedFederation, Service, free_port, kit
 

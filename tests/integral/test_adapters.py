@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX
+from fedpriv.adapters._arithmetic import A_SUFFIX, B_SUFFIX
 from fedpriv.errors import InputError
 from fedpriv.integral.adapters import _mean_adapter, recurring_adapters
 

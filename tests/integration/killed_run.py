@@ -26,7 +26,7 @@ from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import from_json
 from fedpriv.accounting.views import Release, rho_bar
-from fedpriv.aggregation.fedavg import weights_by_size
+from fedpriv.aggregation._fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse, to_flower
 from fedpriv.ledger.entries import CHARGED, RELEASED, data_sets, entries, releases
 from fedpriv.ledger.ledger import Ledger
@@ -49,7 +49,7 @@ def sent(wire: int, client: int, round_: int, reply: Message) -> None:
     records = reply.content.array_records
     arrays = dict(records[protocol.ADAPTER].to_torch_state_dict()) if records else {}
     release = reply.content.config_records[protocol.RELEASE]
-    digest = hashlib.sha256(protocol.pack_reply(protocol.unpack_release(release), arrays)).hexdigest()
+    digest = hashlib.sha256(protocol.pack_reply(protocol.unpack(protocol.UploadRelease, release), arrays)).hexdigest()
     os.write(wire, (json.dumps([client, round_, digest, release["event"]]) + "\n").encode())
 
 

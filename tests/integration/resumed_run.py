@@ -31,9 +31,9 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.status import status_of
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._status import status_of
+from fedpriv.runs._writer import RunWriter
 from fedpriv.vault import _charging
 from server import checkpoint, registry
 from server.bookkeeping import Books

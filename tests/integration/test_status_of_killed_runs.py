@@ -14,8 +14,8 @@ import pytest
 import tomli_w
 
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.status import status_of
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._status import status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

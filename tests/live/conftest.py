@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from fedpriv.config import parse
 from fedpriv.runs import files
-from fedpriv.runs.show.live_server import LIMITS, WatchedPages, WatchServer
-from fedpriv.runs.writer import RunWriter, write_json
+from fedpriv.runs._writer import RunWriter, write_json
+from fedpriv.runs.show._live_server import LIMITS, WatchedPages, WatchServer
 from fedpriv.serving.http.limits import RequestLimits
 from fedpriv.serving.http.server import Address
 from tests.runs.written import client_row, registrations, round_row

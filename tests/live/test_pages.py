@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.runs import files, presence
-from fedpriv.runs.rows import RoundRow
+from fedpriv.runs import _presence as presence
+from fedpriv.runs import files
+from fedpriv.runs._rows import RoundRow
 from fedpriv.runs.show._live_page import LivePage, script
 from tests.live.conftest import begin, end, grow, plan
 from tests.runs.written import round_row
@@ -28,7 +29,7 @@ def test_a_run_that_begins_later_is_shown_once_it_does_and_then_round_by_round(t
     page = LivePage(tmp_path / "run")
     assert "No run has begun" in text(page)
     writer = begin(tmp_path / "run")
-    with presence.held(writer.path):
+    with presence.marked_alive(writer.path):
         assert "0 of 10 rounds" in text(page)
         assert "Last sign of life" in text(page)
         for round_ in (1, 2):
@@ -113,7 +114,7 @@ def test_a_sweep_shows_runs_that_wait_run_and_are_finished_and_what_they_spent_t
     assert "2 waiting" in text(page)
     first = begin(tmp_path / KEYS[0])
     grow(first, 1)
-    with presence.held(first.path):
+    with presence.marked_alive(first.path):
         assert "1 running, 1 waiting" in text(page)
         assert "All 1 runs together, local view, added up" in text(page)
     assert "1 waiting, 1 interrupted" in text(page)
@@ -121,7 +122,7 @@ def test_a_sweep_shows_runs_that_wait_run_and_are_finished_and_what_they_spent_t
     second = begin(tmp_path / KEYS[1])
     grow(second, 1)
     second.path.with_suffix(".txt").write_text("Traceback: a secret of the machine")
-    with presence.held(second.path):
+    with presence.marked_alive(second.path):
         pass
     assert "1 finished, 1 failed" in text(page)
     assert "a secret" not in text(page)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.runs.show.live_server import LIMITS, check_host
+from fedpriv.runs.show._live_server import LIMITS, check_host
 from fedpriv.serving.http.server import Address
 from tests.live.conftest import Watched, begin, end, grow, plan, watched
 from tests.reports.conftest import write_finished_run
@@ -208,7 +208,7 @@ def test_other_machines_are_let_in_by_demand_alone(host: str) -> None:
 
 def test_beyond_loopback_too_a_name_of_another_site_is_refused(server: Watched, monkeypatch) -> None:
     monkeypatch.setattr(
-        "fedpriv.runs.show.live_server.check_local_name", lambda scope: None
+        "fedpriv.runs.show._live_server.check_local_name", lambda scope: None
     )  # as if it came from elsewhere
     assert ask(server, Host="evil.example").status == 421
     assert ask(server, Host="192.0.2.7:8001").status == 200

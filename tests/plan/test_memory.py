@@ -9,13 +9,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fedpriv.adapters import LoraSettings, attach
-from fedpriv.adapters.base_models import freeze
+from fedpriv.adapters._base_models import freeze
 from fedpriv.errors import InputError
 from fedpriv.plan import memory
 from fedpriv.plan.memory import MemorySetting, _configuration, largest_batch, memory_plan
 from fedpriv.texts import parse_bytes
+from fedpriv.training._live_bytes import _LiveBytes, peak_of_pass
 from fedpriv.training._pass_sizes import Footprint
-from fedpriv.training.live_bytes import _LiveBytes, peak_of_pass
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from tests.cli.command_line import as_json, fedpriv

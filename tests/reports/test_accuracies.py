@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from fedpriv.errors import InputError
-from fedpriv.runs.folder import QUALITY_KEYS, RunFolder
-from fedpriv.runs.show.report_page import write_report
-from fedpriv.runs.show.tables import MOST_CLASSES, accuracy_table, confusion_table
+from fedpriv.runs._folder import QUALITY_KEYS, RunFolder
+from fedpriv.runs.show._report_page import write_report
+from fedpriv.runs.show._tables import MOST_CLASSES, accuracy_table, confusion_table
 from simulations.display import TerminalObserver
 
 WARNING = "accuracy 0.871 ± 0.010 is not above 0.860 <b>"

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.rows import Sample, write_samples
-from fedpriv.runs.show.report_page import write_report
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._rows import Sample
+from fedpriv.runs._writer import RunWriter
+from fedpriv.runs.show._report_page import write_report
 from simulations.display import TerminalObserver
 from tests.reports.test_page import Page
 
@@ -48,7 +49,7 @@ def language_run(write_run, **changes: object) -> Path:
             writer.writerows(row | {"test_perplexity": 14.2 / (1 + int(row["round"]))} for row in rows)
     texts = [Sample(prompt=f"p{i}", reference="r", untrained="u", private=f"a{i}", non_private="n") for i in range(11)]
     hostile = Sample(prompt=HOSTILE, reference=HOSTILE, untrained=HOSTILE, private=HOSTILE, non_private=HOSTILE)
-    write_samples(run_dir / "samples.jsonl", [hostile, *texts])
+    RunWriter(run_dir).write_samples([hostile, *texts])
     return run_dir
 
 

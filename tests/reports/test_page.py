@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.runs.show.report_page import write_report
+from fedpriv.runs.show._report_page import write_report
 
 WriteRun = Callable[..., Path]  # the fixture in conftest.py
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -336,6 +336,6 @@ def test_an_older_report_survives_a_failure(write_run: WriteRun) -> None:
 
 
 def test_reports_import_neither_torch_nor_flower_nor_ray() -> None:
-    code = "import sys, fedpriv.runs.show.report_page; print(*sys.modules)"
+    code = "import sys, fedpriv.runs.show._report_page; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     assert not {"torch", "flwr", "ray", "matplotlib.pyplot"} & set(loaded)

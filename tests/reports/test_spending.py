@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fedpriv.runs.figures import audit_line, closing_line, limit_of
-from fedpriv.runs.show.tables import views_text
+from fedpriv.runs.figures import _audit_line, _closing_line, limit_of
+from fedpriv.runs.show._tables import views_text
 
 SUMMARY: dict[str, Any] = {
     "privacy_view": "local",
@@ -33,17 +33,17 @@ AUDIT: dict[str, Any] = {
 
 
 def test_the_closing_line_quotes_the_view_that_the_target_was_set_on():
-    assert closing_line(SUMMARY) == "ε 8.00 on the local view, target 8; by pld, at δ 1e-5; rho 16.2"
-    on_rho = closing_line(SUMMARY | {"privacy_view": "rho", "target_epsilon": None, "budget_epsilon": [20.0]})
+    assert _closing_line(SUMMARY) == "ε 8.00 on the local view, target 8; by pld, at δ 1e-5; rho 16.2"
+    on_rho = _closing_line(SUMMARY | {"privacy_view": "rho", "target_epsilon": None, "budget_epsilon": [20.0]})
     assert on_rho == "ε 16.2 on the rho view, budget 20; by pld, at δ 1e-5; local 8.00"
-    summed = closing_line(SUMMARY | {"privacy_view": "aggregate", "epsilon_aggregate_max": 1.0})
+    summed = _closing_line(SUMMARY | {"privacy_view": "aggregate", "epsilon_aggregate_max": 1.0})
     assert summed.startswith("ε 1.00 on the aggregate view, target 8")
 
 
 def test_a_run_of_an_earlier_version_and_one_without_noise_have_a_line_too():
     older = {key: value for key, value in SUMMARY.items() if key != "target_epsilon"}
-    assert closing_line(older) == "ε 8.00 on the local view; by pld, at δ 1e-5; rho 16.2"
-    assert closing_line(SUMMARY | {"epsilon_local_max": None}).startswith("ε ∞ on the local view")
+    assert _closing_line(older) == "ε 8.00 on the local view; by pld, at δ 1e-5; rho 16.2"
+    assert _closing_line(SUMMARY | {"epsilon_local_max": None}).startswith("ε ∞ on the local view")
 
 
 def test_of_several_budgets_the_smallest_is_named():
@@ -59,7 +59,7 @@ def test_views_that_do_not_hold_are_left_out():
 
 @pytest.mark.parametrize(("refuted", "verdict"), [(False, "the claim of ε = 8.00 stands"), (True, "this refutes")])
 def test_an_audit_is_a_lower_bound_rounded_down_with_what_it_means_for_the_claim(refuted, verdict):
-    line = audit_line(AUDIT | {"refuted": refuted})
+    line = _audit_line(AUDIT | {"refuted": refuted})
     assert line.startswith(
         "ε ≥ 0.12 at δ = 1e-5, with 95% confidence: 44 of 74 guesses about 150 canaries (tokens) were right; "
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedpriv.runs.folder import StoredVariants
-from fedpriv.runs.show.tables import closing_table
+from fedpriv.runs._folder import StoredVariants
+from fedpriv.runs.show._tables import closing_table
 
 
 def outcome(name: str, **changes: Any) -> dict[str, Any]:

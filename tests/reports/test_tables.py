@@ -5,6 +5,7 @@ import math
 import pandas as pd
 import pytest
 
+from fedpriv.runs._rows import parse_epsilon
 from fedpriv.runs.figures import (
     format_bound,
     format_bytes,
@@ -13,8 +14,7 @@ from fedpriv.runs.figures import (
     format_percent,
     format_seconds,
 )
-from fedpriv.runs.rows import parse_epsilon
-from fedpriv.runs.show.tables import format_range
+from fedpriv.runs.show._tables import format_range
 
 
 def test_an_epsilon_is_shown_with_its_delta_and_rounded_up() -> None:

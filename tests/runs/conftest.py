@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedpriv.config import parse
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs._writer import RunWriter
 from tests.runs.written import SIZES, WriteRun, client_row, round_row, write_checkpoint, wrote
 
 

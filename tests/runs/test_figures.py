@@ -13,12 +13,12 @@ from rich.console import Console
 import fedpriv
 from fedpriv.publishing import card
 from fedpriv.publishing.saved import find
+from fedpriv.runs._folder import RunFolder
 from fedpriv.runs.figures import EVERY_PAGE, FIGURES, Figure, figures
-from fedpriv.runs.folder import RunFolder
 from fedpriv.runs.show._follower import RunFollower
 from fedpriv.runs.show._live_page import LivePage
+from fedpriv.runs.show._report_page import write_report
 from fedpriv.runs.show._tracker import Place
-from fedpriv.runs.show.report_page import write_report
 from simulations.display import TerminalObserver
 from tests.publishing.runs import finished
 from tests.reports.conftest import write_finished_run

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.runs import files, presence
-from fedpriv.runs.presence import held, is_alive
+from fedpriv.runs import _presence as presence
+from fedpriv.runs import files
+from fedpriv.runs._presence import is_alive, marked_alive
 
 ROOT = Path(__file__).resolve().parents[2]
-HOLD = "import sys, time; from pathlib import Path; from fedpriv.runs.presence import held\n"
-HOLD += "with held(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)"
+HOLD = "import sys, time; from pathlib import Path; from fedpriv.runs._presence import marked_alive\n"
+HOLD += "with marked_alive(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)"
 
 
 @contextmanager
@@ -39,14 +40,14 @@ def other_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_process_lives_until_it_is_killed_and_then_at_once_no_more(tmp_path: Path) -> None:
     with other_process(tmp_path) as process:
         assert is_alive(tmp_path) is True
-        with pytest.raises(InputError, match="another process runs this run"), held(tmp_path):
+        with pytest.raises(InputError, match="another process runs this run"), marked_alive(tmp_path):
             pass
         process.send_signal(signal.SIGSTOP)  # one that waits is not dead
         assert is_alive(tmp_path) is True
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert is_alive(tmp_path) is False
-    with held(tmp_path):
+    with marked_alive(tmp_path):
         assert is_alive(tmp_path) is True
     assert is_alive(tmp_path) is False
 
@@ -65,7 +66,7 @@ def test_a_resumed_run_that_is_killed_while_it_writes_the_file_is_known_to_be_de
         raise KeyboardInterrupt
 
     monkeypatch.setattr(presence.os, call, dies)
-    with pytest.raises(KeyboardInterrupt), held(tmp_path):
+    with pytest.raises(KeyboardInterrupt), marked_alive(tmp_path):
         pass
     assert is_alive(tmp_path) is False
 
@@ -81,13 +82,13 @@ def test_of_two_that_begin_at_the_same_moment_one_is_refused_and_the_other_lives
             monkeypatch.setattr(presence, "_refuse_second", lambda _: None)
         else:
             (tmp_path / files.PRESENCE).write_bytes(before := written)
-        with pytest.raises(InputError, match="another process runs this run"), held(tmp_path):
+        with pytest.raises(InputError, match="another process runs this run"), marked_alive(tmp_path):
             pass
         assert (tmp_path / files.PRESENCE).read_bytes() == before
 
 
 def test_a_look_from_the_same_process_does_not_unlock_the_file(tmp_path: Path) -> None:
-    with held(tmp_path):
+    with marked_alive(tmp_path):
         (tmp_path / files.PRESENCE).read_bytes()  # classic POSIX locks would be gone once this is closed
         assert is_alive(tmp_path) is True
 
@@ -104,7 +105,7 @@ def test_those_who_look_all_the_time_keep_no_run_from_starting(tmp_path: Path) -
         thread.start()
     try:
         for _ in range(100):
-            with held(tmp_path):
+            with marked_alive(tmp_path):
                 assert is_alive(tmp_path) is True
     finally:
         done.set()
@@ -116,7 +117,7 @@ def test_those_who_look_all_the_time_keep_no_run_from_starting(tmp_path: Path) -
 def test_of_another_machine_or_from_a_damaged_file_nothing_is_known(tmp_path: Path, content: bytes) -> None:
     (tmp_path / files.PRESENCE).write_bytes(content)
     assert is_alive(tmp_path) is None
-    with held(tmp_path):  # and it keeps nobody from going on
+    with marked_alive(tmp_path):  # and it keeps nobody from going on
         assert json.loads((tmp_path / files.PRESENCE).read_text())["boot"] == presence._boot()
 
 
@@ -127,5 +128,5 @@ def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
 
 def test_where_there_are_no_locks_a_run_runs_and_nothing_is_known(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(presence, "_SET", None)
-    with held(tmp_path):
+    with marked_alive(tmp_path):
         assert is_alive(tmp_path) is None

@@ -10,10 +10,10 @@ import pytest
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.runs import status
-from fedpriv.runs.folder import CLIENT_COLUMNS, COMPARISON_COLUMNS, ROUND_COLUMNS
-from fedpriv.runs.rows import ClientRow, RoundRow, column_types, read_rows
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs import _status as status
+from fedpriv.runs._folder import CLIENT_COLUMNS, COMPARISON_COLUMNS, ROUND_COLUMNS
+from fedpriv.runs._rows import ClientRow, RoundRow, column_types, read_rows
+from fedpriv.runs._writer import RunWriter
 
 ROUND = RoundRow(
     round=0,

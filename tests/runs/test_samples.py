@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.runs import rows
-from fedpriv.runs.rows import Sample
+from fedpriv.runs import _rows as rows
+from fedpriv.runs._rows import Sample
+from fedpriv.runs._writer import RunWriter
 
 SAMPLES = [
     Sample(prompt="What is\nflu?", reference="\u2028a disease", untrained='"', private="", non_private=None),
@@ -15,7 +16,7 @@ SAMPLES = [
 
 
 def test_samples_are_read_as_they_were_written(tmp_path):
-    rows.write_samples(tmp_path / "samples.jsonl", SAMPLES)
+    RunWriter(tmp_path).write_samples(SAMPLES)
     assert rows.read_samples(tmp_path / "samples.jsonl") == tuple(SAMPLES)
     assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
 
@@ -37,7 +38,7 @@ def test_a_run_without_answers_has_no_samples(tmp_path):
 )
 def test_a_damaged_line_is_named(tmp_path, line, expected):
     path = tmp_path / "samples.jsonl"
-    rows.write_samples(path, SAMPLES[:1])
+    RunWriter(tmp_path).write_samples(SAMPLES[:1])
     path.write_text(f"{path.read_text()}{line}\n")
     with pytest.raises(InputError, match=expected):
         rows.read_samples(path)

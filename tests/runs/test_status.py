@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from fedpriv.cli import main as cli
 from fedpriv.errors import InputError
-from fedpriv.runs import presence
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.status import status_of
+from fedpriv.runs import _presence as presence
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._status import status_of
 from tests.runs.written import NAMES, NOW, WriteRun, event, shown, status, write_checkpoint, wrote
 
 
@@ -29,7 +29,7 @@ def test_a_run_that_was_silent_for_a_whole_round_is_interrupted(write_run: Write
 
 def test_a_run_whose_process_lives_is_running_however_long_it_is_silent(write_run: WriteRun) -> None:
     folder = write_run(seconds_ago=10_000)
-    with presence.held(folder):
+    with presence.marked_alive(folder):
         assert (status(folder).state, status(folder).is_alive) == ("running", True)
         assert "2 h 46 min ago; its process lives" in shown(status(folder))
     found = status_of(RunFolder(folder, now=NOW - 10_000))  # however lately it wrote something

@@ -9,9 +9,9 @@ import pytest
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.runs.rows import MAX_EVENTS
-from fedpriv.runs.show.terminal import MAX_CLIENTS
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs._rows import MAX_EVENTS
+from fedpriv.runs._writer import RunWriter
+from fedpriv.runs.show._terminal import MAX_CLIENTS
 from tests.runs.written import SIZES, WriteRun, client_row, event, round_row, shown, status
 
 

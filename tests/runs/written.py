@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.protocol import Registration
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.rows import ClientRow, RoundRow
-from fedpriv.runs.show.terminal import show
-from fedpriv.runs.status import RunStatus, status_of
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._rows import ClientRow, RoundRow
+from fedpriv.runs._status import RunStatus, status_of
+from fedpriv.runs.show._terminal import show_status
 from server import checkpoint
 from server.checkpoint import Checkpoint
 
@@ -105,5 +105,5 @@ def status(folder: Path) -> RunStatus:
 
 def shown(found: RunStatus, width: int = 80) -> str:
     console = Console(width=width, record=True, file=open(os.devnull, "w"), highlight=False)  # noqa: SIM115, PTH123
-    show(RunFolder(found.run_dir, now=NOW), console)
+    show_status(RunFolder(found.run_dir, now=NOW), console)
     return console.export_text()

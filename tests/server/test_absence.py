@@ -11,7 +11,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from fedpriv import protocol
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.config import parse
 from fedpriv.deployment import keys
 from fedpriv.errors import TooFewClientsError
@@ -53,7 +53,7 @@ def signed(secrets, client: int, **changes) -> Registration:
     key = secrets / f"key-{client}"
     stated = {"name": "", "data_set": f"d{client}", "keeps_replies": True, "identity": keys.public_line(key)}
     registration = Registration(**{"client": client, "num_records": SIZES[client], **stated, **changes})
-    return replace(registration, signature=keys.sign(key, protocol.statement_of(registration)))
+    return replace(registration, signature=keys.sign(key, registration.signed))
 
 
 class Nodes:
@@ -95,7 +95,7 @@ class Nodes:
     def _reply(self, message):
         node_id = message.metadata.dst_node_id
         if message.metadata.message_type == protocol.REGISTER:
-            content = ConfigRecord(protocol.pack_registration(self.registered[node_id]))
+            content = ConfigRecord(protocol.pack(self.registered[node_id]))
             return Message(RecordDict({protocol.REGISTRATION: content}), reply_to=message)
         self.round = message.content.config_records[protocol.INSTRUCTION]["round"]
         client = self.registered[node_id].client
@@ -107,7 +107,7 @@ class Nodes:
             error.metadata.__dict__["_src_node_id"] = LINK
             return error
         honest = {"round": self.round, "event": self.strategy.event(client), "num_records": SIZES[client]}
-        release = ConfigRecord(protocol.pack_release(UploadRelease(**honest)))
+        release = ConfigRecord(protocol.pack(UploadRelease(**honest)))
         adapter = ArrayRecord({name: torch.ones_like(t) for name, t in ADAPTER.items()})
         return Message(RecordDict({protocol.RELEASE: release, protocol.ADAPTER: adapter}), reply_to=message)
 

@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fedpriv.adapters.arithmetic import Product
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.adapters._arithmetic import Product
+from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.config import BY_RECIPE, parse, read
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
-from fedpriv.runs import files, presence
+from fedpriv.runs import _presence as presence
+from fedpriv.runs import files
 from server import checkpoint
 from server.checkpoint import Checkpoint, read_last, write
 from server.observer import LogObserver
@@ -197,7 +198,7 @@ def test_a_run_that_lives_on_another_machine_keeps_every_row(interrupted):
     values, folder = interrupted
     table, process = folder / files.ROUNDS, folder / files.PRESENCE
     last = table.read_text().splitlines()[-1]
-    with presence.held(folder), table.open("a") as file:
+    with presence.marked_alive(folder), table.open("a") as file:
         process.write_text('{"boot": "another machine"}')
         print(last.replace("2", "3", 1), file=file, flush=True)  # of a round that has no checkpoint yet
         before = table.read_bytes(), process.read_bytes()

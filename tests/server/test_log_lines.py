@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from fedpriv.config import parse
-from fedpriv.deployment.flower import run_in_foreground
+from fedpriv.deployment.flower import _run_in_foreground
 from fedpriv.texts import holder_label
 from fedpriv.training.local_update import UpdateSpec
 
@@ -35,7 +35,7 @@ def test_a_client_is_named_once() -> None:
 
 def test_what_a_service_relays_has_no_colour_codes(tmp_path: Path) -> None:
     lines: list[str] = []
-    code = run_in_foreground([sys.executable, "-c", COLOURED], variables={}, folder=tmp_path, on_line=lines.append)
+    code = _run_in_foreground([sys.executable, "-c", COLOURED], variables={}, folder=tmp_path, on_line=lines.append)
     assert (code, lines) == (0, ["WARNING : the node left"])
 
 

@@ -109,7 +109,7 @@ def test_many_malformed_replies(codec, num):
             good = RecordDict(
                 {
                     protocol.ADAPTER: ArrayRecord(encoded),
-                    protocol.RELEASE: ConfigRecord(protocol.pack_release(release)),
+                    protocol.RELEASE: ConfigRecord(protocol.pack(release)),
                 }
             )
             replies.append(harmed(rng, message, good) if client == 1 else Message(good, reply_to=message))
@@ -128,7 +128,7 @@ def test_an_event_that_costs_less_is_malformed_too():
     strategy = make_strategy()
     message = ask(strategy)[0]
     cheap = SubsampledGaussian(noise_multiplier=50.0, sampling_probability=1e-6)
-    release = protocol.pack_release(UploadRelease(round=1, event=cheap, num_records=SIZES[0]))
+    release = protocol.pack(UploadRelease(round=1, event=cheap, num_records=SIZES[0]))
     content = {protocol.ADAPTER: ArrayRecord(ADAPTER), protocol.RELEASE: ConfigRecord(release)}
     strategy.aggregate_train(1, [Message(RecordDict(content), reply_to=message)])
     assert strategy._rows[0].status == "malformed"

@@ -33,8 +33,8 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
-from fedpriv.runs.rows import ClientRow, RoundRow
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs._rows import ClientRow, RoundRow
+from fedpriv.runs._writer import RunWriter
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateTask, planned_event
 from fedpriv.training.workbench import workbench

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.config import parse
-from fedpriv.runs.folder import QUALITY_KEYS
+from fedpriv.runs._folder import QUALITY_KEYS
 from server.observer import LogObserver
 from server.summary import warnings_of
 from simulations.engines import federation

@@ -65,7 +65,7 @@ def receipts(folder, *, registered: str = "", node_keys: bool = True) -> Receipt
 
 def reply(receipt: str) -> Message:
     message = Message(RecordDict(), 7, "train", group_id="1")
-    release = protocol.pack_release(UploadRelease(round=1, event=EVENT, num_records=40, receipt=receipt))
+    release = protocol.pack(UploadRelease(round=1, event=EVENT, num_records=40, receipt=receipt))
     return Message(RecordDict({protocol.RELEASE: ConfigRecord(release)}), reply_to=message)
 
 

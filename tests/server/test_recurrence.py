@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedpriv.adapters.arithmetic import factors_of, non_lora_tensors
+from fedpriv.adapters._arithmetic import factors_of, non_lora_tensors
 from fedpriv.config import parse
 from fedpriv.dedup import variants
 from fedpriv.errors import InputError

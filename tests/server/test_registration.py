@@ -35,12 +35,12 @@ def node_keys(tmp_path):
 
 def signed(registration: Registration, key, **changes: object) -> Registration:
     stated = replace(registration, **({"identity": keys.public_line(key)} | changes))
-    return replace(stated, signature=keys.sign(key, protocol.statement_of(stated)))
+    return replace(stated, signature=keys.sign(key, stated.signed))
 
 
 def reply_with(registration: Registration, message: Message | None = None) -> Message:
     message = message or Message(RecordDict(), 7, protocol.REGISTER, group_id="0")
-    content = ConfigRecord(protocol.pack_registration(registration))
+    content = ConfigRecord(protocol.pack(registration))
     return Message(RecordDict({protocol.REGISTRATION: content}), reply_to=message)
 
 

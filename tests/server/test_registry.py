@@ -24,9 +24,9 @@ from fedpriv.dedup.planning import cost_of
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.show.report_page import write_report
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._writer import RunWriter
+from fedpriv.runs.show._report_page import write_report
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench

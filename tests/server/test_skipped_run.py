@@ -11,8 +11,8 @@ from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.status import status_of
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._status import status_of
 from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.engines.flower_private import set_message_id

@@ -66,7 +66,7 @@ def answer(strategy: RuleStrategy, message: Message, value: float, *, adapter=No
     client = message.metadata.dst_node_id - 100
     adapter = adapter or ArrayRecord({name: torch.full_like(t, value) for name, t in ADAPTER.items()})
     honest = {"round": 1, "event": strategy.event(client), "num_records": SIZES[client]}
-    content = {protocol.RELEASE: ConfigRecord(protocol.pack_release(UploadRelease(**{**honest, **claims})))}
+    content = {protocol.RELEASE: ConfigRecord(protocol.pack(UploadRelease(**{**honest, **claims})))}
     if not claims.get("silent"):
         content[protocol.ADAPTER] = adapter
     return Message(RecordDict(content), reply_to=message)

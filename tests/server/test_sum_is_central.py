@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedpriv.adapters.pooling import BIAS_SCALE
-from fedpriv.aggregation import head_start
+from fedpriv.aggregation import _head_start as head_start
 from fedpriv.config import RunConfig, parse
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files

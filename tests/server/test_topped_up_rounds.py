@@ -98,7 +98,7 @@ def run_of(config: RunConfig, fails) -> tuple[dict[int, list[float]], list[list]
         client = message.metadata.dst_node_id - 100
         claims = UploadRelease(round=round_, event=strategy.event(client), num_records=SIZES[client])
         content = {
-            protocol.RELEASE: ConfigRecord(protocol.pack_release(claims)),
+            protocol.RELEASE: ConfigRecord(protocol.pack(claims)),
             protocol.ADAPTER: ArrayRecord(ADAPTER),
         }
         return Message(RecordDict(content), reply_to=message), 0

@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedpriv import protocol
-from fedpriv.aggregation.fedavg import weights_by_size
+from fedpriv.aggregation._fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse
 from fedpriv.protocol import Registration, UploadRelease
 from fedpriv.secure_aggregation import make_identity
@@ -117,7 +117,7 @@ def answered(strategy: RuleStrategy, message: Message) -> Message:
     client = message.metadata.dst_node_id - 100
     release = UploadRelease(round=1, event=strategy.event(client), num_records=SIZES[client])
     vector = ArrayRecord({protocol.SUM: torch.full((10,), 2**20, dtype=torch.int32)})
-    content = {protocol.RELEASE: ConfigRecord(protocol.pack_release(release)), protocol.ADAPTER: vector}
+    content = {protocol.RELEASE: ConfigRecord(protocol.pack(release)), protocol.ADAPTER: vector}
     return Message(RecordDict(content), reply_to=message)
 
 

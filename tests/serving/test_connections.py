@@ -18,10 +18,10 @@ import h11
 import httpx
 import pytest
 
-from fedpriv.deployment.certificates import make_ca, make_server_certificate
 from fedpriv.serving.http.limits import InFlight, RequestLimits, read_body
 from fedpriv.serving.http.refusals import RefusalError
 from fedpriv.serving.http.tokens import Tokens, add_new
+from server.deploy.certificates import make_ca, make_server_certificate
 from tests.serving.fake import FakeServing
 from tests.serving.running import Running, running
 

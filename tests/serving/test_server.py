@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
-from fedpriv.deployment.certificates import make_ca, make_server_certificate
 from fedpriv.errors import InputError
 from fedpriv.serving.http.server import Address
 from fedpriv.serving.http.tokens import add_new
+from server.deploy.certificates import make_ca, make_server_certificate
 from tests.cli.command_line import as_json, fedpriv
 from tests.serving.fake import FakeServing
 from tests.serving.running import running

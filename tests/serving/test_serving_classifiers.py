@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedpriv import adapters
-from fedpriv.adapters.base_models import load_tokenizer
+from fedpriv.adapters._base_models import load_tokenizer
 from fedpriv.serving import _classification
 from fedpriv.serving._classification import together
 from fedpriv.serving._engine import SharedBase

@@ -13,7 +13,7 @@ import torch
 from openai import BadRequestError, OpenAI
 
 from fedpriv import adapters
-from fedpriv.adapters.base_models import load_tokenizer
+from fedpriv.adapters._base_models import load_tokenizer
 from tests.served import save_run, serving
 from tests.serving.running import running
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
-from fedpriv.runs.rows import RoundRow
+from fedpriv.runs._rows import RoundRow
 from server.observer import RunProgress, answers
 from simulations.display import TerminalObserver, _screen_of
 

@@ -19,8 +19,8 @@ import fedpriv
 from clients import node
 from fedpriv import protocol
 from fedpriv.adapter_variants import AdapterEvaluator
+from fedpriv.adapters._arithmetic import INNER_SUFFIX
 from fedpriv.adapters._inner import OUTER_SUFFIX
-from fedpriv.adapters.arithmetic import INNER_SUFFIX
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
 from fedpriv.data.records import tokenize

@@ -23,7 +23,7 @@ from transformers import (
 import fedpriv.adapters
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.aggregation.fedavg import GlobalModel
+from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.data.records import tokenize
 from fedpriv.training.evaluation import evaluate

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedpriv.adapters.arithmetic import Adapter, factors_of
-from fedpriv.aggregation.fedavg import GlobalModel
-from fedpriv.aggregation.fedsvd import rebased
+from fedpriv.adapters._arithmetic import Adapter, factors_of
+from fedpriv.aggregation._fedavg import GlobalModel
+from fedpriv.aggregation._fedsvd import rebased
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
 from server.observer import LogObserver

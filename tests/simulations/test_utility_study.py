@@ -9,7 +9,7 @@ import torch
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.training.caches import Body
+from fedpriv.training._caches import Body
 from fedpriv.training.workbench import forget, workbench
 from simulations.studies.dedup.cells import append, lines
 from simulations.studies.utility import corpora, run, tables

@@ -10,7 +10,7 @@ from scipy import stats
 
 from fedpriv.accounting.views import aggregate_scale
 from fedpriv.adapters import LoraSettings, attach, load_base, read
-from fedpriv.aggregation.fedavg import weighted_average, weights_by_size
+from fedpriv.aggregation._fedavg import weighted_average, weights_by_size
 from fedpriv.config import parse
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource

@@ -15,9 +15,9 @@ from fedpriv.adapters import LoraSettings, attach, load_base, read
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
+from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import local_update
 
 # The smallest tensor, a bias of 3, gives 3 * 200 = 600 values; at this false-alarm rate the accepted range of the

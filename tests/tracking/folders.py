@@ -9,8 +9,8 @@ from typing import Any
 
 from fedpriv.config import RunConfig
 from fedpriv.runs import files
-from fedpriv.runs.rows import ClientRow, RoundRow
-from fedpriv.runs.writer import RunWriter
+from fedpriv.runs._rows import ClientRow, RoundRow
+from fedpriv.runs._writer import RunWriter
 
 NUM_ROUNDS = 5
 SECRET = "secret-project"

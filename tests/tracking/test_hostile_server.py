@@ -14,7 +14,8 @@ import pytest
 
 from fedpriv.config import parse
 from fedpriv.runs import files
-from fedpriv.runs.show import _follower, following
+from fedpriv.runs.show import _follower
+from fedpriv.runs.show import _following as following
 from fedpriv.runs.show._follower import RunFollower
 from fedpriv.runs.show._tracker import Place, tracker_of
 from simulations.engines import federation

@@ -7,10 +7,10 @@ import math
 from dataclasses import asdict, fields
 
 from fedpriv.config import RunConfig
-from fedpriv.runs.rows import RoundRow
+from fedpriv.runs._rows import RoundRow
 from fedpriv.runs.show import _tracker
+from fedpriv.runs.show._following import run_name
 from fedpriv.runs.show._tracker import MOST_CLIENTS, ROUND_METRICS, MetricPoint
-from fedpriv.runs.show.following import run_name
 from tests.tracking.folders import SECRET, client_row, config, round_row, summary
 
 

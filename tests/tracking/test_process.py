@@ -7,8 +7,8 @@ import time
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.runs.show import following
-from fedpriv.runs.show.following import FollowedFolder, _reason, follow
+from fedpriv.runs.show import _following as following
+from fedpriv.runs.show._following import FollowedFolder, _reason, follow
 
 
 class Ended:

@@ -7,12 +7,13 @@ from functools import partial
 import pytest
 import torch
 
-from fedpriv.adapters import LoraSettings, attach, base_formats
-from fedpriv.adapters.arithmetic import Merged, Product
-from fedpriv.adapters.base_formats import base_dtype, frozen_base, restore, to_bfloat16
+from fedpriv.adapters import LoraSettings, attach
+from fedpriv.adapters import _base_formats as base_formats
+from fedpriv.adapters._arithmetic import Merged, Product
+from fedpriv.adapters._base_formats import base_dtype, frozen_base, restore_float32, to_bfloat16
 from fedpriv.errors import InputError
-from fedpriv.training import admission
-from fedpriv.training.admission import _records_are_independent, in_format
+from fedpriv.training import _admission as admission
+from fedpriv.training._admission import _records_are_independent, in_format
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from tests.architectures import DECODERS, ENCODERS, TARGETS, random_base
@@ -110,7 +111,7 @@ def test_restoring_gives_the_same_bits_as_before():
     attention = model.config._attn_implementation
     before = to_bfloat16(model)
     assert model.config._attn_implementation == "eager"
-    restore(model, before)
+    restore_float32(model, before)
     assert base_dtype(model) == torch.float32
     assert model.config._attn_implementation == attention
     assert torch.equal(gradients(build(model), records)[0], expected)

@@ -16,7 +16,7 @@ from fedpriv.adapters import lora
 from fedpriv.config import ON_NODES, parse
 from fedpriv.data.records import collate
 from fedpriv.training import baselines
-from fedpriv.training.baselines import Baselines, compute, features
+from fedpriv.training.baselines import Baselines, _features, compute
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import Workbench
 from tests.tiny import LABELS, random_records
@@ -85,21 +85,21 @@ def test_the_same_seed_gives_the_same_figures(baselines_of):
 def test_the_adapter_and_what_is_merged_change_nothing(baselines_of):
     train, test = records(60, told=0.5), records(60, seed=1, told=0.5)
     expected, bench = baselines_of(train, test)
-    before = features(bench.model, bench.test.items(), cached=False)
+    before = _features(bench.model, bench.test.items(), cached=False)
     lora.write_parameters(bench.model.parameters, {n: t + 0.3 for n, t in bench.initial.items()})
     with torch.no_grad():
         changed, _ = bench.model.logits(bench.test.items()[:4], cached=False)
-    assert np.array_equal(features(bench.model, bench.test.items(), cached=False), before)
+    assert np.array_equal(_features(bench.model, bench.test.items(), cached=False), before)
     with torch.no_grad():
         assert not torch.equal(bench.model.logits(bench.test.items()[:4], cached=False)[0], changed)
-    np.testing.assert_allclose(features(bench.model, bench.test.items(), cached=True), before, atol=1e-5)
+    np.testing.assert_allclose(_features(bench.model, bench.test.items(), cached=True), before, atol=1e-5)
     assert baselines_of(train, test)[0] == expected
 
 
 def test_features_are_the_mean_of_the_plain_model_s_last_states(baselines_of, tiny_bert):
     _, bench = baselines_of(records(30), records(30, seed=1))
     plain = AutoModel.from_pretrained(tiny_bert).eval()
-    found = features(bench.model, bench.test.items(), cached=True)
+    found = _features(bench.model, bench.test.items(), cached=True)
     for row, item in zip(found, bench.test.items(), strict=True):
         batch = {name: tensor for name, tensor in collate([item]).items() if name != "labels"}
         with torch.no_grad():
@@ -110,8 +110,8 @@ def test_features_are_the_mean_of_the_plain_model_s_last_states(baselines_of, ti
 def test_features_of_a_causal_model_leave_out_padding(causal):
     model = TrainingModel(causal("llama"), memory_limit=2**30)
     items = random_records(9, classes=0, longest=20).items()
-    together = features(model, items, cached=False)
-    alone = np.concatenate([features(model, [item], cached=False) for item in items])
+    together = _features(model, items, cached=False)
+    alone = np.concatenate([_features(model, [item], cached=False) for item in items])
     assert together.shape == (9, 32)
     np.testing.assert_allclose(together, alone, atol=1e-5)
 

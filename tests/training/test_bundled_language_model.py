@@ -15,10 +15,10 @@ import torch
 pytest.importorskip("gguf", reason="the extra llm is not installed")
 
 from fedpriv.adapters import LoraSettings, attach, load_base, lora
-from fedpriv.adapters.base_formats import quantise
-from fedpriv.adapters.locations import BUNDLED_LANGUAGE_MODEL as BUNDLED
+from fedpriv.adapters._base_formats import quantise
+from fedpriv.adapters._locations import BUNDLED_LANGUAGE_MODEL as BUNDLED
 from fedpriv.data.records import Records, collate
-from fedpriv.training.admission import _gradients, in_format
+from fedpriv.training._admission import _gradients, in_format
 from fedpriv.training.model import TrainingModel
 from tests.tiny import move
 from tests.training.test_per_sample import assert_equal_to_loop, left_padded

@@ -13,8 +13,8 @@ from fedpriv.adapters import LoraSettings, attach, load_base, pooling
 from fedpriv.adapters.lora import read
 from fedpriv.config import RunConfig
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training._caches import Body
 from fedpriv.training._coordinates import _centre_of, shifted
-from fedpriv.training.caches import Body
 from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update, stacked_updates

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import add_products, factors_of
-from fedpriv.training import decoding
-from fedpriv.training.decoding import by_length, greedy_answers, prompt_and_response, with_adapter
+from fedpriv.adapters._arithmetic import add_products, factors_of
+from fedpriv.training import _decoding as decoding
+from fedpriv.training._decoding import by_length, greedy_answers, prompt_and_response, with_adapter
 from fedpriv.training.model import TrainingModel
 from tests.instructions import END, random_prompts, records_of
 

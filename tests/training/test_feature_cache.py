@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fedpriv.adapters import LoraSettings, attach, lora, read
-from fedpriv.adapters.arithmetic import Product, factors_of
+from fedpriv.adapters._arithmetic import Product, factors_of
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked
+from fedpriv.training._losses import predictions
 from fedpriv.training.evaluation import evaluate
-from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.rehearsal import rehearse
 from fedpriv.training.stacked import local_update, stacked_updates

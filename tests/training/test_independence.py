@@ -16,10 +16,10 @@ from fedpriv.data.records import Records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked
+from fedpriv.training._admission import REFUSED, VERIFIED, admit
 from fedpriv.training._isolation import raising_failures
-from fedpriv.training.admission import REFUSED, VERIFIED, admit
+from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.workbench import load_model
 from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, REPLACED_HEADS, TARGETS, random_base, save
 from tests.threads import NUMBERS, with_threads

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fedpriv.adapters import LoraSettings, attach
-from fedpriv.adapters.base_models import load_base
+from fedpriv.adapters._base_models import load_base
 from fedpriv.audit.canaries import random_token_canaries
 from fedpriv.config import parse
-from fedpriv.data.records import RESPONSE_MASK
+from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import workbench

@@ -8,12 +8,12 @@ import logging
 import pytest
 import torch
 
+from fedpriv.data._text import TextData
 from fedpriv.data.records import Records, check_max_length, collate, tokenize
-from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
+from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.local_update import ClientUpdate
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_stacked, local_update
 from tests.training.test_local_update import make_task
 

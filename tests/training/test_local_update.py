@@ -11,10 +11,10 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapters import read
 from fedpriv.config import RunConfig
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
+from fedpriv.training._losses import predictions
+from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
-from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_one_by_one, local_update
 
 SPEC = UpdateSpec.of(RunConfig(local_steps=3, batch_size=8, learning_rate=0.5, clip_norm=0.7, noise_multiplier=0.0))

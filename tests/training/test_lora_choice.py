@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedpriv.accounting.recipe import LORA_PAYS
-from fedpriv.adapters.arithmetic import INNER_SUFFIX
+from fedpriv.adapters._arithmetic import INNER_SUFFIX
 from fedpriv.config import parse
 from fedpriv.training.noise_plan import calibrated, decided, with_learning_rates
 from fedpriv.training.schedule import RunSchedule

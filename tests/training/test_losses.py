@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from fedpriv.training.losses import IGNORED, _causal_losses, next_token_targets, predictions
+from fedpriv.training._losses import IGNORED, _causal_losses, next_token_targets, predictions
 
 
 def test_targets_exclude_padding_on_either_side():

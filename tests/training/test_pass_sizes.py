@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from fedpriv.training._kernels import Watched
 from fedpriv.training._pass_sizes import bits_of_pass, candidates, chosen, found_once, structure, with_equal_bits
+from fedpriv.training._shapes import split
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.shapes import split
 from tests.threads import with_threads
 
 

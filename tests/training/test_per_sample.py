@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fedpriv.adapters import LoraSettings, attach, load_base
 from fedpriv.data.records import collate
-from fedpriv.training.losses import predictions
+from fedpriv.training._losses import predictions
 from fedpriv.training.per_sample import per_sample_gradients, trainable_layers
 
 

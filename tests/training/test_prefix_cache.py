@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from fedpriv.data.records import Records
-from fedpriv.training.caches import find_prefix
+from fedpriv.training._caches import find_prefix
+from fedpriv.training._losses import predictions
 from fedpriv.training.evaluation import evaluate
-from fedpriv.training.losses import predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 

@@ -11,8 +11,9 @@ import torch
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapters import LoraSettings, attach, load_base
-from fedpriv.data.records import RESPONSE_MASK, Records, tokenize
-from fedpriv.data.text import TextData
+from fedpriv.data._text import TextData
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import Records, tokenize
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel

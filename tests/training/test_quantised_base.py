@@ -10,15 +10,16 @@ from torch import nn
 
 pytest.importorskip("bitsandbytes", reason="the extra quantized is not installed")
 
-from fedpriv.adapters import LoraSettings, attach, base_formats, load_base
-from fedpriv.adapters.arithmetic import Product
-from fedpriv.adapters.base_formats import is_quantised, quantise
+from fedpriv.adapters import LoraSettings, attach, load_base
+from fedpriv.adapters import _base_formats as base_formats
+from fedpriv.adapters._arithmetic import Product
+from fedpriv.adapters._base_formats import is_quantised, quantise
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.config._checks import RULES_ON_QUANTISED
 from fedpriv.data.records import collate
 from fedpriv.errors import InputError
-from fedpriv.training.admission import _records_are_independent, in_format
+from fedpriv.training._admission import _records_are_independent, in_format
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from fedpriv.training.workbench import load_model

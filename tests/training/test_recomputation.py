@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedpriv.adapters import LoraSettings, attach
-from fedpriv.adapters.base_formats import to_bfloat16
+from fedpriv.adapters._base_formats import to_bfloat16
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, TARGETS, random_base

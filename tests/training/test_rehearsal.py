@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from fedpriv.adapters import read
-from fedpriv.adapters.arithmetic import Product, factors_of
+from fedpriv.adapters._arithmetic import Product, factors_of
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SecureSource
 from fedpriv.training import rehearsal
+from fedpriv.training._shapes import most_small_passes
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.rehearsal import rehearse, synthetic_records
-from fedpriv.training.shapes import most_small_passes
 from tests.training.test_local_update import SPEC, make_task
 
 

@@ -7,7 +7,7 @@ from scipy import stats
 
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
-from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training._sampling import PoissonSampler
 
 FALSE_ALARM = 1e-6
 NUM_DRAWS, NUM_RECORDS, BATCH = 400, 100, 10

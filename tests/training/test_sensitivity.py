@@ -14,9 +14,9 @@ from fedpriv.adapters import lora, read
 from fedpriv.config import RunConfig
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked as module
+from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import local_update
 
 CLIP_NORM, BATCH = 0.8, 4

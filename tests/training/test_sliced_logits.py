@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fedpriv.adapters import LoraSettings, attach
-from fedpriv.data.records import RESPONSE_MASK, BatchShape, Records, collate
-from fedpriv.training.losses import places_of, predictions, sliced_predictions
+from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.data.records import BatchShape, Records, collate
+from fedpriv.training._losses import places_of, predictions, sliced_predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from tests.architectures import random_base
@@ -59,7 +60,7 @@ def looped(model: TrainingModel, records: Records) -> tuple[list[float], dict[st
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("masked", [True, False], ids=["responses", "bare text"])
 def test_losses_and_gradients_equal_transformers_own_of_single_records(causal, kind, masked, most, monkeypatch):
-    monkeypatch.setattr("fedpriv.training.losses._MOST_LOGITS", most)
+    monkeypatch.setattr("fedpriv.training._losses._MOST_LOGITS", most)
     model = training_model(causal(kind))
     records = random_records(9, classes=0, vocabulary=50, shortest=2, longest=20)
     records = with_responses(records) if masked else records
@@ -99,7 +100,7 @@ def test_what_predicts_no_target_gets_no_gradient():
 
 @pytest.mark.parametrize("num", range(1, 60))
 def test_a_record_whose_tokens_are_all_predicted_has_one_hit_however_it_is_sliced(num, monkeypatch):
-    monkeypatch.setattr("fedpriv.training.losses._MOST_LOGITS", 1)
+    monkeypatch.setattr("fedpriv.training._losses._MOST_LOGITS", 1)
     layer = torch.nn.Linear(5, 5, bias=False).requires_grad_(False)
     layer.weight.copy_(torch.eye(5))
     targets = torch.arange(num).remainder(5).unsqueeze(0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedpriv.adapters import read
-from fedpriv.aggregation.fedavg import weighted_average, weights_by_size
+from fedpriv.aggregation._fedavg import weighted_average, weights_by_size
 from fedpriv.config import parse
 from fedpriv.mechanisms.discrete_gaussian import integers
 from fedpriv.mechanisms.sources import SeededSource

@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 import torch
 
-from fedpriv.adapters.arithmetic import INNER_SUFFIX
+from fedpriv.adapters._arithmetic import INNER_SUFFIX
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
 from fedpriv.config._checks import PARTIAL_RULES
 from fedpriv.errors import InputError
-from fedpriv.training.noise_plan import num_lora_values
+from fedpriv.training.noise_plan import _num_lora_values
 from fedpriv.training.schedule import RunSchedule
 
 RATES = {"learning_rate": 1.0, "lora_learning_rate": 1.0, "lora_head_learning_rate": 1.0, "start_noise_multiplier": 1.0}
@@ -77,7 +77,7 @@ def test_a_rule_whose_rounds_train_some_of_the_tensors_needs_sgd(rule):
 def test_the_rule_for_learning_rates_counts_the_lora_values_that_are_noised(rule, expected):
     shapes = {"m.lora_A.weight": (4, 4), "m.lora_B.weight": (7, 4), "head.weight": (3, 9)}
     initial = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    assert num_lora_values(parse({"aggregation": rule}), initial) == expected
+    assert _num_lora_values(parse({"aggregation": rule}), initial) == expected
 
 
 def test_with_r_between_frozen_factors_its_own_values_count():
@@ -86,4 +86,4 @@ def test_with_r_between_frozen_factors_its_own_values_count():
         "n" + INNER_SUFFIX: torch.zeros(5, 5),
         "head.weight": torch.zeros(3, 9),
     }
-    assert num_lora_values(parse({"aggregation": "fed-sb"}), initial) == 50
+    assert _num_lora_values(parse({"aggregation": "fed-sb"}), initial) == 50

@@ -96,7 +96,7 @@ def test_an_evaluation_is_charged_and_answered_once(make):
     first, again = node.ask(), node.ask()
     assert first.fields == again.fields
     assert node.phases.count("charged") == node.phases.count("released") == 1
-    release = protocol.unpack_evaluation_release(first.fields)
+    release = protocol.unpack(protocol.EvaluationRelease, first.fields)
     assert (release.round, release.event) == (11, planned_event(EvaluationSpec(noise_multiplier=Z)))
     for changes in ({"shift": 0.5}, {"round_": 12}, {"noise_multiplier": 5.0}, {"run": "another"}):
         assert node.ask(**changes).fields != first.fields
@@ -186,7 +186,7 @@ def test_records_that_cannot_be_used_give_noise_alone(make, same_noise, monkeypa
     else:
         monkeypatch.setattr(private_evaluation, "_share", lambda *_: 1 / 0)
         monkeypatch.setattr(private_evaluation, "rehearse", lambda *_: 0.01)  # it would notice such a model
-    release = protocol.unpack_evaluation_release(node.ask().fields)
+    release = protocol.unpack(protocol.EvaluationRelease, node.ask().fields)
     noise, _ = private_evaluation.noised(
         torch.zeros(2, dtype=torch.float64), EvaluationSpec(noise_multiplier=Z), SeededSource(5, "evaluation")
     )
@@ -309,7 +309,7 @@ def test_an_evaluation_passes_the_pipe_and_the_socket(make):
         )
         with task_identity(1):
             replies = [app(Message(content, 7, protocol.EVALUATE, group_id="11"), context) for _ in range(2)]
-        releases = [protocol.unpack_evaluation_release(reply.content[protocol.RELEASE]) for reply in replies]
+        releases = [protocol.unpack(protocol.EvaluationRelease, reply.content[protocol.RELEASE]) for reply in replies]
         assert releases[0] == releases[1]
         assert releases[0].event == planned_event(EvaluationSpec(noise_multiplier=Z))
     finally:

@@ -241,7 +241,7 @@ def check_paid(settings: VaultSettings, responses: list[Response]) -> int:
     for response in responses:
         if not response.arrays and not response.code:
             assert response.record == protocol.REGISTRATION
-            assert protocol.unpack_registration(response.fields).num_records == 40
+            assert protocol.unpack(protocol.Registration, response.fields).num_records == 40
     return len(uploads)
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from fedpriv import protocol
 from fedpriv.adapters import lora
-from fedpriv.aggregation.head_start import head_of
+from fedpriv.aggregation._head_start import head_of
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
@@ -43,7 +43,7 @@ def test_it_registers_and_trains_start_head_and_adapter(model, tmp_path):
     config = parse(run | {"lora_rounds": 1, "noise_multiplier": 1e-4, "lora_noise_multiplier": 1e-4})
     run_config = to_flower(config)
     registered = answer(Request(kind=REGISTER, run_config=run_config), holder)
-    assert protocol.unpack_registration(registered.fields).num_records == NUM
+    assert protocol.unpack(protocol.Registration, registered.fields).num_records == NUM
 
     bench = bench_of(run_of(run_config, holder), holder)
     sizes = [NUM] * 3

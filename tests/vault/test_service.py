@@ -75,7 +75,7 @@ def same(one: Response, other: Response) -> bool:
 
 def test_it_registers_and_trains_and_one_charge_buys_one_upload(vault, settings, run_config, train):
     registered = ask(settings.socket, Request(kind=REGISTER, run_config=run_config))
-    assert protocol.unpack_registration(registered.fields).num_records == 60
+    assert protocol.unpack(protocol.Registration, registered.fields).num_records == 60
     first, second, third = (ask(settings.socket, train(round_=round_)) for round_ in (1, 1, 2))
     assert not first.code, first.reason
     assert same(first, second)

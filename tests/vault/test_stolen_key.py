@@ -201,7 +201,7 @@ def test_a_registration_under_the_stolen_key_counts_for_nothing(site, stolen, tm
     (line, key), vault = next(iter(found.items())), site.vaults[client]
     (tmp_path / f"{client}.pub").write_text(keys.public_line(vault.key))
     forged = Registration(client=client, num_records=10**6, name="", data_set="none", identity=line)
-    forged = replace(forged, signature=keys.sign(key, protocol.statement_of(forged)))
+    forged = replace(forged, signature=keys.sign(key, forged.signed))
     told = Receipt(data_set="none", counter=10**6).signed(key)
     assert ReceiptWatch.of(vault).lost([], shown=told.text()) is None
     with task_identity(1), pytest.raises(ValueError, match=f"not signed with {client}.pub"):

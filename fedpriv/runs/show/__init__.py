@@ -1,8 +1,8 @@
 """The pages that show a run: terminal, report, live page, notebook, and MLflow, TensorBoard or Weights & Biases.
 
 A tracker is told by a process of its own, which follows the run's folder and reads the tables there. So it knows
-nothing that is not released, and whatever becomes of it or of the tracker's server, the run goes on. `tracker` says
-what is logged, as pure functions of the tables, and what a tracker must do; one file each does it. `following` starts
+nothing that is not released, and whatever becomes of it or of the tracker's server, the run goes on. `_tracker` says
+what is logged, as pure functions of the tables, and what a tracker must do; one file each does it. `_following` starts
 the process and is its program.
 
 >>> from fedpriv.runs.show._tracker import configuration, parameters, round_points
@@ -11,3 +11,29 @@ the process and is its program.
 >>> round_points([{"round": 3, "test_accuracy": 0.75, "epsilon_local_max": float("inf")}])
 [MetricPoint(metric='test/accuracy', value=0.75, round=3)]
 """
+
+from typing import TYPE_CHECKING
+
+from fedpriv.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from fedpriv.runs.show._following import FollowedFolder as FollowedFolder
+    from fedpriv.runs.show._following import check_installed as check_installed
+    from fedpriv.runs.show._following import following as following
+    from fedpriv.runs.show._following import following_run as following_run
+    from fedpriv.runs.show._following import run_name as run_name
+    from fedpriv.runs.show._live_server import serve_folder as serve_folder
+    from fedpriv.runs.show._report_page import write_report as write_report
+    from fedpriv.runs.show._result import Run as Run
+    from fedpriv.runs.show._result import open_run as open_run
+    from fedpriv.runs.show._result import page_part as page_part
+    from fedpriv.runs.show._tables import TextTable as TextTable
+    from fedpriv.runs.show._tables import accuracy_table as accuracy_table
+    from fedpriv.runs.show._tables import changes as changes
+    from fedpriv.runs.show._tables import client_table as client_table
+    from fedpriv.runs.show._tables import closing_table as closing_table
+    from fedpriv.runs.show._tables import language_table as language_table
+    from fedpriv.runs.show._tables import views_text as views_text
+    from fedpriv.runs.show._terminal import show_status as show_status
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

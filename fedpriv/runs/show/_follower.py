@@ -16,10 +16,8 @@ from typing import Any
 
 import tomli_w
 
-from fedpriv.runs import files
+from fedpriv.runs import ClientRow, RoundRow, RunFolder, column_types, files
 from fedpriv.runs.figures import figures
-from fedpriv.runs.folder import RunFolder
-from fedpriv.runs.rows import ClientRow, RoundRow, column_types
 from fedpriv.runs.show import _tracker
 from fedpriv.runs.show._tracker import Place, TrackedRun, Tracker
 
@@ -235,7 +233,7 @@ def stage_run(run_folder: Path, into: Path) -> None:
     Raises:
         InputError: a file of the run is missing or damaged.
     """
-    from fedpriv.runs.show.report_page import render  # deferred: matplotlib
+    from fedpriv.runs.show._report_page import render  # deferred: matplotlib
 
     run = RunFolder(run_folder).checked()
     told = _tracker.configuration(run.config)

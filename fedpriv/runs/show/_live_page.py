@@ -27,14 +27,19 @@ import pandas as pd
 
 from fedpriv.accounting.views import View
 from fedpriv.errors import InputError
-from fedpriv.runs import files, presence
+from fedpriv.runs import (
+    ClientStatus,
+    RunFolder,
+    files,
+    is_alive,
+    spent_on_view,
+    status_of,
+)
 from fedpriv.runs.figures import figures, format_bound, format_delta, format_epsilon
-from fedpriv.runs.folder import RunFolder
 from fedpriv.runs.show import _plots
-from fedpriv.runs.show.report_page import Panel, panel, quality_panels, render, templates
-from fedpriv.runs.show.terminal import event_parts, state_of, trouble_of
-from fedpriv.runs.status import ClientStatus, spent_on_view, status_of
-from fedpriv.runs.sweeps import KEY, SweepRun, is_sweep, read_sweep
+from fedpriv.runs.show._report_page import Panel, panel, quality_panels, render, templates
+from fedpriv.runs.show._sweeps import SweepRun, is_sweep, read_sweep
+from fedpriv.runs.show._terminal import event_parts, state_of, trouble_of
 from fedpriv.texts import holder_label
 
 log = logging.getLogger("fedpriv")
@@ -103,7 +108,7 @@ class LivePage:
 
     def has_run(self, key: str) -> bool:
         """Whether the folder is that of a sweep with a run of this key."""
-        return KEY.fullmatch(key) is not None and (self._folder / key).is_dir() and is_sweep(self._folder)
+        return files.SWEEP_KEY.fullmatch(key) is not None and (self._folder / key).is_dir() and is_sweep(self._folder)
 
     def _read(self) -> dict[str, str]:
         try:
@@ -138,8 +143,8 @@ class LivePage:
 
     def _lives(self) -> list[bool | None]:
         if (self._folder / files.CONFIG).is_file():
-            return [presence.is_alive(self._folder)]
-        return [presence.is_alive(path.parent) for path in sorted(self._folder.glob(f"*/{files.PRESENCE}"))]
+            return [is_alive(self._folder)]
+        return [is_alive(path.parent) for path in sorted(self._folder.glob(f"*/{files.PRESENCE}"))]
 
 
 def whole_page(**values: Any) -> str:

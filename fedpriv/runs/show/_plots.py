@@ -179,7 +179,7 @@ def _draw_lines(axes: Axes, frame: pd.DataFrame, prefix: str = "") -> list[Label
 
 
 def _draw_labels(axes: Axes, labels: Sequence[Label]) -> None:
-    """Write each label beside its line's end, with a leader, moved apart from labels that it would overlap."""
+    """Write each label next to its line's end, with a leader, moved apart from labels that it would overlap."""
     low, high = axes.get_ylim()
     height = HEIGHT - BOTTOM - TOP
     ends = [height * (min(y, high) - low) / (high - low) for _, _, y, _ in labels]
@@ -276,7 +276,7 @@ MAX_LINES = 8
 
 
 def compared_lines(rounds: pd.DataFrame, comparison: pd.DataFrame | None, column: str, name: str) -> pd.DataFrame:
-    """A column of `rounds.csv` over the rounds, beside that of the comparison run if there is one.
+    """A column of `rounds.csv` over the rounds, with that of the comparison run if there is one.
 
     Args:
         rounds: round and the column; if a round is written twice (a resumed run), its last row counts.

@@ -33,7 +33,7 @@ class TensorboardRun:
         return self._id
 
     def log_parameters(self, values: Mapping[str, Parameter]) -> None:
-        """For the page HParams, and as a table among the texts."""
+        """Log the parameters for the page HParams, and as a table among the texts."""
         from tensorboard.plugins.hparams import summary_v2
         from tensorboard.plugins.text.summary_v2 import text_pb
 

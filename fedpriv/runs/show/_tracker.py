@@ -23,7 +23,7 @@ EXPERIMENT = "fedpriv"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a run is to be found in a tracker.
+    """The place of a run in a tracker.
 
     Attributes:
         name: of the run.

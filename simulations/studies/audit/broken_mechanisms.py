@@ -14,9 +14,8 @@ from fedpriv.accounting.events import Event
 from fedpriv.audit.harness import A
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
-from fedpriv.training import stacked
+from fedpriv.training import PoissonSampler, stacked
 from fedpriv.training.clipping import Parts, add_clipped, clipped_rows
-from fedpriv.training.sampling import PoissonSampler
 
 Broken = AbstractContextManager[Any]
 

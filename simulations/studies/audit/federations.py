@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedpriv.accounting.events import Event, group
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.aggregation.fedavg import weighted_average, weights_by_size
+from fedpriv.adapters import Adapter
+from fedpriv.aggregation import weighted_average, weights_by_size
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training import PoissonSampler
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_stacked
 
 

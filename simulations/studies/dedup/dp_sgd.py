@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fedpriv.accounting.events import Event
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
-from fedpriv.training.sampling import PoissonSampler
+from fedpriv.training import PoissonSampler
 from simulations.studies.dedup.full_dp import add_clipped_gradients
 from simulations.studies.dedup.records import Pass, StudyRecords
 

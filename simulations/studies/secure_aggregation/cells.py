@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.config import RunConfig, parse
-from fedpriv.runs.writer import environment
+from fedpriv.runs import environment
 from fedpriv.training.workbench import workbench
 from simulations.engines import federation
 from simulations.studies.utility import corpora

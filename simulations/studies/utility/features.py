@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedpriv.adapters.arithmetic import B_SUFFIX, INNER_SUFFIX
+from fedpriv.adapters import B_SUFFIX, INNER_SUFFIX
 from fedpriv.config import RunConfig
 from fedpriv.data.records import BatchShape, Item
-from fedpriv.training.caches import Body, FeatureCache
+from fedpriv.training import Body, FeatureCache
 from fedpriv.training.model import TrainingModel
 
 Compute = Callable[[Sequence[Item], BatchShape, Body, bool], Tensor]

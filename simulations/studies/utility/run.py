@@ -16,13 +16,12 @@ import torch
 
 from fedpriv.accounting.recipe import START_SHARE, LearningRate, WeightedClients, learning_rate, start_noise_multiplier
 from fedpriv.config import RunConfig, parse
+from fedpriv.data import TextData
 from fedpriv.data.records import Records
-from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
-from fedpriv.runs.rows import RoundRow
-from fedpriv.training import baselines
-from fedpriv.training.caches import Body
+from fedpriv.runs import RoundRow
+from fedpriv.training import Body, baselines
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate
 from fedpriv.training.workbench import Workbench, workbench
 from server.observer import RunProgress

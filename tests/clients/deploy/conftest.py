@@ -9,7 +9,7 @@ import pytest
 
 from clients.deploy import folder
 from clients.deploy.folder import Made, Node
-from fedpriv.deployment import certificates
+from server.deploy import certificates
 from simulations.sites import free_port
 from tests.tiny import LABELS
 

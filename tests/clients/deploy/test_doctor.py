@@ -15,7 +15,7 @@ from clients.deploy.admission import approve_model
 from clients.deploy.folder import Node
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
-from fedpriv.deployment import approvals, certificates
+from fedpriv.deployment import approvals
 from fedpriv.deployment.users import User
 from fedpriv.errors import InputError
 from fedpriv.ledger._head import head_path
@@ -26,6 +26,7 @@ from fedpriv.vault._charging import NodePolicy, charge
 from fedpriv.vault.holder import Holder
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import VaultSettings
+from server.deploy import certificates
 from simulations.sites import free_port, run_in_process
 from tests.cli.command_line import fedpriv
 from tests.deployment.tls_server import serving

@@ -12,8 +12,8 @@ import pytest
 
 from clients.deploy.folder import Node, make
 from clients.deploy.supernode import units
-from fedpriv.deployment import certificates
 from fedpriv.errors import InputError
+from server.deploy import certificates
 from simulations.sites import run_in_process
 
 

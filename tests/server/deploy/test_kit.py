@@ -18,10 +18,10 @@ import tomli_w
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
 from fedpriv.config import parse, to_toml
-from fedpriv.deployment import certificates, keys
+from fedpriv.deployment import keys
 from fedpriv.deployment.flower import FlowerError
 from fedpriv.errors import InputError
-from server.deploy import folder, runs, superlink
+from server.deploy import certificates, folder, runs, superlink
 from server.deploy.__main__ import app
 from server.deploy.folder import Coordinator
 from simulations.sites import free_port, run_in_process

