@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -33,6 +34,11 @@ WITH_PLOTS = ("reports", "live")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put whole runs first, so that workers that take one file at a time end together."""
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in WHOLE_RUNS)
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and items, which stay to the end, out of every search for garbage."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from fedpriv.exports import listed_imports
 from fedpriv.mechanisms.registry import MECHANISMS
 from tests.house import PACKAGES, ROOT, circles, loose_files, read_house, repeated_classes
 
-HOUSE = read_house()
+house = cache(read_house)  # every worker imports this file, and one of them runs its tests
 
 
 def modules_after(statement: str) -> set[str]:
@@ -112,6 +113,7 @@ def described_values(body: list[ast.stmt]) -> set[str]:
     return found
 
 
+@cache
 def imported_by(package: str) -> dict[str, set[str]]:
     """{file: dotted names that it imports}, from the source, late imports too."""
     names: dict[str, set[str]] = {}
@@ -147,23 +149,23 @@ FLOORS = (
 
 def test_a_room_imports_rooms_of_lower_floors_alone():
     floor = {f"fedpriv/{room}": -number for number, rooms in enumerate(FLOORS) for room in rooms}
-    assert floor.keys() == {module.room for module in HOUSE.of("fedpriv")}
-    assert len(HOUSE.room_arrows()) > 100, "the check would be blind"
-    assert not [(one, other) for one, other in HOUSE.room_arrows() if floor[one] <= floor[other]]
+    assert floor.keys() == {module.room for module in house().of("fedpriv")}
+    assert len(house().room_arrows()) > 100, "the check would be blind"
+    assert not [(one, other) for one, other in house().room_arrows() if floor[one] <= floor[other]]
 
 
 def test_no_files_import_each_other_in_a_circle():
-    assert not circles((one, other) for one, others in HOUSE.arrows.items() for other in others if one != other)
+    assert not circles((one, other) for one, others in house().arrows.items() for other in others if one != other)
 
 
 def test_no_room_imports_what_another_keeps_to_itself():
     """Neither names nor modules that begin with `_`; a face hands on what others may use."""
     kept = [
         f"{user}: {module}.{name}"
-        for (module, name), users in HOUSE.users.items()
+        for (module, name), users in house().users.items()
         for user in users
-        if HOUSE.modules[user].room != HOUSE.modules[module].room
-        and not HOUSE.modules[module].room.startswith("simulations")
+        if house().modules[user].room != house().modules[module].room
+        and not house().modules[module].room.startswith("simulations")
         and (f"{module}.{name}").rpartition(".")[2].startswith("_")
         and not name.startswith("__")
     ]
@@ -173,7 +175,7 @@ def test_no_room_imports_what_another_keeps_to_itself():
         for package in PACKAGES
         for file, names in imported_by(package).items()
         for name in names
-        if (of := HOUSE.modules.get(name))
+        if (of := house().modules.get(name))
         and of.path.name.startswith("_")
         and of.path.name != "__init__.py"
         and Path(file).parent != of.path.relative_to(ROOT).parent
@@ -184,15 +186,15 @@ def test_no_room_imports_what_another_keeps_to_itself():
 def test_a_docstring_begins_with_a_subject_or_a_verb():
     opening = re.compile(r'^\s*"""(What|Of|Whom|Who) ', re.MULTILINE)
     assert opening.search('    """What a round costs."""'), "the check would be blind"
-    assert not [module.name for module in HOUSE.modules.values() if opening.search(module.source)]
+    assert not [module.name for module in house().modules.values() if opening.search(module.source)]
 
 
 def test_few_files_lie_loose_at_the_top():
-    assert 1 <= len(loose_files(HOUSE)) <= 8
+    assert 1 <= len(loose_files(house())) <= 8
 
 
 def test_no_class_has_the_name_of_another():
-    assert not repeated_classes(HOUSE.of("fedpriv"))
+    assert not repeated_classes(house().of("fedpriv"))
 
 
 @pytest.mark.parametrize(

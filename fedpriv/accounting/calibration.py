@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 from scipy import optimize
 
@@ -135,6 +136,7 @@ def _smallest(excess: Callable[[float], float], *, start: float, tolerance: floa
     Raises:
         ValueError: no z up to `MAX_NOISE` suffices.
     """
+    excess = cache(excess)  # the search asks again about the ends of its bracket, and about the root
     low = high = start
     while excess(high) > 0:
         if high == MAX_NOISE:

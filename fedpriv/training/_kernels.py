@@ -53,12 +53,14 @@ class Watched(TorchDispatchMode):
         self, func: Any, _types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """The kernel's result."""
-        leaves, form = tree_flatten((args, kwargs or {}))
-        if _rounds(func, args, kwargs or {}):
+        kwargs = kwargs or {}
+        if _rounds(func, args, kwargs):
+            leaves, form = tree_flatten((args, kwargs))
             self._calls[_Call(func, form, tuple(map(_described, leaves)))] = None
-        output = func(*args, **(kwargs or {}))
+        output = func(*args, **kwargs)
         if self.equal and not func.is_view and any(map(self._has_unequal_rows, tree_leaves(output))):
-            self.equal = not next(map(self._has_equal_rows, filter(_is_matrix, leaves)), False)
+            given = filter(_is_matrix, tree_leaves((args, kwargs)))
+            self.equal = not next(map(self._has_equal_rows, given), False)
         return output
 
     def _has_unequal_rows(self, leaf: object) -> bool:

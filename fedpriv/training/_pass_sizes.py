@@ -315,11 +315,14 @@ def _replace(model: nn.Module, path: str, layers: nn.ModuleList) -> None:
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    """All that decides which kernels a layer calls: its modules, their shapes and settings, but not its position."""
+    """All that decides which kernels a layer calls: its modules, their shapes and settings.
+
+    Neither its position nor the folder that its weights were read from.
+    """
     settings = [
         (path, name, value)
         for path, module in layer.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, str | int | float) and "layer_id" not in name
+        if isinstance(value, str | int | float) and "layer_id" not in name and name != "name_or_path"
     ]
     return repr(layer), str(settings), str([(name, p.dtype) for name, p in layer.named_parameters()])

@@ -63,7 +63,7 @@ def test_nothing_unpaid_comes_out_of_generated_exchanges(approved, starts, num):
     assert uploads >= asked / 5, "most of what was asked was refused, so little was tried"
 
 
-# Every day, test_kernels.py tries the passes themselves at each number.
+# Every day, test_kernels.py tries the passes themselves at one, three and seven threads.
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", NUMBERS, ids="{} threads".format)
 def test_nothing_unpaid_comes_out_at_any_number_of_threads(approved, starts, threads):

@@ -77,8 +77,8 @@ VIEWS = {
 
 @pytest.fixture(scope="module")
 def initial():
-    """The adapter of a run with the default model."""
-    return workbench(parse({"baselines": False})).initial
+    """The adapter of a run with the default model, in whichever format its base computes."""
+    return workbench(parse({"baselines": False, "base_dtype": "float32"})).initial
 
 
 @pytest.mark.parametrize("of_view", VIEWS.values(), ids=VIEWS)

@@ -119,7 +119,9 @@ def test_in_passes_of_any_size_no_other_record_changes_a_bit(kind, normalize, ba
     assert_no_other_record_changes_a_bit(training_model(kind, normalize=normalize), batch_size)
 
 
-@pytest.mark.parametrize("threads", [pytest.param(n, marks=pytest.mark.slow if n == 2 else []) for n in NUMBERS])
+@pytest.mark.parametrize(
+    "threads", [pytest.param(n, marks=[] if n in (1, 3, 7) else pytest.mark.slow) for n in NUMBERS]
+)
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(k, marks=[] if k == "gemma2" else pytest.mark.slow) for k in (*ENCODERS, *DECODERS)],

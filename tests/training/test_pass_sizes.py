@@ -183,6 +183,7 @@ def test_models_have_one_structure_whatever_their_weights_and_another_with_anoth
     one, other = encoder(layers="last-1"), encoder(layers="last-1")
     with torch.no_grad():
         next(other.parameters()).add_(1.0)
+    other.base_model.model.name_or_path = "elsewhere"
     assert structure(one) == structure(other)
     assert structure(encoder(layers="all")) != structure(one)
     other.base_model.model.bert.encoder.layer[1].intermediate.intermediate_act_fn = nn.SiLU()
