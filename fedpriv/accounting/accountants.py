@@ -1,6 +1,5 @@
 """Epsilon of a composition of events: accountants `pld` and `rdp`, by Google's dp-accounting, and `closed-form`.
 
-`epsilons` bounds the epsilons of many clients at once, in a fraction of the time that one by one would take.
 `repeat_and_select` is the cost of publishing only the best of several runs on the same records.
 
 dp-accounting is imported where an epsilon or a delta is computed: scipy.signal and scipy.stats come with it.
@@ -9,7 +8,7 @@ dp-accounting is imported where an epsilon or a delta is computed: scipy.signal 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,7 +21,6 @@ from fedpriv.accounting.composition.conversion import (
     PLD_LIMIT,
     epsilon_of_curve,
     quiet_absl,
-    rdp_bounds,
     total_loss,
 )
 from fedpriv.accounting.composition.law import Accountant, Array
@@ -73,7 +71,7 @@ def epsilon_of(
             protect different units.
     """
     check_delta(delta)
-    _check_accountant(accountant)
+    check_accountant(accountant)
     composition, remaining_delta = _participating(_checked(events), delta)
     proven = all(event.is_guarantee for event in composition)
     if not composition:
@@ -118,7 +116,7 @@ def delta_of(events: Iterable[Event], epsilon: float, accountant: Accountant = "
     """
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon = {epsilon}: must be finite and >= 0")
-    _check_accountant(accountant)
+    check_accountant(accountant)
     composition, remaining_delta = _participating(_checked(events), 1.0)
     if not composition:
         return 1.0 - remaining_delta
@@ -142,7 +140,7 @@ def check_delta(delta: float) -> None:
         raise ValueError(f"delta = {delta}: must lie in (0, 1), for instance 1e-5")
 
 
-def _check_accountant(accountant: str) -> None:
+def check_accountant(accountant: str) -> None:
     """Refuse an accountant that is neither `pld` nor `rdp`."""
     if accountant not in ("pld", "rdp"):
         raise ValueError(f"accountant = {accountant!r}: must be pld or rdp")
@@ -254,58 +252,6 @@ def closed_form(events: Iterable[Event], delta: float, *, c1: float = 1.0, c2: f
     }
     violated = tuple(name for name, holds in conditions.items() if not holds)
     return ClosedForm(epsilon=epsilon, conditions_hold=not violated, violated=violated)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Brackets:
-    """Bounds on the epsilons of many clients.
-
-    Attributes:
-        lower: [clients], never above the result of `accountants.epsilon_of` for each.
-        upper: [clients], the epsilon to report, a bound on each client's; infinite without noise. For Gaussian noise
-            never below the result of dp-accounting's accountant, nor, to within 0.1 %, below that of
-            `accountants.epsilon_of`.
-    """
-
-    lower: Array
-    upper: Array
-
-
-def epsilons(
-    events: Sequence[Event], deltas: Sequence[float], accountant: Accountant = "pld", *, workers: int = 1
-) -> Brackets:
-    """Bounds on the epsilon of [events[k]] at deltas[k] for every client k.
-
-    Args:
-        events: [clients], the whole history of each; no clients give empty arrays.
-        deltas: [clients], in (0, 1); below 1e-14 the pld upper bound is infinite.
-        accountant: `pld` or `rdp`.
-        workers: processes for `pld`, >= 1. More than one requires that the caller's main module can be imported.
-
-    Raises:
-        ValueError: the lengths differ, an event is of an unknown type, a delta is outside (0, 1), the accountant is
-            unknown, or workers < 1.
-    """
-    _check_clients(events, deltas, accountant, workers)
-    lower, upper = np.empty((2, len(events)))
-    for event_type in dict.fromkeys(type(event) for event in events):
-        rows = [row for row, event in enumerate(events) if type(event) is event_type]
-        row_events, row_deltas = [events[row] for row in rows], [deltas[row] for row in rows]
-        bounds = event_type.epsilon_bounds_of_many(row_events, row_deltas, accountant, workers)
-        lower[rows], upper[rows] = bounds or rdp_bounds(row_events, row_deltas, accountant)
-    return Brackets(lower=lower, upper=upper)
-
-
-def _check_clients(events: Sequence[Event], deltas: Sequence[float], accountant: str, workers: int) -> None:
-    if len(events) != len(deltas):
-        raise ValueError(f"events has {len(events)} entries, deltas has {len(deltas)}: must be one of each per client")
-    for event in events:
-        check_known(event)
-    for delta in deltas:
-        check_delta(delta)
-    _check_accountant(accountant)
-    if workers < 1:
-        raise ValueError(f"workers = {workers}: must be >= 1")
 
 
 def repeat_and_select(

@@ -1,4 +1,4 @@
-"""Compose the costs of events and convert them into an epsilon, whatever their kind, for one client and for thousands.
+"""Compose the costs of events and convert them into an epsilon, whatever their kind.
 
 dp-accounting is imported where an epsilon or a delta is computed: scipy.signal and scipy.stats come with it.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from fedpriv.accounting.composition.law import Accountant, Array, Event
+from fedpriv.accounting.composition.law import Array, Event
 
 # dp-accounting's default orders.
 ORDERS = np.array([*(1 + tenths / 10 for tenths in range(1, 100)), *range(11, 64), 128, 256, 512, 1024])
@@ -39,16 +39,11 @@ def total_loss(events: Iterable[Event], value_interval: float) -> Any:
         events: each with a known privacy loss distribution.
         value_interval: value discretization interval of the privacy loss, > 0.
     """
-    with quiet_absl():
-        return total_of((event.pld(value_interval) for event in events), value_interval)
-
-
-def total_of(losses: Iterable[Any], value_interval: float) -> Any:
-    """The composition of privacy loss distributions, as `total_loss` composes those of events."""
     from dp_accounting import pld
 
-    identity = pld.privacy_loss_distribution.identity(value_interval)
-    return reduce(lambda total, loss: total.compose(loss), losses, identity)
+    with quiet_absl():
+        identity = pld.privacy_loss_distribution.identity(value_interval)
+        return reduce(lambda total, event: total.compose(event.pld(value_interval)), events, identity)
 
 
 @contextmanager
@@ -74,45 +69,3 @@ def epsilon_of_curve(curve: Array, delta: float) -> float:
     from dp_accounting.rdp import compute_epsilon
 
     return float(compute_epsilon(ORDERS, curve, delta)[0]) if np.isfinite(curve).any() else math.inf
-
-
-def rdp_bounds(events: Sequence[Event], deltas: Sequence[float], accountant: Accountant) -> tuple[Array, Array]:
-    """Bounds on histories of one event type from its Renyi curves; they are exact unless pld would be tighter.
-
-    Args:
-        events: [clients], at least one, all of one type.
-        deltas: [clients], in (0, 1).
-        accountant: `pld` or `rdp`.
-    """
-    curves = type(events[0]).rdp_of_many(events, ORDERS)
-    upper = np.array([_epsilon(*history) for history in zip(events, curves, deltas, strict=True)])
-    is_exact = accountant == "rdp" or not events[0].has_pld
-    return (upper if is_exact else np.zeros(len(events))), upper
-
-
-def _epsilon(event: Event, curve: Array, delta: float) -> float:
-    if event.sampling_probability == 0:
-        return 0.0
-    remaining_delta = delta - event.total_delta
-    if remaining_delta <= 0 or not event.is_noised or not event.is_guarantee:
-        return math.inf
-    return min(epsilon_of_curve(curve, remaining_delta), event.max_loss)
-
-
-def nodes_of(values: Array, at_most: int) -> Array:
-    """The distinct values or, if there are too many, a geometric grid from the smallest to the largest.
-
-    Nodes stand in for the values of thousands of clients, which then need fewer curves than there are clients.
-    """
-    distinct = np.unique(values)
-    if len(distinct) <= at_most:
-        return distinct
-    grid = np.geomspace(distinct[0], distinct[-1], at_most)
-    grid[0], grid[-1] = distinct[0], distinct[-1]
-    return grid
-
-
-def rounded(values: Array, nodes: Array, *, up: bool) -> Array:
-    """The smallest node that is not below (or the largest that is not above) each value."""
-    index = np.searchsorted(nodes, values) if up else np.searchsorted(nodes, values, side="right") - 1
-    return np.asarray(nodes[index])

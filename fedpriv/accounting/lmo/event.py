@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Self, get_args
@@ -11,10 +11,8 @@ from typing import Any, Self, get_args
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.accounting.composition.conversion import nodes_of, rdp_bounds, rounded
 from fedpriv.accounting.composition.law import (
     SMALLEST_DIVERGENCE,
-    Accountant,
     Array,
     Event,
     Unit,
@@ -33,9 +31,6 @@ PUBLISHED_CAVEAT = "LMO noise was accounted as published, which bounds no gradie
 
 # The Renyi order at which the noise is compared with Gaussian noise.
 _COMPARED_AT = 8
-
-# Sampling probabilities at which thousands of clients are computed, some 2 % of epsilon apart.
-_NODES = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,31 +89,6 @@ class SubsampledLmo(Event):
             return _unsampled(*noise, orders, sampled=False)
         every = _unsampled(*noise, tuple(range(2, max(orders) + 1)), sampled=True)
         return poisson_sampled(every, np.array(orders), self.sampling_probability)
-
-    @classmethod
-    def epsilon_bounds_of_many(
-        cls, events: Sequence[Self], deltas: Sequence[float], accountant: Accountant, workers: int
-    ) -> tuple[Array, Array] | None:
-        """Bounds at sampling probabilities rounded to a grid, where there are too many distinct ones to compute each.
-
-        Sampling with a larger probability never costs less.
-        """
-        probabilities = np.array([event.sampling_probability for event in events])
-        # Without sampling the curve is computed more finely, so that probability 1 is a node for itself alone.
-        sampled = probabilities[(probabilities > 0) & (probabilities < 1)]
-        if len(np.unique(sampled)) <= _NODES:
-            return None
-        nodes = np.concatenate([[0.0], nodes_of(sampled, _NODES), [1.0]])
-
-        def bounds(up: bool) -> tuple[Array, Array]:
-            moved = rounded(probabilities, nodes, up=up).tolist()
-            return rdp_bounds(
-                [replace(event, sampling_probability=q) for event, q in zip(events, moved, strict=True)],
-                deltas,
-                accountant,
-            )
-
-        return bounds(up=False)[0], bounds(up=True)[1]
 
     def with_noise(self, factor: float) -> Self:
         """The same noise for a sensitivity divided by the factor, which costs the same as the multiplied noise."""
