@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fedpriv.accounting.events import Event
-from fedpriv.audit.harness import A
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training import stacked
 from fedpriv.training.clipping import Parts, add_clipped, clipped_rows
 from fedpriv.training.sampling import PoissonSampler
+from simulations.studies.audit.harness import A
 
 Broken = AbstractContextManager[Any]
 

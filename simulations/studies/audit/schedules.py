@@ -14,7 +14,7 @@ from fedpriv.accounting.composition.conversion import total_loss
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.audit import f_dp
 from fedpriv.audit.bounds import Array, ladder, num_correct, one_run_epsilon
-from fedpriv.audit.harness import A, B, Setup, ideal_scores, update_spec
+from simulations.studies.audit.harness import A, B, Setup, ideal_scores, update_spec
 
 DELTA, CONFIDENCE = 1e-5, 0.95
 CLAIMS = (1.0, 2.0, 4.0, 8.0)

@@ -19,9 +19,11 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.lmo import parameters as lmo_parameters
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
-from fedpriv.audit import canaries, harness
+from fedpriv.audit import canaries
 from fedpriv.audit.bounds import one_run_audit
-from fedpriv.audit.harness import (
+from simulations.studies.audit import broken_mechanisms as broken
+from simulations.studies.audit import harness
+from simulations.studies.audit.harness import (
     HEAD,
     A,
     B,
@@ -33,7 +35,6 @@ from fedpriv.audit.harness import (
     records_of,
     update_spec,
 )
-from simulations.studies.audit import broken_mechanisms as broken
 
 SEEDS = range(20)
 # Of the statistical tests: 20 seeds of 5 tests raise a false alarm with probability 1e-4.
