@@ -14,12 +14,13 @@ from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR
 from fedpriv.audit.bounds import one_run_audit
-from fedpriv.audit.canaries import coordinate_directions, inclusions
+from fedpriv.audit.canaries import inclusions
 from fedpriv.mechanisms.sources import SeededSource
 from simulations.studies.audit.harness import (
     A,
     B,
     Setup,
+    coordinate_directions,
     ideal_scores,
     matched_scores,
     observe,

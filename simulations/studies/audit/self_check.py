@@ -91,14 +91,14 @@ def audited(setup: Setup, directions: torch.Tensor, num_guesses: int, claim: flo
 
 def audit_everywhere(seed: int) -> Finding:
     """Canaries along the coordinates of all tensors, one for each."""
-    directions = canaries.coordinate_directions(DIMENSION, range(DIMENSION), DIMENSION)
+    directions = harness.coordinate_directions(DIMENSION, range(DIMENSION), DIMENSION)
     return audited(setup(seed), directions, NUM_GUESSES, CLAIM)
 
 
 def audit_of_b(seed: int) -> Finding:
     """Canaries along the coordinates of B alone, one for each."""
     coordinates = range(SIZES[A], SIZES[A] + SIZES[B])
-    directions = canaries.coordinate_directions(SIZES[B], coordinates, DIMENSION)
+    directions = harness.coordinate_directions(SIZES[B], coordinates, DIMENSION)
     return audited(setup(seed), directions, NUM_GUESSES_IN_B, CLAIM)
 
 
@@ -127,9 +127,9 @@ def audit_of_lmo(seed: int, *, dense: bool = True, accounting: str = "published"
     """Canaries along dense directions, or along the coordinates, against the claim of an accounting."""
     setup = lmo_setup(seed)
     if dense:
-        directions = canaries.dense_directions(LMO_CANARIES, LMO_DIMENSION, setup.source("directions"))
+        directions = harness.dense_directions(LMO_CANARIES, LMO_DIMENSION, setup.source("directions"))
     else:
-        directions = canaries.coordinate_directions(LMO_CANARIES, range(LMO_DIMENSION), LMO_DIMENSION)
+        directions = harness.coordinate_directions(LMO_CANARIES, range(LMO_DIMENSION), LMO_DIMENSION)
     return audited(setup, directions, LMO_NUM_GUESSES, lmo_claim(accounting))
 
 
