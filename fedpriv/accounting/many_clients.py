@@ -19,8 +19,14 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.accounting.accountants import check_accountant, check_delta
-from fedpriv.accounting.composition.conversion import FINEST_INTERVAL, ORDERS, PLD_LIMIT, total_loss
+from fedpriv.accounting.accountants import (
+    FINEST_INTERVAL,
+    ORDERS,
+    PLD_LIMIT,
+    check_accountant,
+    check_delta,
+    total_loss,
+)
 from fedpriv.accounting.composition.law import Accountant, Array, Event
 from fedpriv.accounting.events import check_known
 

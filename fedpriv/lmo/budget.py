@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize
 
-from fedpriv.accounting.accountants import check_delta, epsilon_of
-from fedpriv.accounting.composition.conversion import INTEGER_ORDERS
+from fedpriv.accounting.accountants import INTEGER_ORDERS, check_delta, epsilon_of
 from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import SubsampledLmo
 from fedpriv.accounting.lmo.distribution import Columns

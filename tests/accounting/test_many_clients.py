@@ -10,8 +10,7 @@ import pytest
 from dp_accounting import rdp
 
 from fedpriv.accounting import many_clients
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.composition.conversion import ORDERS, total_loss
+from fedpriv.accounting.accountants import ORDERS, epsilon_of, total_loss
 from fedpriv.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian, SubsampledLmo
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
 from fedpriv.accounting.many_clients import epsilons

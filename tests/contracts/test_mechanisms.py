@@ -14,9 +14,8 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.accountants import ORDERS, epsilon_of
 from fedpriv.accounting.calibration import calibrate
-from fedpriv.accounting.composition.conversion import ORDERS
 from fedpriv.accounting.events import EVENTS, from_json, group, to_json
 from fedpriv.accounting.lmo import distribution, parameters
 from fedpriv.accounting.views import Release

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedpriv.accounting.accountants import total_loss
 from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.composition.conversion import total_loss
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.audit import f_dp
 from fedpriv.audit.bounds import Array, ladder, num_correct, one_run_epsilon

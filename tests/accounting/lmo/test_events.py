@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from dp_accounting import rdp
 
-from fedpriv.accounting.accountants import delta_of, epsilon_of, stays_within
-from fedpriv.accounting.composition.conversion import ORDERS
+from fedpriv.accounting.accountants import ORDERS, delta_of, epsilon_of, stays_within
 from fedpriv.accounting.events import (
     EpsilonDelta,
     PureEpsilon,
