@@ -20,10 +20,8 @@ from fedpriv.accounting._gaussian import MAX_NOISE, MIN_NOISE, composed_loss, sa
 from fedpriv.accounting.composition.law import (
     SMALLEST_DIVERGENCE,
     Array,
-    check_count_and_unit,
     check_non_negative,
     check_probability,
-    check_sampled_unit,
     short,
 )
 from fedpriv.accounting.composition.law import Event as Event
@@ -57,9 +55,7 @@ class SubsampledGaussian(Event):
 
     def __post_init__(self) -> None:
         check_non_negative("noise_multiplier", self.noise_multiplier)
-        check_probability("sampling_probability", self.sampling_probability)
-        check_count_and_unit(self.count, self.unit)
-        check_sampled_unit(self.sampling_probability, self.unit)
+        super().__post_init__()
 
     def rdp(self, orders: npt.ArrayLike) -> Array:
         """[orders] Renyi divergence of all releases; infinite without noise."""
@@ -170,7 +166,7 @@ class PureEpsilon(_StatedCost):
 
     def __post_init__(self) -> None:
         check_non_negative("epsilon", self.epsilon)
-        check_count_and_unit(self.count, self.unit)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +196,7 @@ class EpsilonDelta(_StatedCost):
     def __post_init__(self) -> None:
         check_non_negative("epsilon", self.epsilon)
         check_probability("delta", self.delta)
-        check_count_and_unit(self.count, self.unit)
+        super().__post_init__()
 
     @property
     def total_delta(self) -> float:

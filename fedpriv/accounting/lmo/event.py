@@ -16,10 +16,7 @@ from fedpriv.accounting.composition.law import (
     Array,
     Event,
     Unit,
-    check_count_and_unit,
     check_non_negative,
-    check_probability,
-    check_sampled_unit,
     short,
 )
 from fedpriv.accounting.lmo import parameters as lmo_parameters
@@ -66,12 +63,10 @@ class SubsampledLmo(Event):
             raise ValueError("sensitivity = 0: must be > 0")
         if isinstance(self.dimension, bool) or not isinstance(self.dimension, int) or not 1 <= self.dimension <= 2**53:
             raise ValueError(f"dimension = {short(self.dimension)}: must be a whole number >= 1")
-        check_probability("sampling_probability", self.sampling_probability)
         if self.accounting not in get_args(LmoAccounting):
             known = ", ".join(get_args(LmoAccounting))
             raise ValueError(f"accounting = {short(self.accounting)}: must be one of {known}")
-        check_count_and_unit(self.count, self.unit)
-        check_sampled_unit(self.sampling_probability, self.unit)
+        super().__post_init__()
 
     def rdp(self, orders: npt.ArrayLike) -> Array:
         """[orders] Renyi divergence of all releases, known at whole orders only."""
