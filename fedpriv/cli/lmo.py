@@ -58,12 +58,11 @@ def account(
 
     Example: fedpriv lmo account --params lmo.json --order 8 --dimension 76808
     """
-    from fedpriv.accounting.lmo.distribution import columns, fisher_information, variance
-    from fedpriv.accounting.lmo.parameters import from_json
+    from fedpriv.accounting.lmo.distribution import Columns
+    from fedpriv.accounting.lmo.parameters import LmoParameters
     from fedpriv.accounting.lmo.renyi import check_domain, checked_orders, published, quadratic_limit, sound
 
-    parameters = from_json(params.read_text(encoding="utf-8", errors="replace"))
-    of = columns(parameters)
+    of = Columns.of(LmoParameters.from_json(params.read_text(encoding="utf-8", errors="replace")))
     checked_orders(order)
     if not sensitivity > 0:
         raise InputError(f"sensitivity = {sensitivity}: must be > 0")
@@ -76,8 +75,8 @@ def account(
         "sound": float(sound(of, order, dimension=dimension, sensitivity=sensitivity)[0]),
         "sound_limit": float(sound(of, order, dimension=float("inf"), sensitivity=sensitivity)[0]),
         "second_moment_limit": float(quadratic_limit(of, order, sensitivity)[0]),
-        "fisher_limit": order * sensitivity**2 * fisher_information(parameters) / 2,
-        "variance": float(variance(of)),
+        "fisher_limit": order * sensitivity**2 * of.fisher_information / 2,
+        "variance": float(of.variance),
         "published_is_guarantee": dimension == 1,
     }
     return Result(values, entries(values))
@@ -106,7 +105,6 @@ def search_noise(
     """
     from dataclasses import asdict
 
-    from fedpriv.accounting.lmo.parameters import to_dict
     from fedpriv.lmo.budget import Budget
     from fedpriv.lmo.comparison import sizes
     from fedpriv.lmo.search import search
@@ -128,7 +126,7 @@ def search_noise(
         tolerance=tolerance,
         seed=seed,
     )
-    parameters = to_dict(found.parameters)
+    parameters = found.parameters.to_dict()
     values: dict[str, Any] = {
         **asdict(budget),
         "epsilon": found.epsilon,

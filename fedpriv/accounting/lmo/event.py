@@ -19,8 +19,7 @@ from fedpriv.accounting.composition.law import (
     check_non_negative,
     short,
 )
-from fedpriv.accounting.lmo import parameters as lmo_parameters
-from fedpriv.accounting.lmo.distribution import columns
+from fedpriv.accounting.lmo.distribution import Columns
 from fedpriv.accounting.lmo.parameters import LmoAccounting, LmoParameters
 from fedpriv.accounting.lmo.renyi import poisson_sampled, sound, unsampled_curve
 
@@ -101,14 +100,14 @@ class SubsampledLmo(Event):
 
     def to_fields(self) -> dict[str, Any]:
         """The event as plain values that JSON takes."""
-        return asdict(self) | {"parameters": lmo_parameters.to_dict(self.parameters)}
+        return asdict(self) | {"parameters": self.parameters.to_dict()}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """The event that `to_fields` described."""
         values = dict(fields)
         if "parameters" in values:
-            values["parameters"] = lmo_parameters.from_dict(values["parameters"])
+            values["parameters"] = LmoParameters.from_dict(values["parameters"])
         return cls(**values)
 
 
@@ -126,7 +125,7 @@ def _unsampled(
     if not orders:
         return np.empty(0)
     return unsampled_curve(
-        columns(parameters),
+        Columns.of(parameters),
         np.array(orders),
         accounting=accounting,
         dimension=dimension,
@@ -137,5 +136,5 @@ def _unsampled(
 
 @lru_cache(maxsize=1024)
 def _gaussian_equal(parameters: LmoParameters, dimension: int, sensitivity: float) -> float:
-    curve = sound(columns(parameters), [_COMPARED_AT], dimension=dimension, sensitivity=sensitivity)
+    curve = sound(Columns.of(parameters), [_COMPARED_AT], dimension=dimension, sensitivity=sensitivity)
     return math.sqrt(_COMPARED_AT / (2 * float(curve[..., 0])))

@@ -17,7 +17,6 @@ import torch
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.lmo import parameters as lmo_parameters
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
 from fedpriv.audit import canaries
 from fedpriv.audit.bounds import one_run_audit
@@ -112,7 +111,7 @@ def lmo_setup(seed: int, accounting: str = "published") -> Setup:
         noise_multiplier=1.0,
         batch_size=LMO_CANARIES,
         mechanism="lmo",
-        mechanism_parameters=json.dumps({**lmo_parameters.to_dict(LMO), "accounting": accounting}),
+        mechanism_parameters=json.dumps({**LMO.to_dict(), "accounting": accounting}),
     )
     return Setup(spec=spec, num_registered=LMO_CANARIES, seed=seed, sizes={A: LMO_DIMENSION})
 
