@@ -58,24 +58,16 @@ def account(
 
     Example: fedpriv lmo account --params lmo.json --order 8 --dimension 76808
     """
+    from fedpriv.accounting.lmo import divergences
     from fedpriv.accounting.lmo.distribution import Columns
     from fedpriv.accounting.lmo.parameters import LmoParameters
-    from fedpriv.accounting.lmo.renyi import check_domain, checked_orders, published, quadratic_limit, sound
 
     of = Columns.of(LmoParameters.from_json(params.read_text(encoding="utf-8", errors="replace")))
-    checked_orders(order)
-    if not sensitivity > 0:
-        raise InputError(f"sensitivity = {sensitivity}: must be > 0")
-    check_domain(of, order, sensitivity)
     values = {
         "order": order,
         "dimension": dimension,
         "sensitivity": sensitivity,
-        "published": float(published(of, order, sensitivity)[0]),
-        "sound": float(sound(of, order, dimension=dimension, sensitivity=sensitivity)[0]),
-        "sound_limit": float(sound(of, order, dimension=float("inf"), sensitivity=sensitivity)[0]),
-        "second_moment_limit": float(quadratic_limit(of, order, sensitivity)[0]),
-        "fisher_limit": order * sensitivity**2 * of.fisher_information / 2,
+        **divergences(of, order, dimension=dimension, sensitivity=sensitivity),
         "variance": float(of.variance),
         "published_is_guarantee": dimension == 1,
     }
@@ -105,7 +97,7 @@ def search_noise(
     """
     from dataclasses import asdict
 
-    from fedpriv.lmo.budget import Budget
+    from fedpriv.lmo import Budget
     from fedpriv.lmo.comparison import sizes
     from fedpriv.lmo.search import search
 
@@ -161,7 +153,7 @@ def compare_noises(
 
     Example: fedpriv lmo compare --epsilon 0.3 --epsilon 3 --ablations --plots results
     """
-    from fedpriv.lmo.budget import Budget
+    from fedpriv.lmo import Budget
     from fedpriv.lmo.comparison import EPSILONS, compare, reductions
 
     epsilons = tuple(epsilon or EPSILONS)

@@ -15,7 +15,7 @@ from scipy import stats
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.lmo.distribution import Columns
 from fedpriv.accounting.lmo.parameters import Combination, LmoParameters
-from fedpriv.lmo.budget import Budget, cost, fitted, laplace
+from fedpriv.lmo._budget import Budget, cost, fitted, laplace
 from fedpriv.lmo.search import PARTS, Objective, PartName, SearchSpace, search
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from fedpriv.accounting.lmo.parameters import (
     UniformPart,
 )
 from fedpriv.errors import InputError
-from fedpriv.lmo.budget import Budget, cost, costs, fitted, search_orders
+from fedpriv.lmo._budget import Budget, cost, costs, fitted, search_orders
 
 # `usefulness`: how often the noise is at most `tolerance` in size (Mohammady et al. 2020), here as 1 - usefulness.
 Objective = Literal["variance", "mean-absolute", "usefulness"]

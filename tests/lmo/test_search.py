@@ -15,7 +15,7 @@ from fedpriv.accounting.lmo.distribution import Columns
 from fedpriv.accounting.lmo.parameters import LmoParameters
 from fedpriv.errors import InputError
 from fedpriv.lmo import search as lmo_search
-from fedpriv.lmo.budget import Budget, cost, costs, fitted, laplace, search_orders
+from fedpriv.lmo._budget import Budget, cost, costs, fitted, laplace, search_orders
 from fedpriv.lmo.comparison import _gaussian_sizes, _least_mean_absolute, _part_choices, compare, write_plots
 from fedpriv.lmo.search import (
     PARTS,

@@ -19,9 +19,9 @@ from fedpriv.accounting.composition.law import (
     check_non_negative,
     short,
 )
+from fedpriv.accounting.lmo._renyi import poisson_sampled, sound, unsampled_curve
 from fedpriv.accounting.lmo.distribution import Columns
 from fedpriv.accounting.lmo.parameters import LmoAccounting, LmoParameters
-from fedpriv.accounting.lmo.renyi import poisson_sampled, sound, unsampled_curve
 
 PUBLISHED_CAVEAT = "LMO noise was accounted as published, which bounds no gradient"
 

@@ -20,9 +20,9 @@ from fedpriv.accounting.events import (
     group,
     to_json,
 )
+from fedpriv.accounting.lmo._renyi import poisson_sampled, published, sound
 from fedpriv.accounting.lmo.distribution import Columns
 from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart
-from fedpriv.accounting.lmo.renyi import poisson_sampled, published, sound
 from fedpriv.accounting.views import Release
 from fedpriv.errors import InputError
 from fedpriv.ledger.accounts import Accounts

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from dp_accounting import rdp
 
+from fedpriv.accounting.lmo._renyi import check_domain, equation_1, published, quadratic_limit, sound, theorem_4_2
 from fedpriv.accounting.lmo.distribution import Columns
 from fedpriv.accounting.lmo.parameters import GammaPart, LmoParameters, UniformPart
-from fedpriv.accounting.lmo.renyi import check_domain, equation_1, published, quadratic_limit, sound, theorem_4_2
 from fedpriv.errors import InputError
 from tests.accounting.lmo.oracle import best_split, exact_divergence, gamma, random_parameters, uniform
 

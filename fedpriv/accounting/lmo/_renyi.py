@@ -117,6 +117,34 @@ def quadratic_limit(candidates: Columns, orders: npt.ArrayLike, sensitivity: flo
     return np.asarray(orders * sensitivity**2 * candidates.with_axes(1).tilted_moments(0.0)[1] / 2)
 
 
+def divergences(candidate: Columns, order: float, *, dimension: float, sensitivity: float) -> dict[str, float]:
+    """{name: Renyi divergence of one release}: published, sound, and limits of large dimensions.
+
+    `sound_limit` bounds it for every dimension; the second moment and Fisher's information of the noise do so from
+    below.
+
+    Args:
+        candidate: parameters, arrays of shape [].
+        order: a > 1.
+        dimension: d >= 1.
+        sensitivity: C > 0, in units of the noise's scale (the clip norm).
+
+    Raises:
+        InputError: a value is out of range, or (a - 1) C is not inside the domain of M.
+    """
+    checked_orders(order)
+    if not sensitivity > 0:
+        raise InputError(f"sensitivity = {sensitivity}: must be > 0")
+    check_domain(candidate, order, sensitivity)
+    return {
+        "published": float(published(candidate, order, sensitivity)[0]),
+        "sound": float(sound(candidate, order, dimension=dimension, sensitivity=sensitivity)[0]),
+        "sound_limit": float(sound(candidate, order, dimension=math.inf, sensitivity=sensitivity)[0]),
+        "second_moment_limit": float(quadratic_limit(candidate, order, sensitivity)[0]),
+        "fisher_limit": order * sensitivity**2 * candidate.fisher_information / 2,
+    }
+
+
 def checked_orders(orders: npt.ArrayLike) -> Array:
     """The orders as an array.
 
