@@ -108,7 +108,6 @@ def verify(
     Example: fedpriv ledger verify ledger.sqlite --head 94c1e3f70f2a4d6b8a5f0e9d7c6b5a493827160594c1e3f70f2a4d6b8a5f0e9d
     """
     from fedpriv.errors import LedgerError
-    from fedpriv.ledger import entries as ledger_entries
     from fedpriv.ledger import reader, statement
 
     kept = None if head is None else head.strip().lower()
@@ -116,7 +115,7 @@ def verify(
         raise InputError(f"--head {head}: must be the 64 hex digits that a report or statement prints")
     with reader.reading(path) as db:
         last = reader.verify_with_head(db, path)
-        number = None if kept is None else ledger_entries.number_of(db, kept)
+        number = None if kept is None else db.number_of(kept)
         adopted, recovered = statement.adoptions(db), statement.recoveries(db)
     if kept is not None and number is None:
         raise LedgerError(
@@ -305,15 +304,15 @@ def permit(
 
     Example: fedpriv ledger permit results/ledger.sqlite --client 2 --reason "letter of Dr Huber, 3 May 2027"
     """
-    from fedpriv.ledger import entries as ledger_entries
+
     from fedpriv.ledger import reader
     from fedpriv.ledger.ledger import Ledger
 
     if not reason.strip():
         raise InputError("--reason: must not be empty; say who gave this permission, when and how")
     with reader.reading(path) as db:
-        charged = [each for each in ledger_entries.charged_last(db, client) if run in ("", each[1])]
-        standing = [each for each in charged if ledger_entries.permission(db, each[0].id, each[1]) is not None]
+        charged = [each for each in db.charged_last(client) if run in ("", each[1])]
+        standing = [each for each in charged if db.permission(each[0].id, each[1]) is not None]
     if not charged:
         raise InputError(f"--client {client}: {path} has no upload of this client" + (f" in run {run}" if run else ""))
     if withdraw and len(standing) > 1:
