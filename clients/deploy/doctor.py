@@ -93,7 +93,7 @@ def _newest(vault: VaultSettings) -> str:
     sources = [path for path in (vault.receipts, vault.counter_file) if path is not None and path.exists()]
     with reading(vault.ledger) as db:
         chains = chains_of(db)
-        recovered = statement.recovery_lines(statement.recoveries(db))
+        recovered = statement.gap_lines(recovered=statement.gaps(db)["recovered"])
     watch = ReceiptWatch.of(vault)
     lost = watch.lost(chains) if watch and chains else None
     if lost is not None:

@@ -68,14 +68,14 @@ def show_ledger(
         reader.verify_with_head(db, path)
         known = reader.holder_names(db, path, run)
         rows = statement.spending(db, names=known, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
-        adopted, recovered = statement.adoptions(db), statement.recoveries(db)
-    lines = [*_spent(rows, view), *statement.adoption_lines(adopted), *statement.recovery_lines(recovered)]
+        gaps = statement.gaps(db)
+    lines = [*_spent(rows, view), *statement.gap_lines(**gaps)]
     lines += [f"client {row['client']}: enforced by {row['enforced_by']}" for row in rows if row["enforced_by"]]
     if any(row["enforced_by"] for row in rows):
         lines.append(statement.ODOMETER)
     if any("remaining_rounds" in row for row in rows):
         lines.append(f"left: rounds like the last one until ε {budget_epsilon:g} on the {view} view")
-    return Result({"ledger": str(path), "data_sets": rows, "adopted": adopted, "recovered": recovered}, lines)
+    return Result({"ledger": str(path), "data_sets": rows, **gaps}, lines)
 
 
 def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
@@ -116,15 +116,14 @@ def verify(
     with reader.reading(path) as db:
         last = reader.verify_with_head(db, path)
         number = None if kept is None else db.number_of(kept)
-        adopted, recovered = statement.adoptions(db), statement.recoveries(db)
+        gaps = statement.gaps(db)
     if kept is not None and number is None:
         raise LedgerError(
             f"{path}: its chain is intact but has no entry {kept}: entries were lost or replaced since that was printed"
         )
     values: dict[str, Any] = {"entries": last.number if last else 0, "head": last.digest if last else None}
     values |= {"intact": True} | ({} if number is None else {"kept_head_is_entry": number})
-    lines = [*entries(values), *statement.adoption_lines(adopted), *statement.recovery_lines(recovered)]
-    return Result(values | {"adopted": adopted, "recovered": recovered}, lines)
+    return Result(values | gaps, [*entries(values), *statement.gap_lines(**gaps)])
 
 
 @command(app, "adopt-head")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,28 +68,18 @@ _RESTS_ON_OTHERS = (
 )
 
 
-def adoptions(db: LedgerConnection) -> list[dict[str, Any]]:
-    """The adoptions, where an operator alone vouches that no entry is missing: up to which entry, when and why."""
-    return [{"up_to_entry": entry.number - 1, "time": entry.time, "reason": entry.note} for entry in db.adoptions()]
+def gaps(db: LedgerConnection) -> dict[str, list[dict[str, Any]]]:
+    """The events after which a ledger may not tell all: `adopted` and `recovered`, each a list.
 
-
-def adoption_lines(adopted: list[dict[str, Any]]) -> list[str]:
-    """The adoptions for a reader, one line each."""
-    return [
-        f"NOT KNOWN TO BE COMPLETE up to entry {each['up_to_entry']}: the head was missing on {each['time'][:19]} UTC, "
-        f"and only the operator's word says that no entry is lost: {each['reason']}"
-        for each in adopted
-    ]
-
-
-def recoveries(db: LedgerConnection) -> list[dict[str, Any]]:
-    """The recoveries, where charges were taken over since the ledger had been restored: when, how many and why."""
+    At an adoption the operator alone vouches that no entry is missing: up to which entry, when and why. At a recovery
+    charges were taken over since the ledger had been restored: when, how many and why.
+    """
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in db.recoveries():
         groups.setdefault((entry.time, entry.data_set, json.loads(entry.note or "{}").get("reason", "")), []).append(
             entry
         )
-    return [
+    recovered = [
         {
             "time": time,
             "data_set": data_set,
@@ -99,11 +89,17 @@ def recoveries(db: LedgerConnection) -> list[dict[str, Any]]:
         }
         for (time, data_set, reason), found in groups.items()
     ]
+    adopted = [{"up_to_entry": entry.number - 1, "time": entry.time, "reason": entry.note} for entry in db.adoptions()]
+    return {"adopted": adopted, "recovered": recovered}
 
 
-def recovery_lines(recovered: list[dict[str, Any]]) -> list[str]:
-    """The recoveries for a reader, one or two lines each."""
-    lines = []
+def gap_lines(*, adopted: Sequence[dict[str, Any]] = (), recovered: Sequence[dict[str, Any]] = ()) -> list[str]:
+    """The gaps for a reader, one or two lines each."""
+    lines = [
+        f"NOT KNOWN TO BE COMPLETE up to entry {each['up_to_entry']}: the head was missing on {each['time'][:19]} UTC, "
+        f"and only the operator's word says that no entry is lost: {each['reason']}"
+        for each in adopted
+    ]
     for each in recovered:
         when = f"{each['time'][:19]} UTC: data set {each['data_set'][:12]}"
         if each["releases"]:
@@ -247,7 +243,7 @@ def statement(
         raise InputError(f"--client {client}: {path} knows {known}; give the number")
     pages = []
     for data_set in data_sets:
-        cost = _spending(db, data_set, names.get(data_set.id), None, view)
+        cost, found = _spending(db, data_set, names.get(data_set.id), None, view), gaps(db)
         runs = [asdict(run) for run in db.runs(data_set.id)]
         seeded = "seeded" in cost["noise_source"]
         pages.append(
@@ -264,8 +260,8 @@ def statement(
                 "entries": last.number,
                 "head": last.digest,
                 "as_of": last.time,
-                "adopted": adoptions(db),
-                "recovered": [each for each in recoveries(db) if each["data_set"] == data_set.id],
+                "adopted": found["adopted"],
+                "recovered": [each for each in found["recovered"] if each["data_set"] == data_set.id],
             }
         )
     return pages
@@ -302,7 +298,7 @@ def render(page: Mapping[str, Any]) -> str:
         lines += ["", f"NOT A PRIVACY GUARANTEE: {caveat}."]
     if "seeded" in page["noise_source"]:
         lines += ["", "NOT PRIVATE: some noise came from a seeded generator. Anyone who knows the seed can remove it."]
-    for line in (*adoption_lines(page["adopted"]), *recovery_lines(page["recovered"])):
+    for line in gap_lines(adopted=page["adopted"], recovered=page["recovered"]):
         lines += ["", *textwrap.wrap(line, 104)]
     lines += ["", f"Noise source      {page['noise_source'] or 'nothing was released'}", "", "Covered"]
     lines += [*_wrapped([page["covers"]]), "", "Not covered", *_wrapped(page["does_not_cover"])]
