@@ -13,8 +13,8 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR
-from fedpriv.audit.bounds import one_run_audit
-from fedpriv.audit.canaries import inclusions
+from fedpriv.audit._bounds import one_run_audit
+from fedpriv.audit._canaries import inclusions
 from fedpriv.mechanisms.sources import SeededSource
 from simulations.studies.audit.harness import (
     A,

@@ -25,10 +25,10 @@ import torch
 from scipy import linalg, stats
 from torch import Tensor, nn
 
+from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import clipping_parts, sensitivity_factor
 from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.audit.bounds import Array
 from fedpriv.config import RunConfig
 from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.errors import InputError

@@ -18,8 +18,7 @@ import torch
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
-from fedpriv.audit import canaries
-from fedpriv.audit.bounds import one_run_audit
+from fedpriv.audit import inclusions, one_run_audit
 from simulations.studies.audit import broken_mechanisms as broken
 from simulations.studies.audit import harness
 from simulations.studies.audit.harness import (
@@ -80,7 +79,7 @@ def setup(seed: int, **changes: Any) -> Setup:
 
 def audited(setup: Setup, directions: torch.Tensor, num_guesses: int, claim: float) -> Finding:
     """Whether a one-run audit with canaries along these directions finds more than the claimed epsilon."""
-    included = canaries.inclusions(len(directions), setup.source("coins"))
+    included = inclusions(len(directions), setup.source("coins"))
     seen = observe(setup, directions, included)
     # At q = 1 the scale of the noise does not change the order of the scores.
     scores = matched_scores(seen.local, noise_stddev=1.0, sampling_probability=1.0)
