@@ -105,10 +105,10 @@ def _release(event: Event, sampling_probability: float) -> Event:
 
 
 def _by_rdp(events: Sequence[Event], deltas: Array) -> Array:
-    """[clients] bounds from Renyi curves at all orders, where few probabilities differ; else at two orders each.
+    """[clients] bounds from Renyi curves at all orders, where few probabilities differ; else at the best order alone.
 
-    Any order gives a bound. One is the best for a curve between those of the nodes around the client's q, and one is
-    the next lower order: where dp-accounting abandons it at one of the nodes, it may do so at the client's q or not.
+    Any order gives a bound. The search starts at the best one for a curve between those of the nodes around the
+    client's q, and goes on to lower and higher orders as long as they are better: epsilon falls and then rises.
     """
     bounds = np.empty(len(events))
     for rows in _alike(events):
@@ -119,17 +119,29 @@ def _by_rdp(events: Sequence[Event], deltas: Array) -> Array:
         curves = np.stack([_release(alike[0], node).rdp(ORDERS) for node in nodes.tolist()])
         below = np.searchsorted(nodes, q, side="right") - 1
         if (nodes[below] == q).all():
-            found = _to_epsilon(count * curves[below], ORDERS, delta)
+            found = _to_epsilon(count * curves[below], ORDERS, delta).min(axis=1)
         else:
             best = _to_epsilon(count * _between(curves, nodes, below, q), ORDERS, delta).argmin(axis=1)
-            indices = np.stack([best, np.maximum(best - 1, 0)], axis=1)
-            divergences = np.empty(indices.shape)
-            for index in np.unique(indices):
-                clients, columns = np.nonzero(indices == index)
-                divergences[clients, columns] = type(alike[0]).rdp_of_many([alike[k] for k in clients], ORDERS[index])
-            found = _to_epsilon(divergences, ORDERS[indices], delta)
-        bounds[rows] = np.minimum(found.min(axis=1), [event.max_loss for event in alike])
+            found = _at_orders(alike, best, delta)
+            for step in (-1, 1):
+                moving, indices = np.arange(len(alike)), best
+                while moving.size:
+                    indices = np.clip(indices + step, 0, len(ORDERS) - 1)
+                    further = _at_orders([alike[k] for k in moving], indices, delta[moving])
+                    is_better = further < found[moving]
+                    moving, indices = moving[is_better], indices[is_better]
+                    found[moving] = further[is_better]
+        bounds[rows] = np.minimum(found, [event.max_loss for event in alike])
     return bounds
+
+
+def _at_orders(alike: Sequence[Event], indices: _Rows, deltas: Array) -> Array:
+    """[clients] bounds at the order of `ORDERS` that each index names."""
+    divergences = np.empty(len(alike))
+    for index in np.unique(indices):
+        clients = np.flatnonzero(indices == index)
+        divergences[clients] = type(alike[0]).rdp_of_many([alike[k] for k in clients], ORDERS[index])
+    return _to_epsilon(divergences[:, None], ORDERS[indices][:, None], deltas)[:, 0]
 
 
 def _between(curves: Array, nodes: Array, below: _Rows, q: Array) -> Array:

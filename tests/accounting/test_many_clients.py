@@ -174,7 +174,7 @@ def test_zero_workers_are_refused():
         epsilons([event()], [1e-5], "pld", workers=0)
 
 
-def test_thousands_of_clients_with_lmo_noise_are_bounded_at_two_orders_each(monkeypatch):
+def test_thousands_of_clients_with_lmo_noise_are_bounded_at_the_best_order_each(monkeypatch):
     monkeypatch.setattr(many_clients, "_RDP_NODES", 20)
     noise = LmoParameters(combination="mixture", uniform=UniformPart(weight=1.0, low=0.1, high=0.5))
     generator = np.random.default_rng(5)
