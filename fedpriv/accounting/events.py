@@ -91,7 +91,7 @@ class SubsampledGaussian(Event):
         blocks = np.array_split(q, 1 + len(q) // 1000)
         curve = np.concatenate([sampled_curve(block, events[0]._noise, np.full(len(block), order)) for block in blocks])
         floor = min(order / (2 * events[0]._noise ** 2), SMALLEST_DIVERGENCE)
-        return np.array([event.count for event in events]) * np.maximum(curve, floor)
+        return np.asarray([event.count for event in events] * np.maximum(curve, floor))
 
     @property
     def effective_noise_multiplier(self) -> float:

@@ -127,7 +127,7 @@ def _by_rdp(events: Sequence[Event], deltas: Array) -> Array:
                 moving, indices = np.arange(len(alike)), best
                 while moving.size:
                     indices = np.clip(indices + step, 0, len(ORDERS) - 1)
-                    further = _at_orders([alike[k] for k in moving], indices, delta[moving])
+                    further = _at_orders([alike[k] for k in moving.tolist()], indices, delta[moving])
                     is_better = further < found[moving]
                     moving, indices = moving[is_better], indices[is_better]
                     found[moving] = further[is_better]
@@ -140,7 +140,7 @@ def _at_orders(alike: Sequence[Event], indices: _Rows, deltas: Array) -> Array:
     divergences = np.empty(len(alike))
     for index in np.unique(indices):
         clients = np.flatnonzero(indices == index)
-        divergences[clients] = type(alike[0]).rdp_of_many([alike[k] for k in clients], ORDERS[index])
+        divergences[clients] = type(alike[0]).rdp_of_many([alike[k] for k in clients.tolist()], ORDERS[index])
     return _to_epsilon(divergences[:, None], ORDERS[indices][:, None], deltas)[:, 0]
 
 
