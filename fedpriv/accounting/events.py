@@ -85,13 +85,16 @@ class SubsampledGaussian(Event):
         )
 
     @classmethod
-    def rdp_of_many(cls, events: Sequence[Self], order: float) -> Array:
-        """[events] the curve at one order, computed for a thousand events at a time."""
+    def rdp_of_many(cls, events: Sequence[Self], orders: npt.ArrayLike) -> Array:
+        """[events, orders] the curves; at a single order they are computed for a thousand events at a time."""
+        if np.size(orders) != 1:
+            return super().rdp_of_many(events, orders)
+        order = float(np.ravel(orders)[0])
         q = np.array([event.sampling_probability for event in events])
         blocks = np.array_split(q, 1 + len(q) // 1000)
         curve = np.concatenate([sampled_curve(block, events[0]._noise, np.full(len(block), order)) for block in blocks])
         floor = min(order / (2 * events[0]._noise ** 2), SMALLEST_DIVERGENCE)
-        return np.asarray([event.count for event in events] * np.maximum(curve, floor))
+        return np.asarray([event.count for event in events] * np.maximum(curve, floor))[:, None]
 
     @property
     def effective_noise_multiplier(self) -> float:

@@ -140,7 +140,7 @@ def _at_orders(alike: Sequence[Event], indices: _Rows, deltas: Array) -> Array:
     divergences = np.empty(len(alike))
     for index in np.unique(indices):
         clients = np.flatnonzero(indices == index)
-        divergences[clients] = type(alike[0]).rdp_of_many([alike[k] for k in clients.tolist()], ORDERS[index])
+        divergences[clients] = type(alike[0]).rdp_of_many([alike[k] for k in clients.tolist()], ORDERS[[index]])[:, 0]
     return _to_epsilon(divergences[:, None], ORDERS[indices][:, None], deltas)[:, 0]
 
 

@@ -130,14 +130,14 @@ class Event(ABC):
         return 0.0
 
     @classmethod
-    def rdp_of_many(cls, events: Sequence[Self], order: float) -> Array:
-        """[events] `rdp` of each at one order; to be overridden where thousands of events can be computed faster.
+    def rdp_of_many(cls, events: Sequence[Self], orders: npt.ArrayLike) -> Array:
+        """[events, orders] `rdp` of each; to be overridden where thousands of events can be computed faster.
 
         Args:
             events: with noise, all alike but for q, in (0, 1), and count.
-            order: a > 1.
+            orders: Renyi orders a > 1, [orders].
         """
-        return np.array([event.rdp([order])[0] for event in events])
+        return np.stack([event.rdp(orders) for event in events])
 
     def to_fields(self) -> dict[str, Any]:
         """The event as plain values that JSON can hold."""
