@@ -25,7 +25,7 @@ import psutil
 import typer
 
 from fedpriv.deployment.command_line import run_command_line
-from fedpriv.ledger.entries import Entry, entries
+from fedpriv.ledger.entries import Entry
 from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.vault.settings import FILE
 
@@ -257,7 +257,7 @@ def read_ledger(path: Path) -> list[Entry]:
     """A ledger's entries, once its chain is verified."""
     with reading(path) as db:
         verify_with_head(db, path)
-        return list(entries(db))
+        return list(db.entries())
 
 
 # Below those that Linux hands out by itself and above those of Ray's workers; each of pytest's workers has its own.

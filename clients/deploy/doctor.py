@@ -15,7 +15,7 @@ from fedpriv.deployment.approvals import approved
 from fedpriv.deployment.checks import Check, check_disk, check_port_free, check_programs, check_server
 from fedpriv.deployment.users import can_read, user_named
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger import entries, statement
+from fedpriv.ledger import statement
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import chains_of
@@ -81,7 +81,7 @@ def _newest(vault: VaultSettings) -> str:
     sources = [path for path in (vault.receipts, vault.counter_file) if path is not None and path.exists()]
     with reading(vault.ledger) as db:
         chains = chains_of(db)
-        recovered = statement.recovery_lines(statement.recoveries(db))
+        recovered = statement.gap_lines(recovered=statement.gaps(db)["recovered"])
     watch = ReceiptWatch.of(vault)
     lost = watch.lost(chains) if watch and chains else None
     if lost is not None:
@@ -117,7 +117,7 @@ def _budget(vault: VaultSettings) -> str:
 def _enforced(vault: VaultSettings) -> str:
     """The rule that enforces the budget, and how much of it is used."""
     with reading(vault.ledger) as db:
-        return statement.enforcement(db, entries.data_set(db, None), vault.budget_epsilon, vault.budget_view)
+        return statement.enforcement(db, db.data_set(None), vault.budget_epsilon, vault.budget_view)
 
 
 def _device(vault: VaultSettings) -> str:
@@ -192,7 +192,7 @@ def check_registered(path: Path) -> Check:
         data_set = None
         if path.is_file():
             with reading(path) as db:
-                data_set = entries.data_set(db, None)
+                data_set = db.data_set(None)
         if data_set is None:
             raise InputError(f"{path}: {_UNREGISTERED}")
         return f"N_k = {data_set.num_records}, data set {data_set.id}"

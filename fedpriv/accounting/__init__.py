@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from fedpriv.accounting.accountants import closed_form as closed_form
     from fedpriv.accounting.accountants import delta_of as delta_of
     from fedpriv.accounting.accountants import epsilon_of as epsilon_of
-    from fedpriv.accounting.accountants import epsilons as epsilons
     from fedpriv.accounting.accountants import repeat_and_select as repeat_and_select
     from fedpriv.accounting.accountants import stays_within as stays_within
     from fedpriv.accounting.calibration import calibrate as calibrate
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from fedpriv.accounting.events import PureEpsilon as PureEpsilon
     from fedpriv.accounting.events import SubsampledGaussian as SubsampledGaussian
     from fedpriv.accounting.intervals import accuracy_from_counts as accuracy_from_counts
+    from fedpriv.accounting.many_clients import epsilons as epsilons
     from fedpriv.accounting.sensitivity import clipping_parts as clipping_parts
     from fedpriv.accounting.sensitivity import num_parts as num_parts
     from fedpriv.accounting.sensitivity import sensitivity_factor as sensitivity_factor

@@ -20,33 +20,34 @@ from fedpriv.accounting.composition.law import Array
 MIN_NOISE, MAX_NOISE = 1e-6, 1e6
 
 # dp-accounting abandons a fractional order if, after this many terms, a term still exceeds e^-30 of the sum: the curve
-# is infinite there. So is this one, since the bounds for many clients rest on that.
-MOST_TERMS, NEGLIGIBLE_LOG_RATIO = 1000, -30.0
+# is infinite there. So is this one, so that it is never below the library's.
+_MOST_TERMS, _NEGLIGIBLE_LOG_RATIO = 1000, -30.0
 # How many terms are tried, one number after the other, until the last of them is negligible.
-_NUM_TERMS = (64, 128, 256, 512, MOST_TERMS)
+_NUM_TERMS = (64, 128, 256, 512, _MOST_TERMS)
 
 
-def sampled_curve(sampling_probability: float, noise_multiplier: float, orders: npt.ArrayLike) -> Array:
+def sampled_curve(sampling_probability: npt.ArrayLike, noise_multiplier: float, orders: npt.ArrayLike) -> Array:
     """[orders] Renyi divergence of one release, of either neighbour from the other, whichever is larger.
 
     It is log(A) / (order - 1), where A is the mean of ((1 - q) + q exp((2 x - 1) / (2 z^2)))^order over x ~ N(0, z^2).
 
     Args:
-        sampling_probability: q in (0, 1).
+        sampling_probability: q in (0, 1), one for all orders or one for each.
         noise_multiplier: z > 0.
         orders: each > 1.
 
     Source: Mironov, Talwar and Zhang 2019, Section 3.3.
     """
-    q, z, orders = sampling_probability, noise_multiplier, np.asarray(orders, dtype=float)
-    is_whole = orders == np.floor(orders)
+    orders = np.asarray(orders, dtype=float)
+    q, z = np.broadcast_to(sampling_probability, orders.shape), noise_multiplier
     log_moments = np.empty(orders.shape)
-    log_moments[is_whole] = _of_whole_orders(q, z, orders[is_whole])
-    log_moments[~is_whole] = _of_fractions(q, z, orders[~is_whole])
+    is_whole = orders == np.floor(orders)
+    for chosen, log_moments_at in ((is_whole, _of_whole_orders), (~is_whole, _of_fractions)):
+        log_moments[chosen] = log_moments_at(q[chosen], z, orders[chosen])
     return np.asarray(log_moments / (orders - 1))
 
 
-def _of_whole_orders(q: float, z: float, orders: Array) -> Array:
+def _of_whole_orders(q: Array, z: float, orders: Array) -> Array:
     """[orders] log A by the binomial theorem, Eq. (3.4): the mean of the k-th power is exp((k^2 - k) / (2 z^2)).
 
     Without the powers' ones, which add up to 1, a small divergence is not lost to rounding.
@@ -56,11 +57,11 @@ def _of_whole_orders(q: float, z: float, orders: Array) -> Array:
     k, n = np.arange(2.0, orders.max() + 1), orders[:, None]
     exponents = (k * k - k) / (2 * z * z)
     less_one = exponents + np.log(-np.expm1(-exponents))
-    terms = log_binomial(n, k) + k * math.log(q) + (n - k) * math.log1p(-q) + less_one
+    terms = _log_binomial(orders, k) + k * np.log(q)[:, None] + (n - k) * np.log1p(-q)[:, None] + less_one
     return np.asarray(np.logaddexp(0.0, logsumexp(np.where(k <= n, terms, -np.inf), axis=1)))
 
 
-def _of_fractions(q: float, z: float, orders: Array) -> Array:
+def _of_fractions(q: Array, z: float, orders: Array) -> Array:
     """[orders] log A by two binomial series, one for x on each side of where both parts are equal, Section 3.3.
 
     Terms beyond the order alternate in sign; all are counted as positive, which is an upper bound.
@@ -69,39 +70,33 @@ def _of_fractions(q: float, z: float, orders: Array) -> Array:
     for num_terms in _NUM_TERMS:
         if not (left := np.isinf(log_moments)).any():
             break
-        low, high = _series(q, z, orders[left], num_terms)
+        low, high = _series(q[left], z, orders[left], num_terms)
         total = logsumexp(np.concatenate([low, high], axis=1), axis=1)
         falls = (low[:, -1] < low[:, -2]) & (high[:, -1] < high[:, -2])
-        is_small = np.maximum(low[:, -1], high[:, -1]) < total + NEGLIGIBLE_LOG_RATIO
+        is_small = np.maximum(low[:, -1], high[:, -1]) < total + _NEGLIGIBLE_LOG_RATIO
         log_moments[left] = np.where(falls & is_small, total, math.inf)
     return log_moments
 
 
-def _series(q: float, z: float, orders: Array, num_terms: int) -> tuple[Array, Array]:
-    """Two times [orders, terms]: logarithms of the terms' absolute values, below and above the point x0."""
-    i, n = np.arange(float(num_terms)), orders[:, None]
-    low, high = log_means(n, i, q, z)
-    binomial = log_binomial(n, i)
+def _series(q: Array, z: float, orders: Array, num_terms: int) -> tuple[Array, Array]:
+    """Two times [orders, terms]: logarithms of the terms' absolute values, below and above the point x0.
+
+    The smaller and the larger of 1 - q and q L, L = N(1, z^2) / N(0, z^2), are raised to the powers i and order - i.
+    """
+    i = np.arange(float(num_terms))
+    j, log_q, log_rest = orders[:, None] - i, np.log(q)[:, None], np.log1p(-q)[:, None]
+    middle = z * z * (log_rest - log_q) + 0.5
+    low = i * log_q + j * log_rest + (i * i - i) / (2 * z * z) + log_ndtr((middle - i) / z)
+    high = j * log_q + i * log_rest + (j * j - j) / (2 * z * z) + log_ndtr((j - middle) / z)
+    binomial = _log_binomial(orders, i)
     return binomial + low, binomial + high
 
 
-def log_means(order: npt.ArrayLike, i: npt.ArrayLike, q: npt.ArrayLike, z: npt.ArrayLike) -> tuple[Array, Array]:
-    """Logs of E[min^i max^(order - i)] over the smaller and the larger of 1 - q and q L, L = N(1, z^2) / N(0, z^2).
-
-    The first is over q L < 1 - q and the second over q L > 1 - q. All arguments broadcast; q must lie in (0, 1).
-    """
-    order, i, q, z = (np.asarray(value, dtype=float) for value in (order, i, q, z))
-    log_q, log_rest, j = np.log(q), np.log1p(-q), order - i
-    middle = z * z * (log_rest - log_q) + 0.5
-    below = i * log_q + j * log_rest + (i * i - i) / (2 * z * z) + log_ndtr((middle - i) / z)
-    above = j * log_q + i * log_rest + (j * j - j) / (2 * z * z) + log_ndtr((j - middle) / z)
-    return below, above
-
-
-def log_binomial(n: npt.ArrayLike, k: npt.ArrayLike) -> Array:
-    """log |n over k| for any real n."""
-    n, k = np.asarray(n, dtype=float), np.asarray(k, dtype=float)
-    return np.asarray(gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1))
+def _log_binomial(orders: Array, k: Array) -> Array:
+    """[orders, k] log |order over k| for any real orders > 0; equal ones are computed once."""
+    distinct, row = np.unique(orders, return_inverse=True)
+    n = distinct[:, None]
+    return np.asarray((gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1))[row])
 
 
 def composed_loss(sampling_probability: float, noise_multiplier: float, count: int, value_interval: float) -> Any:

@@ -31,8 +31,7 @@ from scipy import optimize
 from scipy.special import log_ndtr
 
 from fedpriv.accounting import events as known_events
-from fedpriv.accounting.accountants import check_delta, epsilon_of
-from fedpriv.accounting.composition.conversion import INTEGER_ORDERS
+from fedpriv.accounting.accountants import INTEGER_ORDERS, check_delta, epsilon_of
 from fedpriv.accounting.events import Event, SubsampledGaussian, group
 
 # A sum of costs counts as this much larger, which is far beyond the rounding of any term.

@@ -15,19 +15,25 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from fedpriv.audit._bounds import OneRunAudit as OneRunAudit
+    from fedpriv.audit._bounds import clopper_pearson as clopper_pearson
+    from fedpriv.audit._bounds import ladder as ladder
+    from fedpriv.audit._bounds import many_runs_epsilon as many_runs_epsilon
+    from fedpriv.audit._bounds import num_correct as num_correct
+    from fedpriv.audit._bounds import one_run_audit as one_run_audit
+    from fedpriv.audit._bounds import one_run_epsilon as one_run_epsilon
+    from fedpriv.audit._canaries import inclusions as inclusions
+    from fedpriv.audit._membership import Membership as Membership
+    from fedpriv.audit._membership import calibrated_scores as calibrated_scores
+    from fedpriv.audit._membership import lira_scores as lira_scores
+    from fedpriv.audit._membership import loss_scores as loss_scores
+    from fedpriv.audit._membership import membership as membership
+    from fedpriv.audit._membership import plot_roc as plot_roc
     from fedpriv.audit.black_box import AuditedClient as AuditedClient
     from fedpriv.audit.black_box import CanaryPlan as CanaryPlan
     from fedpriv.audit.black_box import audit_run as audit_run
     from fedpriv.audit.black_box import audited_client as audited_client
-    from fedpriv.audit.bounds import OneRunAudit as OneRunAudit
-    from fedpriv.audit.bounds import clopper_pearson as clopper_pearson
-    from fedpriv.audit.bounds import many_runs_epsilon as many_runs_epsilon
-    from fedpriv.audit.bounds import one_run_audit as one_run_audit
     from fedpriv.audit.f_dp import gaussian_epsilon as gaussian_epsilon
     from fedpriv.audit.f_dp import gaussian_mu as gaussian_mu
-    from fedpriv.audit.membership import Membership as Membership
-    from fedpriv.audit.membership import calibrated_scores as calibrated_scores
-    from fedpriv.audit.membership import lira_scores as lira_scores
-    from fedpriv.audit.membership import loss_scores as loss_scores
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -13,10 +13,11 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import torch
 
+from fedpriv.accounting.composition.law import Array
 from fedpriv.adapters import Adapter, lora
-from fedpriv.audit.bounds import Array, OneRunAudit, one_run_audit
-from fedpriv.audit.canaries import Flags, inclusions, inserted, mislabelled_canaries, random_token_canaries
-from fedpriv.audit.membership import calibrated_scores
+from fedpriv.audit._bounds import OneRunAudit, one_run_audit
+from fedpriv.audit._canaries import Flags, inclusions, inserted, mislabelled_canaries, random_token_canaries
+from fedpriv.audit._membership import calibrated_scores
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records, num_tokens
 from fedpriv.errors import InputError

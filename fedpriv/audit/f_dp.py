@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize, special
 
-from fedpriv.audit.bounds import Array
+from fedpriv.accounting.composition.law import Array
 
 # [claims] F^{-1} of each claim at its own x in [0, 1]: the smallest probability that can be blown up to x.
 InverseBlowUp = Callable[[Array], Array]

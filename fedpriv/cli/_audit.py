@@ -17,7 +17,7 @@ from fedpriv.errors import InputError
 if TYPE_CHECKING:
     import numpy as np
 
-    from fedpriv.audit.bounds import Array
+    from fedpriv.accounting.composition.law import Array
 
 app = typer.Typer(no_args_is_help=True, help="Lower bounds of epsilon and membership inference, from scores.")
 
@@ -47,14 +47,14 @@ def one_run(
 
     Example: fedpriv audit one-run --scores scores.csv --delta 1e-5 --guesses 200 --claimed-epsilon 4
     """
-    from fedpriv.audit import bounds, f_dp
+    from fedpriv.audit import gaussian_epsilon, gaussian_mu, one_run_audit
 
     if gaussian and not (guesses and delta > 0):
         raise InputError("gaussian: needs --guesses, fixed beforehand, and --delta > 0")
     if claimed_epsilon is not None and not claimed_epsilon >= 0:
         raise InputError(f"claimed_epsilon = {claimed_epsilon}: must be >= 0")
     table = _read_scores(scores, ["score", "included"])
-    found = bounds.one_run_audit(
+    found = one_run_audit(
         table["score"],
         _flags(table["included"], "included"),
         num_guesses=guesses or None,
@@ -67,8 +67,8 @@ def one_run(
     lines = [f"epsilon >= {found.epsilon_lower:.4f} at delta {delta:g}, confidence {confidence:g} ({share}{tried})"]
     if gaussian:
         counts = {"num_canaries": found.num_canaries, "num_guesses": found.num_guesses}
-        mu = f_dp.gaussian_mu(**counts, num_correct=found.num_correct, confidence=confidence)
-        values |= {"gaussian_mu_lower": mu, "gaussian_epsilon_lower": f_dp.gaussian_epsilon(mu, delta)}
+        mu = gaussian_mu(**counts, num_correct=found.num_correct, confidence=confidence)
+        values |= {"gaussian_mu_lower": mu, "gaussian_epsilon_lower": gaussian_epsilon(mu, delta)}
         lines.append(
             f"as Gaussian DP: mu >= {mu:.4f}, epsilon >= {values['gaussian_epsilon_lower']:.4f} (only valid for "
             "Gaussian noise without sampling)"
@@ -124,7 +124,7 @@ def model(
     import numpy as np
     import safetensors.torch
 
-    from fedpriv.audit.membership import loss_scores
+    from fedpriv.audit import loss_scores
 
     judge = result_of("losses", losses)
     try:
@@ -141,13 +141,13 @@ def _attacks(table: dict[str, Any]) -> dict[str, Any]:
     """{attack: scores} of every attack that the columns allow."""
     import numpy as np
 
-    from fedpriv.audit import membership as attacks
+    from fedpriv.audit import calibrated_scores, lira_scores, loss_scores
 
     found = {"score": table["score"]} if "score" in table else {}
     if "loss" in table:
-        found["loss"] = attacks.loss_scores(table["loss"])
+        found["loss"] = loss_scores(table["loss"])
         if "reference_loss" in table:
-            found["calibrated"] = attacks.calibrated_scores(table["loss"], table["reference_loss"])
+            found["calibrated"] = calibrated_scores(table["loss"], table["reference_loss"])
         models = [name.removeprefix("shadow_loss_") for name in table if name.startswith("shadow_loss_")]
         if lacking := [model for model in models if f"shadow_member_{model}" not in table]:
             raise InputError(f"column 'shadow_member_{lacking[0]}': is missing, unlike shadow_loss_{lacking[0]}")
@@ -155,7 +155,7 @@ def _attacks(table: dict[str, Any]) -> dict[str, Any]:
             names = [f"shadow_member_{model}" for model in models]
             members = np.stack([_flags(table[name], name) for name in names])
             losses = np.stack([table[f"shadow_loss_{model}"] for model in models])
-            found["lira"] = attacks.lira_scores(table["loss"], losses, members)
+            found["lira"] = lira_scores(table["loss"], losses, members)
     if not found:
         raise InputError("column 'loss': is missing; needs loss or score")
     return found
@@ -163,7 +163,7 @@ def _attacks(table: dict[str, Any]) -> dict[str, Any]:
 
 def _report(attacks: dict[str, Any], members: Any, confidence: float, plot: Path | None) -> Result:
     """Print how well each attack does, and draw its ROC curve if asked to."""
-    from fedpriv.audit.membership import membership as judged
+    from fedpriv.audit import membership as judged
 
     results = {name: judged(scores, members, confidence=confidence) for name, scores in attacks.items()}
     first = next(iter(results.values()))
@@ -176,7 +176,7 @@ def _report(attacks: dict[str, Any], members: Any, confidence: float, plot: Path
         )
         lines.append(f"{name}: AUC {result.auc:.4f} [{result.auc_low:.4f}, {result.auc_high:.4f}]; {rates}")
     if plot:
-        from fedpriv.audit.membership import plot_roc
+        from fedpriv.audit import plot_roc
 
         plot_roc(attacks, members, plot)
         lines.append(f"written: {plot}")

@@ -17,10 +17,9 @@ from fedpriv.errors import InputError
 if TYPE_CHECKING:
     from torch import nn
 
+    from fedpriv.integral import Advice, TrainingSchedule
     from fedpriv.integral.procedure import Data, Recommendation, SelectionSettings, TrainAndTest
-    from fedpriv.integral.subsamples import Advice
     from fedpriv.integral.tabular import PreparedTable
-    from fedpriv.integral.training import TrainingSchedule
 
 
 app = typer.Typer(
@@ -32,26 +31,26 @@ DataFile = Annotated[Path, typer.Argument(help="CSV with a header, gzip allowed.
 Target = Annotated[str, typer.Option(help="Column with the class.")]
 Architecture = Annotated[
     str,
-    typer.Option(click_type=OneOf("fedpriv.integral.networks:HIDDEN"), help="A perceptron of the paper."),
+    typer.Option(click_type=OneOf("fedpriv.integral:HIDDEN"), help="A perceptron of the paper."),
 ]
 Epochs = Annotated[int, typer.Option(help="Passes over a subsample.", min=1)]
 BatchSize = Annotated[int, typer.Option(help="Records in a step.", min=1)]
 LearningRate = Annotated[float, typer.Option(help="> 0.")]
 Optimizer = Annotated[
     str,
-    typer.Option(click_type=OneOf("fedpriv.integral.training:OPTIMIZERS"), help="At PyTorch's defaults."),
+    typer.Option(click_type=OneOf("fedpriv.integral:OPTIMIZERS"), help="At PyTorch's defaults."),
 ]
 Measure = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.integral.selection:Measure"),
+        click_type=OneOf("fedpriv.integral:Measure"),
         help="Distance of two models: the largest difference of a weight, or the norm of all differences.",
     ),
 ]
 Clustering = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.integral.selection:Linkage"),
+        click_type=OneOf("fedpriv.integral:Linkage"),
         help="What epsilon bounds: distances to a cluster's first member, as published, or of every pair.",
     ),
 ]
@@ -121,7 +120,7 @@ def select_models(
 
     Example: fedpriv integral select adult.csv --target income --subsample-size 1000 --epsilon 0.05 --epochs 10
     """
-    from fedpriv.integral.networks import perceptron
+    from fedpriv.integral import perceptron
     from fedpriv.integral.procedure import SelectionSettings, recommend
 
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -185,8 +184,8 @@ def attack(
 
     fedpriv integral attack adult.csv --target income --trials 10
     """
+    from fedpriv.integral import perceptron
     from fedpriv.integral.attack import AttackPlan, Game, attack_table
-    from fedpriv.integral.networks import perceptron
 
     table = _table(data, target, test_fraction=0.3, seed=seed, drop=drop or [], keep=keep or [], scaling=scaling)
     network = perceptron(architecture, table.train_features.shape[1], len(table.classes), seed=seed)
@@ -233,8 +232,7 @@ def sample_size_advice(
 
     Example: fedpriv integral advice --features 8 --records 10000 --subsample-size 500
     """
-    from fedpriv.integral.networks import num_parameters, perceptron
-    from fedpriv.integral.subsamples import advice
+    from fedpriv.integral import advice, num_parameters, perceptron
 
     if data is not None:
         table = _table(data, target, test_fraction=0.3, seed=0, drop=drop or [], keep=keep or [], scaling="standard")
@@ -276,7 +274,7 @@ def _data(table: PreparedTable) -> Data:
 
 def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: str) -> TrainingSchedule:
     """The training schedule that the options describe."""
-    from fedpriv.integral.training import TrainingSchedule
+    from fedpriv.integral import TrainingSchedule
 
     return TrainingSchedule(
         epochs=epochs,
@@ -300,7 +298,7 @@ def about_table(table: PreparedTable) -> dict[str, Any]:
 
 def selection_values(found: Recommendation, settings: SelectionSettings) -> dict[str, Any]:
     """The recommended clusters, means and their figures, as `integral select --json` prints it."""
-    from fedpriv.integral.selection import statement
+    from fedpriv.integral import statement
 
     clusters = [
         {
@@ -396,7 +394,7 @@ def write_means(
     import torch
     from safetensors.torch import save_file
 
-    from fedpriv.integral.networks import from_vectors
+    from fedpriv.integral import from_vectors
 
     out.mkdir(parents=True, exist_ok=True)
     paths = []

@@ -68,14 +68,14 @@ def show_ledger(
         reader.verify_with_head(db, path)
         known = reader.holder_names(db, path, run)
         rows = statement.spending(db, names=known, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
-        adopted, recovered = statement.adoptions(db), statement.recoveries(db)
-    lines = [*_spent(rows, view), *statement.adoption_lines(adopted), *statement.recovery_lines(recovered)]
+        gaps = statement.gaps(db)
+    lines = [*_spent(rows, view), *statement.gap_lines(**gaps)]
     lines += [f"client {row['client']}: enforced by {row['enforced_by']}" for row in rows if row["enforced_by"]]
     if any(row["enforced_by"] for row in rows):
         lines.append(statement.ODOMETER)
     if any("remaining_rounds" in row for row in rows):
         lines.append(f"left: rounds like the last one until ε {budget_epsilon:g} on the {view} view")
-    return Result({"ledger": str(path), "data_sets": rows, "adopted": adopted, "recovered": recovered}, lines)
+    return Result({"ledger": str(path), "data_sets": rows, **gaps}, lines)
 
 
 def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
@@ -108,7 +108,6 @@ def verify(
     Example: fedpriv ledger verify ledger.sqlite --head 94c1e3f70f2a4d6b8a5f0e9d7c6b5a493827160594c1e3f70f2a4d6b8a5f0e9d
     """
     from fedpriv.errors import LedgerError
-    from fedpriv.ledger import entries as ledger_entries
     from fedpriv.ledger import reader, statement
 
     kept = None if head is None else head.strip().lower()
@@ -116,16 +115,15 @@ def verify(
         raise InputError(f"--head {head}: must be the 64 hex digits that a report or statement prints")
     with reader.reading(path) as db:
         last = reader.verify_with_head(db, path)
-        number = None if kept is None else ledger_entries.number_of(db, kept)
-        adopted, recovered = statement.adoptions(db), statement.recoveries(db)
+        number = None if kept is None else db.number_of(kept)
+        gaps = statement.gaps(db)
     if kept is not None and number is None:
         raise LedgerError(
             f"{path}: its chain is intact but has no entry {kept}: entries were lost or replaced since that was printed"
         )
     values: dict[str, Any] = {"entries": last.number if last else 0, "head": last.digest if last else None}
     values |= {"intact": True} | ({} if number is None else {"kept_head_is_entry": number})
-    lines = [*entries(values), *statement.adoption_lines(adopted), *statement.recovery_lines(recovered)]
-    return Result(values | {"adopted": adopted, "recovered": recovered}, lines)
+    return Result(values | gaps, [*entries(values), *statement.gap_lines(**gaps)])
 
 
 @command(app, "adopt-head")
@@ -305,15 +303,15 @@ def permit(
 
     Example: fedpriv ledger permit results/ledger.sqlite --client 2 --reason "letter of Dr Huber, 3 May 2027"
     """
-    from fedpriv.ledger import entries as ledger_entries
+
     from fedpriv.ledger import reader
     from fedpriv.ledger.ledger import Ledger
 
     if not reason.strip():
         raise InputError("--reason: must not be empty; say who gave this permission, when and how")
     with reader.reading(path) as db:
-        charged = [each for each in ledger_entries.charged_last(db, client) if run in ("", each[1])]
-        standing = [each for each in charged if ledger_entries.permission(db, each[0].id, each[1]) is not None]
+        charged = [each for each in db.charged_last(client) if run in ("", each[1])]
+        standing = [each for each in charged if db.permission(each[0].id, each[1]) is not None]
     if not charged:
         raise InputError(f"--client {client}: {path} has no upload of this client" + (f" in run {run}" if run else ""))
     if withdraw and len(standing) > 1:

@@ -58,26 +58,17 @@ def account(
 
     Example: fedpriv lmo account --params lmo.json --order 8 --dimension 76808
     """
-    from fedpriv.accounting.lmo.distribution import columns, fisher_information, variance
-    from fedpriv.accounting.lmo.parameters import from_json
-    from fedpriv.accounting.lmo.renyi import check_domain, checked_orders, published, quadratic_limit, sound
+    from fedpriv.accounting.lmo import divergences
+    from fedpriv.accounting.lmo.distribution import Columns
+    from fedpriv.accounting.lmo.parameters import LmoParameters
 
-    parameters = from_json(params.read_text(encoding="utf-8", errors="replace"))
-    of = columns(parameters)
-    checked_orders(order)
-    if not sensitivity > 0:
-        raise InputError(f"sensitivity = {sensitivity}: must be > 0")
-    check_domain(of, order, sensitivity)
+    of = Columns.of(LmoParameters.from_json(params.read_text(encoding="utf-8", errors="replace")))
     values = {
         "order": order,
         "dimension": dimension,
         "sensitivity": sensitivity,
-        "published": float(published(of, order, sensitivity)[0]),
-        "sound": float(sound(of, order, dimension=dimension, sensitivity=sensitivity)[0]),
-        "sound_limit": float(sound(of, order, dimension=float("inf"), sensitivity=sensitivity)[0]),
-        "second_moment_limit": float(quadratic_limit(of, order, sensitivity)[0]),
-        "fisher_limit": order * sensitivity**2 * fisher_information(parameters) / 2,
-        "variance": float(variance(of)),
+        **divergences(of, order, dimension=dimension, sensitivity=sensitivity),
+        "variance": float(of.variance),
         "published_is_guarantee": dimension == 1,
     }
     return Result(values, entries(values))
@@ -106,8 +97,7 @@ def search_noise(
     """
     from dataclasses import asdict
 
-    from fedpriv.accounting.lmo.parameters import to_dict
-    from fedpriv.lmo.budget import Budget
+    from fedpriv.lmo import Budget
     from fedpriv.lmo.comparison import sizes
     from fedpriv.lmo.search import search
 
@@ -128,7 +118,7 @@ def search_noise(
         tolerance=tolerance,
         seed=seed,
     )
-    parameters = to_dict(found.parameters)
+    parameters = found.parameters.to_dict()
     values: dict[str, Any] = {
         **asdict(budget),
         "epsilon": found.epsilon,
@@ -163,7 +153,7 @@ def compare_noises(
 
     Example: fedpriv lmo compare --epsilon 0.3 --epsilon 3 --ablations --plots results
     """
-    from fedpriv.lmo.budget import Budget
+    from fedpriv.lmo import Budget
     from fedpriv.lmo.comparison import EPSILONS, compare, reductions
 
     epsilons = tuple(epsilon or EPSILONS)

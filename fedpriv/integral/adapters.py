@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fedpriv.adapters import A_SUFFIX, B_SUFFIX, Adapter, factors_of, non_lora_tensors
 from fedpriv.errors import InputError
-from fedpriv.integral.selection import Cluster, Linkage, Measure, Vectors, select
+from fedpriv.integral._selection import Cluster, Linkage, Measure, Vectors, select
 
 # Singular values below this share of a product's largest one are rounding errors of float32 factors.
 _NOISE_FLOOR = 1e-6

@@ -27,17 +27,17 @@ from torch import Tensor, nn
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.views import default_delta
 from fedpriv.errors import InputError
-from fedpriv.integral.networks import aligned, metrics
-from fedpriv.integral.procedure import Data
-from fedpriv.integral.selection import Linkage, Measure, Vectors, distances, select
-from fedpriv.integral.subsamples import Indices, disjoint_subsamples
-from fedpriv.integral.training import (
+from fedpriv.integral._networks import aligned, metrics
+from fedpriv.integral._selection import Linkage, Measure, Vectors, distances, select
+from fedpriv.integral._subsamples import Indices, disjoint_subsamples
+from fedpriv.integral._training import (
     PrivateSchedule,
     TrainingSchedule,
     train_clipped_stacked,
     train_privately,
     train_stacked,
 )
+from fedpriv.integral.procedure import Data
 from fedpriv.mechanisms.sources import RandomSource, SeededSource
 
 Comparison = Literal["largest", "norm", "projection"]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.errors import InputError
-from fedpriv.integral.networks import NetworkMetrics, aligned, majority_class, metrics
-from fedpriv.integral.selection import Cluster, Linkage, Measure, check_epsilon, select
-from fedpriv.integral.subsamples import Subsamples, disjoint_subsamples
-from fedpriv.integral.training import TrainingSchedule, train_stacked
+from fedpriv.integral._networks import NetworkMetrics, aligned, majority_class, metrics
+from fedpriv.integral._selection import Cluster, Linkage, Measure, check_epsilon, select
+from fedpriv.integral._subsamples import Subsamples, disjoint_subsamples
+from fedpriv.integral._training import TrainingSchedule, train_stacked
 
 # Epochs after which recurrence and accuracy are measured, in addition to the last.
 _SNAPSHOT_EPOCHS = (1, 2, 5, 10, 20, 50, 100, 200, 500)

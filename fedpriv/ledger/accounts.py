@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from fedpriv.accounting.accountants import PrivacySpent, check_delta, epsilon_of, epsilons, stays_within
+from fedpriv.accounting.accountants import PrivacySpent, check_delta, epsilon_of, stays_within
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, group
+from fedpriv.accounting.many_clients import epsilons
 from fedpriv.accounting.views import VIEWS, Release, View, default_delta
 
 # Up to this many different histories are each accounted by pld, at about 0.3 s.
@@ -71,7 +72,7 @@ class Accounts:
         """The cost of every client's releases by pld, to be reported once, at the end. None as for `epsilon_of`.
 
         Equal histories are computed once. If more than 32 differ, the costs are upper bounds, marked as such: those of
-        `accountants.epsilons` for a history of equal releases, rdp for any other.
+        `many_clients.epsilons` for a history of equal releases, rdp for any other.
         """
         histories = {client: self._histories(client, this_run_only) for client in self._own}
         keys = {
@@ -136,7 +137,7 @@ def _in_bulk(histories: Iterable[tuple[frozenset[Event], float]]) -> dict[tuple[
         else:
             costs[events, delta] = replace(epsilon_of(events, delta, "rdp"), upper_bound_only=True)
     bounds = epsilons(list(single.values()), [delta for _, delta in single])
-    for (key, event), epsilon in zip(single.items(), bounds.upper.tolist(), strict=True):
+    for (key, event), epsilon in zip(single.items(), bounds.tolist(), strict=True):
         costs[key] = PrivacySpent(
             epsilon=epsilon,
             delta=key[1],

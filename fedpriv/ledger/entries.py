@@ -193,75 +193,6 @@ class Charge:
         }
 
 
-def entries(db: sqlite3.Connection) -> Iterator[Entry]:
-    """All entries in order."""
-    return _entries(db, "")
-
-
-def _entries(db: sqlite3.Connection, condition: str, values: tuple[str, ...] = ()) -> Iterator[Entry]:
-    for row in db.execute(f"SELECT {', '.join(COLUMNS)} FROM entries {condition} ORDER BY number", values):
-        yield Entry(**dict(zip(COLUMNS, row, strict=True)))
-
-
-def adoptions(db: sqlite3.Connection) -> list[Entry]:
-    """The entries of phase `adopted`, in order; an empty list for a ledger that always had its head."""
-    return list(_entries(db, f"WHERE phase = '{ADOPTED}'"))
-
-
-def charges(db: sqlite3.Connection, data_set: str) -> list[Entry]:
-    """The entries that count as spent on a data set, in order: phases `charged` and `recovered`."""
-    return list(_entries(db, f"WHERE phase IN ('{CHARGED}', '{RECOVERED}') AND data_set = ?", (data_set,)))
-
-
-def recoveries(db: sqlite3.Connection) -> list[Entry]:
-    """The entries of phase `recovered`, in order."""
-    return list(_entries(db, f"WHERE phase = '{RECOVERED}'"))
-
-
-def is_known_in_full(db: sqlite3.Connection, data_set: str) -> bool:
-    """Whether every release on a data set is known in detail; a recovery may find that there were more."""
-    return all(entry.event is not None for entry in charges(db, data_set))
-
-
-def permission(db: sqlite3.Connection, data_set: str, run: str) -> Entry | None:
-    """The entry that permits publishing a holder's own uploads of a run; None if there is none, or it was withdrawn."""
-    condition = "WHERE phase IN (?, ?) AND data_set = ? AND run = ?"
-    found = list(_entries(db, condition, (PERMITTED, WITHDRAWN, data_set, run)))
-    return found[-1] if found and found[-1].phase == PERMITTED else None
-
-
-def charged_last(db: sqlite3.Connection, client: str) -> list[tuple[DataSet, str]]:
-    """A client's data sets with each run that was charged on them, in the order of the runs' last charges."""
-    known = {data_set.id: data_set for data_set in data_sets(db) if data_set.client == client}
-    rows = db.execute(
-        f"SELECT data_set, run FROM entries WHERE phase = '{CHARGED}' GROUP BY data_set, run ORDER BY max(number)"
-    )
-    return [(known[data_set], run) for data_set, run in rows if data_set in known]
-
-
-def bounds(db: sqlite3.Connection, data_set: str) -> list[str]:
-    """The notes of the `bounded` entries of a data set, in order; see `fedpriv.accounting.filters.rule_of`."""
-    return [str(entry.note) for entry in _entries(db, "WHERE phase = ? AND data_set = ?", (BOUNDED, data_set))]
-
-
-def number_of(db: sqlite3.Connection, digest: str) -> int | None:
-    """The number of the entry with this digest; None if there is none."""
-    row = db.execute("SELECT number FROM entries WHERE digest = ?", (digest,)).fetchone()
-    return None if row is None else row[0]
-
-
-def data_sets(db: sqlite3.Connection) -> list[DataSet]:
-    """All registered data sets, in the order of their registration."""
-    return [_data_set(row) for row in db.execute(f"{_REGISTRATIONS} ORDER BY number")]
-
-
-def data_set(db: sqlite3.Connection, id_: str | None) -> DataSet | None:
-    """The data set with the given id, or the last one registered; None if there is none."""
-    condition, values = ("", ()) if id_ is None else ("AND data_set = ?", (id_,))
-    row = db.execute(f"{_REGISTRATIONS} {condition} ORDER BY number DESC LIMIT 1", values).fetchone()
-    return None if row is None else _data_set(row)
-
-
 def _data_set(row: tuple[str, str, int, float]) -> DataSet:
     return DataSet(id=row[0], client=row[1], num_records=row[2], delta=row[3])
 
@@ -278,60 +209,116 @@ _RELEASES = """
 """
 
 
-def releases(db: sqlite3.Connection, data_set: str, *, excluding_run: str = "") -> list[Release]:
-    """Everything charged on a data set in all runs but one; equal releases are merged and their counts summed."""
-    counted = _RELEASES.replace("FROM", ", count(*) FROM", 1)
-    rows = db.execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3, 4", (data_set, excluding_run))
-    merged = []
-    for text, rho_bar, scale, readers, num in rows:
-        event: Event = events.from_json(text)
-        event = event.with_count(num * event.count)
-        merged.append(Release(event=event, rho_bar=rho_bar, aggregate_scale=scale, num_readers=readers))
-    return merged
+class LedgerConnection(sqlite3.Connection):
+    """A connection to a ledger's file, with the queries for its entries."""
 
+    def entries(self) -> Iterator[Entry]:
+        """All entries in order."""
+        return self._entries("")
 
-def releases_in_order(db: sqlite3.Connection, data_set: str) -> list[Release]:
-    """Everything charged on a data set, one by one, in the order of the charges."""
-    rows = db.execute(f"SELECT {_RELEASES} ORDER BY charged.number", (data_set,))
-    known = lru_cache(events.from_json)
-    return [
-        Release(event=known(text), rho_bar=rho_bar, aggregate_scale=scale, num_readers=readers)
-        for text, rho_bar, scale, readers in rows
-    ]
+    def _entries(self, condition: str, values: tuple[str, ...] = ()) -> Iterator[Entry]:
+        for row in self.execute(f"SELECT {', '.join(COLUMNS)} FROM entries {condition} ORDER BY number", values):
+            yield Entry(**dict(zip(COLUMNS, row, strict=True)))
 
+    def adoptions(self) -> list[Entry]:
+        """The entries of phase `adopted`, in order; an empty list for a ledger that always had its head."""
+        return list(self._entries(f"WHERE phase = '{ADOPTED}'"))
 
-def releases_of(db: sqlite3.Connection, data_set: str, run: str) -> list[tuple[Key, Release]]:
-    """The releases that one run was charged on a data set, each with its key, in order."""
-    rows = db.execute(
-        f"SELECT charged.client, charged.round, charged.request, {_RELEASES} AND charged.run = ? "
-        "ORDER BY charged.number",
-        (data_set, run),
-    )
-    return [
-        (
-            Key(run=run, client=client, round=round_, request=request),
-            Release(event=events.from_json(text), rho_bar=rho_bar, aggregate_scale=scale, num_readers=readers),
+    def charges(self, data_set: str) -> list[Entry]:
+        """The entries that count as spent on a data set, in order: phases `charged` and `recovered`."""
+        return list(self._entries(f"WHERE phase IN ('{CHARGED}', '{RECOVERED}') AND data_set = ?", (data_set,)))
+
+    def recoveries(self) -> list[Entry]:
+        """The entries of phase `recovered`, in order."""
+        return list(self._entries(f"WHERE phase = '{RECOVERED}'"))
+
+    def is_known_in_full(self, data_set: str) -> bool:
+        """Whether every release on a data set is known in detail; a recovery may find that there were more."""
+        return all(entry.event is not None for entry in self.charges(data_set))
+
+    def permission(self, data_set: str, run: str) -> Entry | None:
+        """The entry that permits publishing a holder's own uploads of a run; None if none does."""
+        condition = "WHERE phase IN (?, ?) AND data_set = ? AND run = ?"
+        found = list(self._entries(condition, (PERMITTED, WITHDRAWN, data_set, run)))
+        return found[-1] if found and found[-1].phase == PERMITTED else None
+
+    def charged_last(self, client: str) -> list[tuple[DataSet, str]]:
+        """A client's data sets with each run that was charged on them, in the order of the runs' last charges."""
+        known = {data_set.id: data_set for data_set in self.data_sets() if data_set.client == client}
+        rows = self.execute(
+            f"SELECT data_set, run FROM entries WHERE phase = '{CHARGED}' GROUP BY data_set, run ORDER BY max(number)"
         )
-        for client, round_, request, text, rho_bar, scale, readers in rows
-    ]
+        return [(known[data_set], run) for data_set, run in rows if data_set in known]
 
+    def bounds(self, data_set: str) -> list[str]:
+        """The notes of the `bounded` entries of a data set, in order; see `fedpriv.accounting.filters.rule_of`."""
+        return [str(entry.note) for entry in self._entries("WHERE phase = ? AND data_set = ?", (BOUNDED, data_set))]
 
-def runs(db: sqlite3.Connection, data_set: str) -> list[RunRecord]:
-    """The runs charged on a data set, in the order of their first charge."""
-    rows = db.execute(
-        "SELECT run, count(*), min(time), max(time), group_concat(DISTINCT noise_source) FROM entries "
-        "WHERE phase IN ('charged', 'recovered') AND run IS NOT NULL AND data_set = ? GROUP BY run "
-        "ORDER BY min(number)",
-        (data_set,),
-    )
-    return [RunRecord(run=r[0], rounds=r[1], first=r[2], last=r[3], noise_source=r[4]) for r in rows]
+    def number_of(self, digest: str) -> int | None:
+        """The number of the entry with this digest; None if there is none."""
+        row = self.execute("SELECT number FROM entries WHERE digest = ?", (digest,)).fetchone()
+        return None if row is None else row[0]
 
+    def data_sets(self) -> list[DataSet]:
+        """All registered data sets, in the order of their registration."""
+        return [_data_set(row) for row in self.execute(f"{_REGISTRATIONS} ORDER BY number")]
 
-def create(db: sqlite3.Connection) -> None:
-    """Make the tables, and the secret that keys hashes of content, within the caller's transaction."""
-    for statement in _statements(_SCHEMA):
-        db.execute(statement)
-    db.execute("INSERT INTO secret VALUES (?)", (secrets.token_bytes(32),))
+    def data_set(self, id_: str | None) -> DataSet | None:
+        """The data set with the given id, or the last one registered; None if there is none."""
+        condition, values = ("", ()) if id_ is None else ("AND data_set = ?", (id_,))
+        row = self.execute(f"{_REGISTRATIONS} {condition} ORDER BY number DESC LIMIT 1", values).fetchone()
+        return None if row is None else _data_set(row)
+
+    def releases(self, data_set: str, *, excluding_run: str = "") -> list[Release]:
+        """Everything charged on a data set in all runs but one; equal releases are merged and their counts summed."""
+        counted = _RELEASES.replace("FROM", ", count(*) FROM", 1)
+        rows = self.execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3, 4", (data_set, excluding_run))
+        merged = []
+        for text, rho_bar, scale, readers, num in rows:
+            event: Event = events.from_json(text)
+            event = event.with_count(num * event.count)
+            merged.append(Release(event=event, rho_bar=rho_bar, aggregate_scale=scale, num_readers=readers))
+        return merged
+
+    def releases_in_order(self, data_set: str) -> list[Release]:
+        """Everything charged on a data set, one by one, in the order of the charges."""
+        rows = self.execute(f"SELECT {_RELEASES} ORDER BY charged.number", (data_set,))
+        known = lru_cache(events.from_json)
+        return [
+            Release(event=known(text), rho_bar=rho_bar, aggregate_scale=scale, num_readers=readers)
+            for text, rho_bar, scale, readers in rows
+        ]
+
+    def releases_of(self, data_set: str, run: str) -> list[tuple[Key, Release]]:
+        """The releases that one run was charged on a data set, each with its key, in order."""
+        rows = self.execute(
+            f"SELECT charged.client, charged.round, charged.request, {_RELEASES} AND charged.run = ? "
+            "ORDER BY charged.number",
+            (data_set, run),
+        )
+        return [
+            (
+                Key(run=run, client=client, round=round_, request=request),
+                Release(event=events.from_json(text), rho_bar=rho_bar, aggregate_scale=scale, num_readers=readers),
+            )
+            for client, round_, request, text, rho_bar, scale, readers in rows
+        ]
+
+    def runs(self, data_set: str) -> list[RunRecord]:
+        """The runs charged on a data set, in the order of their first charge."""
+        rows = self.execute(
+            "SELECT run, count(*), min(time), max(time), group_concat(DISTINCT noise_source) FROM entries "
+            "WHERE phase IN ('charged', 'recovered') AND run IS NOT NULL AND data_set = ? GROUP BY run "
+            "ORDER BY min(number)",
+            (data_set,),
+        )
+        return [RunRecord(run=r[0], rounds=r[1], first=r[2], last=r[3], noise_source=r[4]) for r in rows]
+
+    def create_tables(self) -> None:
+        """Make the tables, and the secret that keys hashes of content, within the caller's transaction."""
+        for statement in _statements(_SCHEMA):
+            self.execute(statement)
+        self.execute("INSERT INTO secret VALUES (?)", (secrets.token_bytes(32),))
 
 
 def _statements(script: str) -> Iterator[str]:

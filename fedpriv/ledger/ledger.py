@@ -22,13 +22,14 @@ from typing import Any, Self
 from fedpriv.accounting import events
 from fedpriv.accounting.views import Release
 from fedpriv.errors import LedgerError
-from fedpriv.ledger import _head, entries
+from fedpriv.ledger import _head
 from fedpriv.ledger.entries import (
     ADOPTED,
     ADOPTED_VERSION,
     BOUNDED,
     CHANGED,
     CHARGED,
+    COLUMNS,
     LATEST_VERSION,
     PERMITTED,
     REGISTERED,
@@ -37,6 +38,7 @@ from fedpriv.ledger.entries import (
     DataSet,
     Entry,
     Key,
+    LedgerConnection,
     RunRecord,
 )
 from fedpriv.ledger.reader import as_ledger_errors, check_version, verify
@@ -72,7 +74,7 @@ class Ledger:
         try:
             _lock(self._head, path)
             with as_ledger_errors(path):
-                self._db = sqlite3.connect(path, isolation_level=None, timeout=10)
+                self._db = sqlite3.connect(path, isolation_level=None, timeout=10, factory=LedgerConnection)
             try:
                 with as_ledger_errors(path):
                     self._prepare()
@@ -106,7 +108,7 @@ class Ledger:
         _head.check_unused(_head.read(self._head), self.path)
         _head.begin(self._head, self.path)
         with self._transaction():
-            entries.create(self._db)
+            self._db.create_tables()
 
     def _check_head(self) -> None:
         """Check the head, and bring it up to date if a crash left it behind."""
@@ -192,7 +194,7 @@ class Ledger:
 
     def bounds(self, data_set: str) -> list[str]:
         """The notes of how a data set's budget is enforced, in order, for `fedpriv.accounting.filters.rule_of`."""
-        return entries.bounds(self._db, data_set)
+        return self._db.bounds(data_set)
 
     def _append_bounded(self, lines: list[dict[str, Any]], data_set: DataSet, bound: str | None) -> None:
         """Append lines and a `bounded` entry together."""
@@ -206,7 +208,7 @@ class Ledger:
 
     def data_set(self, data_set: str | None = None) -> DataSet | None:
         """The data set with the given id, or the last one registered; None if there is none."""
-        return entries.data_set(self._db, data_set)
+        return self._db.data_set(data_set)
 
     def permit(self, data_set: DataSet, run: str, note: str, *, withdraw: bool = False) -> None:
         """Record that the holder lets its own uploads of a run be published, or no longer does; the last entry counts.
@@ -292,7 +294,7 @@ class Ledger:
 
     def is_known_in_full(self, data_set: str) -> bool:
         """Whether every release on a data set is known; see `Ledger.recover`."""
-        return entries.is_known_in_full(self._db, data_set)
+        return self._db.is_known_in_full(data_set)
 
     def release(self, released: Sequence[tuple[Charge, str | None]]) -> None:
         """Record how charges ended: the rho_bar of their round, and the digest of each reply that arrived."""
@@ -355,19 +357,19 @@ class Ledger:
 
     def releases(self, data_set: str, *, excluding_run: str = "") -> list[Release]:
         """Everything charged on a data set in all runs but one; equal releases are merged and their counts summed."""
-        return entries.releases(self._db, data_set, excluding_run=excluding_run)
+        return self._db.releases(data_set, excluding_run=excluding_run)
 
     def releases_in_order(self, data_set: str) -> list[Release]:
         """Everything charged on a data set, one by one, in the order of the charges."""
-        return entries.releases_in_order(self._db, data_set)
+        return self._db.releases_in_order(data_set)
 
     def releases_of(self, data_set: str, run: str) -> list[tuple[Key, Release]]:
         """The releases that one run was charged on a data set, each with its key, in order."""
-        return entries.releases_of(self._db, data_set, run)
+        return self._db.releases_of(data_set, run)
 
     def runs(self, data_set: str) -> list[RunRecord]:
         """The runs charged on a data set, in the order of their first charge."""
-        return entries.runs(self._db, data_set)
+        return self._db.runs(data_set)
 
     def copy(self, path: Path) -> None:
         """Write a copy of the ledger as it is now, with a head of its own."""
@@ -398,8 +400,8 @@ class Ledger:
             entry = Entry(number=self._number + 1, time=time, **line)
             entry = replace(entry, digest=entry.chained_digest(self._digest))
             self._db.execute(
-                f"INSERT INTO entries VALUES ({', '.join('?' * len(entries.COLUMNS))})",
-                [getattr(entry, name) for name in entries.COLUMNS],
+                f"INSERT INTO entries VALUES ({', '.join('?' * len(COLUMNS))})",
+                [getattr(entry, name) for name in COLUMNS],
             )
             self._number, self._digest = entry.number, entry.digest
 

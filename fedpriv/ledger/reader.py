@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger import _head, entries
+from fedpriv.ledger import _head
 from fedpriv.ledger._head import EMPTY_CHAIN
-from fedpriv.ledger.entries import LATEST_VERSION, VERSION, DataSet, Entry
+from fedpriv.ledger.entries import LATEST_VERSION, VERSION, DataSet, Entry, LedgerConnection
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[sqlite3.Connection]:
+def reading(path: Path) -> Iterator[LedgerConnection]:
     """A read-only connection to the ledger, which another process may be writing at the same time.
 
     Raises:
@@ -38,10 +38,10 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
             db.close()
 
 
-def _connect_to_read(path: Path) -> sqlite3.Connection:
+def _connect_to_read(path: Path) -> LedgerConnection:
     """A connection that never changes the ledger; SQLite may write its own files next to it if permitted."""
     for options in ("mode=rw", "mode=ro&immutable=1"):
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, timeout=10)
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, timeout=10, factory=LedgerConnection)
         try:
             db.execute("PRAGMA query_only = ON")
             check_version(db, path)
@@ -56,7 +56,7 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
     raise AssertionError("unreachable")
 
 
-def verify(db: sqlite3.Connection, path: Path) -> Entry | None:
+def verify(db: LedgerConnection, path: Path) -> Entry | None:
     """The last entry of a ledger whose chain is intact from the first entry on; None if the ledger is empty.
 
     Raises:
@@ -67,7 +67,7 @@ def verify(db: sqlite3.Connection, path: Path) -> Entry | None:
         (quick_check,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if quick_check != "ok":
             raise LedgerError(f"{path}: damaged: {' '.join(quick_check.split())}")
-        for number, entry in enumerate(entries.entries(db), start=1):
+        for number, entry in enumerate(db.entries(), start=1):
             if entry.number != number:
                 raise LedgerError(f"{path}: broken chain: entry {number} is missing")
             if entry.digest != entry.chained_digest(previous):
@@ -76,7 +76,7 @@ def verify(db: sqlite3.Connection, path: Path) -> Entry | None:
     return last
 
 
-def verify_with_head(db: sqlite3.Connection, path: Path) -> Entry | None:
+def verify_with_head(db: LedgerConnection, path: Path) -> Entry | None:
     """Like `verify`, and checks that PATH.head is there and names an entry of the chain.
 
     Raises:
@@ -88,7 +88,7 @@ def verify_with_head(db: sqlite3.Connection, path: Path) -> Entry | None:
     return last
 
 
-def verify_without_head(db: sqlite3.Connection, path: Path) -> Entry | None:
+def verify_without_head(db: LedgerConnection, path: Path) -> Entry | None:
     """Like `verify`, for a ledger whose head is missing or unreadable.
 
     Raises:
@@ -99,7 +99,7 @@ def verify_without_head(db: sqlite3.Connection, path: Path) -> Entry | None:
     return last
 
 
-def check_version(db: sqlite3.Connection, path: Path) -> int:
+def check_version(db: LedgerConnection, path: Path) -> int:
     """The version of the file.
 
     Raises:
@@ -138,7 +138,7 @@ REGISTRATIONS, NODE = "registrations.json", "vault.toml"
 _LONGEST_NAME = 100
 
 
-def holder_names(db: sqlite3.Connection, path: Path, run: Path | None) -> dict[str, str]:
+def holder_names(db: LedgerConnection, path: Path, run: Path | None) -> dict[str, str]:
     """{id of a data set: its holder's name} for a ledger.
 
     Args:
@@ -151,7 +151,7 @@ def holder_names(db: sqlite3.Connection, path: Path, run: Path | None) -> dict[s
     """
     if run is not None and not (run / REGISTRATIONS).is_file():
         raise InputError(f"run = {str(run)!r}: holds no {REGISTRATIONS}; give the folder that a run wrote")
-    return names_in(path.parent if run is None else run, entries.data_sets(db))
+    return names_in(path.parent if run is None else run, db.data_sets())
 
 
 def names_in(folder: Path, data_sets: list[DataSet]) -> dict[str, str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sqlite3
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -20,8 +19,8 @@ from typing import Any, Self
 
 from fedpriv.deployment import keys
 from fedpriv.files import sync_folder
-from fedpriv.ledger import entries
 from fedpriv.ledger._head import EMPTY_CHAIN
+from fedpriv.ledger.entries import RECOVERED, LedgerConnection
 
 FIELD = "receipt"
 """The field of a message, and of a journal's event, that holds a receipt as text."""
@@ -138,12 +137,12 @@ class Chain:
         return self.replaced.union(link.digest for link in self.links)
 
 
-def chain_of(db: sqlite3.Connection, data_set: str) -> Chain:
+def chain_of(db: LedgerConnection, data_set: str) -> Chain:
     """The chain of a data set's charges in an open ledger."""
     links, replaced = [Receipt(data_set=data_set)], set()
     digest = links[0].digest
-    for entry in entries.charges(db, data_set):
-        note = json.loads(entry.note) if entry.phase == entries.RECOVERED and entry.note else {}
+    for entry in db.charges(data_set):
+        note = json.loads(entry.note) if entry.phase == RECOVERED and entry.note else {}
         replaced.add(note.get("replaces", ""))
         link = Receipt(
             data_set=data_set,
@@ -162,9 +161,9 @@ def chain_of(db: sqlite3.Connection, data_set: str) -> Chain:
     return Chain(tuple(links), frozenset(replaced))
 
 
-def chains_of(db: sqlite3.Connection) -> list[Chain]:
+def chains_of(db: LedgerConnection) -> list[Chain]:
     """The chains of all data sets in an open ledger, in the order of their registration."""
-    return [chain_of(db, data_set.id) for data_set in entries.data_sets(db)]
+    return [chain_of(db, data_set.id) for data_set in db.data_sets()]
 
 
 class ReceiptLog:

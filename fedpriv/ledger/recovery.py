@@ -9,7 +9,6 @@ charged in addition, so a false claim costs the node budget and nothing else.
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,7 @@ from typing import Any
 
 from fedpriv.accounting import events
 from fedpriv.errors import InputError
-from fedpriv.ledger import entries
-from fedpriv.ledger.entries import RECOVERED, DataSet
+from fedpriv.ledger.entries import RECOVERED, DataSet, LedgerConnection
 from fedpriv.ledger.reader import reading, verify
 from fedpriv.ledger.receipts import Chain, Receipt, ReceiptLog, chain_of
 
@@ -72,7 +70,7 @@ class Missing:
         return {"phase": RECOVERED, "data_set": self.data_set.id}
 
 
-def missing(db: sqlite3.Connection, sources: Iterable[Path], signers: Collection[str]) -> list[Missing]:
+def missing(db: LedgerConnection, sources: Iterable[Path], signers: Collection[str]) -> list[Missing]:
     """The charges that each data set of a ledger lacks, by what these sources know.
 
     Args:
@@ -92,7 +90,7 @@ def missing(db: sqlite3.Connection, sources: Iterable[Path], signers: Collection
         else:
             receipts += _receipts_in(path)
     signed = [each for each in receipts if each.signer in signers and each.is_of(each.signer)]
-    known = entries.data_sets(db)
+    known = db.data_sets()
     orphans = [each for each in signed if each.counter and each.data_set not in {data_set.id for data_set in known}]
     if orphans and not known:
         raise InputError(
@@ -116,7 +114,7 @@ def _receipts_in(path: Path) -> list[Receipt]:
 
 
 def _of_data_set(
-    db: sqlite3.Connection,
+    db: LedgerConnection,
     data_set: DataSet,
     receipts: Sequence[Receipt],
     orphans: Sequence[Receipt],

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-import sqlite3
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,8 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.filters import CommittedPlans, RenyiFilter
 from fedpriv.accounting.views import PlannedView, Release, least_readers, readers_label
 from fedpriv.errors import InputError
-from fedpriv.ledger import entries, reader
-from fedpriv.ledger.entries import DataSet, Entry
+from fedpriv.ledger import reader
+from fedpriv.ledger.entries import COLUMNS, DataSet, Entry, LedgerConnection
 from fedpriv.texts import holder_label
 
 if TYPE_CHECKING:
@@ -69,30 +68,18 @@ _RESTS_ON_OTHERS = (
 )
 
 
-def adoptions(db: sqlite3.Connection) -> list[dict[str, Any]]:
-    """The adoptions, where an operator alone vouches that no entry is missing: up to which entry, when and why."""
-    return [
-        {"up_to_entry": entry.number - 1, "time": entry.time, "reason": entry.note} for entry in entries.adoptions(db)
-    ]
+def gaps(db: LedgerConnection) -> dict[str, list[dict[str, Any]]]:
+    """The events after which a ledger may not tell all: `adopted` and `recovered`, each a list.
 
-
-def adoption_lines(adopted: list[dict[str, Any]]) -> list[str]:
-    """The adoptions for a reader, one line each."""
-    return [
-        f"NOT KNOWN TO BE COMPLETE up to entry {each['up_to_entry']}: the head was missing on {each['time'][:19]} UTC, "
-        f"and only the operator's word says that no entry is lost: {each['reason']}"
-        for each in adopted
-    ]
-
-
-def recoveries(db: sqlite3.Connection) -> list[dict[str, Any]]:
-    """The recoveries, where charges were taken over since the ledger had been restored: when, how many and why."""
+    At an adoption the operator alone vouches that no entry is missing: up to which entry, when and why. At a recovery
+    charges were taken over since the ledger had been restored: when, how many and why.
+    """
     groups: dict[tuple[str, str, str], list[Entry]] = {}
-    for entry in entries.recoveries(db):
+    for entry in db.recoveries():
         groups.setdefault((entry.time, entry.data_set, json.loads(entry.note or "{}").get("reason", "")), []).append(
             entry
         )
-    return [
+    recovered = [
         {
             "time": time,
             "data_set": data_set,
@@ -102,11 +89,17 @@ def recoveries(db: sqlite3.Connection) -> list[dict[str, Any]]:
         }
         for (time, data_set, reason), found in groups.items()
     ]
+    adopted = [{"up_to_entry": entry.number - 1, "time": entry.time, "reason": entry.note} for entry in db.adoptions()]
+    return {"adopted": adopted, "recovered": recovered}
 
 
-def recovery_lines(recovered: list[dict[str, Any]]) -> list[str]:
-    """The recoveries for a reader, one or two lines each."""
-    lines = []
+def gap_lines(*, adopted: Sequence[dict[str, Any]] = (), recovered: Sequence[dict[str, Any]] = ()) -> list[str]:
+    """The gaps for a reader, one or two lines each."""
+    lines = [
+        f"NOT KNOWN TO BE COMPLETE up to entry {each['up_to_entry']}: the head was missing on {each['time'][:19]} UTC, "
+        f"and only the operator's word says that no entry is lost: {each['reason']}"
+        for each in adopted
+    ]
     for each in recovered:
         when = f"{each['time'][:19]} UTC: data set {each['data_set'][:12]}"
         if each["releases"]:
@@ -122,7 +115,7 @@ def recovery_lines(recovered: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def enforcement(db: sqlite3.Connection, data_set: DataSet | None, epsilon: float | None, view: PlannedView) -> str:
+def enforcement(db: LedgerConnection, data_set: DataSet | None, epsilon: float | None, view: PlannedView) -> str:
     """The rule that enforces the budget of a data set, and the share of it that is used, in words.
 
     Args:
@@ -136,14 +129,14 @@ def enforcement(db: sqlite3.Connection, data_set: DataSet | None, epsilon: float
     """
     if data_set is None or epsilon is None:
         return "nothing: there is no budget or no data set"
-    delta, history = data_set.delta_for_releases, entries.releases(db, data_set.id)
-    rule = filters.rule_of(entries.bounds(db, data_set.id)) or RenyiFilter.derived(epsilon, delta)
+    delta, history = data_set.delta_for_releases, db.releases(data_set.id)
+    rule = filters.rule_of(db.bounds(data_set.id)) or RenyiFilter.derived(epsilon, delta)
     used = rule.used([release.charged_on(view) for release in history], epsilon=epsilon, delta=delta)
     return f"by {rule}, {used:.0%} of it used"
 
 
 def spending(
-    db: sqlite3.Connection,
+    db: LedgerConnection,
     *,
     names: Mapping[str, str] | None = None,
     budget_epsilon: float | None = None,
@@ -162,13 +155,13 @@ def spending(
         view: of the budget.
     """
     known = names or {}
-    return [_spending(db, each, known.get(each.id), budget_epsilon, view) for each in entries.data_sets(db)]
+    return [_spending(db, each, known.get(each.id), budget_epsilon, view) for each in db.data_sets()]
 
 
 def _spending(
-    db: sqlite3.Connection, data_set: DataSet, name: str | None, budget_epsilon: float | None, view: PlannedView
+    db: LedgerConnection, data_set: DataSet, name: str | None, budget_epsilon: float | None, view: PlannedView
 ) -> dict[str, Any]:
-    releases, runs = entries.releases(db, data_set.id), entries.runs(db, data_set.id)
+    releases, runs = db.releases(data_set.id), db.runs(data_set.id)
     units = {release.event.unit for release in releases}
     if len(units) > 1:
         raise InputError(f"data set {data_set.id}: has releases of different units, which have no common epsilon")
@@ -185,7 +178,7 @@ def _spending(
     }
     costs["aggregate"] = epsilon_of(charged["aggregate"], data_set.delta) if is_summed else costs["local"]
     # More was released than anyone can list, so no sum of what is listed may be stated.
-    is_known = entries.is_known_in_full(db, data_set.id)
+    is_known = db.is_known_in_full(data_set.id)
     epsilons = {name: cost.epsilon if is_known else math.inf for name, cost in costs.items()}
     result: dict[str, Any] = {
         "client": data_set.client,
@@ -205,7 +198,7 @@ def _spending(
         "caveats": sorted({event.caveat for event in local if event.caveat and event.sampling_probability > 0}),
         "noise_source": ",".join(sorted({source for run in runs for source in run.noise_source.split(",")})),
     }
-    rule = filters.rule_of(entries.bounds(db, data_set.id))
+    rule = filters.rule_of(db.bounds(data_set.id))
     result["enforced_by"] = None if rule is None else str(rule)
     if budget_epsilon is not None and (last := _last_charge(db, data_set)) is not None:
         event, before = last.charged_on(view), charged[view]
@@ -215,14 +208,14 @@ def _spending(
             )
         else:
             if isinstance(rule, CommittedPlans):
-                before = [release.charged_on(view) for release in entries.releases_in_order(db, data_set.id)]
+                before = [release.charged_on(view) for release in db.releases_in_order(data_set.id)]
             rounds = rule.remaining(before, event, epsilon=budget_epsilon, delta=data_set.delta_for_releases)
         result["remaining_rounds"] = int(min(rounds, _MOST_ROUNDS)) if is_known else 0
     return result
 
 
 def statement(
-    db: sqlite3.Connection,
+    db: LedgerConnection,
     path: Path,
     client: str,
     *,
@@ -243,15 +236,15 @@ def statement(
         LedgerError: the chain is broken, so nothing can be stated.
     """
     last = reader.verify_with_head(db, path)
-    registered, names = entries.data_sets(db), names or {}
+    registered, names = db.data_sets(), names or {}
     data_sets = [data_set for data_set in registered if data_set.client == client]
     if not data_sets or last is None:
         known = ", ".join(dict.fromkeys(label(each.client, names.get(each.id)) for each in registered)) or "nobody"
         raise InputError(f"--client {client}: {path} knows {known}; give the number")
     pages = []
     for data_set in data_sets:
-        cost = _spending(db, data_set, names.get(data_set.id), None, view)
-        runs = [asdict(run) for run in entries.runs(db, data_set.id)]
+        cost, found = _spending(db, data_set, names.get(data_set.id), None, view), gaps(db)
+        runs = [asdict(run) for run in db.runs(data_set.id)]
         seeded = "seeded" in cost["noise_source"]
         pages.append(
             cost
@@ -267,8 +260,8 @@ def statement(
                 "entries": last.number,
                 "head": last.digest,
                 "as_of": last.time,
-                "adopted": adoptions(db),
-                "recovered": [each for each in recoveries(db) if each["data_set"] == data_set.id],
+                "adopted": found["adopted"],
+                "recovered": [each for each in found["recovered"] if each["data_set"] == data_set.id],
             }
         )
     return pages
@@ -305,7 +298,7 @@ def render(page: Mapping[str, Any]) -> str:
         lines += ["", f"NOT A PRIVACY GUARANTEE: {caveat}."]
     if "seeded" in page["noise_source"]:
         lines += ["", "NOT PRIVATE: some noise came from a seeded generator. Anyone who knows the seed can remove it."]
-    for line in (*adoption_lines(page["adopted"]), *recovery_lines(page["recovered"])):
+    for line in gap_lines(adopted=page["adopted"], recovered=page["recovered"]):
         lines += ["", *textwrap.wrap(line, 104)]
     lines += ["", f"Noise source      {page['noise_source'] or 'nothing was released'}", "", "Covered"]
     lines += [*_wrapped([page["covers"]]), "", "Not covered", *_wrapped(page["does_not_cover"])]
@@ -327,7 +320,7 @@ def label(client: str, name: str | None) -> str:
     return holder_label(client, name) if name else client
 
 
-def _last_charge(db: sqlite3.Connection, data_set: DataSet) -> Release | None:
+def _last_charge(db: LedgerConnection, data_set: DataSet) -> Release | None:
     row = db.execute(
         "SELECT event, rho_bar, aggregate_scale FROM entries WHERE phase = 'charged' AND data_set = ? "
         "ORDER BY number DESC LIMIT 1",
@@ -336,7 +329,7 @@ def _last_charge(db: sqlite3.Connection, data_set: DataSet) -> Release | None:
     return None if row is None else Release(event=events.from_json(row[0]), rho_bar=row[1], aggregate_scale=row[2])
 
 
-def _notes(db: sqlite3.Connection, data_set: DataSet) -> list[str]:
+def _notes(db: LedgerConnection, data_set: DataSet) -> list[str]:
     rows = db.execute(
         "SELECT note FROM entries WHERE phase = 'registered' AND data_set = ? AND note IS NOT NULL", (data_set.id,)
     )
@@ -365,8 +358,8 @@ def entries_frame(path: str | Path) -> pd.DataFrame:
     path = Path(path)
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
-        rows = [asdict(entry) for entry in entries.entries(db)]
-    frame = pd.DataFrame(rows, columns=list(entries.COLUMNS)).set_index("number")
+        rows = [asdict(entry) for entry in db.entries()]
+    frame = pd.DataFrame(rows, columns=list(COLUMNS)).set_index("number")
     whole, real = ("round", "num_records"), ("rho_bar", "aggregate_scale", "delta")
     return frame.astype(dict.fromkeys(whole, "Int64") | dict.fromkeys(real, float))
 

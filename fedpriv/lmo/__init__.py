@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from fedpriv.accounting.lmo.parameters import GammaPart as GammaPart
     from fedpriv.accounting.lmo.parameters import LmoParameters as LmoParameters
     from fedpriv.accounting.lmo.parameters import UniformPart as UniformPart
-    from fedpriv.lmo.budget import Budget as Budget
-    from fedpriv.lmo.budget import cost as cost
-    from fedpriv.lmo.budget import fitted as fitted
-    from fedpriv.lmo.budget import laplace as laplace
+    from fedpriv.lmo._budget import Budget as Budget
+    from fedpriv.lmo._budget import cost as cost
+    from fedpriv.lmo._budget import fitted as fitted
+    from fedpriv.lmo._budget import laplace as laplace
     from fedpriv.lmo.comparison import compare as compare
     from fedpriv.lmo.search import FoundNoise as FoundNoise
     from fedpriv.lmo.search import SearchSpace as SearchSpace

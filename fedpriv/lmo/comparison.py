@@ -13,9 +13,9 @@ import numpy as np
 from scipy import stats
 
 from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.lmo.distribution import columns, entropy, mean_absolute, quantile, variance
-from fedpriv.accounting.lmo.parameters import Combination, LmoParameters, from_dict, to_dict
-from fedpriv.lmo.budget import Budget, cost, fitted, laplace
+from fedpriv.accounting.lmo.distribution import Columns
+from fedpriv.accounting.lmo.parameters import Combination, LmoParameters
+from fedpriv.lmo._budget import Budget, cost, fitted, laplace
 from fedpriv.lmo.search import PARTS, Objective, PartName, SearchSpace, search
 
 if TYPE_CHECKING:
@@ -129,17 +129,17 @@ def _at_dimension(budget: Budget, shapes: dict[str, LmoParameters], largest: int
             record[f"{size}_reduction"] = 1 - record[size] / gaussian[size]
         if budget.dimension == 1 and largest > 1:
             record["epsilon_at_dimension"] = cost(parameters, replace(budget, dimension=largest))
-        yield record | {"parameters": to_dict(parameters)}
+        yield record | {"parameters": parameters.to_dict()}
 
 
 def sizes(parameters: LmoParameters) -> Record:
     """Variance, entropy, and mean and median absolute value of LMO noise, in units of the clip norm; may be inf."""
-    candidates = columns(parameters)
+    candidates = Columns.of(parameters)
     return {
-        "variance": float(variance(candidates)),
-        "entropy": entropy(parameters),
-        "mean_absolute": float(mean_absolute(candidates)),
-        "median_absolute": float(quantile(parameters, 0.75)),
+        "variance": float(candidates.variance),
+        "entropy": candidates.entropy,
+        "mean_absolute": float(candidates.mean_absolute),
+        "median_absolute": float(candidates.quantile(0.75)),
     }
 
 
@@ -243,4 +243,4 @@ def _main(records: Sequence[Record], epsilon: float) -> list[Record]:
 def _size_quantiles(record: Record) -> np.ndarray[Any, np.dtype[np.float64]]:
     if record["noise"] == "gaussian":
         return np.asarray(record["noise_multiplier"] * stats.norm.ppf((1 + _SHARES) / 2))
-    return quantile(from_dict(record["parameters"]), (1 + _SHARES) / 2)
+    return Columns.of(LmoParameters.from_dict(record["parameters"])).quantile((1 + _SHARES) / 2)

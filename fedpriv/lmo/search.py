@@ -17,7 +17,7 @@ from scipy.spatial.distance import cdist
 from scipy.stats import qmc
 
 from fedpriv.accounting.composition.law import Array
-from fedpriv.accounting.lmo.distribution import Columns, columns, log_mgf, mean_absolute, variance
+from fedpriv.accounting.lmo.distribution import Columns
 from fedpriv.accounting.lmo.parameters import (
     Combination,
     ExponentialPart,
@@ -26,7 +26,7 @@ from fedpriv.accounting.lmo.parameters import (
     UniformPart,
 )
 from fedpriv.errors import InputError
-from fedpriv.lmo.budget import Budget, cost, costs, fitted, search_orders
+from fedpriv.lmo._budget import Budget, cost, costs, fitted, search_orders
 
 # `usefulness`: how often the noise is at most `tolerance` in size (Mohammady et al. 2020), here as 1 - usefulness.
 Objective = Literal["variance", "mean-absolute", "usefulness"]
@@ -174,8 +174,8 @@ def _sobol_candidates(space: SearchSpace, num: int, *, seed: int) -> Columns:
 def _measure(candidates: Columns, objective: Objective, tolerance: float) -> Array:
     """[...] The objective of the candidates, smaller is better; see `search`."""
     if objective == "variance":
-        return variance(candidates)
-    return mean_absolute(candidates) if objective == "mean-absolute" else np.exp(log_mgf(candidates, -tolerance))
+        return candidates.variance
+    return candidates.mean_absolute if objective == "mean-absolute" else np.exp(candidates.log_mgf(-tolerance))
 
 
 def _finished(
@@ -193,7 +193,7 @@ def _finished(
     parameters = fitted(_parameters(space, shape), budget, largest_factor=float(_factors(space, shape)[1][0]))
     return FoundNoise(
         parameters=parameters,
-        value=float(_measure(columns(parameters), objective, tolerance)),
+        value=float(_measure(Columns.of(parameters), objective, tolerance)),
         epsilon=cost(parameters, budget),
         valid_dimension=budget.valid_dimension,
         num_candidates=num_candidates,
@@ -367,7 +367,7 @@ def coverage(
 def _cell_probabilities(candidates: Columns, num_cells: int) -> Array:
     """[n, cells] Probability of equal cells of [-1, 1] under each noise, normalised to sum to one."""
     edges = np.linspace(-1, 1, num_cells + 1)
-    tails = np.exp(log_mgf(candidates.with_axes(1), -np.abs(edges))) / 2
+    tails = np.exp(candidates.with_axes(1).log_mgf(-np.abs(edges))) / 2
     shares = np.diff(np.where(edges < 0, tails, 1 - tails))
     return np.asarray(shares / shares.sum(axis=1, keepdims=True))
 

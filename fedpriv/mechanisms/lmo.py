@@ -12,10 +12,9 @@ import numpy as np
 
 from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event, SubsampledLmo
-from fedpriv.accounting.lmo import parameters as lmo_parameters
-from fedpriv.accounting.lmo.distribution import columns, quantile
+from fedpriv.accounting.lmo.distribution import Columns
 from fedpriv.accounting.lmo.event import PUBLISHED_CAVEAT
-from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoAccounting, LmoParameters, Part
+from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoAccounting, LmoParameters, Part, read_json
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource, laplace_from_words, on_grid, uniform_from_words
@@ -46,7 +45,7 @@ class _Lmo:
         noise, accounting = _read(parameters)
         _multiplied(noise, noise_multiplier)
         published = {} if accounting == "sound" else {"accounting": accounting}
-        return json.dumps(lmo_parameters.to_dict(noise) | published)
+        return json.dumps(noise.to_dict() | published)
 
     def caveat(self, parameters: str) -> str:
         """The part of `published` accounting that is unproven."""
@@ -100,12 +99,12 @@ def _read(text: str) -> tuple[LmoParameters, LmoAccounting]:
         InputError: the parameters are invalid; the message says what is wrong.
     """
     try:
-        values = lmo_parameters.read_json(text)
+        values = read_json(text)
         accounting = values.pop("accounting", "sound") if isinstance(values, dict) else "sound"
         if accounting not in get_args(LmoAccounting):
             known = ", ".join(get_args(LmoAccounting))
             raise InputError(f"accounting = {str(accounting)[:60]!r}: must be one of {known}")
-        return lmo_parameters.from_dict(values), cast(LmoAccounting, accounting)
+        return LmoParameters.from_dict(values), cast(LmoAccounting, accounting)
     except InputError as error:
         raise InputError(f"mechanism_parameters: {error}") from None
 
@@ -144,7 +143,7 @@ def _inverse_scales(parameters: LmoParameters, num: int, source: RandomSource) -
     if len(parts) == 1:
         return _draw(parts[0], num, source)
     u = np.empty(num)
-    weights = columns(parameters).weights
+    weights = Columns.of(parameters).weights
     boundaries = np.cumsum(weights[weights > 0])[:-1]
     part_indices = np.searchsorted(boundaries, uniform_from_words(source.words(num)))
     for index, part in enumerate(parts):
@@ -188,4 +187,4 @@ def _gamma(shape: float, num: int, source: RandomSource) -> Array:
 @lru_cache(maxsize=64)
 def _median_size(parameters: LmoParameters) -> float:
     """Median size of the noise, in units of the clip norm."""
-    return float(quantile(parameters, 0.75))
+    return float(Columns.of(parameters).quantile(0.75))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from fedpriv.config import RunConfig
 from fedpriv.dedup import variants
 from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger import entries, reader
+from fedpriv.ledger import reader
+from fedpriv.ledger.entries import LedgerConnection
 from fedpriv.publishing import card
 from fedpriv.publishing.card import why_not_private
 from fedpriv.publishing.saved import ADAPTER_CONFIG, SavedVariant
@@ -184,13 +184,13 @@ def _only_uploader(name: str, run: Path) -> list[str]:
     return uploaders if len(uploaders) == 1 else []
 
 
-def _check_history(db: sqlite3.Connection, path: Path, described: Described, run: str) -> None:
+def _check_history(db: LedgerConnection, path: Path, described: Described, run: str) -> None:
     """Refuse a variant that is made of anything but releases of the run that the ledger has charged."""
     uploads = described.history.ancestors
     if uploads is None or any(upload.run != run for upload in uploads):
         raise InputError(f"variant = {described.name!r}: is not made of this run's uploads alone")
     for data_set in {upload.data_set for upload in uploads}:
-        charged = {(key.round, key.request) for key, _ in entries.releases_of(db, data_set, run)}
+        charged = {(key.round, key.request) for key, _ in db.releases_of(data_set, run)}
         if not {(u.round, u.request) for u in uploads if u.data_set == data_set} <= charged:
             raise InputError(f"variant = {described.name!r}: is made of uploads that {path} has not charged")
 
@@ -207,22 +207,22 @@ def _check_budgets(saved: SavedVariant, summary: Mapping[str, Any]) -> None:
             )
 
 
-def _check_ledger(db: sqlite3.Connection, path: Path, summary: Mapping[str, Any], data_sets: Mapping[str, str]) -> None:
+def _check_ledger(db: LedgerConnection, path: Path, summary: Mapping[str, Any], data_sets: Mapping[str, str]) -> None:
     """Refuse a ledger of another run, and noise of which the ledger says that it was seeded."""
-    if entries.number_of(db, str(summary.get("ledger_head"))) is None:
+    if db.number_of(str(summary.get("ledger_head"))) is None:
         raise LedgerError(
             f"{path}: has no entry {summary.get('ledger_head')}, with which the run ended; give its --ledger"
         )
     for client, data_set in data_sets.items():
-        own = [known for known in entries.runs(db, data_set) if known.run == summary.get("run_id")]
+        own = [known for known in db.runs(data_set) if known.run == summary.get("run_id")]
         if own and own[0].noise_source != "secure":
             raise InputError(f"client {client}: by {path} its noise was {own[0].noise_source}, which protects nobody")
 
 
 def _permission(
-    db: sqlite3.Connection, path: Path, summary: Mapping[str, Any], client: str, data_sets: Mapping[str, str]
+    db: LedgerConnection, path: Path, summary: Mapping[str, Any], client: str, data_sets: Mapping[str, str]
 ) -> str:
-    found = entries.permission(db, data_sets.get(client, ""), str(summary.get("run_id")))
+    found = db.permission(data_sets.get(client, ""), str(summary.get("run_id")))
     if found is None:
         raise InputError(
             f"variant: shows what client {client} uploaded, and {path} has no permission of that holder; once you have "

@@ -15,7 +15,6 @@ from fedpriv.adapters import model_state
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
 from fedpriv.errors import LedgerError
 from fedpriv.files import Journal
-from fedpriv.ledger import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.vault._charging import NodePolicy, RefusedError
@@ -112,7 +111,7 @@ def _registered(ledger: Path) -> str:
     """Id of the data set that a ledger holds now; empty if there is none, or it cannot be read."""
     try:
         with reading(ledger) as db:
-            data_set = entries.data_set(db, None)
+            data_set = db.data_set(None)
     except LedgerError:
         return ""
     return data_set.id if data_set else ""

@@ -17,7 +17,6 @@ from pathlib import Path
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import replace_file, sync_folder
-from fedpriv.ledger import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import Chain, Receipt, ReceiptLog, chain_of, from_text
 from fedpriv.vault.settings import VaultSettings
@@ -177,7 +176,7 @@ class ReceiptWatch:
         if path is None:
             raise InputError("counter_file: vault.toml names none")
         with reading(ledger) as db:
-            data_set = entries.data_set(db, None)
+            data_set = db.data_set(None)
             if data_set is None:
                 raise InputError(f"counter_file = {path}: {ledger} holds no data set whose charges it could count")
             receipt = chain_of(db, data_set.id).newest.signed(self.key)

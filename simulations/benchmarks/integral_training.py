@@ -24,10 +24,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedpriv.data import load_table
-from fedpriv.integral.networks import HIDDEN, perceptron, to_vector
-from fedpriv.integral.subsamples import Indices, disjoint_subsamples
+from fedpriv.integral import (
+    HIDDEN,
+    OPTIMIZERS,
+    Indices,
+    TrainingSchedule,
+    batch_order,
+    disjoint_subsamples,
+    perceptron,
+    to_vector,
+    train_stacked,
+)
 from fedpriv.integral.tabular import prepare
-from fedpriv.integral.training import OPTIMIZERS, TrainingSchedule, batch_order, train_stacked
 
 TARGET = 10.0
 JUDGED = ("dnn-1", "dnn-3", "dnn-4")

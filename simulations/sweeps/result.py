@@ -18,7 +18,7 @@ import pandas as pd
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, group
 from fedpriv.data.federated import holdings
-from fedpriv.ledger import entries, reader
+from fedpriv.ledger import reader
 from fedpriv.runs import LANGUAGE_KEYS, files
 from fedpriv.runs.figures import format_epsilon
 from fedpriv.runs.files import LEDGER, read_config
@@ -216,9 +216,9 @@ def total(folders: Sequence[Path]) -> SweepSpending:
         clients = groups[holdings(read_config(folder))]
         with reader.reading(path) as db:
             reader.verify_with_head(db, path)
-            for data_set in entries.data_sets(db):
+            for data_set in db.data_sets():
                 events, delta = clients.get(data_set.client, ([], 0.0))
-                events += [release.seen_by("local") for release in entries.releases(db, data_set.id)]
+                events += [release.seen_by("local") for release in db.releases(data_set.id)]
                 clients[data_set.client] = (events, max(delta, data_set.delta))
     costs = [_largest(list(clients.values())) for clients in groups.values()]
     return SweepSpending(

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from dp_accounting import pld, rdp
 
-from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.accountants import ORDERS, PLD_LIMIT, epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.composition.conversion import ORDERS, PLD_LIMIT
 from fedpriv.accounting.events import SubsampledGaussian
 
 NUM_SETTINGS = pytest.mark.parametrize("num", [20, pytest.param(200, marks=pytest.mark.slow)])

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.composition.conversion import ORDERS
+from fedpriv.accounting.accountants import ORDERS, epsilon_of
 from fedpriv.accounting.discrete_gaussian import (
     CHARGED_SHARE,
     MIN_STDDEV,

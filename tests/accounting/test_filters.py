@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.composition.conversion import INTEGER_ORDERS
+from fedpriv.accounting.accountants import INTEGER_ORDERS, epsilon_of
 from fedpriv.accounting.events import EpsilonDelta, Event, PureEpsilon, SubsampledGaussian
 from fedpriv.accounting.filters import (
     CommittedPlan,

@@ -11,7 +11,7 @@ from dp_accounting.rdp.rdp_privacy_accountant import _compute_rdp_poisson_subsam
 from scipy.special import logsumexp
 
 from fedpriv.accounting._gaussian import sampled_curve
-from fedpriv.accounting.composition.conversion import ORDERS
+from fedpriv.accounting.accountants import ORDERS
 
 # At 0.573 and z = 0.3, the thousandth term of order 1.3 is e^-29.99 of the sum.
 PROBABILITIES = [1e-6, 1e-4, 0.01, 1 / 16, 0.25, 0.5, 0.5732762522853087, 0.9, 0.999, 1 - 1e-9]

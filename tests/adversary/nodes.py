@@ -22,7 +22,7 @@ from fedpriv.accounting.views import default_delta
 from fedpriv.adapters._locations import model_digest
 from fedpriv.config import ON_NODES, RunConfig, Scalar, parse, to_flower
 from fedpriv.deployment import keys
-from fedpriv.ledger.entries import CHARGED, data_sets, entries, releases
+from fedpriv.ledger.entries import CHARGED
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.training import workbench as workbench_module
@@ -238,7 +238,7 @@ def ask(node: Node, question: Question, holder: Holder | None = None) -> Answer:
 def num_charges(node: Node) -> int:
     """How many releases the node's ledger has charged."""
     with reading(node.settings.ledger) as db:
-        return sum(entry.phase == CHARGED for entry in entries(db))
+        return sum(entry.phase == CHARGED for entry in db.entries())
 
 
 def spent(node: Node) -> float:
@@ -246,5 +246,5 @@ def spent(node: Node) -> float:
     if not node.settings.ledger.exists():
         return 0.0
     with reading(node.settings.ledger) as db:
-        data_set = data_sets(db)[-1]
-        return epsilon_of([release.event for release in releases(db, data_set.id)], data_set.delta).epsilon
+        data_set = db.data_sets()[-1]
+        return epsilon_of([release.event for release in db.releases(data_set.id)], data_set.delta).epsilon

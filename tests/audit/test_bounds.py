@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from fedpriv.audit.bounds import (
+from fedpriv.audit._bounds import (
     _one_run_p_value,
     clopper_pearson,
     ladder,

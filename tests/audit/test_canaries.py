@@ -8,11 +8,12 @@ import torch
 from scipy import stats
 
 from fedpriv.adapters import read
-from fedpriv.audit import canaries
+from fedpriv.audit import _canaries as canaries
 from fedpriv.audit.black_box import CanaryPlan, audit_run, audited_client, record_losses
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.model import TrainingModel
+from simulations.studies.audit import harness
 
 
 def test_coins_are_fair():
@@ -24,20 +25,20 @@ def test_coins_are_fair():
 
 def test_directions_are_unit_vectors_and_orthogonal_where_promised():
     for directions in (
-        canaries.coordinate_directions(8, range(8, 16), 16),
-        canaries.dense_directions(16, 16, SeededSource(1)),
+        harness.coordinate_directions(8, range(8, 16), 16),
+        harness.dense_directions(16, 16, SeededSource(1)),
     ):
         torch.testing.assert_close(directions @ directions.T, torch.eye(len(directions)))
-    dense = canaries.dense_directions(5, 64, SeededSource(1))
+    dense = harness.dense_directions(5, 64, SeededSource(1))
     assert torch.allclose(dense.abs(), torch.tensor(0.125))
-    random = canaries._random_directions(50, 30, SeededSource(1))
+    random = harness._random_directions(50, 30, SeededSource(1))
     torch.testing.assert_close(random.norm(dim=1), torch.ones(50))
 
 
 @pytest.mark.parametrize(("num", "dimension"), [(3, 12), (17, 16), (0, 16)])
 def test_dense_directions_refuse_what_has_no_hadamard_matrix(num, dimension):
     with pytest.raises(InputError):
-        canaries.dense_directions(num, dimension, SeededSource(1))
+        harness.dense_directions(num, dimension, SeededSource(1))
 
 
 @pytest.mark.parametrize("kind", ["tokens", "mislabelled"])

@@ -7,8 +7,8 @@ import pytest
 from scipy import stats
 
 from fedpriv.accounting.sensitivity import CLIPPING_RULES
-from fedpriv.audit import harness
-from fedpriv.audit.harness import HEAD, A, B, Setup, update_spec
+from simulations.studies.audit import harness
+from simulations.studies.audit.harness import HEAD, A, B, Setup, update_spec
 
 RNG = np.random.default_rng
 

@@ -10,7 +10,7 @@ import pytest
 from scipy import optimize, special, stats
 
 from fedpriv.audit import f_dp
-from fedpriv.audit.bounds import num_correct
+from fedpriv.audit._bounds import num_correct
 
 
 def most_likely(epsilon: float, delta: float, canaries: int, guesses: int, correct: int) -> float:

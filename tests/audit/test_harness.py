@@ -13,10 +13,20 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR
-from fedpriv.audit.bounds import one_run_audit
-from fedpriv.audit.canaries import coordinate_directions, inclusions
-from fedpriv.audit.harness import A, B, Setup, ideal_scores, matched_scores, observe, observe_clients, update_spec
+from fedpriv.audit._bounds import one_run_audit
+from fedpriv.audit._canaries import inclusions
 from fedpriv.mechanisms.sources import SeededSource
+from simulations.studies.audit.harness import (
+    A,
+    B,
+    Setup,
+    coordinate_directions,
+    ideal_scores,
+    matched_scores,
+    observe,
+    observe_clients,
+    update_spec,
+)
 
 DELTA = 1e-5
 

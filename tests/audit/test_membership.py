@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 from sklearn import metrics
 
-from fedpriv.audit.membership import _roc, calibrated_scores, lira_scores, loss_scores, membership, plot_roc
+from fedpriv.audit._membership import _roc, calibrated_scores, lira_scores, loss_scores, membership, plot_roc
 from fedpriv.errors import InputError
 
 

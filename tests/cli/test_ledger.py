@@ -11,7 +11,7 @@ import pytest
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
-from fedpriv.ledger.entries import Charge, Key, entries
+from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from tests.cli.command_line import as_json, fedpriv
@@ -91,7 +91,7 @@ def test_a_statement_names_the_fewest_against_whom_its_sums_were_charged(tmp_pat
             ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source="secure")])
         assert [each.num_readers for each in ledger.releases_in_order(data_set)] == [*readers, 0, 0]
     with reading(path) as db:
-        notes = [entry.note for entry in entries(db) if entry.phase == "charged"]
+        notes = [entry.note for entry in db.entries() if entry.phase == "charged"]
     assert [note for note in notes if note] == [json.dumps({"num_readers": num}) for num in readers if num]
     text, _ = fedpriv("ledger", "statement", path, "--client", "0", "--view", "aggregate")
     assert f"  against {against}\n" in text

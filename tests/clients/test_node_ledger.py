@@ -15,7 +15,6 @@ from clients.node import answered, prepare, reply
 from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import parse, to_flower
-from fedpriv.ledger.entries import data_sets, entries, releases
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.training import workbench as workbench_module
@@ -62,13 +61,13 @@ class Node:
     def num_charged(self) -> int:
         with reading(self.ledger) as db:
             verify_with_head(db, self.ledger)
-            return sum(entry.phase == "charged" for entry in entries(db))
+            return sum(entry.phase == "charged" for entry in db.entries())
 
     @property
     def epsilon(self) -> float:
         with reading(self.ledger) as db:
-            (data_set,) = data_sets(db)
-            return epsilon_of([release.event for release in releases(db, data_set.id)], data_set.delta).epsilon
+            (data_set,) = db.data_sets()
+            return epsilon_of([release.event for release in db.releases(data_set.id)], data_set.delta).epsilon
 
 
 @pytest.fixture
@@ -172,9 +171,9 @@ def test_the_registered_number_of_records_stays_when_the_file_changes(small_run,
     assert second == first
     uploaded(node.ask(node.message()))
     with reading(node.ledger) as db:
-        assert [entry.phase for entry in entries(db)].count("changed") == 2
-        (data_set,) = data_sets(db)
-        (release,) = releases(db, data_set.id)
+        assert [entry.phase for entry in db.entries()].count("changed") == 2
+        (data_set,) = db.data_sets()
+        (release,) = db.releases(data_set.id)
         assert release.event.sampling_probability == node.config.batch_size / first.num_records
     workbench_module.forget()
 

@@ -10,7 +10,6 @@ import torch
 from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.data.chat import RESPONSE_MASK, ChatFormat
-from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.local_update import UpdateSpec
@@ -108,7 +107,7 @@ def test_records_without_a_response_move_the_upload_like_no_records(node, folder
 def charges(settings):
     """What the node's ledger was charged."""
     with reading(settings.ledger) as db:
-        return [entry.event for entry in entries(db) if entry.phase == "charged"]
+        return [entry.event for entry in db.entries() if entry.phase == "charged"]
 
 
 def test_a_response_that_is_cut_away_wholly_pays_and_moves_nothing(node, folder):

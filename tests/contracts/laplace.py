@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from dp_accounting import pld
 
-from fedpriv.accounting.composition.law import Event, Unit, check_count_and_unit, check_non_negative, check_probability
+from fedpriv.accounting.composition.law import Event, Unit, check_non_negative
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import laplace_from_words, on_grid
 
@@ -27,8 +27,7 @@ class SubsampledLaplace(Event):
 
     def __post_init__(self):
         check_non_negative("noise_multiplier", self.noise_multiplier)
-        check_probability("sampling_probability", self.sampling_probability)
-        check_count_and_unit(self.count, self.unit)
+        super().__post_init__()
 
     @property
     def _epsilon(self):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
-from fedpriv.ledger.entries import CHARGED, entries
+from fedpriv.ledger.entries import CHARGED
 from fedpriv.ledger.reader import reading
 from fedpriv.secure_aggregation import _wire
 from fedpriv.vault import _summed
@@ -45,7 +45,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 def charges(ledger: Path) -> list[tuple]:
     with reading(ledger) as db:
-        return [(e.client, e.round, e.event, e.aggregate_scale) for e in entries(db) if e.phase == CHARGED]
+        return [(e.client, e.round, e.event, e.aggregate_scale) for e in db.entries() if e.phase == CHARGED]
 
 
 KINDS = {

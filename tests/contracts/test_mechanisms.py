@@ -14,11 +14,11 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.accountants import ORDERS, epsilon_of
 from fedpriv.accounting.calibration import calibrate
-from fedpriv.accounting.composition.conversion import ORDERS
 from fedpriv.accounting.events import EVENTS, from_json, group, to_json
-from fedpriv.accounting.lmo import distribution, parameters
+from fedpriv.accounting.lmo.distribution import Columns
+from fedpriv.accounting.lmo.parameters import LmoParameters
 from fedpriv.accounting.views import Release
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
@@ -56,7 +56,7 @@ class Example:
 EXAMPLES = {
     "gaussian": Example(cdf=stats.norm.cdf),
     "discrete-gaussian": Example(cdf=stats.norm.cdf),
-    "lmo": Example(cdf=lambda x: distribution.cdf(parameters.from_json(LMO), x), parameters=LMO),
+    "lmo": Example(cdf=Columns.of(LmoParameters.from_json(LMO)).cdf, parameters=LMO),
     "laplace": Example(cdf=stats.laplace.cdf, noise_multiplier=1000.0),
 }
 

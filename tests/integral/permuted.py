@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fedpriv.integral.networks import from_vectors
+from fedpriv.integral._networks import from_vectors
 
 
 def permuted(network: nn.Module, vector: Tensor, orders: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fedpriv.errors import InputError
-from fedpriv.integral.networks import HIDDEN, aligned, from_vectors, num_parameters, perceptron, to_vector
+from fedpriv.integral._networks import HIDDEN, aligned, from_vectors, num_parameters, perceptron, to_vector
 from tests.integral.permuted import permuted
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from fedpriv.errors import InputError
 from fedpriv.integral import attack
+from fedpriv.integral._networks import perceptron, to_vector
+from fedpriv.integral._training import TrainingSchedule
 from fedpriv.integral.attack import Game, _AttackTarget, _NoRecommendationError, _play
-from fedpriv.integral.networks import perceptron, to_vector
-from fedpriv.integral.training import TrainingSchedule
 from tests.integral.permuted import permuted
 
 NETWORK = nn.Sequential(nn.Linear(29, 1))  # 30 weights, no hidden layer: the order of neurons is out of the game

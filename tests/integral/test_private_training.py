@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import default_delta
+from fedpriv.integral._networks import from_vectors, perceptron, to_vector
+from fedpriv.integral._training import PrivateSchedule, train_clipped_stacked, train_privately
 from fedpriv.integral.attack import noise_multiplier
-from fedpriv.integral.networks import from_vectors, perceptron, to_vector
-from fedpriv.integral.training import PrivateSchedule, train_clipped_stacked, train_privately
 from fedpriv.mechanisms.sources import SeededSource
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.integral.subsamples import advice
+from fedpriv.integral._subsamples import advice
 
 
 @pytest.mark.parametrize(("weights", "records"), [(172, 1720), (197, 1970)])

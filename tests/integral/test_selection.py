@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedpriv.errors import InputError
-from fedpriv.integral.selection import (
+from fedpriv.integral._selection import (
     _complete_clusters,
     _first_member_clusters,
     anonymity,

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedpriv.errors import InputError
-from fedpriv.integral.networks import HIDDEN, from_vectors, is_perceptron, num_parameters, perceptron, to_vector
-from fedpriv.integral.training import TrainingSchedule, batch_order, train_stacked
+from fedpriv.integral._networks import HIDDEN, from_vectors, is_perceptron, num_parameters, perceptron, to_vector
+from fedpriv.integral._training import TrainingSchedule, batch_order, train_stacked
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpriv.errors import InputError
-from fedpriv.integral.subsamples import _largest_remainder, class_counts, disjoint_subsamples
+from fedpriv.integral._subsamples import _largest_remainder, class_counts, disjoint_subsamples
 
 
 def test_largest_remainder_is_hamiltons_apportionment():

@@ -28,7 +28,7 @@ from fedpriv.accounting.events import from_json
 from fedpriv.accounting.views import Release, rho_bar
 from fedpriv.aggregation._fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse, to_flower
-from fedpriv.ledger.entries import CHARGED, RELEASED, data_sets, entries, releases
+from fedpriv.ledger.entries import CHARGED, RELEASED
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.training.local_update import UpdateSpec, planned_event
@@ -141,7 +141,7 @@ class Checker:
                 pass
             with reading(path) as db:
                 verify_with_head(db, path)
-                written = list(entries(db))
+                written = list(db.entries())
                 digests = [entry.digest for entry in written]
                 assert digests[: len(self._before.get(path, []))] == self._before.get(path, []), "an entry is lost"
                 self._before[path] = digests
@@ -156,12 +156,12 @@ class Checker:
         if own:
             kept = {e.reply for e in written if e.phase == RELEASED}
             assert {line[2] for line in received} <= kept, f"{path}: a reply was sent before it was stored"
-        (data_set,) = [each for each in data_sets(db) if each.client == client] or [None]
+        (data_set,) = [each for each in db.data_sets() if each.client == client] or [None]
         if data_set and received:
             released = epsilon_of(
                 [from_json(line[3]) for line in {tuple(line) for line in received}], data_set.delta, "rdp"
             )
-            recovered = epsilon_of([r.event for r in releases(db, data_set.id)], data_set.delta, "rdp")
+            recovered = epsilon_of([r.event for r in db.releases(data_set.id)], data_set.delta, "rdp")
             assert recovered.epsilon >= released.epsilon, f"{path}: epsilon fell below what was released"
 
 

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedpriv.config import RunConfig, parse
-from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
+from fedpriv.ledger.entries import CHARGED, RELEASED, Entry
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.runs._folder import RunFolder
@@ -176,7 +176,7 @@ def opened(path: Path) -> list[Entry]:
     with Ledger(path):
         pass
     with reading(path) as db:
-        return list(entries(db))
+        return list(db.entries())
 
 
 def charged_and_released(path: Path) -> tuple[list, list]:

@@ -11,11 +11,11 @@ from scipy import optimize
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.lmo.distribution import cdf, columns, mean_absolute, variance
-from fedpriv.accounting.lmo.parameters import from_dict
+from fedpriv.accounting.lmo.distribution import Columns
+from fedpriv.accounting.lmo.parameters import LmoParameters
 from fedpriv.errors import InputError
 from fedpriv.lmo import search as lmo_search
-from fedpriv.lmo.budget import Budget, cost, costs, fitted, laplace, search_orders
+from fedpriv.lmo._budget import Budget, cost, costs, fitted, laplace, search_orders
 from fedpriv.lmo.comparison import _gaussian_sizes, _least_mean_absolute, _part_choices, compare, write_plots
 from fedpriv.lmo.search import (
     PARTS,
@@ -41,7 +41,7 @@ def test_search_meets_its_budget_from_below_and_repeats_itself(monkeypatch, comb
     assert 0.9999 * budget.epsilon <= found.epsilon <= budget.epsilon
     assert found.epsilon == cost(found.parameters, budget)
     assert found.valid_dimension == 1
-    assert found.value == pytest.approx(float(variance(columns(found.parameters))))
+    assert found.value == pytest.approx(float(Columns.of(found.parameters).variance))
     assert found == search(space, budget, seed=3)
 
 
@@ -49,9 +49,9 @@ def test_search_meets_its_budget_from_below_and_repeats_itself(monkeypatch, comb
 @pytest.mark.parametrize("objective", ["variance", "mean-absolute", "usefulness"])
 def test_search_ends_at_laplace_noise_where_the_ranges_hold_it(objective):
     found = search(SearchSpace(combination="linear", parts=("exponential", "uniform")), BUDGET, objective=objective)
-    best = columns(laplace(BUDGET))
-    value = {"variance": variance(best), "mean-absolute": mean_absolute(best)}.get(objective)
-    value = float(2 * (1 - cdf(laplace(BUDGET), 1.0)) if value is None else value)
+    best = Columns.of(laplace(BUDGET))
+    value = {"variance": best.variance, "mean-absolute": best.mean_absolute}.get(objective)
+    value = float(2 * (1 - Columns.of(laplace(BUDGET)).cdf(1.0)) if value is None else value)
     assert value * (1 - 1e-6) <= found.value <= 1.01 * value
 
 
@@ -72,7 +72,7 @@ def test_search_for_a_whole_run_is_valid_in_its_dimension(monkeypatch):
 def test_short_cuts_of_the_search_only_raise_the_cost():
     budget = replace(BUDGET, dimension=40, steps=5)
     for parameters in (uniform(0.1, 0.3), gamma(3, 0.02)):
-        quick = float(costs(columns(parameters), budget, search_orders(budget), 48))
+        quick = float(costs(Columns.of(parameters), budget, search_orders(budget), 48))
         assert cost(parameters, budget) <= quick <= 1.1 * cost(parameters, budget)
 
 
@@ -158,7 +158,7 @@ def test_all_noises_of_a_comparison_cost_the_same(records):
             plain = SubsampledGaussian(noise_multiplier=record["noise_multiplier"], sampling_probability=1.0)
             found = epsilon_of([plain], 1e-6, "rdp").epsilon
         else:
-            found = cost(from_dict(record["parameters"]), budget)
+            found = cost(LmoParameters.from_dict(record["parameters"]), budget)
         assert found == pytest.approx(record["epsilon"], rel=1e-5)
         assert found <= record["epsilon"] * (1 + 1e-9)
 
@@ -220,9 +220,9 @@ def test_distances_of_small_distributions_by_hand():
 
 def test_cells_hold_what_the_distribution_says():
     chosen = gamma(2, 1.5)
-    (found,) = _cell_probabilities(columns(chosen).mapped(lambda column: column[None]), 8)
+    (found,) = _cell_probabilities(Columns.of(chosen).mapped(lambda column: column[None]), 8)
     edges = np.linspace(-1, 1, 9)
-    expected = np.diff(cdf(chosen, edges))
+    expected = np.diff(Columns.of(chosen).cdf(edges))
     assert found == pytest.approx(expected / expected.sum())
 
 

@@ -11,17 +11,8 @@ import torch
 from scipy import integrate, stats
 
 from fedpriv.accounting.events import SubsampledLmo
-from fedpriv.accounting.lmo.distribution import (
-    cdf,
-    columns,
-    density,
-    entropy,
-    fisher_information,
-    mean_absolute,
-    quantile,
-    variance,
-)
-from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart, to_dict
+from fedpriv.accounting.lmo.distribution import Columns
+from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.lmo import MECHANISM, _inverse_scales, _lmo_noise
 from fedpriv.mechanisms.registry import NoiseRequest
@@ -57,7 +48,7 @@ EVERY = {
 
 
 def fits(values, chosen):
-    return stats.kstest(values, lambda x: cdf(chosen, x)).pvalue > FALSE_ALARM
+    return stats.kstest(values, lambda x: Columns.of(chosen).cdf(x)).pvalue > FALSE_ALARM
 
 
 @pytest.mark.parametrize("make", [SecureSource, lambda: SeededSource(0)], ids=["secure", "seeded"])
@@ -120,16 +111,16 @@ def test_cdf_is_the_average_of_laplace_distributions(x):
     gamma = average(lambda u: stats.gamma.pdf(u, 3.5, scale=0.1), 1e-9, 8)
     exponential = average(lambda u: stats.expon.pdf(u, scale=0.25), 1e-12, 12)
     uniform = average(lambda u: stats.uniform.pdf(u, 0.2, 0.4), 0.2, 0.6)
-    assert cdf(MIXTURE, x) == pytest.approx(0.3 * gamma + 0.3 * exponential + 0.4 * uniform, abs=1e-8)
+    assert Columns.of(MIXTURE).cdf(x) == pytest.approx(0.3 * gamma + 0.3 * exponential + 0.4 * uniform, abs=1e-8)
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_density_is_the_derivative_of_the_cdf_and_quantile_its_inverse(name):
     chosen, x = EVERY[name], np.array([-3.0, -0.2, 0.5, 4.0])
-    slope = (cdf(chosen, x + 1e-5) - cdf(chosen, x - 1e-5)) / 2e-5
-    assert density(chosen, x) == pytest.approx(slope, rel=1e-5)
+    slope = (Columns.of(chosen).cdf(x + 1e-5) - Columns.of(chosen).cdf(x - 1e-5)) / 2e-5
+    assert Columns.of(chosen).density(x) == pytest.approx(slope, rel=1e-5)
     p = np.array([1e-6, 0.1, 0.5, 0.75, 0.999])
-    assert cdf(chosen, quantile(chosen, p)) == pytest.approx(p, rel=1e-9)
+    assert Columns.of(chosen).cdf(Columns.of(chosen).quantile(p)) == pytest.approx(p, rel=1e-9)
 
 
 @pytest.mark.parametrize("chosen", [EXAMPLE, LINEAR, parameters(gamma={"weight": 1, "shape": 6, "scale": 0.2})])
@@ -138,31 +129,31 @@ def test_moments_entropy_and_information_are_those_of_the_density(chosen):
         return 2 * sum(integrate.quad(function, *piece, limit=400, epsabs=1e-12)[0] for piece in pieces)
 
     def p(x):
-        return float(density(chosen, x))
+        return float(Columns.of(chosen).density(x))
 
     assert over_line(p) == pytest.approx(1, rel=1e-6)
-    assert over_line(lambda x: p(x) * x) == pytest.approx(float(mean_absolute(columns(chosen))), rel=1e-4)
-    assert over_line(lambda x: p(x) * x * x) == pytest.approx(float(variance(columns(chosen))), rel=2e-3)
+    assert over_line(lambda x: p(x) * x) == pytest.approx(float(Columns.of(chosen).mean_absolute), rel=1e-4)
+    assert over_line(lambda x: p(x) * x * x) == pytest.approx(float(Columns.of(chosen).variance), rel=2e-3)
     minus_p_log_p = over_line(lambda x: -p(x) * math.log(max(p(x), 1e-300)))
-    assert minus_p_log_p == pytest.approx(entropy(chosen), rel=1e-4)
+    assert minus_p_log_p == pytest.approx(Columns.of(chosen).entropy, rel=1e-4)
     step = 1e-4
     information = over_line(lambda x: ((p(x + step) - p(x)) / step) ** 2 / p(x), ((0, 20), (20, 100)))
-    assert information == pytest.approx(fisher_information(chosen), rel=2e-3)
+    assert information == pytest.approx(Columns.of(chosen).fisher_information, rel=2e-3)
 
 
 def test_measures_of_laplace_noise_have_their_closed_forms():
-    of = columns(LAPLACE)
-    assert (float(variance(of)), float(mean_absolute(of))) == pytest.approx((8.0, 2.0))
-    assert entropy(LAPLACE) == pytest.approx(1 + math.log(4))
-    assert fisher_information(LAPLACE) == pytest.approx(0.25)
-    assert float(quantile(LAPLACE, 0.75)) == pytest.approx(2 * math.log(2))
+    of = Columns.of(LAPLACE)
+    assert (float(of.variance), float(of.mean_absolute)) == pytest.approx((8.0, 2.0))
+    assert Columns.of(LAPLACE).entropy == pytest.approx(1 + math.log(4))
+    assert Columns.of(LAPLACE).fisher_information == pytest.approx(0.25)
+    assert float(Columns.of(LAPLACE).quantile(0.75)) == pytest.approx(2 * math.log(2))
 
 
 # Reference: u uniform on [0.1, 0.5]: variance 2 / (low high), information by an independent quadrature.
 def test_variance_and_information_of_the_example_have_the_reference_values():
-    assert float(variance(columns(EXAMPLE))) == pytest.approx(40)
-    assert fisher_information(EXAMPLE) == pytest.approx(0.09198, abs=5e-6)
-    assert 1 / fisher_information(EXAMPLE) == pytest.approx(10.9, abs=0.05)
+    assert float(Columns.of(EXAMPLE).variance) == pytest.approx(40)
+    assert Columns.of(EXAMPLE).fisher_information == pytest.approx(0.09198, abs=5e-6)
+    assert 1 / Columns.of(EXAMPLE).fisher_information == pytest.approx(10.9, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -183,23 +174,24 @@ def test_variance_and_information_of_the_example_have_the_reference_values():
     ],
 )
 def test_moments_are_infinite_exactly_if_u_is_too_often_small(chosen, mean_is_finite, variance_is_finite):
-    of = columns(chosen)
-    assert math.isfinite(mean_absolute(of)) == mean_is_finite
-    assert math.isfinite(variance(of)) == variance_is_finite
+    of = Columns.of(chosen)
+    assert math.isfinite(of.mean_absolute) == mean_is_finite
+    assert math.isfinite(of.variance) == variance_is_finite
 
 
 def test_mixture_and_linear_combination_of_one_part_agree():
     gamma = {"shape": 2.1, "scale": 0.3}
     mixed = parameters(gamma=gamma | {"weight": 1})
     linear = parameters("linear", gamma=gamma | {"weight": 1})
-    for moment in (variance, mean_absolute):
-        assert float(moment(columns(linear))) == pytest.approx(float(moment(columns(mixed))), rel=1e-6)
+    for moment in ("variance", "mean_absolute"):
+        one, other = (float(getattr(Columns.of(each), moment)) for each in (linear, mixed))
+        assert one == pytest.approx(other, rel=1e-6)
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0, math.nan])
 def test_a_quantile_outside_the_open_unit_interval_is_refused(probability):
     with pytest.raises(InputError, match="probability"):
-        quantile(LAPLACE, probability)
+        Columns.of(LAPLACE).quantile(probability)
 
 
 # --- words ---
@@ -218,7 +210,7 @@ def test_uniform_and_laplace_values_invert_their_distributions():
 
 
 def request_for(chosen, dimension, accounting="sound", **changes):
-    parameters = json.dumps({**to_dict(chosen), "accounting": accounting})
+    parameters = json.dumps({**chosen.to_dict(), "accounting": accounting})
     fields = {"noise_multiplier": 1.0, "clip_norm": 4.0, "sampling_probabilities": (0.25,)} | changes
     return NoiseRequest(parameters=parameters, dimension=dimension, **fields)
 
@@ -263,7 +255,7 @@ def test_neither_sensitivity_nor_accounting_changes_the_noise():
 
 @pytest.mark.parametrize("value", [0.0, 1 / 3, -1e-7])
 def test_every_noised_sum_lies_on_the_same_grid(value):
-    step = 2.0 ** (math.floor(math.log2(4.0 * float(quantile(MIXTURE, 0.75)))) - 18)
+    step = 2.0 ** (math.floor(math.log2(4.0 * float(Columns.of(MIXTURE).quantile(0.75)))) - 18)
     points = noised(torch.full((20_000,), value, dtype=torch.float64))[0] / step
     assert torch.equal(points, points.round()), "no digits below the grid reveal the sum"
 

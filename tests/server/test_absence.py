@@ -15,7 +15,6 @@ from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.config import parse
 from fedpriv.deployment import keys
 from fedpriv.errors import TooFewClientsError
-from fedpriv.ledger.entries import entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.protocol import Registration, UploadRelease
@@ -134,7 +133,7 @@ class Nodes:
 
 def rounds_charged(secrets, client: int) -> list[int]:
     with reading(secrets / "ledger.sqlite") as db:
-        return [entry.round for entry in entries(db) if entry.phase == "charged" and entry.client == str(client)]
+        return [entry.round for entry in db.entries() if entry.phase == "charged" and entry.client == str(client)]
 
 
 @pytest.mark.parametrize("link_answers", [False, True], ids=["deadline", "the link gives up"])

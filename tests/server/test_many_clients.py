@@ -30,7 +30,7 @@ from clients.node import BUDGET_KEY, LEDGER_KEY
 from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import RunConfig, parse
-from fedpriv.ledger.entries import CHARGED, RELEASED, Entry, entries
+from fedpriv.ledger.entries import CHARGED, RELEASED, Entry
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.runs._rows import ClientRow, RoundRow
@@ -304,7 +304,7 @@ def written(path: Path, phase: str) -> list[Entry]:
     with Ledger(path):
         pass
     with reading(path) as db:
-        return [entry for entry in entries(db) if entry.phase == phase]
+        return [entry for entry in db.entries() if entry.phase == phase]
 
 
 def test_every_message_is_one_row_with_the_status_of_what_became_of_it(done: Done) -> None:

@@ -14,7 +14,6 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
-from fedpriv.ledger.entries import data_sets, releases
 from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.training.private_evaluation import count
 from fedpriv.training.workbench import workbench
@@ -49,7 +48,7 @@ def summary(folder: Path) -> dict[str, object]:
 def charged(ledger: Path) -> dict[str, list[SubsampledGaussian]]:
     """{client: the events that the ledger charged it}."""
     with reading(ledger) as db:
-        return {known.client: [r.event for r in releases(db, known.id)] for known in data_sets(db)}
+        return {known.client: [r.event for r in db.releases(known.id)] for known in db.data_sets()}
 
 
 @pytest.fixture(scope="module")

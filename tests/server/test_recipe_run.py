@@ -18,7 +18,6 @@ from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.config import parse, to_flower
-from fedpriv.ledger.entries import data_sets, entries, releases
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.protocol import Registration
@@ -77,8 +76,8 @@ def test_every_round_costs_what_its_phase_says(finished):
 def test_the_ledger_holds_every_release_with_its_own_event(finished):
     ledger = finished.parent / "ledger.sqlite"
     with reading(ledger) as db:
-        for data_set in data_sets(db):
-            events = [release.event for release in releases(db, data_set.id)]
+        for data_set in db.data_sets():
+            events = [release.event for release in db.releases(data_set.id)]
             counts = {(event.noise_multiplier, event.sampling_probability): event.count for event in events}
             assert sorted((q, count) for (_, q), count in counts.items()) == [(0.125, 3), (1.0, 1), (1.0, 4)]
             assert epsilon_of(events, data_set.delta).epsilon <= TARGET
@@ -237,8 +236,8 @@ def test_the_start_is_in_the_node_s_ledger_before_it_is_computed(recipe, tmp_pat
         message = Message(RecordDict(content), 7, "train", group_id="1")
         task = node.prepare(message, context)
         with reading(ledger) as db:  # nothing is computed yet
-            (entry,) = [entry for entry in entries(db) if entry.phase == "charged"]
-            (release,) = [release for data_set in data_sets(db) for release in releases(db, data_set.id)]
+            (entry,) = [entry for entry in db.entries() if entry.phase == "charged"]
+            (release,) = [release for data_set in db.data_sets() for release in db.releases(data_set.id)]
         assert entry.phase == "charged"
         assert release.event == SubsampledGaussian(noise_multiplier=spec.noise_multiplier, sampling_probability=1.0)
         assert (task.spec.objective, task.spec.trains) == ("class-sums", "head")

@@ -7,7 +7,6 @@ import pytest
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.plan.preflight import objections_to_aggregate
 from server.observer import LogObserver
@@ -37,7 +36,7 @@ def folders(small_run, tmp_path_factory):
 
 def costs(folder) -> list[tuple]:
     with reading(folder / "ledger.sqlite") as db:
-        return [tuple(getattr(entry, name) for name in COST) for entry in entries(db)]
+        return [tuple(getattr(entry, name) for name in COST) for entry in db.entries()]
 
 
 def test_the_ledgers_entries_are_the_same_whatever_the_server_optimizer_is(folders):

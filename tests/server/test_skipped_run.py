@@ -9,7 +9,6 @@ import pytest
 
 from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
-from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._status import status_of
@@ -67,7 +66,7 @@ def link(gone) -> type[LocalGrid]:
 
 def rounds_charged(out, client: int) -> list[int]:
     with reading(out / "ledger.sqlite") as db:
-        return [e.round for e in entries(db) if e.phase == "charged" and e.client == str(client)]
+        return [e.round for e in db.entries() if e.phase == "charged" and e.client == str(client)]
 
 
 def lived_through(small_run, out, monkeypatch, **changes) -> None:

@@ -13,7 +13,6 @@ from flwr.app import ArrayRecord, ConfigRecord
 from fedpriv import protocol
 from fedpriv.config import parse
 from fedpriv.errors import InputError, TooFewClientsError
-from fedpriv.ledger.entries import entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.mechanisms.discrete_gaussian import integers
@@ -74,7 +73,7 @@ def ask(strategy: RuleStrategy) -> list[int]:
 def charged(tmp_path) -> dict[int, float]:
     """{client: the scale that the server's ledger charged}."""
     with reading(tmp_path / "ledger.sqlite") as db:
-        return {int(e.client): e.aggregate_scale for e in entries(db) if e.phase == "charged"}
+        return {int(e.client): e.aggregate_scale for e in db.entries() if e.phase == "charged"}
 
 
 def test_who_dropped_out_before_training_is_not_charged_but_stays_in_the_terms(strategy, monkeypatch, tmp_path):
@@ -131,7 +130,7 @@ def test_a_node_that_leaves_a_later_question_of_each_sum_unanswered_is_skipped(
     federation.run(parse({**small_run, **secure, "evaluate_every": 100, "out": str(out)}), LogObserver())
     assert Lossy.asked == 2
     with reading(out / "ledger.sqlite") as db:
-        found = [(int(e.client), e.round) for e in entries(db) if e.phase == "charged"]
+        found = [(int(e.client), e.round) for e in db.entries() if e.phase == "charged"]
     assert [round_ for client, round_ in found if client == 3] == charged_in
     assert [round_ for client, round_ in found if client == 0] == [1, 2, 3, 4]
 
@@ -178,7 +177,7 @@ def test_a_holder_reads_the_others_sum_off_the_next_model_and_each_has_paid_for_
     total = ((before.double() - after.double()) / spec.learning_rate / unit).numpy()
     deviations = {client: terms.noise_stddev(client) for client in sizes}
     with reading(out / "ledger.sqlite") as db:
-        scales = {int(e.client): e.aggregate_scale for e in entries(db) if e.phase == "charged" and e.round == 1}
+        scales = {int(e.client): e.aggregate_scale for e in db.entries() if e.phase == "charged" and e.round == 1}
     for reader in sizes:
         others = [client for client in sizes if client != reader]
         unknown = total - parts[1, reader][1] - sum(parts[1, client][1] for client in others)

@@ -12,7 +12,6 @@ import pytest
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.ledger.entries import data_sets, releases
 from fedpriv.ledger.reader import reading, verify_with_head
 from server.observer import LogObserver
 from simulations.engines import federation
@@ -62,8 +61,8 @@ def epsilons(ledger: Path, view: str) -> dict[str, float]:
     with reading(ledger) as db:
         verify_with_head(db, ledger)
         return {
-            each.client: epsilon_of([r.seen_by(view) for r in releases(db, each.id)], each.delta).epsilon
-            for each in data_sets(db)
+            each.client: epsilon_of([r.seen_by(view) for r in db.releases(each.id)], each.delta).epsilon
+            for each in db.data_sets()
         }
 
 
@@ -108,9 +107,9 @@ def test_another_round_would_have_passed_the_budget(on_local):
     folder, _ = on_local
     summary = json.loads((folder / "summary.json").read_text())
     with reading(folder / "ledger.sqlite") as db:
-        for client, each in zip(summary["clients"], data_sets(db), strict=True):
+        for client, each in zip(summary["clients"], db.data_sets(), strict=True):
             if client["retired"]:
-                events = [release.event for release in releases(db, each.id)]
+                events = [release.event for release in db.releases(each.id)]
                 assert epsilon_of(events, each.delta).epsilon <= 4
                 assert epsilon_of([*events, replace(events[0], count=2)], each.delta).epsilon > 4
 

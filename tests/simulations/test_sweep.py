@@ -22,7 +22,6 @@ from rich.console import Console
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger.entries import data_sets, releases
 from fedpriv.ledger.reader import reading
 from simulations.sweeps import plots, result
 from simulations.sweeps.command import _pivot_table, _SweepDisplay, sweep
@@ -166,8 +165,8 @@ def test_the_sum_composes_a_clients_releases_over_all_runs_and_attempts(write, b
     found, expected = total(attempts(plan, out)), []
     assert found.num_runs == 3
     with reading(out / plan.runs[0].key / "ledger.sqlite") as db:
-        for data_set in data_sets(db):
-            (release,) = releases(db, data_set.id)
+        for data_set in db.data_sets():
+            (release,) = db.releases(data_set.id)
             accountant = pld.PLDAccountant()
             for z, count in ((1.0, 2), (2.0, 1)):
                 gaussian = dp_accounting.GaussianDpEvent(z)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import pytest
 import torch
 from scipy import stats
 
-from fedpriv.accounting.lmo import distribution as lmo_density
-from fedpriv.accounting.lmo import parameters as lmo_parameters
+from fedpriv.accounting.lmo.distribution import Columns
+from fedpriv.accounting.lmo.parameters import LmoParameters
 from fedpriv.adapters import LoraSettings, attach, load_base, read
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
@@ -66,7 +65,7 @@ def test_every_uploaded_tensor_has_noise_of_the_claimed_scale(model, make_source
 
 def test_every_uploaded_tensor_has_lmo_noise_of_the_claimed_scale(model):
     parts = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 0.1, "high": 0.5}}'
-    distribution = partial(lmo_density.cdf, lmo_parameters.from_json(parts))
+    distribution = Columns.of(LmoParameters.from_json(parts)).cdf
     by_tensor = uploads(model, SeededSource, dataclasses.replace(SPEC, mechanism="lmo", mechanism_parameters=parts))
     assert len(by_tensor) == 10
     for name, values in by_tensor.items():

@@ -11,7 +11,7 @@ import numpy as np
 from fedpriv import protocol
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.deployment import keys
-from fedpriv.ledger.entries import Entry, entries
+from fedpriv.ledger.entries import Entry
 from fedpriv.ledger.reader import reading
 from fedpriv.secure_aggregation import Participant, Terms
 from fedpriv.secure_aggregation import server as sums
@@ -121,7 +121,7 @@ class Coordinator:
     def entries(self, client: int) -> list[Entry]:
         """The vault's ledger."""
         with reading(self.vaults[client].ledger) as db:
-            return list(entries(db))
+            return list(db.entries())
 
     def charges(self, client: int, run: str) -> list[Entry]:
         """What a run was charged in the vault's ledger."""

@@ -15,7 +15,6 @@ from clients.pipe import VAULT_KEY
 from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import ON_NODES, parse, to_flower
-from fedpriv.ledger.entries import entries
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.mechanisms.sources import SeededSource
@@ -73,7 +72,7 @@ class Node:
     @property
     def phases(self) -> list[str]:
         with reading(self.settings.ledger) as db:
-            return [entry.phase for entry in entries(db)]
+            return [entry.phase for entry in db.entries()]
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ import pytest
 
 from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
-from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.workbench import workbench
@@ -231,7 +230,7 @@ def check_paid(settings: VaultSettings, responses: list[Response]) -> int:
     """How many uploads there are, each of them charged; nothing else holds an array."""
     with reading(settings.ledger) as db:
         verify_with_head(db, settings.ledger)
-        charged = [entry for entry in entries(db) if entry.phase == "charged"]
+        charged = [entry for entry in db.entries() if entry.phase == "charged"]
     uploads = [response for response in responses if response.arrays]
     assert all(response.record == protocol.RELEASE and not response.code for response in uploads)
     distinct = {next(iter(sorted((n, a.tobytes()) for n, a in r.arrays.items()))) for r in uploads}

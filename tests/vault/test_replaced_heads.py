@@ -10,7 +10,6 @@ from fedpriv import protocol
 from fedpriv.adapters import lora
 from fedpriv.aggregation._head_start import head_of
 from fedpriv.config import ON_NODES, parse, to_flower
-from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.training import workbench
 from fedpriv.training.noise_plan import calibrated, with_learning_rates
@@ -64,7 +63,7 @@ def test_it_registers_and_trains_start_head_and_adapter(model, tmp_path):
         assert not response.code, response.reason
         uploads[phase] = {name: torch.from_numpy(array.copy()) - moved[name] for name, array in response.arrays.items()}
     with reading(settings.ledger) as db:
-        assert [e.phase for e in entries(db) if e.phase in ("charged", "released")] == ["charged", "released"] * 3
+        assert [e.phase for e in db.entries() if e.phase in ("charged", "released")] == ["charged", "released"] * 3
 
     # The start by hand: each class's features, summed, over the number of records. Noise is of a thousandth of that.
     weight, _ = head_of(moved)

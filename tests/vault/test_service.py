@@ -17,7 +17,6 @@ import pytest
 
 from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
-from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.workbench import workbench
@@ -151,7 +150,7 @@ def test_a_second_vault_in_the_folder_is_refused(vault, settings):
 
 def charges(settings: VaultSettings, run: str) -> int:
     with reading(settings.ledger) as db:
-        return sum(entry.phase == "charged" and entry.run == run for entry in entries(db))
+        return sum(entry.phase == "charged" and entry.run == run for entry in db.entries())
 
 
 def test_a_child_killed_while_it_works_on_records_means_noise_alone_and_a_closed_node(vault, settings, train):

@@ -1,1 +1,1 @@
-"""The interface of privacy events, and how their costs are composed and converted into an epsilon."""
+"""The interface of privacy events."""

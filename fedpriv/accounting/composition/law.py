@@ -29,7 +29,7 @@ SMALLEST_DIVERGENCE = 1e-12
 class Event(ABC):
     """`count` releases of one kind, and what accountants, views and a data holder's guard need to know about them.
 
-    A subclass is a frozen dataclass of plain values, among them `count` and `unit`, checked at construction.
+    A subclass is a frozen dataclass of plain values, among them `count` and `unit`. Construction checks what follows.
 
     Attributes:
         count: number of releases, >= 1.
@@ -53,6 +53,18 @@ class Event(ABC):
 
         @property
         def sampling_probability(self) -> float: ...
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or not 1 <= self.count <= 2**53:
+            raise ValueError(f"count = {short(self.count)}: must be a whole number >= 1")
+        if self.unit not in get_args(Unit):
+            raise ValueError(f"unit = {short(self.unit)}: must be one of {', '.join(get_args(Unit))}")
+        check_probability("sampling_probability", self.sampling_probability)
+        if self.unit == "client" and self.sampling_probability not in (0, 1):
+            raise ValueError(
+                f"sampling_probability = {self.sampling_probability}: the server knows which client sends, so a "
+                "release with unit = client has 1"
+            )
 
     @abstractmethod
     def rdp(self, orders: npt.ArrayLike) -> Array:
@@ -119,18 +131,13 @@ class Event(ABC):
 
     @classmethod
     def rdp_of_many(cls, events: Sequence[Self], orders: npt.ArrayLike) -> Array:
-        """[events, orders] `rdp` of each event; to be overridden where thousands of events can be computed faster."""
-        singles = [event.with_count(1) for event in events]
-        curves = {single: single.rdp(orders) for single in set(singles)}
-        rows = [event.count * curves[single] for event, single in zip(events, singles, strict=True)]
-        return np.stack(rows) if rows else np.empty((0, np.size(orders)))
+        """[events, orders] `rdp` of each; to be overridden where thousands of events can be computed faster.
 
-    @classmethod
-    def epsilon_bounds_of_many(
-        cls, events: Sequence[Self], deltas: Sequence[float], accountant: Accountant, workers: int
-    ) -> tuple[Array, Array] | None:
-        """Lower and upper bounds, [events] each, as in `accountants.epsilons`; None to fall back on `rdp_of_many`."""
-        return None
+        Args:
+            events: with noise, all alike but for q, in (0, 1), and count.
+            orders: Renyi orders a > 1, [orders].
+        """
+        return np.stack([event.rdp(orders) for event in events])
 
     def to_fields(self) -> dict[str, Any]:
         """The event as plain values that JSON can hold."""
@@ -158,23 +165,6 @@ def check_probability(name: str, value: float) -> None:
     """Refuse anything but a number in [0, 1]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ValueError(f"{name} = {short(value)}: must lie in [0, 1]")
-
-
-def check_count_and_unit(count: int, unit: str) -> None:
-    """Refuse a count that is not an integer >= 1, and an unknown unit."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 2**53:
-        raise ValueError(f"count = {short(count)}: must be a whole number >= 1")
-    if unit not in get_args(Unit):
-        raise ValueError(f"unit = {short(unit)}: must be one of {', '.join(get_args(Unit))}")
-
-
-def check_sampled_unit(sampling_probability: float, unit: str) -> None:
-    """Refuse amplification by sampling where the unit is a whole client."""
-    if unit == "client" and sampling_probability not in (0, 1):
-        raise ValueError(
-            f"sampling_probability = {sampling_probability}: the server knows which client sends, so a release with "
-            "unit = client has 1"
-        )
 
 
 def short(value: object) -> str:

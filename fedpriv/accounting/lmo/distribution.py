@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from fedpriv.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Parameters of many candidates of one combination, as arrays of one shape.
+    """Parameters of many candidates of one combination, as arrays of one shape, and the noise that they describe.
 
     An absent part has weight 0 and scale 0, rate infinity, or low and high 0.
 
@@ -67,75 +68,128 @@ class Columns:
             high=self.high * factor,
         )
 
+    @classmethod
+    def of(cls, parameters: LmoParameters) -> Self:
+        """The parameters of one candidate, as arrays of shape []."""
+        parts = parameters.parts
+        gamma, exponential, uniform = (parts.get(name) for name in ("gamma", "exponential", "uniform"))
+        weights = np.array([part.weight if part else 0.0 for part in (gamma, exponential, uniform)])
+        # An absent part is the constant 0, which is inside every domain.
+        shape, scale = (gamma.shape, gamma.scale) if isinstance(gamma, GammaPart) else (1.0, 0.0)
+        rate = exponential.rate if isinstance(exponential, ExponentialPart) else np.inf
+        low, high = (uniform.low, uniform.high) if isinstance(uniform, UniformPart) else (0.0, 0.0)
+        return cls(
+            combination=parameters.combination,
+            weights=weights / weights.sum() if parameters.combination == "mixture" else weights,
+            shape=np.array(shape, dtype=float),
+            scale=np.array(scale, dtype=float),
+            rate=np.array(rate, dtype=float),
+            low=np.array(low, dtype=float),
+            high=np.array(high, dtype=float),
+        )
 
-def columns(parameters: LmoParameters) -> Columns:
-    """The parameters as arrays of shape []."""
-    parts = parameters.parts
-    gamma, exponential, uniform = (parts.get(name) for name in ("gamma", "exponential", "uniform"))
-    weights = np.array([part.weight if part else 0.0 for part in (gamma, exponential, uniform)])
-    # An absent part is the constant 0, which is inside every domain.
-    shape, scale = (gamma.shape, gamma.scale) if isinstance(gamma, GammaPart) else (1.0, 0.0)
-    rate = exponential.rate if isinstance(exponential, ExponentialPart) else np.inf
-    low, high = (uniform.low, uniform.high) if isinstance(uniform, UniformPart) else (0.0, 0.0)
-    return Columns(
-        combination=parameters.combination,
-        weights=weights / weights.sum() if parameters.combination == "mixture" else weights,
-        shape=np.array(shape, dtype=float),
-        scale=np.array(scale, dtype=float),
-        rate=np.array(rate, dtype=float),
-        low=np.array(low, dtype=float),
-        high=np.array(high, dtype=float),
-    )
+    def log_mgf(self, t: npt.ArrayLike) -> Array:
+        """log M(t) = log E[exp(t u)]; infinite outside the domain.
 
+        M = sum a_k M_k for a mixture, prod M_k(a_k t) for a linear combination.
 
-def log_mgf(candidates: Columns, t: npt.ArrayLike) -> Array:
-    """log M(t) = log E[exp(t u)]; infinite outside the domain.
+        Args:
+            t: of either sign; broadcasts against the arrays of parameters.
 
-    M = sum a_k M_k for a mixture, prod M_k(a_k t) for a linear combination.
+        Source: Yang et al., Theorem A.4; its Algorithm 3 for the mixture.
+        """
+        t = np.asarray(t, dtype=float)
+        if self.combination == "linear":
+            gamma, exponential, uniform = _log_parts(self, [weight * t for weight in self.weights])
+            return np.asarray(gamma + exponential + uniform)
+        weights = self.weights
+        logs = [np.where(w > 0, part, 0.0) for w, part in zip(weights, _log_parts(self, [t, t, t]), strict=True)]
+        with np.errstate(over="ignore", divide="ignore"):
+            # Near zero, where adding weights would lose M - 1 to rounding.
+            near = np.log1p(
+                np.clip(sum(w * np.expm1(part) for w, part in zip(weights, logs, strict=True)), -0.9, 1e300)
+            )
+            far = special.logsumexp(np.stack(np.broadcast_arrays(*logs)), axis=0, b=_aligned(weights, near.ndim))
+        return np.asarray(np.where(np.abs(near) < 0.5, near, far))
 
-    Args:
-        candidates: parameters, arrays of shape [...].
-        t: of either sign; broadcasts against the candidates' arrays.
+    def tilted_moments(self, t: npt.ArrayLike) -> tuple[Array, Array]:
+        """E[u exp(t u)] / M(t) and E[u^2 exp(t u)] / M(t), for t inside the domain; at t = 0 the moments of u."""
+        t = np.asarray(t, dtype=float)
+        if self.combination == "linear":
+            mean, variance = _tilted_parts(self, [weight * t for weight in self.weights])
+            first = sum(w * m for w, m in zip(self.weights, mean, strict=True))
+            spread = sum(w * w * v for w, v in zip(self.weights, variance, strict=True))
+            return np.asarray(first), np.asarray(spread + first**2)
+        mean, variance = _tilted_parts(self, [t, t, t])
+        whole, parts = self.log_mgf(t), _log_parts(self, [t, t, t])
+        with np.errstate(divide="ignore"):
+            pairs = zip(self.weights, parts, strict=True)
+            shares = [np.exp(np.where(weight > 0, np.log(weight) + part - whole, -np.inf)) for weight, part in pairs]
+        first = sum(share * m for share, m in zip(shares, mean, strict=True))
+        second = sum(share * (v + m * m) for share, m, v in zip(shares, mean, variance, strict=True))
+        return np.asarray(first), np.asarray(second)
 
-    Source: Yang et al., Theorem A.4; its Algorithm 3 for the mixture.
-    """
-    t = np.asarray(t, dtype=float)
-    if candidates.combination == "linear":
-        gamma, exponential, uniform = _log_parts(candidates, [weight * t for weight in candidates.weights])
-        return np.asarray(gamma + exponential + uniform)
-    weights = candidates.weights
-    logs = [np.where(w > 0, part, 0.0) for w, part in zip(weights, _log_parts(candidates, [t, t, t]), strict=True)]
-    with np.errstate(over="ignore", divide="ignore"):
-        # Near zero, where adding weights would lose M - 1 to rounding.
-        near = np.log1p(np.clip(sum(w * np.expm1(part) for w, part in zip(weights, logs, strict=True)), -0.9, 1e300))
-        far = special.logsumexp(np.stack(np.broadcast_arrays(*logs)), axis=0, b=_aligned(weights, near.ndim))
-    return np.asarray(np.where(np.abs(near) < 0.5, near, far))
+    @property
+    def domain_end(self) -> Array:
+        """The supremum of all t for which M(t) is finite: 1 / theta, lambda, or infinity."""
+        factors = self.weights if self.combination == "linear" else np.ones_like(self.weights)
+        with np.errstate(divide="ignore"):
+            ends = [1 / (self.scale * factors[0]), self.rate / factors[1]]
+        return np.minimum(*(np.where(w > 0, end, np.inf) for w, end in zip(self.weights[:2], ends, strict=True)))
 
+    def density(self, x: npt.ArrayLike) -> Array:
+        """Density of the noise at x; x in units of the clip norm."""
+        t = -np.abs(np.asarray(x, dtype=float))
+        return np.asarray(np.exp(self.log_mgf(t)) * self.tilted_moments(t)[0] / 2)
 
-def tilted_moments(candidates: Columns, t: npt.ArrayLike) -> tuple[Array, Array]:
-    """E[u exp(t u)] / M(t) and E[u^2 exp(t u)] / M(t), for t inside the domain; at t = 0 the moments of u."""
-    t = np.asarray(t, dtype=float)
-    if candidates.combination == "linear":
-        mean, variance = _tilted_parts(candidates, [weight * t for weight in candidates.weights])
-        first = sum(w * m for w, m in zip(candidates.weights, mean, strict=True))
-        spread = sum(w * w * v for w, v in zip(candidates.weights, variance, strict=True))
-        return np.asarray(first), np.asarray(spread + first**2)
-    mean, variance = _tilted_parts(candidates, [t, t, t])
-    whole, parts = log_mgf(candidates, t), _log_parts(candidates, [t, t, t])
-    with np.errstate(divide="ignore"):
-        pairs = zip(candidates.weights, parts, strict=True)
-        shares = [np.exp(np.where(weight > 0, np.log(weight) + part - whole, -np.inf)) for weight, part in pairs]
-    first = sum(share * m for share, m in zip(shares, mean, strict=True))
-    second = sum(share * (v + m * m) for share, m, v in zip(shares, mean, variance, strict=True))
-    return np.asarray(first), np.asarray(second)
+    def cdf(self, x: npt.ArrayLike) -> Array:
+        """Probability that the noise is at most x."""
+        x = np.asarray(x, dtype=float)
+        tail = np.exp(self.log_mgf(-np.abs(x))) / 2
+        return np.asarray(np.where(x < 0, tail, 1 - tail))
 
+    def quantile(self, probability: npt.ArrayLike) -> Array:
+        """The x that the noise does not exceed with the given probability.
 
-def domain_end(candidates: Columns) -> Array:
-    """The supremum of all t for which M(t) is finite: 1 / theta, lambda, or infinity."""
-    factors = candidates.weights if candidates.combination == "linear" else np.ones_like(candidates.weights)
-    with np.errstate(divide="ignore"):
-        ends = [1 / (candidates.scale * factors[0]), candidates.rate / factors[1]]
-    return np.minimum(*(np.where(w > 0, end, np.inf) for w, end in zip(candidates.weights[:2], ends, strict=True)))
+        Raises:
+            InputError: a probability is outside (0, 1).
+        """
+        p = np.asarray(probability, dtype=float)
+        if not ((p > 0) & (p < 1)).all():
+            raise InputError(f"probability = {p.tolist()}: must lie in (0, 1)")
+        return np.asarray(np.sign(p - 0.5) * np.exp(_log_size(self, np.log(2 * np.minimum(p, 1 - p)))))
+
+    @property
+    def variance(self) -> Array:
+        """[...] Variance of the noise, 2 E[u^-2]; infinite if u is small too often, see `_has_moment`."""
+        return 2 * _inverse_moment(self, 2)
+
+    @property
+    def mean_absolute(self) -> Array:
+        """[...] Mean absolute value of the noise, E[1 / u]; infinite if u is small too often, see `_has_moment`."""
+        return _inverse_moment(self, 1)
+
+    @property
+    def entropy(self) -> float:
+        """Differential entropy of the noise in nats, -E[log density]."""
+
+        def integrand(x: Array, log_m: Array, first: Array) -> Array:
+            log_density = log_m + np.log(first / 2)
+            return -2 * np.exp(log_density) * log_density
+
+        return _density_integral(self, integrand)
+
+    @property
+    def fisher_information(self) -> float:
+        """Fisher information of the noise about its location, E[(p' / p)^2], in units of 1 / clip norm^2.
+
+        Among all noises of one variance, the Gaussian has the least, 1 / variance (Cramer-Rao bound).
+        """
+
+        def integrand(x: Array, log_m: Array, first: Array) -> Array:
+            return np.exp(log_m) * self.tilted_moments(-x)[1] ** 2 / first
+
+        return _density_integral(self, integrand)
 
 
 def _log_parts(candidates: Columns, points: list[Array]) -> list[Array]:
@@ -195,31 +249,6 @@ _NODES, _NEGLIGIBLE = 1001, 45.0
 _LARGEST_LOG = 690.0
 
 
-def density(parameters: LmoParameters, x: npt.ArrayLike) -> Array:
-    """Density of the noise at x; x in units of the clip norm."""
-    candidates, t = columns(parameters), -np.abs(np.asarray(x, dtype=float))
-    return np.asarray(np.exp(log_mgf(candidates, t)) * tilted_moments(candidates, t)[0] / 2)
-
-
-def cdf(parameters: LmoParameters, x: npt.ArrayLike) -> Array:
-    """Probability that the noise is at most x."""
-    x = np.asarray(x, dtype=float)
-    tail = np.exp(log_mgf(columns(parameters), -np.abs(x))) / 2
-    return np.asarray(np.where(x < 0, tail, 1 - tail))
-
-
-def quantile(parameters: LmoParameters, probability: npt.ArrayLike) -> Array:
-    """The x that the noise does not exceed with the given probability.
-
-    Raises:
-        InputError: a probability is outside (0, 1).
-    """
-    p = np.asarray(probability, dtype=float)
-    if not ((p > 0) & (p < 1)).all():
-        raise InputError(f"probability = {p.tolist()}: must lie in (0, 1)")
-    return np.asarray(np.sign(p - 0.5) * np.exp(_log_size(columns(parameters), np.log(2 * np.minimum(p, 1 - p)))))
-
-
 def _log_size(candidates: Columns, log_tail: npt.ArrayLike) -> Array:
     """log x of the x > 0 that the absolute noise exceeds with probability exp(log_tail) = M(-x); at most 690."""
     wanted = np.asarray(log_tail, dtype=float)
@@ -227,23 +256,9 @@ def _log_size(candidates: Columns, log_tail: npt.ArrayLike) -> Array:
     low, high = np.full(shape, -_LARGEST_LOG), np.full(shape, _LARGEST_LOG)
     for _ in range(64):
         middle = (low + high) / 2
-        beyond = log_mgf(candidates, -np.exp(middle)) > wanted
+        beyond = candidates.log_mgf(-np.exp(middle)) > wanted
         low, high = np.where(beyond, middle, low), np.where(beyond, high, middle)
     return np.asarray((low + high) / 2)
-
-
-def variance(candidates: Columns) -> Array:
-    """[...] Variance of the noise, 2 E[u^-2]; infinite if u is small too often, see `_has_moment`.
-
-    Args:
-        candidates: parameters, arrays of shape [...].
-    """
-    return 2 * _inverse_moment(candidates, 2)
-
-
-def mean_absolute(candidates: Columns) -> Array:
-    """[...] Mean absolute value of the noise, E[1 / u]; infinite if u is small too often, see `_has_moment`."""
-    return _inverse_moment(candidates, 1)
 
 
 def _inverse_moment(candidates: Columns, order: int) -> Array:
@@ -291,41 +306,18 @@ def _zero_power(candidates: Columns) -> Array:
     return np.asarray(np.sum(powers, axis=0))
 
 
-def entropy(parameters: LmoParameters) -> float:
-    """Differential entropy of the noise in nats, -E[log density]."""
-
-    def integrand(x: Array, log_m: Array, first: Array) -> Array:
-        log_density = log_m + np.log(first / 2)
-        return -2 * np.exp(log_density) * log_density
-
-    return _density_integral(columns(parameters), integrand)
-
-
-def fisher_information(parameters: LmoParameters) -> float:
-    """Fisher information of the noise about its location, E[(p' / p)^2], in units of 1 / clip norm^2.
-
-    Among all noises of one variance, the Gaussian has the least, 1 / variance (Cramer-Rao bound).
-    """
-    candidates = columns(parameters)
-
-    def integrand(x: Array, log_m: Array, first: Array) -> Array:
-        return np.exp(log_m) * tilted_moments(candidates, -x)[1] ** 2 / first
-
-    return _density_integral(candidates, integrand)
-
-
 def _density_integral(candidates: Columns, function: Callable[[Array, Array, Array], Array]) -> float:
-    return float(_integral(candidates, lambda x, log_m: function(x, log_m, tilted_moments(candidates, -x)[0])))
+    return float(_integral(candidates, lambda x, log_m: function(x, log_m, candidates.tilted_moments(-x)[0])))
 
 
 def _integral(candidates: Columns, function: Callable[[Array, Array], Array], *, order: int = 0) -> Array:
     """[...] Integral over x > 0 of a function of x and log M(-x) that falls as fast as x^(order - 1) M(-x)."""
-    size = tilted_moments(candidates, 0.0)[0]
+    size = candidates.tilted_moments(0.0)[0]
     end = _log_size(candidates, -_NEGLIGIBLE) + 1.0
     start = -np.log(size) - _NEGLIGIBLE
     log_x = start + (end - start) * np.linspace(0, 1, _NODES).reshape(-1, *(1,) * np.ndim(start))
     x = np.exp(log_x)
-    values = function(x, log_mgf(candidates, -x)) * x
+    values = function(x, candidates.log_mgf(-x)) * x
     # The integral beyond the end for M = x^-power, where x^order M is not small.
     power = _zero_power(candidates)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Self, get_args
@@ -11,31 +11,22 @@ from typing import Any, Self, get_args
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.accounting.composition.conversion import nodes_of, rdp_bounds, rounded
 from fedpriv.accounting.composition.law import (
     SMALLEST_DIVERGENCE,
-    Accountant,
     Array,
     Event,
     Unit,
-    check_count_and_unit,
     check_non_negative,
-    check_probability,
-    check_sampled_unit,
     short,
 )
-from fedpriv.accounting.lmo import parameters as lmo_parameters
-from fedpriv.accounting.lmo.distribution import columns
+from fedpriv.accounting.lmo._renyi import poisson_sampled, sound, unsampled_curve
+from fedpriv.accounting.lmo.distribution import Columns
 from fedpriv.accounting.lmo.parameters import LmoAccounting, LmoParameters
-from fedpriv.accounting.lmo.renyi import poisson_sampled, sound, unsampled_curve
 
 PUBLISHED_CAVEAT = "LMO noise was accounted as published, which bounds no gradient"
 
 # The Renyi order at which the noise is compared with Gaussian noise.
 _COMPARED_AT = 8
-
-# Sampling probabilities at which thousands of clients are computed, some 2 % of epsilon apart.
-_NODES = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +62,10 @@ class SubsampledLmo(Event):
             raise ValueError("sensitivity = 0: must be > 0")
         if isinstance(self.dimension, bool) or not isinstance(self.dimension, int) or not 1 <= self.dimension <= 2**53:
             raise ValueError(f"dimension = {short(self.dimension)}: must be a whole number >= 1")
-        check_probability("sampling_probability", self.sampling_probability)
         if self.accounting not in get_args(LmoAccounting):
             known = ", ".join(get_args(LmoAccounting))
             raise ValueError(f"accounting = {short(self.accounting)}: must be one of {known}")
-        check_count_and_unit(self.count, self.unit)
-        check_sampled_unit(self.sampling_probability, self.unit)
+        super().__post_init__()
 
     def rdp(self, orders: npt.ArrayLike) -> Array:
         """[orders] Renyi divergence of all releases, known at whole orders only."""
@@ -95,31 +84,6 @@ class SubsampledLmo(Event):
         every = _unsampled(*noise, tuple(range(2, max(orders) + 1)), sampled=True)
         return poisson_sampled(every, np.array(orders), self.sampling_probability)
 
-    @classmethod
-    def epsilon_bounds_of_many(
-        cls, events: Sequence[Self], deltas: Sequence[float], accountant: Accountant, workers: int
-    ) -> tuple[Array, Array] | None:
-        """Bounds at sampling probabilities rounded to a grid, where there are too many distinct ones to compute each.
-
-        Sampling with a larger probability never costs less.
-        """
-        probabilities = np.array([event.sampling_probability for event in events])
-        # Without sampling the curve is computed more finely, so that probability 1 is a node for itself alone.
-        sampled = probabilities[(probabilities > 0) & (probabilities < 1)]
-        if len(np.unique(sampled)) <= _NODES:
-            return None
-        nodes = np.concatenate([[0.0], nodes_of(sampled, _NODES), [1.0]])
-
-        def bounds(up: bool) -> tuple[Array, Array]:
-            moved = rounded(probabilities, nodes, up=up).tolist()
-            return rdp_bounds(
-                [replace(event, sampling_probability=q) for event, q in zip(events, moved, strict=True)],
-                deltas,
-                accountant,
-            )
-
-        return bounds(up=False)[0], bounds(up=True)[1]
-
     def with_noise(self, factor: float) -> Self:
         """The same noise for a sensitivity divided by the factor, which costs the same as the multiplied noise."""
         return replace(self, sensitivity=self.sensitivity / factor)
@@ -136,14 +100,14 @@ class SubsampledLmo(Event):
 
     def to_fields(self) -> dict[str, Any]:
         """The event as plain values that JSON takes."""
-        return asdict(self) | {"parameters": lmo_parameters.to_dict(self.parameters)}
+        return asdict(self) | {"parameters": self.parameters.to_dict()}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """The event that `to_fields` described."""
         values = dict(fields)
         if "parameters" in values:
-            values["parameters"] = lmo_parameters.from_dict(values["parameters"])
+            values["parameters"] = LmoParameters.from_dict(values["parameters"])
         return cls(**values)
 
 
@@ -161,7 +125,7 @@ def _unsampled(
     if not orders:
         return np.empty(0)
     return unsampled_curve(
-        columns(parameters),
+        Columns.of(parameters),
         np.array(orders),
         accounting=accounting,
         dimension=dimension,
@@ -172,5 +136,5 @@ def _unsampled(
 
 @lru_cache(maxsize=1024)
 def _gaussian_equal(parameters: LmoParameters, dimension: int, sensitivity: float) -> float:
-    curve = sound(columns(parameters), [_COMPARED_AT], dimension=dimension, sensitivity=sensitivity)
+    curve = sound(Columns.of(parameters), [_COMPARED_AT], dimension=dimension, sensitivity=sensitivity)
     return math.sqrt(_COMPARED_AT / (2 * float(curve[..., 0])))

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from fedpriv.accounting.composition.law import short
 from fedpriv.errors import InputError
@@ -119,36 +119,35 @@ class LmoParameters:
             and UniformPart(weight=uniform.weight, low=uniform.low * factor, high=uniform.high * factor),
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """The parameters as plain values that JSON can represent, without the absent parts."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
-def to_dict(parameters: LmoParameters) -> dict[str, Any]:
-    """The parameters as plain values that JSON can represent, without the absent parts."""
-    return {name: value for name, value in asdict(parameters).items() if value is not None}
+    @classmethod
+    def from_dict(cls, values: object) -> Self:
+        """The parameters that `to_dict` wrote.
 
+        Raises:
+            InputError: one line that says what is wrong.
+        """
+        if not isinstance(values, Mapping):
+            raise InputError('parameters: must be a JSON object, such as {"combination": "mixture", "uniform": {...}}')
+        known = ("combination", *_PARTS)
+        if unknown := sorted(str(name) for name in set(values) - set(known)):
+            raise InputError(f"parameters: {unknown[0][:60]!r} is unknown; known are {', '.join(known)}")
+        if "combination" not in values:
+            raise InputError(f"parameters: combination is missing; must be one of {', '.join(get_args(Combination))}")
+        parts: dict[str, Any] = {name: _part(name, values[name]) for name in _PARTS if name in values}
+        return cls(combination=values["combination"], **parts)
 
-def from_dict(values: object) -> LmoParameters:
-    """The parameters that `to_dict` wrote.
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The parameters in a JSON text.
 
-    Raises:
-        InputError: one line that says what is wrong.
-    """
-    if not isinstance(values, Mapping):
-        raise InputError('parameters: must be a JSON object, such as {"combination": "mixture", "uniform": {...}}')
-    known = ("combination", *_PARTS)
-    if unknown := sorted(str(name) for name in set(values) - set(known)):
-        raise InputError(f"parameters: {unknown[0][:60]!r} is unknown; known are {', '.join(known)}")
-    if "combination" not in values:
-        raise InputError(f"parameters: combination is missing; must be one of {', '.join(get_args(Combination))}")
-    parts: dict[str, Any] = {name: _part(name, values[name]) for name in _PARTS if name in values}
-    return LmoParameters(combination=values["combination"], **parts)
-
-
-def from_json(text: str) -> LmoParameters:
-    """The parameters in a JSON text.
-
-    Raises:
-        InputError: the text is not JSON, or does not hold parameters.
-    """
-    return from_dict(read_json(text))
+        Raises:
+            InputError: the text is not JSON, or does not hold parameters.
+        """
+        return cls.from_dict(read_json(text))
 
 
 def read_json(text: str) -> Any:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fedpriv.accounting.events import Event
-from fedpriv.audit.harness import A
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training import PoissonSampler, stacked
 from fedpriv.training.clipping import Parts, add_clipped, clipped_rows
+from simulations.studies.audit.harness import A
 
 Broken = AbstractContextManager[Any]
 

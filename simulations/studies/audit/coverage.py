@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from fedpriv.audit import f_dp
-from fedpriv.audit.bounds import ladder, num_correct, one_run_epsilon
+from fedpriv.audit import f_dp, ladder, num_correct, one_run_epsilon
 
 TRIALS, CONFIDENCE = 2000, 0.95
 

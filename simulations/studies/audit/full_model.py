@@ -8,12 +8,12 @@ from typing import Any
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.adapters import lora
 from fedpriv.audit.black_box import CanaryPlan, audit_run, audited_client
-from fedpriv.audit.harness import update_spec
 from fedpriv.config import parse
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.workbench import Workbench
 from simulations.studies.audit.federations import Holder, train
+from simulations.studies.audit.harness import update_spec
 
 DELTA = 1e-5
 ROUNDS, STEPS, BATCH, GUESSES = 10, 3, 64, 40

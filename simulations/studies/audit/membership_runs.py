@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.audit import calibrated_scores, lira_scores, loss_scores, membership, plot_roc
 from fedpriv.audit.black_box import record_losses
-from fedpriv.audit.harness import update_spec
-from fedpriv.audit.membership import calibrated_scores, lira_scores, loss_scores, membership, plot_roc
 from fedpriv.config import parse
 from fedpriv.data.records import Records
 from fedpriv.training.workbench import Workbench
 from simulations.studies.audit.federations import Holder, train
+from simulations.studies.audit.harness import update_spec
 
 DELTA = 1e-5
 CLIENTS, POOL, SHADOWS = 3, 150, 8

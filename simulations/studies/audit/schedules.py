@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedpriv.accounting.accountants import total_loss
 from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.composition.conversion import total_loss
+from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.audit import f_dp
-from fedpriv.audit.bounds import Array, ladder, num_correct, one_run_epsilon
-from fedpriv.audit.harness import A, B, Setup, ideal_scores, update_spec
+from fedpriv.audit import f_dp, ladder, num_correct, one_run_epsilon
+from simulations.studies.audit.harness import A, B, Setup, ideal_scores, update_spec
 
 DELTA, CONFIDENCE = 1e-5, 0.95
 CLAIMS = (1.0, 2.0, 4.0, 8.0)

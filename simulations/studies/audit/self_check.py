@@ -17,11 +17,11 @@ import torch
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.lmo import parameters as lmo_parameters
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
-from fedpriv.audit import canaries, harness
-from fedpriv.audit.bounds import one_run_audit
-from fedpriv.audit.harness import (
+from fedpriv.audit import inclusions, one_run_audit
+from simulations.studies.audit import broken_mechanisms as broken
+from simulations.studies.audit import harness
+from simulations.studies.audit.harness import (
     HEAD,
     A,
     B,
@@ -33,7 +33,6 @@ from fedpriv.audit.harness import (
     records_of,
     update_spec,
 )
-from simulations.studies.audit import broken_mechanisms as broken
 
 SEEDS = range(20)
 # Of the statistical tests: 20 seeds of 5 tests raise a false alarm with probability 1e-4.
@@ -80,7 +79,7 @@ def setup(seed: int, **changes: Any) -> Setup:
 
 def audited(setup: Setup, directions: torch.Tensor, num_guesses: int, claim: float) -> Finding:
     """Whether a one-run audit with canaries along these directions finds more than the claimed epsilon."""
-    included = canaries.inclusions(len(directions), setup.source("coins"))
+    included = inclusions(len(directions), setup.source("coins"))
     seen = observe(setup, directions, included)
     # At q = 1 the scale of the noise does not change the order of the scores.
     scores = matched_scores(seen.local, noise_stddev=1.0, sampling_probability=1.0)
@@ -90,14 +89,14 @@ def audited(setup: Setup, directions: torch.Tensor, num_guesses: int, claim: flo
 
 def audit_everywhere(seed: int) -> Finding:
     """Canaries along the coordinates of all tensors, one for each."""
-    directions = canaries.coordinate_directions(DIMENSION, range(DIMENSION), DIMENSION)
+    directions = harness.coordinate_directions(DIMENSION, range(DIMENSION), DIMENSION)
     return audited(setup(seed), directions, NUM_GUESSES, CLAIM)
 
 
 def audit_of_b(seed: int) -> Finding:
     """Canaries along the coordinates of B alone, one for each."""
     coordinates = range(SIZES[A], SIZES[A] + SIZES[B])
-    directions = canaries.coordinate_directions(SIZES[B], coordinates, DIMENSION)
+    directions = harness.coordinate_directions(SIZES[B], coordinates, DIMENSION)
     return audited(setup(seed), directions, NUM_GUESSES_IN_B, CLAIM)
 
 
@@ -111,7 +110,7 @@ def lmo_setup(seed: int, accounting: str = "published") -> Setup:
         noise_multiplier=1.0,
         batch_size=LMO_CANARIES,
         mechanism="lmo",
-        mechanism_parameters=json.dumps({**lmo_parameters.to_dict(LMO), "accounting": accounting}),
+        mechanism_parameters=json.dumps({**LMO.to_dict(), "accounting": accounting}),
     )
     return Setup(spec=spec, num_registered=LMO_CANARIES, seed=seed, sizes={A: LMO_DIMENSION})
 
@@ -126,9 +125,9 @@ def audit_of_lmo(seed: int, *, dense: bool = True, accounting: str = "published"
     """Canaries along dense directions, or along the coordinates, against the claim of an accounting."""
     setup = lmo_setup(seed)
     if dense:
-        directions = canaries.dense_directions(LMO_CANARIES, LMO_DIMENSION, setup.source("directions"))
+        directions = harness.dense_directions(LMO_CANARIES, LMO_DIMENSION, setup.source("directions"))
     else:
-        directions = canaries.coordinate_directions(LMO_CANARIES, range(LMO_DIMENSION), LMO_DIMENSION)
+        directions = harness.coordinate_directions(LMO_CANARIES, range(LMO_DIMENSION), LMO_DIMENSION)
     return audited(setup, directions, LMO_NUM_GUESSES, lmo_claim(accounting))
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.views import Release
-from fedpriv.audit.bounds import Array, num_correct, one_run_audit
-from fedpriv.audit.canaries import inclusions
-from fedpriv.audit.harness import Setup, ideal_scores, matched_scores, observe, observe_clients, update_spec
+from fedpriv.audit import inclusions, num_correct, one_run_audit
+from simulations.studies.audit.harness import Setup, ideal_scores, matched_scores, observe, observe_clients, update_spec
 from simulations.studies.audit.schedules import (
     CANARIES,
     CLAIMS,

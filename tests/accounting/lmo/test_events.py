@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from dp_accounting import rdp
 
-from fedpriv.accounting.accountants import delta_of, epsilon_of, stays_within
-from fedpriv.accounting.composition.conversion import ORDERS
+from fedpriv.accounting.accountants import ORDERS, delta_of, epsilon_of, stays_within
 from fedpriv.accounting.events import (
     EpsilonDelta,
     PureEpsilon,
@@ -21,10 +20,9 @@ from fedpriv.accounting.events import (
     group,
     to_json,
 )
-from fedpriv.accounting.lmo import parameters as lmo_parameters
-from fedpriv.accounting.lmo.distribution import columns
+from fedpriv.accounting.lmo._renyi import poisson_sampled, published, sound
+from fedpriv.accounting.lmo.distribution import Columns
 from fedpriv.accounting.lmo.parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart
-from fedpriv.accounting.lmo.renyi import poisson_sampled, published, sound
 from fedpriv.accounting.views import Release
 from fedpriv.errors import InputError
 from fedpriv.ledger.accounts import Accounts
@@ -54,7 +52,7 @@ def changed(**changes):
 def test_json_round_trip_is_exact(parameters, accounting):
     original = event(parameters, q=0.37, accounting=accounting, count=7, sensitivity=math.sqrt(2))
     assert from_json(to_json(original)) == original
-    assert lmo_parameters.from_dict(json.loads(json.dumps(lmo_parameters.to_dict(parameters)))) == parameters
+    assert LmoParameters.from_dict(json.loads(json.dumps(parameters.to_dict()))) == parameters
 
 
 @pytest.mark.parametrize(
@@ -106,20 +104,20 @@ UNIFORM = {"weight": 1, "low": 0.1, "high": 0.5}
 )
 def test_invalid_parameters_are_refused_in_one_line(values, part):
     with pytest.raises(InputError) as refusal:
-        lmo_parameters.from_dict(values)
+        LmoParameters.from_dict(values)
     assert part in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
 def test_a_linear_combination_may_have_any_weights():
     values = {"combination": "linear", "uniform": UNIFORM | {"weight": 3}}
-    assert columns(lmo_parameters.from_dict(values)).weights.tolist() == [0, 0, 3]
+    assert Columns.of(LmoParameters.from_dict(values)).weights.tolist() == [0, 0, 3]
 
 
 # Zhu and Wang 2019, Theorem 5, at integer orders, evaluated literally.
 @pytest.mark.parametrize("q", [0.01, 0.3])
 def test_sampled_curve_is_that_of_zhu_and_wangs_theorem(q):
-    curve = published(columns(uniform(0.5, 1.0)), range(2, 13))
+    curve = published(Columns.of(uniform(0.5, 1.0)), range(2, 13))
     orders = np.array([2, 3, 7, 12])
     for order, result in zip(orders.tolist(), poisson_sampled(curve, orders, q), strict=True):
         total = (1 - q) ** (order - 1) * (order * q - q + 1)
@@ -150,7 +148,7 @@ def test_sampled_curve_is_never_below_the_exact_divergence(parameters, q, order)
     with_record = (1 - q) * without + q * np.exp(log_density(parameters, x - 1))
     forward = math.log(np.sum(dx * without * (with_record / without) ** order)) / (order - 1)
     reverse = math.log(np.sum(dx * with_record * (without / with_record) ** order)) / (order - 1)
-    curve = published(columns(parameters), range(2, order + 1))
+    curve = published(Columns.of(parameters), range(2, order + 1))
     (result,) = poisson_sampled(curve, np.array([order]), q)
     assert 0 < max(forward, reverse) <= result
     assert result <= 6 * max(forward, reverse), "a bound that large would be useless"
@@ -166,7 +164,7 @@ def by_hand(events, delta=DELTA):
             accountant.compose(_library_event(each), each.count)
             total += accountant.rdp
         else:
-            curve = sound(columns(each.parameters), range(2, 1025), dimension=each.dimension, points=512)
+            curve = sound(Columns.of(each.parameters), range(2, 1025), dimension=each.dimension, points=512)
             total += each.count * poisson_sampled(curve, orders, each.sampling_probability)
     return rdp.compute_epsilon(orders, total, delta)[0]
 
@@ -244,6 +242,6 @@ def test_accounts_compose_and_limit_lmo_releases():
 
 def test_epsilon_is_finite_if_the_lower_integer_orders_are():
     sampled = event(gamma(2, 0.1), q=0.2)
-    curve = published(columns(sampled.parameters), range(2, 12))
+    curve = published(Columns.of(sampled.parameters), range(2, 12))
     assert np.isfinite(curve).sum() == 9
     assert epsilon_of([sampled], DELTA).epsilon < math.inf

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from dp_accounting import rdp
 
-from fedpriv.accounting.lmo.distribution import Columns, columns, domain_end, log_mgf, tilted_moments
+from fedpriv.accounting.lmo._renyi import check_domain, equation_1, published, quadratic_limit, sound, theorem_4_2
+from fedpriv.accounting.lmo.distribution import Columns
 from fedpriv.accounting.lmo.parameters import GammaPart, LmoParameters, UniformPart
-from fedpriv.accounting.lmo.renyi import check_domain, equation_1, published, quadratic_limit, sound, theorem_4_2
 from fedpriv.errors import InputError
 from tests.accounting.lmo.oracle import best_split, exact_divergence, gamma, random_parameters, uniform
 
-EXAMPLE = columns(uniform(0.1, 0.5))
+EXAMPLE = Columns.of(uniform(0.1, 0.5))
 ORDERS = [2, 8, 32]
 
 
@@ -23,12 +23,12 @@ ORDERS = [2, 8, 32]
 def test_curves_of_the_example_have_the_reference_values():
     assert published(EXAMPLE, ORDERS) == pytest.approx([0.0896, 0.2557, 0.3969], abs=5e-5)
     assert sound(EXAMPLE, ORDERS, dimension=74_883) == pytest.approx([0.1033, 0.4131, 1.6523], abs=5e-5)
-    assert 1 / tilted_moments(EXAMPLE, 0.0)[1] == pytest.approx(9.68, abs=5e-3)
+    assert 1 / EXAMPLE.tilted_moments(0.0)[1] == pytest.approx(9.68, abs=5e-3)
 
 
 # Yang et al., Theorem 4.2 at u = 0.5, order 4, C = 2: its value, and the true one by the Laplace divergence.
 def test_theorem_4_2_is_too_small_and_is_not_zero_at_sensitivity_zero():
-    half = columns(uniform(0.5, 0.5))
+    half = Columns.of(uniform(0.5, 0.5))
     assert theorem_4_2(half, 4, 2.0) == pytest.approx(0.319, abs=5e-4)
     assert published(half, 4, 2.0) == pytest.approx(0.814, abs=5e-4)
     assert theorem_4_2(half, 4, 0.0) > 0.2
@@ -37,7 +37,7 @@ def test_theorem_4_2_is_too_small_and_is_not_zero_at_sensitivity_zero():
 
 
 def test_equation_1_as_printed_calls_almost_no_noise_private():
-    almost_none = columns(uniform(1.1, 1.1))
+    almost_none = Columns.of(uniform(1.1, 1.1))
     epsilons = equation_1(published(almost_none, [2, 128]), [2, 128], 1e-10)
     assert epsilons[1] < 0 < 2 < epsilons[0]
 
@@ -48,14 +48,14 @@ def test_scalar_curve_is_never_below_the_exact_divergence(seed):
     order, shift = int(generator.choice([2, 3, 5, 8, 17, 32])), generator.uniform(0.2, 2)
     parameters = random_parameters(generator, order, shift)
     exact = exact_divergence(parameters, order, shift)
-    assert exact <= published(columns(parameters), order, shift)[0] * (1 + 1e-9)
+    assert exact <= published(Columns.of(parameters), order, shift)[0] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("b", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("order", [2, 8, 64])
 def test_scalar_curve_of_a_point_mass_is_the_exact_divergence_and_that_of_dp_accounting(b, order):
     parameters = uniform(1 / b, 1 / b)
-    divergence = published(columns(parameters), order)[0]
+    divergence = published(Columns.of(parameters), order)[0]
     assert divergence == pytest.approx(exact_divergence(parameters, order, 1.0), rel=1e-6)
     accountant = rdp.RdpAccountant([order])
     accountant.compose(dp_accounting.LaplaceDpEvent(b))
@@ -72,7 +72,7 @@ def test_the_oracle_tells_smaller_and_larger_divergences_apart():
 def test_sound_is_within_five_percent_of_brute_force_and_never_below_it(seed):
     generator = np.random.default_rng(1000 + seed)
     order = int(generator.choice([2, 3, 4, 8, 16, 32]))
-    of = columns(random_parameters(generator, order))
+    of = Columns.of(random_parameters(generator, order))
     steps = np.sqrt(np.linspace(0, 1, 241))
     curve = np.array([published(of, order, step)[0] for step in steps])
     for dimension, best in enumerate(best_split(curve, 8), start=1):
@@ -89,7 +89,7 @@ def test_sound_is_never_below_the_exact_divergence_of_a_vector(parameters, order
     steps = np.sqrt(np.linspace(0, 1, 25))
     curve = np.array([0.0, *(exact_divergence(parameters, order, step) for step in steps[1:])])
     for dimension, best in enumerate(best_split(curve, 8), start=1):
-        bound = sound(columns(parameters), order, dimension=dimension)[0]
+        bound = sound(Columns.of(parameters), order, dimension=dimension)[0]
         assert best <= bound
         assert bound <= max_ratio * best, "revealing u costs something, but not everything"
 
@@ -103,14 +103,14 @@ def test_sound_tends_to_its_limit_from_below():
 
 
 def test_one_coordinate_can_be_the_worst_direction():
-    heavy = columns(gamma(1, 0.3))
+    heavy = Columns.of(gamma(1, 0.3))
     assert quadratic_limit(heavy, 4) == pytest.approx(0.36)
     for dimension in (1, 2, 1000, math.inf):
         assert sound(heavy, 4, dimension=dimension) == pytest.approx(0.592, abs=5e-4)
 
 
 def test_a_coarse_grid_only_raises_the_sound_bound():
-    of = columns(random_parameters(np.random.default_rng(3), 8))
+    of = Columns.of(random_parameters(np.random.default_rng(3), 8))
     fine, coarse = (sound(of, [2, 8], dimension=20, points=points) for points in (4096, 24))
     assert (fine <= coarse).all()
     assert (coarse <= 1.2 * fine).all()
@@ -118,24 +118,24 @@ def test_a_coarse_grid_only_raises_the_sound_bound():
 
 def test_sensitivity_acts_as_a_scale_of_u():
     parameters = random_parameters(np.random.default_rng(4), 8, 3.0)
-    scaled = columns(parameters.scaled(3.0))
+    scaled = Columns.of(parameters.scaled(3.0))
     for curve in (published, lambda of, orders, s=1.0: sound(of, orders, dimension=9, sensitivity=s)):
-        assert curve(columns(parameters), [2, 8], 3.0) == pytest.approx(curve(scaled, [2, 8]), rel=1e-6)
+        assert curve(Columns.of(parameters), [2, 8], 3.0) == pytest.approx(curve(scaled, [2, 8]), rel=1e-6)
 
 
 # Jensen: exp is convex, so a constant u with the same mean has a smaller moment generating function, and costs less.
 @pytest.mark.parametrize("seed", range(20))
 def test_no_lmo_noise_costs_less_than_laplace_noise_of_the_same_mean_inverse_scale(seed):
-    of = columns(random_parameters(np.random.default_rng(seed), 8))
-    mean = float(tilted_moments(of, 0.0)[0])
-    constant = columns(uniform(mean, mean))
+    of = Columns.of(random_parameters(np.random.default_rng(seed), 8))
+    mean = float(of.tilted_moments(0.0)[0])
+    constant = Columns.of(uniform(mean, mean))
     assert (published(constant, [2, 5, 8]) <= published(of, [2, 5, 8]) * (1 + 1e-9)).all()
     assert (sound(constant, [2, 8], dimension=50) <= sound(of, [2, 8], dimension=50) * (1 + 1e-4)).all()
 
 
 def test_orders_outside_the_domain_cost_infinity_and_are_refused_by_name():
-    of = columns(gamma(2, 0.1))
-    assert domain_end(of) == pytest.approx(10)
+    of = Columns.of(gamma(2, 0.1))
+    assert of.domain_end == pytest.approx(10)
     for curve in (published(of, [10, 11, 12]), sound(of, [10, 11, 12], dimension=7)):
         assert np.isfinite(curve).tolist() == [True, False, False]
     check_domain(of, 10, 1.0)
@@ -162,7 +162,7 @@ def test_orders_dimensions_and_sensitivities_out_of_range_are_refused_by_name(ca
 
 def test_many_candidates_at_once_have_the_same_curves_as_each_alone():
     generator = np.random.default_rng(5)
-    singles = [columns(random_parameters(generator, 8)) for _ in range(6)]
+    singles = [Columns.of(random_parameters(generator, 8)) for _ in range(6)]
     singles = [single for single in singles if single.combination == singles[0].combination]
     assert len(singles) > 1
     stacked = Columns(
@@ -186,5 +186,5 @@ def test_near_zero_the_log_moment_generating_function_is_its_series(t):
     )
     mean = 0.3 * 0.2 + 0.7 * 0.4
     second = 0.3 * 6 * 0.01 + 0.7 * (0.04 + 0.12 + 0.36) / 3
-    assert log_mgf(columns(parameters), t) == pytest.approx(mean * t + (second - mean**2) * t**2 / 2, rel=1e-6)
-    assert [float(value) for value in tilted_moments(columns(parameters), 0.0)] == pytest.approx([mean, second])
+    assert Columns.of(parameters).log_mgf(t) == pytest.approx(mean * t + (second - mean**2) * t**2 / 2, rel=1e-6)
+    assert [float(value) for value in Columns.of(parameters).tilted_moments(0.0)] == pytest.approx([mean, second])

@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize
 
-from fedpriv.accounting.accountants import check_delta, epsilon_of
-from fedpriv.accounting.composition.conversion import INTEGER_ORDERS
+from fedpriv.accounting.accountants import INTEGER_ORDERS, check_delta, epsilon_of
 from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import SubsampledLmo
+from fedpriv.accounting.lmo import sampled_curve
 from fedpriv.accounting.lmo.distribution import Columns
 from fedpriv.accounting.lmo.parameters import LmoAccounting, LmoParameters, UniformPart
-from fedpriv.accounting.lmo.renyi import sampled_curve
 from fedpriv.errors import InputError
 
 # Relative tolerance of the scale.

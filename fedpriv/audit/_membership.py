@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from fedpriv.audit.bounds import Array, checked_scores, clopper_pearson
+from fedpriv.accounting.composition.law import Array
+from fedpriv.audit._bounds import checked_scores, clopper_pearson
 from fedpriv.errors import InputError
 
 # With fewer shadow losses than this, variances are pooled over records; otherwise each record has its own (Carlini et

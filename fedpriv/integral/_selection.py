@@ -19,12 +19,14 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist
 
 from fedpriv.errors import InputError
-from fedpriv.integral.subsamples import Indices
+from fedpriv.integral._subsamples import Indices
 
 Vectors = npt.NDArray[np.floating]
 _Distances = npt.NDArray[np.float64]
 Measure = Literal["largest", "norm"]
+"""The distance of two models: the largest difference of a parameter, or the Euclidean norm of all."""
 Linkage = Literal["first-member", "complete"]
+"""The members of a cluster are close to its first one, or to each other."""
 
 _METRICS = {"largest": "chebyshev", "norm": "euclidean"}
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from fedpriv.errors import InputError
 
 Indices = npt.NDArray[np.int64]
+"""Row numbers of records."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,14 +17,15 @@ from torch.nn import functional as F
 
 from fedpriv.accounting.events import Event
 from fedpriv.errors import InputError
-from fedpriv.integral.networks import from_vectors, is_perceptron, to_vector
-from fedpriv.integral.subsamples import Indices
+from fedpriv.integral._networks import from_vectors, is_perceptron, to_vector
+from fedpriv.integral._subsamples import Indices
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training import PoissonSampler
 from fedpriv.training.clipping import add_clipped
 from fedpriv.training.summing import noised_sum
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+"""Optimizers by name, each at PyTorch's defaults."""
 
 Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 """Logits, [networks, batch, classes], from stacked weights and their batches, [networks, batch, ...]."""

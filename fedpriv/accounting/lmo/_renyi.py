@@ -36,7 +36,7 @@ import numpy.typing as npt
 from scipy import special
 
 from fedpriv.accounting.composition.law import Array
-from fedpriv.accounting.lmo.distribution import Columns, domain_end, log_mgf, tilted_moments
+from fedpriv.accounting.lmo.distribution import Columns
 from fedpriv.accounting.lmo.parameters import LmoAccounting
 from fedpriv.errors import InputError
 
@@ -100,9 +100,9 @@ def sound(
         return published(candidates, orders, sensitivity)
     sensitivity = max(sensitivity, _SMALLEST_SENSITIVITY)
     wide = candidates.with_axes(1)
-    inside = (orders - 1) * sensitivity < domain_end(wide)
+    inside = (orders - 1) * sensitivity < wide.domain_end
     # Outside the domain any finite value will do, since it is replaced at the end.
-    reach = np.where(inside, sensitivity, 0.5 * domain_end(wide) / (orders - 1))
+    reach = np.where(inside, sensitivity, 0.5 * wide.domain_end / (orders - 1))
     t, y = _lifted(candidates, orders, np.where(np.isfinite(reach), reach, sensitivity), points)
     steepest = (y[..., 1:] / t[..., 1:]).max(axis=-1)
     limit = sensitivity**2 * steepest
@@ -114,7 +114,35 @@ def sound(
 def quadratic_limit(candidates: Columns, orders: npt.ArrayLike, sensitivity: float = 1.0) -> Array:
     """[..., orders] a C^2 E[u^2] / 2, a lower bound on `sound` in the limit of large dimensions."""
     orders = checked_orders(orders)
-    return np.asarray(orders * sensitivity**2 * tilted_moments(candidates.with_axes(1), 0.0)[1] / 2)
+    return np.asarray(orders * sensitivity**2 * candidates.with_axes(1).tilted_moments(0.0)[1] / 2)
+
+
+def divergences(candidate: Columns, order: float, *, dimension: float, sensitivity: float) -> dict[str, float]:
+    """{name: Renyi divergence of one release}: published, sound, and limits of large dimensions.
+
+    `sound_limit` bounds it for every dimension; the second moment and Fisher's information of the noise do so from
+    below.
+
+    Args:
+        candidate: parameters, arrays of shape [].
+        order: a > 1.
+        dimension: d >= 1.
+        sensitivity: C > 0, in units of the noise's scale (the clip norm).
+
+    Raises:
+        InputError: a value is out of range, or (a - 1) C is not inside the domain of M.
+    """
+    checked_orders(order)
+    if not sensitivity > 0:
+        raise InputError(f"sensitivity = {sensitivity}: must be > 0")
+    check_domain(candidate, order, sensitivity)
+    return {
+        "published": float(published(candidate, order, sensitivity)[0]),
+        "sound": float(sound(candidate, order, dimension=dimension, sensitivity=sensitivity)[0]),
+        "sound_limit": float(sound(candidate, order, dimension=math.inf, sensitivity=sensitivity)[0]),
+        "second_moment_limit": float(quadratic_limit(candidate, order, sensitivity)[0]),
+        "fisher_limit": order * sensitivity**2 * candidate.fisher_information / 2,
+    }
 
 
 def checked_orders(orders: npt.ArrayLike) -> Array:
@@ -135,7 +163,7 @@ def check_domain(candidates: Columns, order: float, sensitivity: float) -> None:
     Raises:
         InputError: (order - 1) sensitivity is not inside the domain of M.
     """
-    end = float(domain_end(candidates))
+    end = float(candidates.domain_end)
     if not (order - 1) * sensitivity < end:
         raise InputError(
             f"order = {order:g}: (order - 1) * sensitivity must be < {end:.6g}, where the Gamma or Exponential part "
@@ -150,7 +178,7 @@ def _check_sensitivity(sensitivity: float) -> None:
 
 def _divergence(candidates: Columns, orders: Array, s: Array) -> Array:
     """G(s), as in the module docstring, for arrays that broadcast against each other."""
-    up, down = log_mgf(candidates, (orders - 1) * s), log_mgf(candidates, -orders * s)
+    up, down = candidates.log_mgf((orders - 1) * s), candidates.log_mgf(-orders * s)
     with np.errstate(over="ignore"):
         excess = (orders * np.expm1(up) + (orders - 1) * np.expm1(down)) / (2 * orders - 1)
         near = np.log1p(np.maximum(excess, 0.0))
@@ -161,7 +189,7 @@ def _divergence(candidates: Columns, orders: Array, s: Array) -> Array:
 def _lifted(candidates: Columns, orders: Array, reach: Array, points: int) -> tuple[Array, Array]:
     """[..., orders, points] t and heights whose concave envelope g never exceeds on [0, reach^2]."""
     wide = candidates.with_axes(1)
-    size = np.sqrt(tilted_moments(wide, 0.0)[1])
+    size = np.sqrt(wide.tilted_moments(0.0)[1])
     first = np.minimum(reach / 2, _SMALLEST_STEP / (orders * size))
     exponents = np.linspace(0.0, 1.0, points - 1)
     s = np.concatenate(
@@ -174,7 +202,7 @@ def _lifted(candidates: Columns, orders: Array, reach: Array, points: int) -> tu
     lifted[..., 1:-1] += gaps
     lifted[..., 2:] = np.maximum(lifted[..., 2:], g[..., 2:] + gaps)
     tilt = (orders - 1) * first
-    line = orders * first**2 / 2 * np.exp(log_mgf(wide, tilt)) * tilted_moments(wide, tilt)[1]
+    line = orders * first**2 / 2 * np.exp(wide.log_mgf(tilt)) * wide.tilted_moments(tilt)[1]
     lifted[..., 1] = np.maximum(lifted[..., 1], line)
     return s**2, lifted
 
@@ -305,9 +333,9 @@ def theorem_4_2(candidates: Columns, orders: npt.ArrayLike, sensitivity: float =
     """
     a, c = checked_orders(orders), sensitivity
     moments = (
-        a / (2 * a - 1) * np.exp(log_mgf(candidates, a - 1))
-        + np.exp(log_mgf(candidates, 1 - c - a)) / 2
-        + np.exp(log_mgf(candidates, (1 - 2 * c) * a + (c - 1))) / (2 * (1 - 2 * a))
+        a / (2 * a - 1) * np.exp(candidates.log_mgf(a - 1))
+        + np.exp(candidates.log_mgf(1 - c - a)) / 2
+        + np.exp(candidates.log_mgf((1 - 2 * c) * a + (c - 1))) / (2 * (1 - 2 * a))
     )
     return np.asarray(np.log(moments) / (a - 1))
 

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special, stats
 
+from fedpriv.accounting.composition.law import Array
 from fedpriv.errors import InputError
-
-Array = npt.NDArray[np.float64]
 
 _BISECTIONS = 60
 _LARGEST_EPSILON = 64.0

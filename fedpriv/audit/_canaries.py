@@ -7,13 +7,9 @@ worlds.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy import linalg
 from torch import Tensor
 
 from fedpriv.data.chat import RESPONSE_MASK
@@ -37,49 +33,6 @@ def inclusions(num: int, source: RandomSource) -> Flags:
     if num < 2:
         raise InputError(f"num_canaries = {num}: must be >= 2")
     return np.asarray(source.bernoulli(num, 0.5).numpy())
-
-
-def coordinate_directions(num: int, coordinates: Sequence[int] | range, dimension: int) -> Tensor:
-    """Unit vectors [num, dimension] along the given coordinates in turn; orthogonal if there are enough of these.
-
-    Args:
-        num: number of canaries.
-        coordinates: each in 0..dimension - 1.
-        dimension: of a gradient.
-    """
-    directions = torch.zeros(num, dimension)
-    directions[torch.arange(num), torch.tensor([coordinates[i % len(coordinates)] for i in range(num)])] = 1.0
-    return directions
-
-
-def _random_directions(num: int, dimension: int, source: RandomSource) -> Tensor:
-    """Random unit vectors [num, dimension], uniform on the sphere."""
-    values = source.normal(num * dimension).view(num, dimension)
-    directions: Tensor = values / values.square().sum(dim=1, keepdim=True).sqrt()
-    return directions.float()
-
-
-def dense_directions(num: int, dimension: int, source: RandomSource) -> Tensor:
-    """Orthogonal unit vectors [num, dimension] with all coordinates +-dimension^-1/2: rows of a Hadamard matrix whose
-    columns have random signs.
-
-    They reveal noise that suffices for a scalar but not for a vector, which no single coordinate does.
-
-    Args:
-        num: number of canaries, 1..dimension.
-        dimension: of a gradient, a power of two.
-        source: of the signs.
-
-    Raises:
-        InputError: dimension is not a power of two, or there are more canaries than orthogonal directions.
-    """
-    if dimension < 1 or dimension & (dimension - 1):
-        raise InputError(f"dimension = {dimension}: must be a power of two")
-    if not 1 <= num <= dimension:
-        raise InputError(f"num_canaries = {num}: must lie in 1..{dimension}, the orthogonal directions")
-    rows = torch.from_numpy(linalg.hadamard(dimension, dtype=np.int8)[:num]).float()
-    signs = 1 - 2 * source.bernoulli(dimension, 0.5).float()
-    return rows * signs / math.sqrt(dimension)
 
 
 def random_token_canaries(

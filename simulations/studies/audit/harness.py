@@ -22,15 +22,16 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy import stats
+from scipy import linalg, stats
 from torch import Tensor, nn
 
+from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import clipping_parts, sensitivity_factor
 from fedpriv.adapters import Adapter
-from fedpriv.audit.bounds import Array
 from fedpriv.config import RunConfig
 from fedpriv.data.records import BatchShape, Item, Records
+from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.training import Pass
 from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
@@ -146,6 +147,49 @@ class LinearModel(TrainingModel):
         for begin in range(0, len(items), _RECORDS_AT_ONCE):
             positions = list(range(begin, min(begin + _RECORDS_AT_ONCE, len(items))))
             yield Pass(positions=positions, shape=BatchShape(rows=len(positions), tokens=1, full=True))
+
+
+def coordinate_directions(num: int, coordinates: Sequence[int] | range, dimension: int) -> Tensor:
+    """Unit vectors [num, dimension] along the given coordinates in turn; orthogonal if there are enough of these.
+
+    Args:
+        num: number of canaries.
+        coordinates: each in 0..dimension - 1.
+        dimension: of a gradient.
+    """
+    directions = torch.zeros(num, dimension)
+    directions[torch.arange(num), torch.tensor([coordinates[i % len(coordinates)] for i in range(num)])] = 1.0
+    return directions
+
+
+def _random_directions(num: int, dimension: int, source: RandomSource) -> Tensor:
+    """Random unit vectors [num, dimension], uniform on the sphere."""
+    values = source.normal(num * dimension).view(num, dimension)
+    directions: Tensor = values / values.square().sum(dim=1, keepdim=True).sqrt()
+    return directions.float()
+
+
+def dense_directions(num: int, dimension: int, source: RandomSource) -> Tensor:
+    """Orthogonal unit vectors [num, dimension] with all coordinates +-dimension^-1/2: rows of a Hadamard matrix whose
+    columns have random signs.
+
+    They reveal noise that suffices for a scalar but not for a vector, which no single coordinate does.
+
+    Args:
+        num: number of canaries, 1..dimension.
+        dimension: of a gradient, a power of two.
+        source: of the signs.
+
+    Raises:
+        InputError: dimension is not a power of two, or there are more canaries than orthogonal directions.
+    """
+    if dimension < 1 or dimension & (dimension - 1):
+        raise InputError(f"dimension = {dimension}: must be a power of two")
+    if not 1 <= num <= dimension:
+        raise InputError(f"num_canaries = {num}: must lie in 1..{dimension}, the orthogonal directions")
+    rows = torch.from_numpy(linalg.hadamard(dimension, dtype=np.int8)[:num]).float()
+    signs = 1 - 2 * source.bernoulli(dimension, 0.5).float()
+    return rows * signs / math.sqrt(dimension)
 
 
 def records_of(rows: Sequence[int], classes: Sequence[int] | None = None) -> Records:
