@@ -350,7 +350,7 @@ def randomised_response(epsilon: float, num_canaries: int) -> Line:
     }
 
 
-def graded(epsilon: float, num_canaries: int) -> Line:
+def graded(epsilon: float, num_canaries: int = 5000) -> Line:
     """The same with graded scores and a number of guesses that is fixed, searched for, or searched for and paid for.
 
     Each canary's answer is randomised response; its score is the answer's sign times an uninformative size.
