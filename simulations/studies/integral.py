@@ -5,246 +5,255 @@
 FOLDER holds the UCI tables adult.csv.gz and ai4i2020.csv.gz with header lines. `select` trains the models of all
 subsamples and measures recurrence and accuracy after every epoch, `attack` runs the model comparison attack on small
 training sets and `attack-useful` on sets of the paper's size; each writes JSON lines. `page` makes results/integral.md
-and its plots from them. Results that are there are not computed again, except those of `attack-useful`.
+and its plots from them. Results that are there are not computed again.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
+from matplotlib.figure import Figure
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.views import default_delta
 from fedpriv.data import load_table
-from fedpriv.integral import (
-    HIDDEN,
-    PrivateSchedule,
-    TrainingSchedule,
-    disjoint_subsamples,
-    perceptron,
-    select,
-    train_privately,
-    train_stacked,
-)
-from fedpriv.integral.attack import (
-    AttackPlan,
-    Game,
-    attack_table,
-    attacked,
-    noise_multiplier,
-    plain,
-    recommended_mean,
-    trainer,
-)
-from fedpriv.integral.procedure import Data, SelectionSettings, evaluate, recommend
-from fedpriv.integral.tabular import Scaling, prepare
-from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies import integral_page
-from simulations.studies.dedup.cells import append, lines
+from fedpriv.integral import HIDDEN
+from fedpriv.integral import PrivateSchedule
+from fedpriv.integral import TrainingSchedule
+from fedpriv.integral import disjoint_subsamples
+from fedpriv.integral import perceptron
+from fedpriv.integral import select
+from fedpriv.integral import train_privately
+from fedpriv.integral import train_stacked
+from simulations.studies._integral_runs import EPSILON
+from simulations.studies._integral_runs import attack_all
+from simulations.studies._integral_runs import attack_useful
+from simulations.studies._integral_runs import select_all
+from simulations.studies.harness import Line
+from simulations.studies.harness import fill
+from simulations.studies.harness import lines
+from simulations.studies.harness import parser
+from simulations.studies.harness import table
 
-EPSILON = 0.05
-EPOCHS = 20
-CURVE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 18, 20)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A table of the study and its settings in the paper (Tables 1 and 2)."""
-
-    file: str
-    target: str
-    subsample_size: int
-    drop: tuple[str, ...] = ()
-
-
-SOURCES = {
-    "Adult": Source(file="adult.csv.gz", target="income", subsample_size=1000),
-    # Ids, and the five columns that state the kind of failure.
-    "AI4I": Source(
-        file="ai4i2020.csv.gz",
-        target="Machine failure",
-        subsample_size=500,
-        drop=("UDI", "Product ID", "TWF", "HDF", "PWF", "OSF", "RNF"),
-    ),
+# Table 2 of the paper: recurrence and test accuracy; section 4: how many models there were in all.
+PUBLISHED = {
+    "Adult": {"dnn-1": (10, 0.8387), "dnn-2": (89, 0.7797), "dnn-3": (16, 0.8286), "dnn-4": (36, 0.8284)},
+    "AI4I": {"dnn-1": (17, 0.9647), "dnn-2": (19, 0.9723), "dnn-3": (12, 0.9683), "dnn-4": (10, 0.9747)},
 }
-
-WAYS: dict[str, tuple[Scaling, TrainingSchedule]] = {
-    "SGD 0.1, standardised": ("standard", TrainingSchedule(epochs=EPOCHS, learning_rate=0.1)),
-    "Adam 0.001, standardised": ("standard", TrainingSchedule(epochs=EPOCHS, learning_rate=0.001, optimizer="adam")),
-    "SGD 0.1, scaled to [0, 1]": ("min-max", TrainingSchedule(epochs=EPOCHS, learning_rate=0.1)),
-}
+PUBLISHED_MODELS = {"Adult": 47, "AI4I": 19}
 
 
-def data_of(folder: Path, name: str, scaling: Scaling = "standard") -> Data:
-    """A table's training and test parts, 70 to 30."""
-    source = SOURCES[name]
-    frame = load_table(str(folder / source.file)).to_pandas()
-    table = prepare(frame, source.target, drop=source.drop, scaling=scaling)
-    return Data(
-        train_features=table.train_features,
-        train_labels=table.train_labels,
-        test_features=table.test_features,
-        test_labels=table.test_labels,
-        classes=table.classes,
-    )
+def write(page: Path, selections: Sequence[Line], attacks: Sequence[Line], useful: Sequence[Line]) -> None:
+    """Write the page's tables, and its plots next to it; those without lines stay as they are.
+
+    Args:
+        page: the Markdown file.
+        selections: lines of `select`.
+        attacks: lines of `attack`.
+        useful: lines of `attack-useful`.
+    """
+    blocks = {}
+    if selections:
+        plots = _plots(page.parent, selections)
+        blocks = {"selection": _selection_table(selections), "plots": plots, "dp-sgd": _private_table(selections)}
+    if attacks:
+        blocks["attacks"] = "\n\n".join([_attack_tables(attacks), *map(_useful_table, useful)])
+    fill(page, blocks)
 
 
-def select_all(folder: Path, out: Path) -> None:
-    """A line for each table, way of training and architecture."""
-    done = {(line["data"], line["way"], line["architecture"]) for line in lines(out / "select.jsonl")}
-    for way, (scaling, schedule) in WAYS.items():
-        for name in SOURCES:
-            for architecture in HIDDEN:
-                if (name, way, architecture) in done:
-                    continue
-                began = time.perf_counter()
-                line: dict[str, Any] = {"data": name, "way": way, "architecture": architecture}
-                line |= selected(data_of(folder, name, scaling), SOURCES[name], architecture, schedule)
-                line["seconds"] = time.perf_counter() - began
-                append(out / "select.jsonl", line)
-                print(f"{name}, {way}, {architecture}: {line['seconds']:.0f} s", flush=True)
+def _selection_table(selections: Sequence[Line]) -> str:
+    rows = []
+    for line in selections:
+        chosen, whole = line["chosen"], line["whole_table"]
+        count, accuracy = PUBLISHED[line["data"]][line["architecture"]]
+        majority, epochs = line["majority"]["test"], line["looks"][-1]["epochs"]
+        row = [line["data"], line["way"], line["architecture"].upper()]
+        if chosen is None:
+            row += ["none"] + [""] * 6
+        else:
+            test = chosen["mean"]["test"]
+            row += [
+                str(chosen["epochs"]),
+                f"{chosen['recurrence']} of {line['num_subsamples']} ({chosen['k']})",
+                f"{chosen['complete_recurrence']}",
+                f"{chosen['largest_difference']:.3f}",
+                f"**{test['accuracy']:.4f}**",
+                f"{test['f1']:.3f}",
+                f"{chosen['plain']['test']['accuracy']:.4f}",
+            ]
+        row += [f"{line['plain']['test']['accuracy']:.4f}", f"{majority['accuracy']:.4f}"]
+        row += [f"{whole['recurrence']} of {whole['num_subsamples']}, {whole['accuracy']:.4f}"]
+        row += [f"{count} of {PUBLISHED_MODELS[line['data']]}, {accuracy:.4f}"]
+        rows.append(row)
+    headers = (
+        "", "training", "", "epoch", "recurrence (k)", "complete linkage", "largest distance", "accuracy of the mean",
+        "F1", "plain model, same epoch", f"plain, {epochs} epochs", "majority", "all records", "paper",
+    )  # fmt: skip
+    return table(headers, rows)
 
 
-def selected(data: Data, source: Source, architecture: str, schedule: TrainingSchedule) -> dict[str, Any]:
-    """Recurrence and accuracy after every epoch, curves of the chosen cluster's models, and the published protocol."""
-    network = perceptron(architecture, data.train_features.shape[1], len(data.classes), seed=0)
-    settings = SelectionSettings(
-        subsample_size=source.subsample_size,
-        epsilon=EPSILON,
-        schedule=schedule,
-        epsilons=(0.1, 0.2),
-        keep=tuple(range(1, EPOCHS)),
-    )
-    recommendation = recommend(network, data, settings)
-    looks = [asdict(look) for look in recommendation.snapshots]
-    chosen = best_epoch(looks)
-    epoch = chosen["epochs"] if chosen else 1
-    generators = list(recommendation.subsamples.records)
-    members: tuple[int, ...] = ()
-    if chosen:
-        vectors = recommendation.vectors[epoch].numpy()
-        strict = select(vectors, generators, epsilon=EPSILON, clustering="complete", top=1)[0]
-        (cluster,) = select(vectors, generators, epsilon=EPSILON, top=1)
-        members = cluster.members
-        chosen |= {
-            "largest_difference": cluster.largest_difference,
-            "complete_recurrence": strict.recurrence,
-            "complete_accuracy": evaluate(network, torch.from_numpy(strict.mean), data).test.accuracy,
-            "members": [asdict(evaluate(network, recommendation.vectors[epoch][row], data)) for row in members],
-        }
-    curves = {}
-    if architecture == "dnn-1" and members:
-        for at in CURVE:
-            own = recommendation.vectors[at][list(members)]
-            curves[at] = {
-                "members": [asdict(evaluate(network, vector, data)) for vector in own],
-                "mean": asdict(evaluate(network, own.mean(dim=0), data)),
-            }
-    return {
-        "num_subsamples": len(generators),
-        "looks": looks,
-        "chosen": chosen,
-        "curves": curves,
-        "majority": asdict(recommendation.majority),
-        "plain": asdict(recommendation.plain),
-        "whole_table": whole_table(network, data, source, schedule, epoch),
-        "private": list(private(network, data)) if architecture == "dnn-1" else [],
-    }
-
-
-def best_epoch(looks: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The epoch's look in which the mean of a cluster of two or more is most accurate on *training* records."""
-    with_mean = [look for look in looks if look["epsilon"] == EPSILON and look["mean"] is not None]
-    return max(with_mean, key=lambda look: (look["mean"]["train"]["accuracy"], look["recurrence"]), default=None)
-
-
-def whole_table(
-    network: torch.nn.Module, data: Data, source: Source, schedule: TrainingSchedule, epoch: int
-) -> dict[str, Any]:
-    """Recurrence and test accuracy with subsamples of all records, test records included, as in the paper."""
-    features = torch.cat([data.train_features, data.test_features])
-    labels = torch.cat([data.train_labels, data.test_labels])
-    records = disjoint_subsamples(labels.numpy(), source.subsample_size, np.random.default_rng(0)).records
-    vectors = train_stacked(network, features, labels, records, schedule, seed=0, keep=(epoch,))[epoch]
-    (cluster,) = select(vectors.numpy(), list(records), epsilon=EPSILON, top=1)
-    return {
-        "num_subsamples": len(records),
-        "recurrence": cluster.recurrence,
-        "accuracy": evaluate(network, torch.from_numpy(cluster.mean), data).test.accuracy,
-    }
-
-
-def private(network: torch.nn.Module, data: Data) -> Iterator[dict[str, Any]]:
-    """DP-SGD on the whole training part at three epsilons."""
-    schedule = PrivateSchedule(steps=300, expected_batch_size=512, learning_rate=0.5)
-    num_records = len(data.train_labels)
-    delta = default_delta(num_records)
-    for epsilon in (0.1, 0.5, 1.0):
-        noise = noise_multiplier(epsilon, schedule, num_records)
-        vector, events = train_privately(
-            network,
-            data.train_features,
-            data.train_labels,
-            schedule,
-            noise_multiplier=noise,
-            source=SeededSource("integral study", str(epsilon)),
-        )
-        cost = epsilon_of(events, delta).epsilon
-        yield {"epsilon": cost, "asked": epsilon, "delta": delta, "noise_multiplier": noise} | asdict(
-            evaluate(network, vector, data)
-        )
-
-
-def attack_all(folder: Path, out: Path, trials: int) -> None:
-    """A line for each comparison and kind of target, on Adult."""
-    done = {line["comparison"] for line in lines(out / "attack.jsonl")}
-    data = data_of(folder, "Adult")
-    network = perceptron("dnn-1", data.train_features.shape[1], len(data.classes), seed=0)
-    for comparison in ("norm", "projection"):
-        if comparison in done:
+def _private_table(selections: Sequence[Line]) -> str:
+    rows = []
+    for line in selections:
+        if line["way"] != selections[0]["way"] or not line["private"]:
             continue
-        game = Game(size=10, num_owners=20, num_subsamples=500, num_trials=trials, comparison=comparison)
-        plan = AttackPlan(epsilon=EPSILON, schedule=TrainingSchedule(epochs=10), overfit_epochs=200)
-        rows = []
-        for row in attack_table(network, data, game, plan, seed=0):
-            rows.append(asdict(row))
-            print(comparison, row, flush=True)
-        append(out / "attack.jsonl", {"comparison": comparison, "game": asdict(game), "rows": rows})
+        for private in line["private"]:
+            test = private["test"]
+            values = (private["epsilon"], private["noise_multiplier"], test["accuracy"], test["f1"], test["loss"])
+            rows.append([line["data"], f"{private['delta']:.1e}", *(f"{value:.3f}" for value in values)])
+    return table(("", "delta", "epsilon", "noise multiplier", "test accuracy", "F1", "loss"), rows)
 
 
-def attack_useful(folder: Path, out: Path) -> None:
-    """One line for targets of the paper's subsample size, at which the recommended mean has learnt something."""
-    data = data_of(folder, "Adult")
-    network = perceptron("dnn-3", data.train_features.shape[1], len(data.classes), seed=0)
-    epsilon, epochs = 0.1, 7
-    game = Game(size=1000, num_owners=20, num_subsamples=200, num_best=5, num_trials=20)
-    train = trainer(network, data.train_features, data.train_labels, TrainingSchedule(epochs=epochs), seed=0)
-    targets = {
-        "plain": plain,
-        f"recommended mean, {epsilon:g}": recommended_mean(epsilon),
-        "the same, all other generators known": recommended_mean(epsilon, others_known=True),
+def _attack_tables(attacks: Sequence[Line]) -> str:
+    parts = [
+        "Adult, DNN-1. The intruder knows the initial weights, the order of batches and, for each of "
+        f"{attacks[0]['game']['num_trials']} targets, {2 * attacks[0]['game']['size']} candidates, half of which were "
+        f"used. They train on {attacks[0]['game']['num_subsamples']} guesses and classify as members the records that "
+        f"the best {attacks[0]['game']['num_best']} share. Chance is 0.5. Intervals: Student's t, 95 %, over targets."
+    ]
+    parts += [f"Compared by `{line['comparison']}`:\n\n" + _target_table(line["rows"]) for line in attacks]
+    return "\n\n".join(parts)
+
+
+def _useful_table(line: Line) -> str:
+    game = line["game"]
+    return (
+        f"Training sets of the paper's {game['size']} records, {line['architecture'].upper()} after {line['epochs']} "
+        f"epochs, where the mean has learnt something: {game['num_trials']} targets, {game['num_subsamples']} guesses, "
+        f"the best {game['num_best']}, by `{game['comparison']}`:\n\n" + _target_table(line["rows"])
+    )
+
+
+def _target_table(targets: Sequence[Line]) -> str:
+    rows = []
+    for row in targets:
+        if row["note"]:
+            rows.append((row["name"], "", "", "", "", row["note"]))
+            continue
+        verdict = "**beats chance**" if row["beats_chance"] else "no better than chance"
+        interval = f"{row['low']:.3f} to {row['high']:.3f}"
+        rows.append(
+            (
+                row["name"],
+                f"{row['num_generators']:.1f}",
+                f"{row['success']:.3f}",
+                interval,
+                f"{row['test_accuracy']:.3f}",
+                verdict,
+            )
+        )
+    return table(("target", "generators", "success", "interval", "test accuracy", ""), rows)
+
+
+def _plots(folder: Path, selections: Sequence[Line]) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = {
+        "integral-recurrence.png": (
+            _recurrence(selections),
+            "The share of models in the largest cluster after each epoch, and the accuracy of its mean.",
+        ),
+        "integral-f1.png": (
+            _curves(selections, "train", "f1", "F1, training records"),
+            "F1 on training records (Figure 3): the models of the table's cluster (light) and their mean (dark), "
+            "followed over all epochs, whether or not they are close to each other by then.",
+        ),
+        "integral-loss.png": (
+            _curves(selections, "train", "loss", "loss, training records"),
+            "The same for the loss (Figure 4).",
+        ),
+        "integral-test-f1.png": (
+            _members(selections),
+            "F1 of the table's clusters (Figures 5 and 6): members on test records (light), their mean on training "
+            "(filled) and test records (hollow), and the plain model on both (solid, dashed).",
+        ),
     }
-    rows = [asdict(attacked(name, network, data, game, train, publish, seed=0)) for name, publish in targets.items()]
-    line = {"architecture": "dnn-3", "epochs": epochs, "game": asdict(game), "rows": rows}
-    append(out / "attack-useful.jsonl", line)
+    lines = [f"For the training setting `{selections[0]['way']}`.\n"]
+    for name, (figure, title) in figures.items():
+        figure.savefig(folder / name, dpi=110, metadata={"Software": None})
+        lines.append(f"{title}\n\n![{title}]({name})\n")
+    return "\n".join(lines)
+
+
+def _recurrence(selections: Sequence[Line]) -> Figure:
+    """The share of models in the largest cluster and the accuracy of its mean; a row for each table."""
+    names = list(dict.fromkeys(line["data"] for line in selections))
+    figure = Figure(figsize=(9, 3.2 * len(names)), layout="constrained")
+    for row, name in enumerate(names):
+        share, accuracy = (figure.add_subplot(len(names), 2, 2 * row + column) for column in (1, 2))
+        for line in _first_way(selections, name):
+            looks = [look for look in line["looks"] if look["epsilon"] == EPSILON]
+            with_mean = [look for look in looks if look["mean"]]
+            shares = [look["recurrence"] / line["num_subsamples"] for look in looks]
+            share.plot([look["epochs"] for look in looks], shares, marker=".", label=line["architecture"].upper())
+            values = [look["mean"]["test"]["accuracy"] for look in with_mean]
+            accuracy.plot([look["epochs"] for look in with_mean], values, marker=".")
+            accuracy.axhline(line["majority"]["test"]["accuracy"], color="grey", linestyle=":")
+        share.set(title=f"{name}: models in the largest cluster", xlabel="epochs", ylim=(0, 1.05))
+        accuracy.set(title=f"{name}: test accuracy of its mean (dotted: majority)", xlabel="epochs")
+        share.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _curves(selections: Sequence[Line], part: str, metric: str, label: str) -> Figure:
+    """Members of the chosen cluster (light), their mean (dark), the plain model (black) and DP-SGD (dashed), DNN-1."""
+    chosen = [line for line in _first_way(selections, None) if line["architecture"] == "dnn-1" and line["curves"]]
+    figure = Figure(figsize=(4.5 * max(len(chosen), 1), 3.4), layout="constrained")
+    for column, line in enumerate(chosen, start=1):
+        axes = figure.add_subplot(1, len(chosen), column)
+        epochs = [int(epoch) for epoch in line["curves"]]
+        for member in zip(*(curve["members"] for curve in line["curves"].values()), strict=True):
+            axes.plot(epochs, [epoch[part][metric] for epoch in member], color="tab:blue", alpha=0.2, linewidth=0.8)
+        means = [curve["mean"][part][metric] for curve in line["curves"].values()]
+        axes.plot(epochs, means, color="tab:blue", linewidth=2, label="mean of the cluster's models")
+        plain = [look for look in line["looks"] if look["epsilon"] == EPSILON]
+        axes.plot(
+            [look["epochs"] for look in plain],
+            [look["plain"][part][metric] for look in plain],
+            color="black",
+            label="plain",
+        )
+        for private, style in zip(line["private"], (":", "--", "-."), strict=False):
+            name = f"DP-SGD, epsilon {private['asked']:g}"
+            axes.axhline(private[part][metric], color="tab:red", linestyle=style, linewidth=1, label=name)
+        axes.set(title=f"{line['data']}, DNN-1", xlabel="epochs", ylabel=label)
+        axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _members(selections: Sequence[Line]) -> Figure:
+    """F1 of each member (light), of the mean (filled on training, hollow on test records) and of the plain model."""
+    names = list(dict.fromkeys(line["data"] for line in selections))
+    figure = Figure(figsize=(4.5 * len(names), 3.4), layout="constrained")
+    for column, name in enumerate(names, start=1):
+        axes = figure.add_subplot(1, len(names), column)
+        lines = [line for line in _first_way(selections, name) if line["chosen"]]
+        for x, line in enumerate(lines):
+            chosen = line["chosen"]
+            values = [member["test"]["f1"] for member in chosen["members"]]
+            axes.scatter([x] * len(values), values, color="tab:blue", alpha=0.25, s=18)
+            axes.scatter([x], [chosen["mean"]["train"]["f1"]], color="tab:blue", s=45)
+            axes.scatter([x], [chosen["mean"]["test"]["f1"]], facecolors="none", edgecolors="tab:blue", s=90)
+            axes.hlines(line["plain"]["train"]["f1"], x - 0.3, x + 0.3, color="black")
+            axes.hlines(line["plain"]["test"]["f1"], x - 0.3, x + 0.3, color="black", linestyle="--")
+        axes.set_xticks(range(len(lines)), [line["architecture"].upper() for line in lines])
+        axes.set(title=f"{name}: F1 (macro)", ylim=(0.3, 1))
+    return figure
+
+
+def _first_way(selections: Sequence[Line], name: str | None) -> list[Line]:
+    way = selections[0]["way"]
+    return [line for line in selections if line["way"] == way and name in (None, line["data"])]
 
 
 def main() -> None:
     """Do one step of the study."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("select", "attack", "attack-useful", "page"))
-    parser.add_argument("--data", type=Path, default=Path("data"))
-    parser.add_argument("--out", type=Path, default=Path("results/studies/integral"))
-    parser.add_argument("--page", type=Path, default=Path("results/integral.md"))
-    parser.add_argument("--trials", type=int, default=40)
-    arguments = parser.parse_args()
+    own = parser(__doc__)
+    own.add_argument("step", choices=("select", "attack", "attack-useful", "page"))
+    own.add_argument("--data", type=Path, default=Path("data"))
+    own.add_argument("--out", type=Path, default=Path("results/studies/integral"))
+    own.add_argument("--page", type=Path, default=Path("results/integral.md"))
+    own.add_argument("--trials", type=int, default=40)
+    arguments = own.parse_args()
     torch.set_num_threads(1)
     if arguments.step == "select":
         select_all(arguments.data, arguments.out)
@@ -254,7 +263,7 @@ def main() -> None:
         attack_useful(arguments.data, arguments.out)
     else:
         results = (lines(arguments.out / f"{name}.jsonl") for name in ("select", "attack", "attack-useful"))
-        integral_page.write(arguments.page, *results)
+        write(arguments.page, *results)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,15 @@ differs from what the store says of it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-import dp_accounting
 import numpy as np
 import torch
-from dp_accounting import pld
 from safetensors.torch import save_file
 
 from fedpriv import adapters
@@ -31,37 +26,34 @@ from fedpriv import config as configuration
 from fedpriv.data.records import collate
 from fedpriv.dedup.store import Store
 from fedpriv.training.workbench import Workbench, workbench
-
-# How much pld's grid may add to an epsilon, in our accountant or in dp-accounting's.
-TOLERANCE = 2e-3
-
-Description = Mapping[str, Any]
+from simulations.studies.dedup.check import TOLERANCE, Description, epsilon
+from simulations.studies.harness import parser, table
 
 
 def main() -> None:
     """Print a row of the table for each store, and then what the check found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("stores", type=Path, nargs="+")
-    arguments = parser.parse_args()
+    own = parser(__doc__)
+    own.add_argument("run", type=Path)
+    own.add_argument("stores", type=Path, nargs="+")
+    arguments = own.parse_args()
     config = configuration.parse(configuration.read(arguments.run / "config.toml"))
     bench = workbench(config)
     chosen = np.sort(np.random.default_rng(config.seed).permutation(len(bench.test))[: config.dedup_records or None])
     paths = arguments.run.glob("variants/*/variant.json")
     described = {path.parent.name: json.loads(path.read_text()) for path in paths}
-    wrong: list[str] = []
-    print("| store | targets | C.R. in bytes % | validations | largest drop | largest rise of epsilon | by basic |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    rows, wrong = [], list[str]()
     for path in arguments.stores:
         with Store(path, read_only=True) as store:
-            print(row(path.name, store), flush=True)
+            rows.append(row(path.name, store))
             problems = [*store.verify(), *check(store, arguments.run, described, bench, chosen.tolist())]
             wrong += [f"{path.name}: {each}" for each in problems]
+    headers = ("store", "targets", "C.R. in bytes %", "validations", "largest drop", "largest rise of epsilon")
+    print(table((*headers, "by basic"), rows))
     print("\n".join(wrong) or f"{len(arguments.stores)} stores of {len(described)} variants, all within their bounds")
     sys.exit(1 if wrong else 0)
 
 
-def row(name: str, store: Store) -> str:
+def row(name: str, store: Store) -> tuple[str, ...]:
     """The store's own figures on its variants, as a row of the table."""
     outcomes = [store.manifest(each).provenance["outcome"] for each in store.names]
     targets = [outcome for outcome in outcomes if outcome["bases"]]
@@ -69,8 +61,8 @@ def row(name: str, store: Store) -> str:
     rise = max(each["epsilon_after"] - each["epsilon_before"] for each in outcomes)
     basic = max((each["epsilons"]["basic"] - each["epsilon_before"] for each in targets), default=0.0)
     validations = sum(each["num_validations"] for each in outcomes)
-    ratio = 100 * store.compression_ratio
-    return f"| `{name}` | {len(targets)} | {ratio:.1f} | {validations} | {drop:.4f} | {rise:.3f} | {basic:.3f} |"
+    shares = (f"{len(targets)}", f"{100 * store.compression_ratio:.1f}", f"{validations}")
+    return f"`{name}`", *shares, f"{drop:.4f}", f"{rise:.3f}", f"{basic:.3f}"
 
 
 def check(
@@ -105,35 +97,6 @@ def count_correct(store: Store, run: Path, name: str, bench: Workbench, chosen: 
         label = batch.pop("labels")
         correct += int((model(**batch).logits.argmax(dim=-1) == label).sum())
     return correct
-
-
-def epsilon(consulted: list[Description]) -> float:
-    """The cost of the union of the uploads behind these variants, the largest over data sets."""
-    events = {
-        (upload["data_set"], upload["run"], upload["round"], upload["request"]): upload["event"]
-        for description in consulted
-        for upload in description["uploads"]
-    }
-    by_data_set: dict[str, list[str]] = {}
-    for (data_set, *_), event in events.items():
-        by_data_set.setdefault(data_set, []).append(event)
-    deltas = consulted[0]["deltas"]
-    return max(composed(tuple(sorted(own)), deltas[id_]) for id_, own in by_data_set.items())
-
-
-@cache
-def composed(events: tuple[str, ...], delta: float) -> float:
-    """The epsilon of the events, given as JSON, composed by dp-accounting."""
-    accountant = pld.PLDAccountant()
-    for text in set(events):
-        event = json.loads(text)
-        if event["kind"] != "subsampled_gaussian":
-            raise ValueError(f"event {event['kind']!r}: only Gaussian releases can be checked")
-        sampled = dp_accounting.PoissonSampledDpEvent(
-            event["sampling_probability"], dp_accounting.GaussianDpEvent(event["noise_multiplier"])
-        )
-        accountant.compose(sampled, events.count(text) * event["count"])
-    return float(accountant.get_epsilon(delta))
 
 
 if __name__ == "__main__":

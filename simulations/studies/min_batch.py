@@ -14,7 +14,6 @@ chosen on the first half of the seeds alone. Both halves are printed.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.dedup.algorithms import ALGORITHMS, BlockSearchResult, Positions
+from simulations.studies.harness import parser, table
 
 NUM_RECORDS = 600
 TOLERANCE = 0.02
@@ -162,19 +162,20 @@ def _measured(search: Search, oracle: Oracle) -> tuple[int, float]:
 
 def main() -> None:
     """Print a table for each family and half of the seeds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--oracles", type=int, default=200, help="of each family and half")
-    num = parser.parse_args().oracles
+    own = parser(__doc__)
+    own.add_argument("--oracles", type=int, default=200, help="of each family and half")
+    num = own.parse_args().oracles
+    headers = ("search", "validations", "/ greedy-20's", "blocks left %", "points worse", "met %")
     for half, seeds in {"chosen on": range(num), "reported on": range(num, 2 * num)}.items():
         for name, family in FAMILIES.items():
-            print(f"\n{name}, {half} seeds {seeds.start} to {seeds.stop - 1}\n")
-            print("| search | validations | / greedy-20's | blocks left % | points worse | met % |")
-            print("| --- | --- | --- | --- | --- | --- |")
-            for search, score in scores(family, seeds, SEARCHES).items():
-                print(
-                    f"| {search} | {score.validations:.0f} | {score.ratio:.2f} | {100 * score.left:.1f} "
-                    f"| {100 * score.worse:+.1f} | {100 * score.met:.0f} |"
+            rows = (
+                (
+                    search, f"{score.validations:.0f}", f"{score.ratio:.2f}", f"{100 * score.left:.1f}",
+                    f"{100 * score.worse:+.1f}", f"{100 * score.met:.0f}",
                 )
+                for search, score in scores(family, seeds, SEARCHES).items()
+            )  # fmt: skip
+            print(f"\n{name}, {half} seeds {seeds.start} to {seeds.stop - 1}\n\n{table(headers, rows)}", flush=True)
 
 
 if __name__ == "__main__":

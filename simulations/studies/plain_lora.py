@@ -4,17 +4,18 @@
 
 The same model, layers, records and test set as the configuration's run, and the loop that a tutorial of peft would
 show: shuffled batches, mean loss, a falling rate. With allowed answers TF-IDF, which needs no
-language model, is a second comparison. Everything here reads records as they are: for public data.
+language model, is a second comparison. Everything here reads records as they are: for public data. The figures are a
+line of results/studies/plain_lora.jsonl; the same configuration is not trained again.
 """
 
 from __future__ import annotations
 
-import argparse
+import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,17 +28,33 @@ from fedpriv.data.records import Item, usable
 from fedpriv.training import log_perplexity_change
 from fedpriv.training.evaluation import choices_of, evaluate
 from fedpriv.training.workbench import Workbench, workbench
+from simulations.studies.harness import Line, lines, parser, run_missing
 
 
-def trained(bench: Workbench, config: RunConfig, *, rate: float, batch: int, epochs: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PlainCell:
+    """One training: the resolved configuration by its digest, the learning rate, records a step, and epochs."""
+
+    config: str
+    rate: float
+    batch: int
+    epochs: int
+
+    @property
+    def key(self) -> str:
+        """Unique for what decides the figures."""
+        return f"{self.config}/{self.rate:g}/{self.batch}/{self.epochs}"
+
+
+def trained(bench: Workbench, config: RunConfig, how: PlainCell) -> None:
     """Train the workbench's own adapter on the pooled records of all clients."""
     items = [item for k in range(bench.num_clients) for item in filter(usable, bench.client(k).items())]
     parameters = [p for p in bench.model.peft_model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=rate)
-    steps = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=epochs * -(-len(items) // batch))
-    for chosen in _batches(items, batch, epochs, config.seed):
+    optimizer = torch.optim.AdamW(parameters, lr=how.rate)
+    steps = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=how.epochs * -(-len(items) // how.batch))
+    for chosen in _batches(items, how.batch, how.epochs, config.seed):
         optimizer.zero_grad()
-        for together in bench.model.passes(chosen, batch):
+        for together in bench.model.passes(chosen, how.batch):
             part = [chosen[position] for position in together.positions]
             losses = bench.model.predictions(part, cached=True, shape=together.shape).losses
             (losses[: len(part)].sum() / len(chosen)).backward()
@@ -65,12 +82,12 @@ def tfidf_accuracy(bench: Workbench) -> float:
     return float(classifier.score(words.transform(test.texts), test.pairs))
 
 
-def measure(config: RunConfig, *, rate: float, batch: int, epochs: int) -> dict[str, Any]:
+def measure(config: RunConfig, how: PlainCell) -> Line:
     """Perplexities before and after, and with allowed answers accuracies."""
     bench = workbench(config)
     choices = choices_of(bench.test, bench.base.tokenizer, config.answers) if config.answers else None
     before = evaluate(bench.model, bench.test, choices=choices)
-    trained(bench, config, rate=rate, batch=batch, epochs=epochs)
+    trained(bench, config, how)
     after = evaluate(bench.model, bench.test, choices=choices)
     assert before.tokens is not None
     assert after.tokens is not None
@@ -87,24 +104,26 @@ def measure(config: RunConfig, *, rate: float, batch: int, epochs: int) -> dict[
 
 
 def main() -> None:
-    """Print the figures as one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path, help="of a run, or of a sweep, whose base counts")
-    parser.add_argument("-c", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--epochs", type=int, default=1)
-    arguments = parser.parse_args()
+    """Print the line, which is trained for if it is not there."""
+    own = parser(__doc__)
+    own.add_argument("config", type=Path, help="of a run, or of a sweep, whose base counts")
+    own.add_argument("-c", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    own.add_argument("--rate", type=float, default=1e-3)
+    own.add_argument("--batch", type=int, default=16)
+    own.add_argument("--epochs", type=int, default=1)
+    own.add_argument("--out", type=Path, default=Path("results/studies/plain_lora.jsonl"))
+    arguments = own.parse_args()
     values = configuration.read(arguments.config)
     values = {key: value for key, value in values.items() if key not in ("title", "runs", "grid")}
     config = configuration.parse(values | configuration.parse_overrides(arguments.overrides))
     if config.task != "CAUSAL_LM" or not config.data_are_public:
-        parser.error("needs a causal model and public_data = true")
+        own.error("needs a causal model and public_data = true")
     # Both factors, as peft trains them.
-    found = measure(
-        replace(config, aggregation="dp-lora"), rate=arguments.rate, batch=arguments.batch, epochs=arguments.epochs
-    )
-    print(json.dumps(found))
+    config = replace(config, aggregation="dp-lora")
+    digest = hashlib.blake2b(repr(config).encode(), digest_size=8).hexdigest()
+    cell = PlainCell(config=digest, rate=arguments.rate, batch=arguments.batch, epochs=arguments.epochs)
+    run_missing(arguments.out, [cell], partial(measure, config), lambda line: f"perplexity {line['perplexity']:.4f}")
+    print(next(json.dumps(line) for line in lines(arguments.out) if line["key"] == cell.key))
 
 
 if __name__ == "__main__":

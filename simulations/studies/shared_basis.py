@@ -9,7 +9,6 @@ bytes, on the variants that share the first basis, without validation.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from fedpriv.adapter_variants import AdapterEvaluator
@@ -27,6 +27,7 @@ from fedpriv.dedup.planning import DedupSettings
 from fedpriv.dedup.shared_basis import BasisOptions, Encoded, few_bits, fit, flattened, restore_error
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords
+from simulations.studies.harness import parser, table
 
 UTILITY_BOUND = 0.01
 BLOCK_SIZE = 64
@@ -46,34 +47,32 @@ class Point:
     """One way to store all variants: shares of their bytes, changes of accuracy, and the largest relative error."""
 
     name: str
-    ratio: float
-    num_bare: int
-    num_with_residual: int
-    num_plain: int
-    largest_drop: float
-    mean_change: float
-    error: float
+    ratio: float = 1.0
+    num_bare: int = 0
+    num_with_residual: int = 0
+    num_plain: int = 0
+    largest_drop: float = 0.0
+    mean_change: float = 0.0
+    error: float = 0.0
 
-    def as_row(self) -> str:
+    @property
+    def row(self) -> tuple[str, ...]:
         """A row of the table."""
-        return (
-            f"| {self.name} | {100 * self.ratio:.1f} | {self.num_bare}, {self.num_with_residual}, {self.num_plain} | "
-            f"{self.largest_drop:.4f} | {self.mean_change:+.4f} | {self.error:.3f} |"
-        )
+        counts = f"{self.num_bare}, {self.num_with_residual}, {self.num_plain}"
+        changes = f"{self.largest_drop:.4f}", f"{self.mean_change:+.4f}", f"{self.error:.3f}"
+        return self.name, f"{100 * self.ratio:.1f}", counts, *changes
 
 
 def main() -> None:
     """Make the stores, and print and draw what they hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("out", type=Path)
-    arguments = parser.parse_args()
+    own = parser(__doc__)
+    own.add_argument("run", type=Path)
+    own.add_argument("out", type=Path)
+    arguments = own.parse_args()
     evaluator = _Counted(AdapterEvaluator.of_run(arguments.run))
     folders = sorted(path.parent for path in arguments.run.glob("variants/*/variant.json"))
     models = {folder.name: variants.read_tensors(folder) for folder in folders}
     described = [replace(variants.read(folder), utility_bound=UTILITY_BOUND) for folder in folders]
-    print("| stored as | bytes % | bare, with residual, plain | largest drop | mean change | largest error |")
-    print("| --- | --- | --- | --- | --- | --- |")
     points = []
     for name, (algorithm, options) in WAYS.items():
         settings = DedupSettings(block_size=BLOCK_SIZE, algorithm=algorithm, options=options, fairness="outcome")
@@ -82,15 +81,15 @@ def main() -> None:
         with Store(path) as store:
             deduplicate(described, models.__getitem__, dict.fromkeys(models, evaluator), store, settings)
             points.append(_point(name, store, models, evaluator))
-        print(points[-1].as_row(), flush=True)
+    headers = ("bytes %", "bare, with residual, plain", "largest drop", "mean change", "largest error")
+    print(table(("stored as", *headers), (point.row for point in points)), flush=True)
     draw(points, arguments.out / "curve.png")
     with Store(arguments.out / "shared-basis-4-bits-any-rank", read_only=True) as store:
         largest = max((store.manifest(name) for name in store.names), key=lambda each: len(each.provenance["bases"]))
     members = sorted([largest.name, *largest.provenance["bases"]])
-    print("\n| basis, without validation | bytes % | largest error | largest drop | mean change |")
-    print("| --- | --- | --- | --- | --- |")
-    for row in alternatives([models[name] for name in members], evaluator):
-        print(row, flush=True)
+    rows = alternatives([models[name] for name in members], evaluator)
+    headers = ("basis, without validation", "bytes %", "largest error", "largest drop", "mean change")
+    print(f"\n{table(headers, rows)}")
 
 
 class _Counted:
@@ -141,19 +140,19 @@ def _relative(original: Mapping[str, Any], restored: Mapping[str, Any]) -> float
     return restore_error(before, after).relative
 
 
-def alternatives(models: Sequence[Mapping[str, Any]], evaluator: _Counted) -> Iterator[str]:
+def alternatives(models: Sequence[Mapping[str, Any]], evaluator: _Counted) -> Iterator[tuple[str, ...]]:
     """Rows for whole adapters of several ranks, for joint bases of every matrix, and for each variant alone."""
     layout = layout_of(models[0], BLOCK_SIZE)
     vectors = np.array([flattened("variant", model, layout) for model in models])
     of = layout.num_bytes * len(models)
 
-    def row(name: str, num_bytes: int, restored: Sequence[Mapping[str, Any]]) -> str:
+    def row(name: str, num_bytes: int, restored: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         changes = [
             (evaluator.count_correct(after) - evaluator.count_correct(before)) / evaluator.num_records
             for before, after in zip(models, restored, strict=True)
         ]
         error = max(_relative(*pair) for pair in zip(models, restored, strict=True))
-        return f"| {name} | {100 * num_bytes / of:.1f} | {error:.3f} | {-min(changes):.4f} | {np.mean(changes):+.4f} |"
+        return name, f"{100 * num_bytes / of:.1f}", f"{error:.3f}", f"{-min(changes):.4f}", f"{np.mean(changes):+.4f}"
 
     for bits, ratio in ((4, 1.0), (4, 0.09), (8, 0.18)):
         basis, coefficients = fit(vectors, layout, BasisOptions(bits=bits, ratio=ratio))
@@ -164,12 +163,10 @@ def alternatives(models: Sequence[Mapping[str, Any]], evaluator: _Counted) -> It
     for bits in (4, 8):
         alone = few_bits(vectors, [spec.size for spec in layout.tensors], bits)
         parts = np.cumsum(alone.segments)[:-1]
+        rows = (np.split(alone.row(index), parts) for index in range(len(models)))
         restored = [
-            {
-                s.name: p.reshape(s.shape).astype("f4")
-                for s, p in zip(layout.tensors, np.split(each, parts), strict=True)
-            }
-            for each in (alone.row(index) for index in range(len(models)))
+            {s.name: part.reshape(s.shape).astype("f4") for s, part in zip(layout.tensors, each, strict=True)}
+            for each in rows
         ]
         yield row(f"each alone, {bits} bits", alone.num_bytes, restored)
 
@@ -202,24 +199,10 @@ def joint_svd(
 
 def draw(points: Sequence[Point], path: Path) -> None:
     """Bytes against the largest drop of accuracy, and against the largest relative error."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharex=True)
+    figure = Figure(figsize=(10, 4.2))
+    axes = figure.subplots(1, 2, sharex=True)
     markers = {"4": "o", "8": "s", "f": "^", "d": "D", "s": "o", "p": "*"}
-    plain = Point(
-        name="plain files",
-        ratio=1,
-        num_bare=0,
-        num_with_residual=0,
-        num_plain=0,
-        largest_drop=0,
-        mean_change=0,
-        error=0,
-    )
-    for point in [*points, plain]:
+    for point in [*points, Point(name="plain files")]:
         for axis, value in zip(axes, (point.mean_change, point.error), strict=True):
             label = point.name if axis is axes[0] else None
             axis.scatter(100 * point.ratio, value, marker=markers[point.name[0]], s=60, label=label)
@@ -231,7 +214,6 @@ def draw(points: Sequence[Point], path: Path) -> None:
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     figure.tight_layout(rect=(0, 0.2, 1, 1))
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from simulations.studies.audit import broken_mechanisms as broken
 from simulations.studies.audit import self_check
 from simulations.studies.audit.self_check import (
     CLAIM,
@@ -45,6 +44,6 @@ def test_single_coordinates_cannot_see_published_accounting():
 def test_noise_at_half_the_multiplier_is_too_little_for_the_audit_to_flag():
     """Why the noise's scale has a test of its own: the true epsilon is some 9, what is found stays below the claim."""
     directions = torch.eye(self_check.DIMENSION)
-    with broken.half_the_noise():
+    with self_check.half_the_noise():
         found = audited(setup(0), directions, 100, CLAIM)
     assert 0.5 < found.value < CLAIM

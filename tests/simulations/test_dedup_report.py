@@ -14,23 +14,12 @@ from PIL import Image
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from simulations.benchmarks.dedup_loading import Arm, Report
-from simulations.studies.dedup.cells import BY_L, append, cells
-from simulations.studies.dedup.report import (
-    bases,
-    costs,
-    figures,
-    individual,
-    page,
-    paper,
-    private,
-    ranges,
-    searches,
-    serving,
-    unseen,
-)
+from simulations.studies.dedup import serving
+from simulations.studies.dedup.cells import BY_L, cells
+from simulations.studies.dedup.report import figures, page, paper, searches, settings, validation
 from simulations.studies.dedup.report.results import DedupResults, beyond, own_ratio, read
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS
-from simulations.studies.dedup.serve import line_of as line_of_serving
+from simulations.studies.harness import append
 
 SIZES = {**{name: len(row.epsilons) for name, row in paper.SCENARIOS.items()}, "minilm": 5, "fifty": 4}
 # The scenarios as they are, before the stand-ins.
@@ -46,7 +35,7 @@ ROWS = {
     "block size": (("A4",), (128, 256, 512, 1024, 2048)),
     "saliency": (("A1",), ("magnitude", "gradient")),
     "cut-off": (("A4",), (2, 3)),
-    "bases": (("A2", "B3", "C1", "C4"), bases.STRATEGIES),
+    "bases": (("A2", "B3", "C1", "C4"), searches.STRATEGIES),
 }
 
 
@@ -198,19 +187,19 @@ def test_a_cell_without_targets_or_without_measured_accuracy_is_shown_empty():
         outcome["bases"] = []
     found = results(alone, {**unmeasured, "accuracy": {}})
     assert not re.search(r"\bnan\b|None", "\n".join(texts(found)))
-    assert line_of(unseen.unseen(found), "`dred`")[1] == ""
+    assert line_of(validation.unseen(found), "`dred`")[1] == ""
 
 
 def test_cells_stand_beside_the_papers():
     ours = searches.eight(results(run(ratio=0.4126, num=99), run("B3", ratio=0.5)))
     assert line_of(ours, "`drd`")[1:] == ["41.3, 99 (29.7, 18)", "50.0, 10 (37.6, 114)"]
-    means = private.private(results(*(run("A1", "private validation", num=num, seed=num) for num in (10, 20))))
+    means = validation.private(results(*(run("A1", "private validation", num=num, seed=num) for num in (10, 20))))
     assert line_of(means, "`drd`")[1] == "40.0, 15 (33.6, 24); 0.010; 8 of 8"
 
 
 def test_each_scenarios_own_number_of_seeds_is_stated():
     runs = [run("A1", "private validation", seed=seed) for seed in range(3)] + [run("B2", "private validation")]
-    assert "means over the seeds of the noise (A1 3, B2 1);" in private.private(results(*runs))
+    assert "means over the seeds of the noise (A1 3, B2 1);" in validation.private(results(*runs))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +213,7 @@ def test_each_scenarios_own_number_of_seeds_is_stated():
 )
 def test_the_claim_needs_fewer_validations_and_at_most_two_points(ratio, num, verdict):
     found = results(run(row="greedy-20", ratio=0.3), run(row="drd", ratio=ratio, num=num))
-    text = ranges.claim(found)
+    text = settings.claim(found)
     assert line_of(text, "A1")[3] == verdict
     assert f"met on {int(verdict == 'yes')} of 1 scenarios; the target, 7 of 8, is **not reached**" in text
 
@@ -232,15 +221,15 @@ def test_the_claim_needs_fewer_validations_and_at_most_two_points(ratio, num, ve
 def test_the_studys_own_cells_have_all_that_the_claim_and_every_l_are_judged_by():
     own = [run(each.scenario, each.table, each.row) for each in CELLS if each.scenario in paper.EIGHT]
     found = results(*own)
-    assert f"met on 0 of {len(paper.EIGHT)} scenarios" in ranges.claim(found)
+    assert f"met on 0 of {len(paper.EIGHT)} scenarios" in settings.claim(found)
     for label in ("`drd`, rule", "`dred`, rule", *(f"`drd`, L = {row.split('-')[1]}" for row in BY_L)):
-        columns = line_of(ranges.ablation(found), label)
+        columns = line_of(settings.lengths(found), label)
         assert columns[3] == columns[6] == f"0 of {len(paper.EIGHT)}"
-    assert "greedy-20` |" not in ranges.ablation(found)
+    assert "greedy-20` |" not in settings.lengths(found)
 
 
 def test_the_papers_own_figures_meet_the_claim_on_five_of_eight():
-    missed = [name for name in paper.EIGHT if not ranges.papers_against(name, "drd").met]
+    missed = [name for name in paper.EIGHT if not settings.papers_against(name, "drd").met]
     assert missed == ["A4", "A5", "B2"]
 
 
@@ -269,7 +258,7 @@ def test_a_drop_equal_to_the_bound_is_within_it():
 
 def test_a_models_own_ratio_is_the_share_that_its_base_does_not_have():
     assert own_ratio({"num_replaced": 60, "num_blocks": 100}) == pytest.approx(40.0)
-    assert line_of(individual.individual(results(run())), "`drd`")[1] == "0.790, 40"
+    assert line_of(searches.individual(results(run())), "`drd`")[1] == "0.790, 40"
 
 
 def test_heterogeneous_targets_beyond_a_bound_are_counted():
@@ -284,7 +273,7 @@ def test_private_validations_changes_are_points_of_the_same_model():
     privately["outcomes"][1]["num_replaced"] = 50
     privately["outcomes"][2]["num_replaced"] = 65
     privately["outcomes"][3]["bases"] = []
-    assert sorted(private.change(results(public, privately), "drd")) == pytest.approx([-5.0, *[0.0] * 6, 10.0])
+    assert sorted(validation.change(results(public, privately), "drd")) == pytest.approx([-5.0, *[0.0] * 6, 10.0])
 
 
 def test_speed_ups_are_judged_with_and_without_inference():
@@ -316,13 +305,13 @@ def measured(failures=None):
 def test_an_arm_that_failed_once_has_no_medians_and_its_failure_is_kept(tmp_path):
     with Store(tmp_path):
         pass
-    line = line_of_serving("minilm", tmp_path, [measured(), measured({"straight": "failed"}), measured()])
+    line = serving.line_of("minilm", tmp_path, [measured(), measured({"straight": "failed"}), measured()])
     assert [(each["arm"], each["temperature"]) for each in line["arms"]] == [("store", "cold"), ("store", "warm")]
     assert (line["arms"][0]["load_seconds"], line["failures"]) == (1.0, {"straight": "failed"})
 
 
 def test_targets_beyond_their_bound_by_basic_are_counted():
-    text = costs.epsilons(results(run()))
+    text = page.epsilons(results(run()))
     assert line_of(text, "A1")[1:] == ["4", "2.00", "1.100", "0.300", "0.300", "1.00", "4 of 4"]
 
 
@@ -338,7 +327,7 @@ def write_lines(out, runs):
 def test_only_what_is_between_the_markers_is_rewritten(tmp_path):
     out, path = tmp_path / "out", tmp_path / "page.md"
     write_lines(out, [run()])
-    path.write_text(f"# Kept\n\n{page.BEGIN}\nold\n{page.END}\nkept too\n")
+    path.write_text("# Kept\n\n<!-- study:begin -->\nold\n<!-- study:end -->\nkept too\n")
     page.write(path, out)
     text = path.read_text()
     assert text.startswith("# Kept\n")
@@ -354,7 +343,8 @@ def test_a_page_without_its_markers_and_a_study_without_results_are_refused(tmp_
     path = tmp_path / "page.md"
     with pytest.raises(InputError, match="holds no results; train and run come first"):
         page.write(path, tmp_path)
-    path.write_text(page.END + page.BEGIN)
+    write_lines(tmp_path, [run()])
+    path.write_text("<!-- study:end --><!-- study:begin -->")
     with pytest.raises(InputError, match="must hold <!-- study:begin -->"):
         page.write(path, tmp_path)
 

@@ -21,15 +21,21 @@ from fedpriv.dedup import variants
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.dedup import check, images, run, schedules, texts, train
-from simulations.studies.dedup.cells import append, cells, lines
-from simulations.studies.dedup.dp_sgd import DpSgdSchedule, clipped_sum, losses, train_privately
-from simulations.studies.dedup.full_dp import add_clipped_gradients
-from simulations.studies.dedup.images import SIZES
+from simulations.studies.dedup import check, data, run, scenarios, train
+from simulations.studies.dedup.cells import cells
+from simulations.studies.dedup.data import IMAGE_SIZES
+from simulations.studies.dedup.dp_sgd import (
+    DpSgdSchedule,
+    add_clipped_gradients,
+    clipped_sum,
+    losses,
+    train_privately,
+)
 from simulations.studies.dedup.networks import encoder, load, network, to_arrays, whole
 from simulations.studies.dedup.records import TokenRecords, Vectors
 from simulations.studies.dedup.report import page as study_page
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS, Model, Scenario
+from simulations.studies.harness import append, lines
 
 ONE_STEP = DpSgdSchedule(steps=1, expected_batch_size=50, learning_rate=1.0, clip_norm=0.5)
 
@@ -37,7 +43,7 @@ ONE_STEP = DpSgdSchedule(steps=1, expected_batch_size=50, learning_rate=1.0, cli
 @cache
 def digits():
     """Read when a test needs them: that takes seconds, and each worker collects this file."""
-    return images.images("digits", "tuning").first(200)
+    return data.images("digits", "tuning").first(200)
 
 
 def flat(model):
@@ -84,19 +90,19 @@ def few_records(architecture):
 
 
 def test_no_image_is_in_two_splits_and_a_view_changes_nothing_else():
-    found = [tuple(map(bytes, images.images("digits", split).inputs.numpy())) for split in SIZES]
-    assert [len(each) for each in found] == list(SIZES.values())
-    assert sum(SIZES.values()) == 5000
+    found = [tuple(map(bytes, data.images("digits", split).inputs.numpy())) for split in IMAGE_SIZES]
+    assert [len(each) for each in found] == list(IMAGE_SIZES.values())
+    assert sum(IMAGE_SIZES.values()) == 5000
     # The 5,000 images hold none twice.
     assert len({image for each in found for image in each}) == 5000
-    assert torch.equal(images.images("mirrored", "test").inputs.flip(2), images.images("digits", "test").inputs)
+    assert torch.equal(data.images("mirrored", "test").inputs.flip(2), data.images("digits", "test").inputs)
 
 
 def test_public_images_come_from_another_source(monkeypatch):
-    monkeypatch.setattr(images, "NUM_PUBLIC", 1000)
-    images._drawings.cache_clear()
-    public, private = images.images("digits", "public"), images.images("digits", "private")
-    images._drawings.cache_clear()
+    monkeypatch.setattr(data, "NUM_PUBLIC", 1000)
+    data._drawings.cache_clear()
+    public, private = data.images("digits", "public"), data.images("digits", "private")
+    data._drawings.cache_clear()
     assert len(public) == 1000
     assert not {bytes(image) for image in public.inputs.numpy()} & {bytes(image) for image in private.inputs.numpy()}
     assert 0 <= float(public.inputs.min()) <= float(public.inputs.max()) <= 1
@@ -228,25 +234,25 @@ def test_minilms_trained_part_continues_the_whole_model():
 
 def test_texts_without_their_files_are_refused_in_one_line(tmp_path):
     with pytest.raises(InputError, match=r"--data .*: holds no sst2_train.csv.gz; name the folder that does"):
-        texts.prepare(tmp_path, tmp_path, "sst2")
+        data.prepare(tmp_path, tmp_path, "sst2")
     with pytest.raises(InputError, match=r"sst2.starts.npy: is missing; train writes it, from --data FOLDER"):
-        texts.tokens(tmp_path, "sst2", "tuning")
+        data.tokens(tmp_path, "sst2", "tuning")
     with pytest.raises(InputError, match="split = 'parts': medquad has public, tuning"):
-        texts.embedded(tmp_path, "medquad", "parts")
+        data.embedded(tmp_path, "medquad", "parts")
 
 
 def test_encoded_texts_keep_their_labels_and_splits_share_none(tmp_path, monkeypatch):
     rows = [(f"this is film number {index}", index % 2) for index in range(40)]
     with gzip.open(tmp_path / "sst2_train.csv.gz", "wt") as file:
         file.write("text,label\n" + "".join(f"{text},{label}\n" for text, label in [*rows, rows[0]]))
-    monkeypatch.setitem(texts.SIZES, "sst2", {"public": 4, "test": 6, "parts": 30})
-    texts.prepare(tmp_path, tmp_path, "sst2")
-    found = {split: texts.embedded(tmp_path, "sst2", split) for split in ("public", "test", "parts")}
+    monkeypatch.setitem(data.TEXT_SIZES, "sst2", {"public": 4, "test": 6, "parts": 30})
+    data.prepare(tmp_path, tmp_path, "sst2")
+    found = {split: data.embedded(tmp_path, "sst2", split) for split in ("public", "test", "parts")}
     vectors = torch.cat([each.inputs for each in found.values()])
     assert len(torch.unique(vectors, dim=0)) == 40, "a text is in two splits"
     assert torch.allclose(vectors.square().mean(dim=1), torch.ones(40), atol=1e-4)
     # The perceptron's embedding is the mean of the states that MiniLM's trained part makes of the kept ones.
-    kept = texts.tokens(tmp_path, "sst2", "test")
+    kept = data.tokens(tmp_path, "sst2", "test")
     assert torch.equal(kept.labels, found["test"].labels)
     model = network("minilm")
     for index in range(len(kept)):
@@ -284,13 +290,13 @@ def tiny(tmp_path_factory):
     )
     chosen = [cell for cell in cells(scenario) if cell.row == "drd" and cell.seed == 0]
     assert {cell.cutoff for cell in chosen} == {None, 3}
-    caches = schedules.schedule, images._drawings, train.records
+    caches = scenarios.schedule, data._drawings, train.records
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SCENARIOS, "tiny", scenario)
-        patch.setitem(schedules.RECIPES, "vit", replace(schedules.RECIPES["vit"], steps=4))
-        patch.setattr(schedules, "noise_multiplier_for", lambda epsilon, *_, **__: 8 / epsilon)  # takes seconds
-        patch.setattr(images, "NUM_PUBLIC", 640)
-        patch.setattr(images, "SIZES", {"tuning": 30, "validation": 100, "test": 30, "private": 3000})
+        patch.setitem(scenarios.RECIPES, "vit", replace(scenarios.RECIPES["vit"], steps=4))
+        patch.setattr(scenarios, "noise_multiplier_for", lambda epsilon, *_, **__: 8 / epsilon)  # takes seconds
+        patch.setattr(data, "NUM_PUBLIC", 640)
+        patch.setattr(data, "IMAGE_SIZES", {"tuning": 30, "validation": 100, "test": 30, "private": 3000})
         patch.setattr(run, "cells", lambda scenario: chosen)
         for each in caches:
             each.cache_clear()

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from fedpriv.training.workbench import forget
-from simulations.studies.dedup.cells import append, lines
-from simulations.studies.secure_aggregation import colluders, tables
-from simulations.studies.secure_aggregation.cells import AGGREGATE, ARMS, HEAD, METHODS, Cell, cells, run_all
-from simulations.studies.secure_aggregation.colluders import Sum
-from simulations.studies.utility import corpora
-from simulations.studies.utility.results import Results
+from simulations.studies import _colluders as colluders
+from simulations.studies import corpora
+from simulations.studies import secure_aggregation as tables
+from simulations.studies._colluders import Sum
+from simulations.studies.harness import Results, append, lines
+from simulations.studies.secure_aggregation import AGGREGATE, ARMS, HEAD, METHODS, SumCell, cells, run_all
 from tests.simulations.tiny_corpus import tiny_corpus
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 RUNS = "runs.jsonl"
-CELL = Cell(corpus="tiny", arm=AGGREGATE, epsilon=8.0)
+CELL = SumCell(corpus="tiny", arm=AGGREGATE, epsilon=8.0)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_tables_say_what_was_written(tmp_path):
             line = {"key": cell.key, "accuracy": accuracy, "accuracy_standard_error": 0.0125, "epsilon_local_max": 5.0}
             line |= {"noise_multiplier": 10.0 if arm == "central" else 5.0, "num_clients": 4, "majority_accuracy": 0.15}
             append(tmp_path / RUNS, line)
-    found = {line["key"]: line for line in lines(tmp_path / RUNS)}
+    found = Results.read(tmp_path / RUNS)
     claims, accuracy = tables.claims(found), tables.accuracies(found)
     assert "| the head: aggregate | >= 0.79 | 0.810 ± 0.010 (2 runs) | yes |" in claims
     assert "less a standard error | -0.005 ± 0.005 (2 runs) | yes |" in claims
@@ -81,12 +81,13 @@ def test_tables_say_what_was_written(tmp_path):
 
 def test_a_claim_that_is_missed_is_marked():
     cell = replace(CELL, corpus="embedded", epsilon=2.0)
-    found = {replace(cell, arm=arm).key: {"accuracy": value} for arm, value in zip(ARMS, (0.7, 0.6, 0.8), strict=True)}
+    values = zip(ARMS, (0.7, 0.6, 0.8), strict=True)
+    found = Results({"key": replace(cell, arm=arm).key, "accuracy": value} for arm, value in values)
     assert [row.endswith("| **no** |") for row in tables.claims(found).splitlines()[2:5]] == [True] * 3
 
 
 def test_the_page_has_the_tables_of_its_lines():
-    found = {line["key"]: line for line in lines(RESULTS / "secure_aggregation.jsonl")}
+    found = Results.read(RESULTS / "secure_aggregation.jsonl")
     page = (RESULTS / "secure_aggregation.md").read_text()
     of_runs = (tables.claims, tables.accuracies, tables.assumed, tables.missing)
     texts = [table(found) for table in of_runs]

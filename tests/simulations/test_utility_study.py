@@ -11,15 +11,16 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.training._caches import Body
 from fedpriv.training.workbench import forget, workbench
-from simulations.studies.dedup.cells import append, lines
-from simulations.studies.utility import corpora, run, tables
-from simulations.studies.utility.cells import CENTRAL, FACTORS, METHODS, PROBES, RATES, Cell, cells
-from simulations.studies.utility.features import FeatureStore
-from simulations.studies.utility.results import Estimate, Results, difference
+from simulations.studies import _utility_cells as run
+from simulations.studies import corpora
+from simulations.studies import utility as tables
+from simulations.studies._utility_cells import CENTRAL, FACTORS, METHODS, PROBES, RATES, UtilityCell, cells
+from simulations.studies.federations import FeatureStore
+from simulations.studies.harness import Estimate, Results, append, difference, lines
 from tests.simulations.tiny_corpus import tiny_corpus
 
 RUNS = "runs.jsonl"
-CELL = Cell(corpus="tiny", method="head", epsilon=8.0)
+CELL = UtilityCell(corpus="tiny", method="head", epsilon=8.0)
 
 
 @pytest.fixture
@@ -54,13 +55,13 @@ def test_a_cell_is_a_federation_within_its_epsilon_and_is_run_once(tiny, tmp_pat
 
 
 def test_kept_features_change_no_run(tiny, tmp_path):
-    first = run.run_cell(CELL, tmp_path / "first", tmp_path, FeatureStore(tmp_path / "none.npz"))
+    run.run_all(tmp_path / "first.jsonl", tmp_path / "first", tmp_path, [CELL])
     forget()
-    store = FeatureStore(tmp_path / "features.npz")
-    run.run_cell(replace(CELL, seed=0, method=CENTRAL), tmp_path / "second", tmp_path, store)
-    store.save()
+    run.run_all(tmp_path / RUNS, tmp_path / "second", tmp_path, [replace(CELL, seed=0, method=CENTRAL)])
+    assert (tmp_path / "second" / "features.npz").is_file()
     forget()
-    again = run.run_cell(CELL, tmp_path / "second", tmp_path, FeatureStore(tmp_path / "features.npz"))
+    run.run_all(tmp_path / RUNS, tmp_path / "second", tmp_path, [CELL])
+    (first,), (_, again) = lines(tmp_path / "first.jsonl"), lines(tmp_path / RUNS)
     assert again["accuracies"] == first["accuracies"]
 
 
@@ -114,7 +115,7 @@ def test_differences_are_taken_seed_by_seed():
 
 
 def line(method, accuracy, *, epsilon=2.0, seed=0, corpus="embedded"):
-    cell = Cell(corpus=corpus, method=method, epsilon=epsilon, seed=seed)
+    cell = UtilityCell(corpus=corpus, method=method, epsilon=epsilon, seed=seed)
     return {"key": cell.key, "accuracy": accuracy}
 
 

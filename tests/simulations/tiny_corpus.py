@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from simulations.studies.utility.corpora import Corpus
+from simulations.studies.corpora import Corpus
 from tests.tiny import LABELS, WORDS
 
 

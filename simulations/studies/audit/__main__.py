@@ -8,73 +8,90 @@ plots. `run --only broken` makes the self-check: what each detector says of mech
 
 from __future__ import annotations
 
-import argparse
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from simulations.studies.audit import coverage, full_model, membership_runs, self_check, tables, white_box_runs
-from simulations.studies.dedup.cells import append, lines
+from simulations.studies.audit import black_box, self_check, tables, white_box
+from simulations.studies.harness import Line, lines, listed, parser, run_missing
 
-Run = tuple[str, Callable[[], dict[str, Any]]]
+RUNS: Mapping[str, Callable[..., Line]] = {
+    "local": white_box.local_run,
+    "views": white_box.view_run,
+    "clients": white_box.client_run,
+    "randomised response": self_check.randomised_response,
+    "graded": self_check.graded,
+    "gaussian": self_check.gaussian,
+    "broken": self_check.broken_run,
+    "full model": black_box.full_model_run,
+}
 KINDS = ("coverage", "broken", "views", "clients", "local", "membership", "full-model")
+
+
+@dataclass(frozen=True)
+class AuditCell:
+    """One audit: a key of `RUNS` or `membership`, and what its function takes."""
+
+    run: str
+    values: tuple[str | float, ...]
+
+    @property
+    def key(self) -> str:
+        """Unique among the cells."""
+        return " | ".join((self.run, *(each if isinstance(each, str) else f"{each:g}" for each in self.values)))
+
+
+def cells(kind: str) -> Iterator[AuditCell]:
+    """All audits of a kind, one of `KINDS`."""
+    seeds = range(white_box.SEEDS)
+    if kind == "local":
+        values = product(white_box.SCHEDULES, white_box.CLAIMS, white_box.CANARIES, seeds)
+        yield from (AuditCell("local", each) for each in values)
+    elif kind == "views":
+        yield from (AuditCell("views", each) for each in product(white_box.SCHEDULES, seeds))
+    elif kind == "clients":
+        yield from (AuditCell("clients", each) for each in product(white_box.CLAIMS, seeds))
+    elif kind == "coverage":
+        yield from (AuditCell("randomised response", each) for each in product((0.5, 1.0, 4.0), (100, 1000)))
+        yield from (AuditCell("graded", (epsilon,)) for epsilon in (1.0, 4.0))
+        yield from (AuditCell("gaussian", each) for each in ((0.925, 500, 40), (0.925, 1000, 500), (0.25, 1000, 200)))
+    elif kind == "broken":
+        yield from (AuditCell("broken", (case.name,)) for case in self_check.cases())
+    elif kind == "membership":
+        yield from (AuditCell("membership", (condition,)) for condition in black_box.MEMBERSHIP_NOISE)
+    else:
+        yield from (AuditCell("full model", (condition,)) for condition in black_box.FULL_MODEL_NOISE)
+
+
+def measure(plots: Path, cell: AuditCell) -> Line:
+    """The results of one audit; a membership attack draws its ROC curves into the folder of plots."""
+    if cell.run == "membership":
+        (condition,) = map(str, cell.values)
+        return black_box.membership_run(condition, plots / f"audit-roc-{condition.replace(' ', '-')}.png")
+    return RUNS[cell.run](*cell.values)
 
 
 def main() -> None:
     """Do one step of the study."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("run", "tables"))
-    parser.add_argument("--out", type=Path, default=Path("results/studies/audit"))
-    parser.add_argument("--page", type=Path, default=Path("results/audit.md"))
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(KINDS))
-    arguments = parser.parse_args()
+    own = parser(__doc__)
+    own.add_argument("step", choices=("run", "tables"))
+    own.add_argument("--out", type=Path, default=Path("results/studies/audit"))
+    own.add_argument("--page", type=Path, default=Path("results/audit.md"))
+    own.add_argument("--only", type=listed(","), default=list(KINDS))
+    arguments = own.parse_args()
     if unknown := [name for name in arguments.only if name not in KINDS]:
-        parser.error(f"only = {unknown[0]}: known are {', '.join(KINDS)}")
+        own.error(f"only = {unknown[0]}: known are {', '.join(KINDS)}")
     torch.set_num_threads(1)
-    if arguments.step == "tables":
-        tables.write(arguments.page, lines(arguments.out / "runs.jsonl"))
-        return
     path = arguments.out / "runs.jsonl"
-    done = {line["key"] for line in lines(path)}
-    for kind in arguments.only:
-        for key, make in runs(kind, arguments.page.parent):
-            if key not in done:
-                line = {"key": key, **make()}
-                append(path, line)
-                print(key, flush=True)
-
-
-def runs(kind: str, plots: Path) -> Iterator[Run]:
-    """(key, function that makes the line) of every audit of a kind."""
-    if kind == "local":
-        yield from white_box_runs.local_runs()
-    elif kind == "views":
-        yield from white_box_runs.view_runs()
-    elif kind == "clients":
-        yield from white_box_runs.client_runs()
-    elif kind == "coverage":
-        for epsilon in (0.5, 1.0, 4.0):
-            for num in (100, 1000):
-                key = f"randomised response | {epsilon:g} | {num}"
-                yield key, functools.partial(coverage.randomised_response, epsilon, num, 0)
-        for epsilon in (1.0, 4.0):
-            yield f"graded | {epsilon:g}", functools.partial(coverage.graded, epsilon, 5000, 0)
-        for mu, num, size in ((0.925, 500, 40), (0.925, 1000, 500), (0.25, 1000, 200)):
-            yield f"gaussian | {mu} | {num} | {size}", functools.partial(coverage.gaussian, mu, num, size, 0)
-    elif kind == "broken":
-        for case in self_check.cases():
-            yield f"broken | {case.name}", functools.partial(self_check.run, case)
-    elif kind == "membership":
-        for condition in membership_runs.CONDITIONS:
-            plot = plots / f"audit-roc-{condition.replace(' ', '-')}.png"
-            key = f"membership | {condition}"
-            yield key, functools.partial(membership_runs.membership_run, condition, plot)
-    else:
-        for condition in full_model.CONDITIONS:
-            yield f"full model | {condition}", functools.partial(full_model.full_model_run, condition)
+    if arguments.step == "tables":
+        tables.write(arguments.page, lines(path))
+        return
+    chosen = [cell for kind in arguments.only for cell in cells(kind)]
+    run_missing(path, chosen, partial(measure, arguments.page.parent), lambda line: line["kind"])
 
 
 if __name__ == "__main__":

@@ -1,25 +1,31 @@
-"""The self-check: what each detector says of the correct mechanism and of a broken one, seed by seed.
+"""The self-check: what each detector says of mechanisms broken on purpose, and how often the bounds are wrong.
 
-`python -m simulations.studies.audit run --only broken` runs it; the tests hold the detectors to their rates.
+A mechanism is broken by replacing one piece of the engine. `python -m simulations.studies.audit run --only broken`
+runs the detectors seed by seed, `--only coverage` the bounds on exactly epsilon-DP and exactly Gaussian mechanisms; the
+tests hold the detectors to their rates.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from scipy import special
+from torch import Tensor
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
+from fedpriv.accounting.events import Event
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
-from fedpriv.audit import inclusions, one_run_audit
-from simulations.studies.audit import broken_mechanisms as broken
+from fedpriv.audit import f_dp, inclusions, one_run_audit
+from fedpriv.audit._bounds import ladder, num_correct, one_run_epsilon
 from simulations.studies.audit import harness
 from simulations.studies.audit.harness import (
     HEAD,
@@ -33,6 +39,15 @@ from simulations.studies.audit.harness import (
     records_of,
     update_spec,
 )
+from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.mechanisms.registry import NoiseRequest
+from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.training import stacked
+from fedpriv.training.clipping import Parts
+from fedpriv.training.clipping import add_clipped
+from fedpriv.training.clipping import clipped_rows
+from fedpriv.training.sampling import PoissonSampler
+from simulations.studies.harness import Line
 
 SEEDS = range(20)
 # Of the statistical tests: 20 seeds of 5 tests raise a false alarm with probability 1e-4.
@@ -43,6 +58,98 @@ DIMENSION = sum(SIZES.values())
 # Few enough that the coins leave enough canaries on either side: of 256, 100 in and 100 out.
 NUM_GUESSES, NUM_GUESSES_IN_B = 440, 200
 LMO_CANARIES, LMO_DIMENSION, LMO_NUM_GUESSES = 2048, 2048, 1000
+TRIALS, CONFIDENCE = 2000, 0.95
+
+
+Broken = AbstractContextManager[Any]
+
+
+def _noise_changed(change: Callable[[Tensor, Tensor, float], Tensor]) -> Broken:
+    """Gaussian noise whose events claim what they should, but whose result is `change(sums, noised, clip_norm)`."""
+    gaussian = MECHANISMS["gaussian"]
+    add_noise = gaussian.add_noise
+
+    def changed(sums: Tensor, request: NoiseRequest, sources: Sequence[RandomSource]) -> tuple[Tensor, list[Event]]:
+        noised, events = add_noise(sums, request, sources)
+        return change(sums, noised, request.clip_norm), events
+
+    return patch.object(gaussian, "add_noise", changed)
+
+
+def no_noise() -> Broken:
+    """The sums are released as they are."""
+    return _noise_changed(lambda sums, noised, clip_norm: sums.clone())
+
+
+def noise_on_a_only(sizes: Mapping[str, int]) -> Broken:
+    """B and a head get no noise."""
+    names = list(sizes)
+    start = sum(sizes[name] for name in names[: names.index(A)])
+    columns = slice(start, start + sizes[A])
+
+    def change(sums: Tensor, noised: Tensor, clip_norm: float) -> Tensor:
+        result = sums.clone()
+        result[:, columns] = noised[:, columns]
+        return result
+
+    return _noise_changed(change)
+
+
+def noise_not_scaled() -> Broken:
+    """The standard deviation is z, whatever C is."""
+    return _noise_changed(lambda sums, noised, clip_norm: sums + (noised - sums) / clip_norm)
+
+
+def half_the_noise() -> Broken:
+    """The noise multiplier is half of what is claimed."""
+    return _noise_changed(lambda sums, noised, clip_norm: sums + (noised - sums) / 2)
+
+
+def same_noise_every_round() -> Broken:
+    """Every round adds the noise of the first."""
+    first: list[Tensor] = []
+
+    def change(sums: Tensor, noised: Tensor, clip_norm: float) -> Tensor:
+        if not first:
+            first.append(noised - sums)
+        return sums + first[0]
+
+    return _noise_changed(change)
+
+
+def mean_clipped() -> Broken:
+    """The mean of the batch is clipped, then multiplied by the batch size to give the sum."""
+
+    def add(totals: Tensor, rows: Tensor, owners: Tensor, clip_norm: float, parts: Parts) -> None:
+        for owner in owners.unique().tolist():
+            own = rows[owners == owner]
+            totals[owner] += len(own) * clipped_rows(own.mean(dim=0, keepdim=True), clip_norm, parts)[0]
+
+    return patch.object(stacked, "add_clipped", add)
+
+
+def head_unclipped(head_size: int) -> Broken:
+    """The last values, those of a head, bypass the clipping."""
+
+    def add(totals: Tensor, rows: Tensor, owners: Tensor, clip_norm: float, parts: Parts) -> None:
+        body = rows.clone()
+        body[:, -head_size:] = 0
+        add_clipped(totals, body, owners, clip_norm, parts)
+        totals[:, -head_size:].index_add_(0, owners, rows[:, -head_size:].double())
+
+    return patch.object(stacked, "add_clipped", add)
+
+
+def fixed_batches() -> Broken:
+    """Every batch has the expected size: shuffled, not Poisson."""
+
+    def draw(self: PoissonSampler, num_records: int) -> list[int]:
+        size = min(num_records, self.expected_batch_size)
+        order = torch.argsort(self.source.normal(num_records))
+        chosen: list[int] = order[:size].tolist()
+        return chosen
+
+    return patch.object(PoissonSampler, "draw", draw)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +161,15 @@ class Finding:
     limit: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+@dataclass(frozen=True)
+class BrokenMechanism:
     """A broken mechanism, its detector, and the configuration at which both are run."""
 
     name: str
     detector: str
     configuration: str
     detect: Callable[[int], Finding]
-    breaking: Callable[[], broken.Broken]
+    breaking: Callable[[], Broken]
 
 
 @cache
@@ -169,90 +276,48 @@ def _by_p_value(p_value: float) -> Finding:
     return Finding(flagged=bool(p_value < FALSE_ALARM), value=p_value, limit=FALSE_ALARM)
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[BrokenMechanism]:
     """All broken mechanisms."""
     one = f"claim {CLAIM:g} at delta {DELTA:g}, one release, q = 1"
     every = f"{one}; {DIMENSION} canaries along all coordinates, {NUM_GUESSES} guesses"
     in_b = f"{one}; {SIZES[B]} canaries along the coordinates of B, {NUM_GUESSES_IN_B} guesses"
+    of_lmo = (
+        f"u uniform in [4.9, 5.1], one release; {LMO_CANARIES} canaries along dense directions of {LMO_DIMENSION} "
+        f"values, {LMO_NUM_GUESSES} guesses; what is broken is the accounting"
+    )
     scale = f"4 uploads of {DIMENSION} values, nothing drawn, C = 2.5"
+    repeated = f"8 uploads of {DIMENSION} values, nothing drawn"
     raw = "5 records, raw gradients 1e3 and 1e6 times C, A, B and head"
-    yield Case(
-        name="no noise", detector="audit", configuration=every, detect=audit_everywhere, breaking=broken.no_noise
+    batches = "100 batches of 200 records at q = 0.1"
+    yield BrokenMechanism("no noise", "audit", every, audit_everywhere, no_noise)
+    yield BrokenMechanism("noise on A only", "audit", in_b, audit_of_b, partial(noise_on_a_only, SIZES))
+    yield BrokenMechanism("LMO under published accounting", "audit", of_lmo, audit_of_lmo, nullcontext)
+    yield BrokenMechanism("noise not scaled by C", "noise scale", scale, noise_scale, noise_not_scaled)
+    yield BrokenMechanism("half the multiplier", "noise scale", scale, noise_scale, half_the_noise)
+    yield BrokenMechanism("clipping of the mean", "influence", raw, influence, mean_clipped)
+    yield BrokenMechanism("head left unclipped", "influence", raw, influence, partial(head_unclipped, SIZES[HEAD]))
+    yield BrokenMechanism(
+        "same noise in every round", "repeated noise", repeated, repeated_noise, same_noise_every_round
     )
-    yield Case(
-        name="noise on A only",
-        detector="audit",
-        configuration=in_b,
-        detect=audit_of_b,
-        breaking=partial(broken.noise_on_a_only, SIZES),
-    )
-    yield Case(
-        name="LMO under published accounting",
-        detector="audit",
-        configuration=f"u uniform in [4.9, 5.1], one release; {LMO_CANARIES} canaries along dense directions of "
-        f"{LMO_DIMENSION} values, {LMO_NUM_GUESSES} guesses; what is broken is the accounting",
-        detect=audit_of_lmo,
-        breaking=nullcontext,
-    )
-    yield Case(
-        name="noise not scaled by C",
-        detector="noise scale",
-        configuration=scale,
-        detect=noise_scale,
-        breaking=broken.noise_not_scaled,
-    )
-    yield Case(
-        name="half the multiplier",
-        detector="noise scale",
-        configuration=scale,
-        detect=noise_scale,
-        breaking=broken.half_the_noise,
-    )
-    yield Case(
-        name="clipping of the mean",
-        detector="influence",
-        configuration=raw,
-        detect=influence,
-        breaking=broken.mean_clipped,
-    )
-    yield Case(
-        name="head left unclipped",
-        detector="influence",
-        configuration=raw,
-        detect=influence,
-        breaking=partial(broken.head_unclipped, SIZES[HEAD]),
-    )
-    yield Case(
-        name="same noise in every round",
-        detector="repeated noise",
-        configuration=f"8 uploads of {DIMENSION} values, nothing drawn",
-        detect=repeated_noise,
-        breaking=broken.same_noise_every_round,
-    )
-    yield Case(
-        name="fixed batches claimed as Poisson",
-        detector="batch sizes",
-        configuration="100 batches of 200 records at q = 0.1",
-        detect=batch_sizes,
-        breaking=broken.fixed_batches,
-    )
+    yield BrokenMechanism("fixed batches claimed as Poisson", "batch sizes", batches, batch_sizes, fixed_batches)
 
 
-def finding(case: Case, seed: int) -> Finding:
+def finding(case: BrokenMechanism, seed: int) -> Finding:
     """The finding of the case's detector on its broken mechanism."""
     with case.breaking():
         return case.detect(seed)
 
 
-def finding_of_correct(case: Case, seed: int) -> Finding:
+def finding_of_correct(case: BrokenMechanism, seed: int) -> Finding:
     """Its finding on the correct mechanism; for LMO, on the same noise under `sound` accounting."""
     if case.detect is audit_of_lmo:
         return audit_of_lmo(seed, accounting="sound")
     return case.detect(seed)
 
 
-def run(case: Case, seeds: range = SEEDS) -> dict[str, Any]:
-    """How often the broken and the correct mechanism are flagged, as a line of the study."""
+def broken_run(name: str, seeds: range = SEEDS) -> Line:
+    """How often a case's broken and correct mechanism are flagged."""
+    (case,) = (each for each in cases() if each.name == name)
     of_broken = [finding(case, seed) for seed in seeds]
     of_correct = [finding_of_correct(case, seed) for seed in seeds]
     return {
@@ -267,4 +332,80 @@ def run(case: Case, seeds: range = SEEDS) -> dict[str, Any]:
         "num_flagged_correct": sum(each.flagged for each in of_correct),
         "median_correct": float(np.median([each.value for each in of_correct])),
         "limit_correct": of_correct[0].limit,
+    }
+
+
+def randomised_response(epsilon: float, num_canaries: int) -> Line:
+    """The share of trials in which the one-run bound exceeds epsilon, all canaries guessed."""
+    generator = np.random.default_rng([21, 0])
+    correct = generator.binomial(num_canaries, special.expit(epsilon), size=TRIALS)
+    bounds = one_run_epsilon(
+        num_canaries=num_canaries, num_guesses=num_canaries, num_correct=correct, delta=0.0, confidence=CONFIDENCE
+    )
+    return {
+        "kind": "coverage",
+        "mechanism": "randomised response",
+        "epsilon": epsilon,
+        "num_canaries": num_canaries,
+        "trials": TRIALS,
+        "num_exceeding": int((bounds > epsilon).sum()),
+        "median": float(np.median(bounds)),
+    }
+
+
+def graded(epsilon: float, num_canaries: int = 5000) -> Line:
+    """The same with graded scores and a number of guesses that is fixed, searched for, or searched for and paid for.
+
+    Each canary's answer is randomised response; its score is the answer's sign times an uninformative size.
+    """
+    generator = np.random.default_rng([22, 0])
+    sizes = ladder(num_canaries)
+    correct = np.empty((TRIALS, len(sizes)), dtype=np.int64)
+    for trial in range(TRIALS):
+        included = generator.random(num_canaries) < 0.5
+        truthful = generator.random(num_canaries) < special.expit(epsilon)
+        signs = np.where(included == truthful, 1.0, -1.0)
+        correct[trial] = num_correct(signs * generator.random(num_canaries), included, sizes)
+    fixed = len(sizes) // 2
+
+    def bound(confidence: float) -> np.ndarray:
+        return one_run_epsilon(
+            num_canaries=num_canaries, num_guesses=sizes, num_correct=correct, delta=0.0, confidence=confidence
+        )
+
+    alone = bound(CONFIDENCE)
+    paid = bound(1 - (1 - CONFIDENCE) / len(sizes))
+    return {
+        "kind": "graded",
+        "epsilon": epsilon,
+        "num_canaries": num_canaries,
+        "trials": TRIALS,
+        "num_sizes": len(sizes),
+        "num_exceeding_fixed": int((alone[:, fixed] > epsilon).sum()),
+        "num_exceeding_unpaid": int((alone.max(axis=1) > epsilon).sum()),
+        "num_exceeding_paid": int((paid.max(axis=1) > epsilon).sum()),
+    }
+
+
+def gaussian(mu: float, num_canaries: int, num_guesses: int) -> Line:
+    """The share of trials in which the f-DP test rejects mu-GDP at the level 5 % for an exactly mu-GDP mechanism."""
+    generator = np.random.default_rng([23, 0])
+    sizes = np.array([num_guesses])
+    counts = np.empty(TRIALS, dtype=np.int64)
+    for trial in range(TRIALS):
+        included = generator.random(num_canaries) < 0.5
+        scores = included + generator.standard_normal(num_canaries) / mu
+        counts[trial] = num_correct(scores, included, sizes)[0]
+    worst = {
+        int(count): bool(f_dp.rejected(f_dp.gaussian(mu), 1 - CONFIDENCE, num_canaries, num_guesses, int(count))[0])
+        for count in np.unique(counts)
+    }
+    return {
+        "kind": "coverage",
+        "mechanism": "Gaussian, f-DP bound",
+        "epsilon": f_dp.gaussian_epsilon(mu, 1e-5),
+        "num_canaries": num_canaries,
+        "trials": TRIALS,
+        "num_exceeding": sum(worst[int(count)] for count in counts),
+        "median": None,
     }

@@ -19,25 +19,26 @@ from pathlib import Path
 import torch
 
 from fedpriv.errors import InputError
-from simulations.studies.dedup import check, run, serve, train
+from simulations.studies.dedup import check, run, serving, train
 from simulations.studies.dedup.report import page
 from simulations.studies.dedup.scenarios import SCENARIOS
+from simulations.studies.harness import listed, parser
 
 STEPS = ("train", "run", "retrain", "check", "serve", "tables")
 
 
 def main() -> None:
     """Do one step of the study, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("all", *STEPS), nargs="?", default="all")
-    parser.add_argument("--out", type=Path, default=Path("results/studies/dedup"))
-    parser.add_argument("--page", type=Path, default=Path("results/dedup.md"))
-    parser.add_argument("--scenarios", type=lambda text: text.split(","), default=list(SCENARIOS))
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="holds the texts that train encodes")
-    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="processes, one thread each")
-    arguments = parser.parse_args()
+    own = parser(__doc__)
+    own.add_argument("step", choices=("all", *STEPS), nargs="?", default="all")
+    own.add_argument("--out", type=Path, default=Path("results/studies/dedup"))
+    own.add_argument("--page", type=Path, default=Path("results/dedup.md"))
+    own.add_argument("--scenarios", type=listed(","), default=list(SCENARIOS))
+    own.add_argument("--data", type=Path, default=Path("../shared/data"), help="holds the texts that train encodes")
+    own.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="processes, one thread each")
+    arguments = own.parse_args()
     if unknown := [name for name in arguments.scenarios if name not in SCENARIOS]:
-        parser.error(f"scenarios = {unknown[0]}: known are {', '.join(SCENARIOS)}")
+        own.error(f"scenarios = {unknown[0]}: known are {', '.join(SCENARIOS)}")
     torch.set_num_threads(1)
     try:
         for step in STEPS if arguments.step == "all" else (arguments.step,):
@@ -45,7 +46,7 @@ def main() -> None:
                 sys.exit(1)
             _do(step, arguments)
     except InputError as error:
-        parser.error(str(error))
+        own.error(str(error))
 
 
 def _do(step: str, arguments: argparse.Namespace) -> None:
@@ -57,7 +58,7 @@ def _do(step: str, arguments: argparse.Namespace) -> None:
     elif step == "retrain":
         train.retrain_all(out, jobs=arguments.jobs)
     elif step == "serve":
-        serve.serve_all(out)
+        serving.serve_all(out)
     elif step == "tables":
         page.write(arguments.page, out)
 

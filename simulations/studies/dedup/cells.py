@@ -1,14 +1,9 @@
-"""The cells of the study: every way in which a scenario is deduplicated, each with its own key.
-
-Results are JSON lines, each written whole or not at all.
-"""
+"""The cells of the study: every way in which a scenario is deduplicated, each with its own key."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fedpriv.dedup import Strategy
@@ -159,22 +154,3 @@ def _ablations(name: str, cell: Any) -> Iterator[DedupCell]:
             yield cell("aggregation", aggregation, aggregation=aggregation)
         for metric in ("l1", "l2", "cosine"):
             yield cell("distance", metric, metric=metric)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file; none if the file is missing."""
-    if not path.is_file():
-        return []
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def append(path: Path, line: dict[str, Any]) -> None:
-    """Append a line, after removing the fragment that an interrupted writer may have left."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        file.seek(0)
-        content = file.read()
-        if not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
-        file.write(json.dumps(line).encode() + b"\n")

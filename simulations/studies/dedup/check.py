@@ -2,7 +2,7 @@
 
 Each variant is assembled from the store's rows by its manifest, its accuracy is counted by a plain loop, and its
 epsilon is computed from the JSON of the variants' descriptions by dp-accounting itself. The results are compared with
-the bounds in the descriptions beside the store.
+the bounds in the descriptions next to the store.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from numpy.typing import NDArray
 
 from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
-from simulations.studies.dedup.cells import lines
 from simulations.studies.dedup.data import Split, records
 from simulations.studies.dedup.networks import network
 from simulations.studies.dedup.scenarios import SCENARIOS, Model
-from simulations.studies.dedup.train import done
+from simulations.studies.harness import Line, in_processes, lines
 
 # How much pld's grid may add to an epsilon, relative, in our accountant or in dp-accounting's.
 TOLERANCE = 2e-3
 
-Descriptions = Mapping[str, Mapping[str, Any]]
-Line = Mapping[str, Any]
+Description = Mapping[str, Any]
+"""The JSON of a `variant.json`."""
 
 
 def check_all(out: Path, *, jobs: int = 2) -> bool:
@@ -46,7 +45,7 @@ def check_all(out: Path, *, jobs: int = 2) -> bool:
     if not (found := lines(out / "runs.jsonl")):
         raise InputError(f"out = {str(out)!r}: holds no results; train and run come first")
     summary = {"stores": 0, "violations": 0, "private_targets": 0, "private_beyond": 0}
-    for line, problems in done(partial(_problems, out), found, jobs):
+    for line, problems in in_processes(partial(_problems, out), found, jobs):
         # Private validation promises its bound only up to its noise.
         missed = [each for each in problems if each.startswith("utility")] if line["cell"]["cutoff"] else []
         wrong = [each for each in problems if each not in missed]
@@ -80,7 +79,7 @@ def violations(out: Path, line: Line) -> Iterator[str]:
 
 
 def _of_variant(
-    out: Path, store: Store, model: Model, described: Descriptions, line: Line, charged: float
+    out: Path, store: Store, model: Model, described: Mapping[str, Description], line: Line, charged: float
 ) -> Iterator[str]:
     name, split, originals = model.name, line["cell"]["split"], out / "variants" / line["cell"]["scenario"]
     original = safetensors.numpy.load_file(originals / name / "model.safetensors")
@@ -159,14 +158,21 @@ def num_correct(out: Path, model: Model, tensors: Mapping[str, NDArray[Any]], sp
     return correct
 
 
-def epsilon(described: Sequence[Mapping[str, Any]]) -> float:
-    """The cost of the union of these variants' uploads to the records of any one data set."""
+def epsilon(described: Sequence[Description]) -> float:
+    """The cost of the union of these variants' uploads to the records of any one data set.
+
+    Raises:
+        ValueError: a release is not Gaussian.
+    """
     uploads = {(u["data_set"], u["run"], u["round"], u["request"]): u for each in described for u in each["uploads"]}
     deltas = {id_: delta for each in described for id_, delta in each["deltas"].items()}
     costs = []
     for data_set, delta in deltas.items():
-        events = [json.loads(upload["event"]) for upload in uploads.values() if upload["data_set"] == data_set]
-        counts = Counter((event["noise_multiplier"], event["sampling_probability"]) for event in events)
+        counts: Counter[tuple[float, float]] = Counter()
+        for event in (json.loads(upload["event"]) for upload in uploads.values() if upload["data_set"] == data_set):
+            if event["kind"] != "subsampled_gaussian":
+                raise ValueError(f"event {event['kind']!r}: only Gaussian releases can be checked")
+            counts[event["noise_multiplier"], event["sampling_probability"]] += event["count"]
         costs.append(_composed(tuple(sorted(counts.items())), delta))
     return max(costs)
 

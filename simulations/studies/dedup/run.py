@@ -1,4 +1,4 @@
-"""Deduplication of the scenarios in every way of the study, with one line and one store for each."""
+"""Deduplication of the scenarios in every way of the study, with one line and one store for each cell."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
 from fedpriv.dedup import variants
 from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
+from fedpriv.dedup.saliency import Saliency, measure
 from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
 from fedpriv.dedup.variants import Described
 from fedpriv.dedup.work import Outcome
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.dedup.cells import SEARCH_OF_ROW, DedupCell, append, cells, lines
+from simulations.studies.dedup.cells import SEARCH_OF_ROW, DedupCell, cells
 from simulations.studies.dedup.data import Split, Task, records
-from simulations.studies.dedup.evaluator import RecordsEvaluator
-from simulations.studies.dedup.networks import Architecture
-from simulations.studies.dedup.records import Tensors
+from simulations.studies.dedup.dp_sgd import losses
+from simulations.studies.dedup.networks import Architecture, load, network
+from simulations.studies.dedup.records import StudyRecords, Tensors
 from simulations.studies.dedup.scenarios import DELTA, SCENARIOS, Model, Scenario
-from simulations.studies.dedup.train import done, right
+from simulations.studies.dedup.train import right, right_answers
+from simulations.studies.harness import Line, lines, run_missing
 
 # Public records on which saliency is measured where the validation records count as private.
 SALIENCY_RECORDS = 600
@@ -44,20 +49,20 @@ def run_all(out: Path, scenarios: Sequence[Scenario], *, jobs: int = 2) -> None:
     for scenario in scenarios:
         if not (out / "variants" / scenario.name).is_dir():
             raise InputError(f"scenario = {scenario.name}: {out} holds no models of it; train comes first")
-    known = {line["key"] for line in lines(out / "runs.jsonl")}
-    left = [cell for scenario in scenarios for cell in cells(scenario) if cell.key not in known]
-    left.sort(key=lambda cell: _BY_TIME.index(cell.scenario) if cell.scenario in _BY_TIME else len(_BY_TIME))
-    for number, line in enumerate(done(partial(run_cell, out), left, jobs), start=1):
-        append(out / "runs.jsonl", line)
-        print(
-            f"{number} of {len(left)}, {line['key']}: compression ratio {line['block_ratio']:.3f}, "
-            f"{line['num_validations']} validations, {line['seconds']:.1f} s",
-            flush=True,
-        )
+    ordered = sorted((cell for scenario in scenarios for cell in cells(scenario)), key=_place)
+    run_missing(out / "runs.jsonl", ordered, partial(run_cell, out), _told, jobs=jobs)
 
 
-def run_cell(out: Path, cell: DedupCell) -> dict[str, Any]:
-    """Deduplicate into a fresh store under `cells`, next to the descriptions with its bounds; the line of results."""
+def _place(cell: DedupCell) -> int:
+    return _BY_TIME.index(cell.scenario) if cell.scenario in _BY_TIME else len(_BY_TIME)
+
+
+def _told(line: Line) -> str:
+    return f"compression ratio {line['block_ratio']:.3f}, {line['num_validations']} validations"
+
+
+def run_cell(out: Path, cell: DedupCell) -> Line:
+    """Deduplicate into a fresh store under `cells`, next to the descriptions with its bounds."""
     scenario = SCENARIOS[cell.scenario]
     folder, originals = out / "cells" / cell.key, out / "variants" / scenario.name
     if folder.exists():  # left by an interrupted run
@@ -73,8 +78,6 @@ def run_cell(out: Path, cell: DedupCell) -> dict[str, Any]:
         outcomes = deduplicated(out, described, tensors, cell, store)
         seconds = time.perf_counter() - began
         return {
-            "key": cell.key,
-            "cell": asdict(cell),
             "seconds": seconds,
             "num_validations": sum(outcome.num_validations for outcome in outcomes),
             "bytes_ratio": store.compression_ratio,
@@ -132,6 +135,44 @@ def deduplicated(
         for model in scenario.all_models
     }
     return deduplicate(described, tensors.__getitem__, evaluators, store, settings, private=private)
+
+
+class RecordsEvaluator:
+    """Counts correct answers on records of a task.
+
+    Args:
+        architecture: of the models.
+        validation: the records that answers are counted on.
+        saliency_records: public records on which the saliency of weights is measured.
+        saliency: name of the measure.
+        private: the data set of the validation records, if they count as private.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        validation: StudyRecords,
+        *,
+        saliency_records: StudyRecords,
+        saliency: str = "gradient",
+        private: PrivateRecords | None = None,
+    ) -> None:
+        self.num_records, self.private = len(validation), private
+        self._passes, self._measure = list(validation.passes()), measure(saliency)
+        self._batches = [{"inputs": inputs, "labels": labels} for inputs, labels in saliency_records.passes()]
+        self._model = network(architecture).eval()
+
+    def count_correct(self, tensors: Mapping[str, NDArray[Any]]) -> int:
+        """How many of the validation records the model with these tensors answers correctly."""
+        return int(right_answers(load(self._model, tensors), self._passes).sum())
+
+    def saliency(self, tensors: Mapping[str, NDArray[Any]]) -> Saliency:
+        """How much each weight matters to the loss on the saliency's records."""
+        return self._measure(load(self._model, tensors), self._batches, _losses)
+
+
+def _losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return losses(model, (batch["inputs"], batch["labels"]))
 
 
 @lru_cache(maxsize=16)

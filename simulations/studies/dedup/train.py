@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import safetensors.numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedpriv.accounting.events import Event
 from fedpriv.dedup import variants
@@ -30,24 +29,21 @@ from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.dedup import texts
-from simulations.studies.dedup.cells import append, lines
-from simulations.studies.dedup.data import Split, Task, is_text, records
+from simulations.studies.dedup.data import TEXT_SIZES, Split, Task, is_text, prepare, records
 from simulations.studies.dedup.dp_sgd import train_privately, train_publicly
-from simulations.studies.dedup.evaluator import right_answers
 from simulations.studies.dedup.networks import load, network, to_arrays
-from simulations.studies.dedup.records import Tensors, together
-from simulations.studies.dedup.scenarios import DELTA, SCENARIOS, Model, Scenario
-from simulations.studies.dedup.schedules import RECIPES, schedule
+from simulations.studies.dedup.records import Pass, Tensors, together
+from simulations.studies.dedup.scenarios import DELTA, RECIPES, SCENARIOS, Model, Scenario, schedule
+from simulations.studies.harness import Line, in_processes, lines, run_missing
 
 REFERENCES = "references.jsonl"
+SCENARIO_NAMES = ("A1", "A2", "A3", "A4", "A5")
+"""The scenarios whose targets are trained again."""
+
 SPLITS: tuple[Split, ...] = ("tuning", "validation", "test")
 
 # Those that take longest first, so that no worker is left with one at the end.
 _BY_TIME = ("minilm", "vit-large", "resnet", "vit", "perceptron")
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 def start(out: Path, model: Model) -> Tensors:
@@ -93,7 +89,7 @@ def trained(out: Path, model: Model, *, epsilon: float) -> tuple[Tensors, list[E
 
 
 def history(model: Model, events: Sequence[Event]) -> History:
-    """One upload for each step: all that the model depends on besides public records."""
+    """One upload for each step: all that the model depends on, public records apart."""
     steps = enumerate(events, start=1)
     return History(
         name=model.name,
@@ -105,7 +101,14 @@ def history(model: Model, events: Sequence[Event]) -> History:
 
 def right(out: Path, model: Model, split: Split, tensors: Tensors) -> Tensor:
     """Which records of a split of a model's task the tensors answer correctly, bool [records]."""
-    return right_answers(model.architecture, records(out, model.architecture, model.task, split), tensors)
+    passes = records(out, model.architecture, model.task, split).passes()
+    return right_answers(load(network(model.architecture).eval(), tensors), passes)
+
+
+@torch.no_grad()
+def right_answers(model: nn.Module, passes: Iterable[Pass]) -> Tensor:
+    """Which records a network answers correctly, bool [records], in the order of their passes."""
+    return torch.cat([model(inputs).argmax(dim=1) == labels for inputs, labels in passes])
 
 
 def accuracies(out: Path, model: Model, tensors: Tensors) -> dict[str, float]:
@@ -119,11 +122,7 @@ def gain(out: Path, model: Model, tensors: Tensors) -> dict[str, Any]:
     differences = after - before
     difference = float(differences.mean())
     standard_error = float(differences.std()) / math.sqrt(len(differences))
-    return {
-        "gain": difference,
-        "gain_standard_error": standard_error,
-        "beats_start": difference > 2 * standard_error,
-    }
+    return {"gain": difference, "gain_standard_error": standard_error, "beats_start": difference > 2 * standard_error}
 
 
 def train_all(out: Path, scenarios: Sequence[Scenario], *, data: Path, jobs: int = 2) -> None:
@@ -132,7 +131,7 @@ def train_all(out: Path, scenarios: Sequence[Scenario], *, data: Path, jobs: int
     Args:
         out: the study's folder.
         scenarios: whose models are wanted.
-        data: holds the texts; see `texts.prepare`.
+        data: holds the texts; see `prepare`.
         jobs: processes, each with one thread, >= 1.
 
     Raises:
@@ -140,7 +139,8 @@ def train_all(out: Path, scenarios: Sequence[Scenario], *, data: Path, jobs: int
     """
     models = {model.name: model for scenario in scenarios for model in scenario.all_models}
     tasks = {model.task for model in models.values() if is_text(model.task)}
-    _all(partial(texts.prepare, out, data), [task for task in texts.SIZES if task in tasks], jobs)
+    ordered = [task for task in TEXT_SIZES if task in tasks]
+    list(in_processes(partial(prepare, out, data), ordered, jobs))
     # The same steps without noise, once for all models that differ in epsilon alone.
     references = {name: reference(model) for name, model in models.items()}
     _write_missing(out, REFERENCES, references.values(), jobs)
@@ -159,18 +159,13 @@ def _write_missing(out: Path, file: str, models: Iterable[Model], jobs: int) -> 
     known = {line["name"] for line in lines(out / file)}
     missing = {model.name: model for model in models if model.name not in known}
     starts = {start_path(out, model): model for model in missing.values()}
-    _all(partial(start, out), list(starts.values()), jobs)
+    list(in_processes(partial(start, out), list(starts.values()), jobs))
     ordered = sorted(missing.values(), key=lambda model: _BY_TIME.index(model.architecture))
-    for line in done(partial(_trained, out), ordered, jobs):
-        append(out / file, line)
-        print(
-            f"{line['name']}: accuracy {line['accuracy_start']['test']:.3f} to {line['accuracy']['test']:.3f} "
-            f"on the test records in {line['seconds']:.0f} s",
-            flush=True,
-        )
+    tell = "accuracy {0[accuracy_start][test]:.3f} to {0[accuracy][test]:.3f} on the test records".format
+    run_missing(out / file, ordered, partial(_trained, out), tell, key=itemgetter("name"), jobs=jobs)
 
 
-def _trained(out: Path, model: Model) -> dict[str, Any]:
+def _trained(out: Path, model: Model) -> Line:
     """Train and keep a model; the line has its accuracy and that of its start."""
     began = time.perf_counter()
     tensors, events = trained(out, model, epsilon=model.epsilon)
@@ -230,25 +225,18 @@ def write_scenario(out: Path, scenario: Scenario) -> None:
         variants.write(out / "variants" / scenario.name / model.name, described, variants.read_tensors(folder))
 
 
-def _all(function: Callable[[_Item], object], items: Sequence[_Item], jobs: int) -> None:
-    for _ in done(function, items, jobs):
-        pass
+@dataclass(frozen=True, kw_only=True)
+class RetrainCell:
+    """A target of `drd` that is trained again: its scenario by name, and its epsilon after deduplication."""
 
+    scenario: str
+    model: Model
+    epsilon: float
 
-def done(function: Callable[[_Item], _Result], items: Sequence[_Item], jobs: int) -> Iterator[_Result]:
-    """The results as they come, from at most so many processes; with one, from this one."""
-    if jobs == 1 or len(items) < 2:
-        yield from map(function, items)
-        return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for future in as_completed([pool.submit(function, item) for item in items]):
-            yield future.result()
-
-
-SCENARIO_NAMES = ("A1", "A2", "A3", "A4", "A5")
-
-Target = tuple[str, Model, float]
-"""Scenario, model, and epsilon after deduplication."""
+    @property
+    def key(self) -> str:
+        """Unique among the cells."""
+        return f"{self.scenario} {self.model.name}"
 
 
 def retrain_all(out: Path, *, jobs: int = 2) -> None:
@@ -257,15 +245,12 @@ def retrain_all(out: Path, *, jobs: int = 2) -> None:
     Raises:
         InputError: there are no results of `drd`.
     """
-    wanted = targets(out)
-    known = {(line["scenario"], line["name"]) for line in lines(out / "retrain.jsonl")}
-    missing = [target for target in wanted if (target[0], target[1].name) not in known]
-    for line in done(partial(_retrained, out), missing, jobs):
-        append(out / "retrain.jsonl", line)
-        print(f"{line['scenario']} {line['name']}: accuracy {line['accuracy']['test']:.3f}", flush=True)
+    tell = "accuracy {0[accuracy][test]:.3f}".format
+    key = "{0[scenario]} {0[name]}".format
+    run_missing(out / "retrain.jsonl", targets(out), partial(_retrained, out), tell, key=key, jobs=jobs)
 
 
-def targets(out: Path) -> list[Target]:
+def targets(out: Path) -> list[RetrainCell]:
     """The targets of `drd` on public validation.
 
     Raises:
@@ -277,23 +262,16 @@ def targets(out: Path) -> list[Target]:
         if (cell["table"], cell["row"]) == ("algorithms", "drd") and cell["scenario"] in SCENARIO_NAMES:
             models = {model.name: model for model in SCENARIOS[cell["scenario"]].models}
             found += [
-                (cell["scenario"], models[outcome["name"]], outcome["epsilon_after"])
-                for outcome in line["outcomes"]
-                if outcome["bases"]
+                RetrainCell(scenario=cell["scenario"], model=models[each["name"]], epsilon=each["epsilon_after"])
+                for each in line["outcomes"]
+                if each["bases"]
             ]
     if not found:
         raise InputError(f"out = {str(out)!r}: holds no results of drd in A1 to A5; run comes first")
     return found
 
 
-def _retrained(out: Path, target: Target) -> dict[str, Any]:
-    scenario, model, epsilon = target
-    began = time.perf_counter()
-    tensors, _ = trained(out, model, epsilon=epsilon)
-    return {
-        "scenario": scenario,
-        "name": model.name,
-        "epsilon": epsilon,
-        "accuracy": accuracies(out, model, tensors),
-        "seconds": time.perf_counter() - began,
-    }
+def _retrained(out: Path, cell: RetrainCell) -> Line:
+    tensors, _ = trained(out, cell.model, epsilon=cell.epsilon)
+    found = accuracies(out, cell.model, tensors)
+    return {"scenario": cell.scenario, "name": cell.model.name, "epsilon": cell.epsilon, "accuracy": found}

@@ -12,20 +12,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from PIL import Image
 
-from simulations.studies.dedup.report import bases, individual, private, ranges
+from simulations.studies.dedup.report import searches, settings, validation
 from simulations.studies.dedup.report.paper import EIGHT
 from simulations.studies.dedup.report.results import DedupResults, accuracies, by_target, found
 
 INK, GRID = "#1d2126", "#d5d9de"
 BLUE, RED, GREEN, PURPLE, BROWN, GREY = "#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#5a5a5a"
 _DRAWN = (INK, "black", BLUE, RED, GREEN, PURPLE, BROWN, GREY)
-_SEARCHES = dict(zip(individual.SEARCHES, zip((GREY, BROWN, GREEN, BLUE, RED), "vP^os", strict=True), strict=True))
-_STRATEGIES = dict(zip(bases.STRATEGIES, (BLUE, BROWN, RED), strict=True))
+_SEARCHES = dict(zip(searches.SHOWN_SINGLY, zip((GREY, BROWN, GREEN, BLUE, RED), "vP^os", strict=True), strict=True))
+_STRATEGIES = dict(zip(searches.STRATEGIES, (BLUE, BROWN, RED), strict=True))
 
 
 def lengths(results: DedupResults) -> Figure | None:
     """Validations against C.R., a panel for each scenario: `drd` and `dred` over L, Greedy, the rule, published."""
-    here = results.having(ranges.TABLE, EIGHT)
+    here = results.having(settings.TABLE, EIGHT)
     if not here:
         return None
     num_columns = min(4, len(here))
@@ -35,7 +35,7 @@ def lengths(results: DedupResults) -> Figure | None:
         for name, colour in (("drd", BLUE), ("dred", RED)):
             _draw_lengths(axes, results, scenario, name, colour)
         for name, marker in (("greedy-20", "s"), ("greedy-30", "D")):
-            pair = found(ranges.measured(results, scenario, name))
+            pair = found(settings.measured(results, scenario, name))
             if pair:
                 axes.plot(pair[1], pair[0], marker, color=GREEN, markersize=6, label=name)
         axes.set_xscale("log")
@@ -48,9 +48,9 @@ def lengths(results: DedupResults) -> Figure | None:
 
 
 def _draw_lengths(axes: Axes, results: DedupResults, scenario: str, name: str, colour: str) -> None:
-    rows = [row for row in results.rows(ranges.TABLE, [scenario]) if row.startswith(f"{name}-")]
+    rows = [row for row in results.rows(settings.TABLE, [scenario]) if row.startswith(f"{name}-")]
     rows.sort(key=lambda row: int(row.rsplit("-", 1)[-1]))
-    points = [pair for row in rows if (pair := found(results.cells(scenario, ranges.TABLE, row)))]
+    points = [pair for row in rows if (pair := found(results.cells(scenario, settings.TABLE, row)))]
     if points:
         numbers, ratios = [num for _, num in points], [ratio for ratio, _ in points]
         axes.plot(numbers, ratios, "o-", color=colour, markersize=3, linewidth=1, label=name)
@@ -60,7 +60,7 @@ def _draw_lengths(axes: Axes, results: DedupResults, scenario: str, name: str, c
     for point, several in lengths.items():
         label = ", ".join(several)
         axes.annotate(label, point, (2, 3), textcoords="offset points", fontsize=6, color=colour)
-    rule, published = (found(ranges.measured(results, scenario, row)) for row in (name, f"{name}-published"))
+    rule, published = (found(settings.measured(results, scenario, row)) for row in (name, f"{name}-published"))
     for pair, marker, label in ((rule, "*", "rule"), (published, "x", "published")):
         if pair:
             axes.plot(pair[1], pair[0], marker, color=colour, markersize=9, label=f"{name}, {label}")
@@ -68,20 +68,20 @@ def _draw_lengths(axes: Axes, results: DedupResults, scenario: str, name: str, c
 
 def single_models(results: DedupResults) -> Figure | None:
     """Figure 4: C.R. above and accuracy below, model by model."""
-    here = [name for name in individual.SCENARIOS if individual.accuracies_on_test(results, name)]
+    here = [name for name in searches.SINGLY if searches.accuracies_on_test(results, name)]
     if not here:
         return None
     figure, panels = _grid("Single models (the paper's Figure 4)", 2, len(here))
     for place, scenario in enumerate(here):
         upper, lower = panels[place], panels[len(here) + place]
-        measured = individual.accuracies_on_test(results, scenario)
+        measured = searches.accuracies_on_test(results, scenario)
         names = list(dict.fromkeys(name for values in measured.values() for name in values))
         upper.set_title(scenario, fontsize=9)
         for search, (colour, marker) in _SEARCHES.items():
             ratios = by_target(results.cells(scenario, "algorithms", search))
             _draw_models(upper, names, ratios, search, colour, marker)
             _draw_models(lower, names, measured.get(search, {}), search, colour, marker)
-        for name, colour, marker in ((individual.ORIGINAL, INK, "_"), (individual.RETRAIN, PURPLE, "*")):
+        for name, colour, marker in ((searches.ORIGINAL, INK, "_"), (searches.RETRAIN, PURPLE, "*")):
             _draw_models(lower, names, measured.get(name, {}), name, colour, marker)
         _name_models(results, upper, lower, names)
     panels[0].set_ylabel("C.R. %", fontsize=8)
@@ -90,8 +90,8 @@ def single_models(results: DedupResults) -> Figure | None:
 
 
 def private_models(results: DedupResults) -> Figure | None:
-    """Figure 7: C.R. above and accuracy below of each model of B2 and B3, public validation against private."""
-    here = [name for name in private.BY_MODEL if results.table(name, private.TABLE)]
+    """Figure 7: C.R. above and accuracy below of each model of B2 and B3, public validation against validation."""
+    here = [name for name in validation.BY_MODEL if results.table(name, validation.PRIVATE)]
     if not here:
         return None
     figure, panels = _grid("Private validation by model (the paper's Figure 7)", 2, len(here), width=4.2)
@@ -100,13 +100,13 @@ def private_models(results: DedupResults) -> Figure | None:
         upper.set_title(scenario, fontsize=9)
         cells = {
             (search, way): results.cells(scenario, way, search)
-            for search in private.DYNAMIC
-            for way in ("algorithms", private.TABLE)
+            for search in validation.DYNAMIC
+            for way in ("algorithms", validation.PRIVATE)
         }
         names = list(dict.fromkeys(name for each in cells.values() for name in by_target(each)))
         for (search, way), each in cells.items():
-            colour, marker = (_SEARCHES[search][0], "x") if way == private.TABLE else _SEARCHES[search]
-            label = f"{search}, private" if way == private.TABLE else search
+            colour, marker = (_SEARCHES[search][0], "x") if way == validation.PRIVATE else _SEARCHES[search]
+            label = f"{search}, private" if way == validation.PRIVATE else search
             _draw_models(upper, names, by_target(each), label, colour, marker)
             _draw_models(lower, names, accuracies(each, "test", after=True), label, colour, marker)
         _name_models(results, upper, lower, names)
@@ -131,24 +131,26 @@ def _name_models(results: DedupResults, upper: Axes, lower: Axes, names: Sequenc
 
 
 def relaxed_bases(results: DedupResults) -> Figure | None:
-    """Figure 6: C.R. and total rise of the epsilons of the three ways to choose bases."""
-    return _bases(results, bases.RELAXED, "Base selection, relaxed bounds (the paper's Figure 6)")
+    """Figure 6: C.R. and total rise of the epsilons of the three ways to choose searches."""
+    return _bases(results, searches.RELAXED, "Base selection, relaxed bounds (the paper's Figure 6)")
 
 
 def own_bases(results: DedupResults) -> Figure | None:
     """Figure 9, as far as it is redrawn: one base against several on C1 to C4."""
-    return _bases(results, bases.OWN, "Base selection, own bounds (the paper's Figure 9)")
+    return _bases(results, searches.OWN, "Base selection, own bounds (the paper's Figure 9)")
 
 
 def _bases(results: DedupResults, scenarios: Sequence[str], title: str) -> Figure | None:
-    here = results.having(bases.TABLE, scenarios)
+    here = results.having(searches.BASES, scenarios)
     if not here:
         return None
     figure, panels = _grid(title, 1, 2, width=4.0)
     for shift, (strategy, colour) in enumerate(_STRATEGIES.items()):
-        runs = [(place, run) for place, name in enumerate(here) for run in results.cells(name, bases.TABLE, strategy)]
+        runs = [
+            (place, run) for place, name in enumerate(here) for run in results.cells(name, searches.BASES, strategy)
+        ]
         places = [place + 0.27 * (shift - 1) for place, _ in runs]
-        values = ([100 * run["block_ratio"] for _, run in runs], [bases.rise(run) for _, run in runs])
+        values = ([100 * run["block_ratio"] for _, run in runs], [searches.rise(run) for _, run in runs])
         for axes, heights in zip(panels, values, strict=True):
             axes.bar(places, heights, width=0.25, color=colour, label=strategy)
     for axes, label in zip(panels, ("C.R. %", "total rise of epsilons"), strict=True):

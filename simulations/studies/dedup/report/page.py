@@ -1,33 +1,187 @@
-"""The text between the two markers of results/dedup.md, and the pictures beside the page."""
+"""The study's part of results/dedup.md, and the pictures next to the page.
+
+The sections on models, costs and times are here; those of one theme are in a file each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from fedpriv.errors import InputError
-from simulations.studies.dedup.report import (
-    ablations,
-    bases,
-    costs,
-    figures,
-    individual,
-    models,
-    private,
-    ranges,
-    searches,
-    serving,
-    unseen,
+from simulations.studies.dedup import serving
+from simulations.studies.dedup.report import figures, paper, searches, settings, validation
+from simulations.studies.dedup.report.results import (
+    NAMES,
+    ROUNDING,
+    DedupResults,
+    bounds,
+    count,
+    members,
+    read,
+    section,
+    span,
+    targets,
 )
-from simulations.studies.dedup.report.results import DedupResults, read
+from simulations.studies.dedup.scenarios import Scenario
+from simulations.studies.harness import Line, fill, table, verdict
 
-BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
+METHODS = ("basic", "accountant", "provenance")
 
 
-@dataclass(frozen=True, kw_only=True)
+def scenarios(results: DedupResults) -> str:
+    """The scenarios and those of Table 1."""
+    here = [name for name in NAMES if any(run["cell"]["scenario"] == name for run in results.runs)]
+    rows = [_scenario_row(results, name, members(name)[0]) for name in here if name != "fifty" and members(name)]
+    headers = (
+        "", "the paper's models", "here", "epsilons", "as in the paper", "epsilon bound", "utility bound",
+        "test accuracy of the start", "of the models", "better than their start",
+    )  # fmt: skip
+    return section("Scenarios (Table 1)", table(headers, rows) if rows else "")
+
+
+def _scenario_row(results: DedupResults, name: str, scenario: Scenario) -> Sequence[object]:
+    known = [results.models[model.name] for model in scenario.models if model.name in results.models]
+    papers = paper.SCENARIOS.get(name)
+    stated = [model.epsilon for model in scenario.models]
+    limits = (scenario.epsilon_bound, scenario.utility_bound)
+    equal = papers is not None and sorted(stated) == sorted(papers.epsilons)
+    if papers and papers.epsilon_bound is not None:
+        equal = equal and limits == (papers.epsilon_bound, papers.utility_bound)
+    return (
+        name,
+        papers.models if papers else "",
+        ", ".join(dict.fromkeys(f"{each['architecture']} on {each['task']}" for each in known)),
+        ", ".join(f"{epsilon:g}" for epsilon in stated),
+        verdict(equal) if papers else "",
+        f"{limits[0]:g}",
+        f"{limits[1]:g}",
+        span((each["accuracy_start"]["test"] for each in known), 3),
+        span((each["accuracy"]["test"] for each in known), 3),
+        f"{sum(each['beats_start'] for each in known)} of {len(known)}",
+    )
+
+
+def learned(results: DedupResults) -> str:
+    """For every model whether it is better than its public start by two standard errors."""
+    order = sorted(results.models.values(), key=lambda model: (model["architecture"], model["task"], model["epsilon"]))
+    rows = [_model_row(model) for model in order]
+    num = sum(bool(model["beats_start"]) for model in results.models.values())
+    headers = (
+        "", "records", "epsilon", "noise multiplier", "start, test", "model, test", "gain", "two standard errors",
+        "better", "without noise, test",
+    )  # fmt: skip
+    return section(
+        "Did the models learn anything?",
+        f"{num} of {count(len(rows), 'model')} beat their public start on the test records by more than two standard "
+        "errors of the paired difference. `without noise` is the same training without any, for reference.",
+        table(headers, rows),
+    )
+
+
+def _model_row(model: Line) -> Sequence[object]:
+    return (
+        f"`{model['name']}`",
+        model["num_records"],
+        f"{model['epsilon']:.4g}",
+        f"{model['noise_multiplier']:.2f}",
+        f"{model['accuracy_start']['test']:.3f}",
+        f"{model['accuracy']['test']:.3f}",
+        f"{model['gain']:+.3f}",
+        f"{2 * model['gain_standard_error']:.3f}",
+        verdict(model["beats_start"]),
+        f"{model['accuracy_without_noise']['test']:.3f}",
+    )
+
+
+def epsilons(results: DedupResults) -> str:
+    """The largest rise of an epsilon under each composition, scenario by scenario."""
+    rows, num_beyond, num, apart = [], 0, 0, 0.0
+    for scenario in results.having("algorithms"):
+        for run in results.cells(scenario, "algorithms", "drd"):
+            chosen = targets(run)
+            rises = {name: [o["epsilons"][name] - o["epsilon_before"] for o in chosen] for name in METHODS}
+            limits = bounds(run)
+            over = sum(
+                rise > limits[outcome["name"]][0] + ROUNDING
+                for outcome, rise in zip(chosen, rises["basic"], strict=True)
+                if outcome["name"] in limits
+            )
+            apart = max([apart, *(abs(o["epsilons"]["accountant"] - o["epsilons"]["provenance"]) for o in chosen)])
+            num_beyond, num = num_beyond + over, num + len(chosen)
+            if chosen:
+                before = span((outcome["epsilon_before"] for outcome in chosen), 2)
+                largest = (f"{max(rises[name]):.3f}" for name in METHODS)
+                allowed = span((limit for limit, _ in limits.values()), 2)
+                rows.append((scenario, len(chosen), before, *largest, allowed, f"{over} of {len(chosen)}"))
+    if not rows:
+        return ""
+    headers = ("", "targets", "epsilons before", *(f"`{name}`" for name in METHODS), "bound", "beyond it by `basic`")
+    return section(
+        "What deduplicated variants cost, `drd`",
+        "Largest rise of a target's epsilon, by each composition at one delta.",
+        table(headers, rows),
+        f"By `basic`, which splits one delta among the models, {num_beyond} of {count(num, 'target')} would exceed "
+        f"their bounds. `accountant` and `provenance` differ by at most {apart:.3f}.",
+    )
+
+
+def checked(results: DedupResults) -> str:
+    """The result of the independent check."""
+    found = results.checked
+    return section(
+        "Independent check",
+        "`check` reassembles every variant from the store's rows, compares each block with those of the target and its "
+        "bases, counts correct answers in a loop of its own, and composes the uploads named in the descriptions by "
+        "dp-accounting's `PLDAccountant`. "
+        + (
+            f"{count(found['stores'], 'store')}, {count(found['violations'], 'violation')}; of "
+            f"{count(found['private_targets'], 'target')} that were validated privately, {found['private_beyond']} "
+            "exceed their utility bound, which private validation guarantees only up to its noise."
+            if found
+            else "It has not run yet."
+        ),
+    )
+
+
+def times(results: DedupResults) -> str:
+    """Seconds of training and of every kind of cell."""
+    by_table: dict[str, tuple[int, float]] = {}
+    for run in results.runs:
+        num, seconds = by_table.get(run["cell"]["table"], (0, 0.0))
+        by_table[run["cell"]["table"]] = num + 1, seconds + run["seconds"]
+    trained = {"models": results.models.values(), "models trained anew": results.retrained}
+    rows: list[tuple[object, ...]] = [
+        (what, len(lines), f"{sum(line['seconds'] for line in lines):.0f}") for what, lines in trained.items() if lines
+    ]
+    rows += [(f"cells: {name}", num, f"{seconds:.0f}") for name, (num, seconds) in by_table.items()]
+    return section(
+        "Running times",
+        f"Seconds of one thread each, {_total(rows):.0f} in all.",
+        table(("", "number", "seconds"), rows),
+        _per_validation(results),
+    )
+
+
+def _total(rows: list[tuple[object, ...]]) -> float:
+    return sum(float(str(row[-1])) for row in rows)
+
+
+def _per_validation(results: DedupResults) -> str:
+    """Seconds per validation, scenario by scenario: what a search saves."""
+    spent: Mapping[str, tuple[float, int]] = {
+        scenario: (sum(run["seconds"] for run in runs), sum(run["num_validations"] for run in runs))
+        for scenario in results.having("algorithms")
+        for runs in [results.table(scenario, "algorithms")]
+    }
+    shown = [f"{name} {seconds / num:.2f}" for name, (seconds, num) in spent.items() if num]
+    papers = "The paper names 58 to 86 s for one, on a GPU."
+    return f"Seconds per validation, all else included: {', '.join(shown)}. {papers}" if shown else ""
+
+
+@dataclass(frozen=True)
 class Section:
     """A part of the page.
 
@@ -45,81 +199,63 @@ class Section:
 
 
 SECTIONS = (
-    Section(text=models.introduction),
-    Section(text=models.scenarios),
-    Section(text=models.learned),
-    Section(text=searches.eight),
-    Section(text=ranges.claim),
+    Section(scenarios),
+    Section(learned),
+    Section(searches.eight),
+    Section(settings.claim),
+    Section(settings.lengths, figures.lengths, "dedup-l.png", "Validations against C.R. for every L"),
+    Section(validation.unseen),
+    Section(searches.individual, figures.single_models, "dedup-figure-4.png", "C.R. and accuracy of single models"),
+    Section(validation.minilm),
+    Section(validation.private),
     Section(
-        text=ranges.ablation, figure=figures.lengths, file="dedup-l.png", shows="Validations against C.R. for every L"
+        validation.by_model,
+        figures.private_models,
+        "dedup-figure-7.png",
+        "Public and private validation of the models of B2 and B3",
     ),
-    Section(text=unseen.unseen),
+    Section(validation.cutoffs),
+    Section(settings.other_settings),
+    Section(settings.thresholds),
     Section(
-        text=individual.individual,
-        figure=figures.single_models,
-        file="dedup-figure-4.png",
-        shows="C.R. and accuracy of single models",
-    ),
-    Section(text=unseen.minilm),
-    Section(text=private.private),
-    Section(
-        text=private.by_model,
-        figure=figures.private_models,
-        file="dedup-figure-7.png",
-        shows="Public and private validation of the models of B2 and B3",
-    ),
-    Section(text=private.cutoffs),
-    Section(text=ablations.ablation),
-    Section(text=ablations.thresholds),
-    Section(
-        text=bases.relaxed,
-        figure=figures.relaxed_bases,
-        file="dedup-figure-6.png",
-        shows="C.R. and rise of epsilons by the choice of bases",
+        searches.relaxed,
+        figures.relaxed_bases,
+        "dedup-figure-6.png",
+        "C.R. and rise of epsilons by the choice of bases",
     ),
     Section(
-        text=bases.own,
-        figure=figures.own_bases,
-        file="dedup-figure-9.png",
-        shows="C.R. and rise of epsilons by the choice of bases in C1 to C4",
+        searches.own,
+        figures.own_bases,
+        "dedup-figure-9.png",
+        "C.R. and rise of epsilons by the choice of bases in C1 to C4",
     ),
-    Section(text=searches.fifty),
-    Section(text=searches.heterogeneous),
+    Section(searches.fifty),
+    Section(searches.heterogeneous),
     Section(
-        text=serving.serving,
-        figure=figures.latency,
-        file="dedup-figures-5-8.png",
-        shows="Seconds of loading and inference, from the store and from plain files",
+        serving.serving,
+        figures.latency,
+        "dedup-figures-5-8.png",
+        "Seconds of loading and inference, from the store and from plain files",
     ),
-    Section(text=costs.epsilons),
-    Section(text=costs.checked),
-    Section(text=costs.times),
+    Section(epsilons),
+    Section(checked),
+    Section(times),
 )
 
 
 def write(page: Path, out: Path) -> None:
-    """Rewrite the text between the two markers of a page, which is made if it is missing, and its pictures.
-
-    Args:
-        page: markdown; the pictures are written beside it.
-        out: the study's folder.
+    """Rewrite the study's part of a page, which is made if it is missing, and the pictures next to it.
 
     Raises:
-        InputError: the page has one marker without the other, or there are no results.
+        InputError: there are no results, or the page lacks a marker of the part.
     """
-    text = page.read_text() if page.is_file() else f"# Deduplicating model variants, measured\n\n{BEGIN}\n{END}\n"
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise InputError(f"{page}: must hold {BEGIN} and after it {END}, each once")
-    results = read(out)
-    parts = [part for section in SECTIONS if (part := _written(section, results, page.parent))]
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    page.write_text(f"{before}\n" + "\n\n".join(parts) + f"\n{after}")
-
-
-def _written(section: Section, results: DedupResults, folder: Path) -> str:
-    text = section.text(results)
-    figure = section.figure(results) if text and section.figure else None
-    if figure is None:
-        return text
-    (folder / section.file).write_bytes(figures.to_png(figure))
-    return f"{text}\n\n![{section.shows}]({section.file})"
+    results, texts, pictures = read(out), list[str](), dict[str, bytes]()
+    for part in SECTIONS:
+        text = part.text(results)
+        figure = part.figure(results) if text and part.figure else None
+        if figure is not None:
+            text, pictures[part.file] = f"{text}\n\n![{part.shows}]({part.file})", figures.to_png(figure)
+        texts.append(text)
+    fill(page, {"study": "\n\n".join(filter(None, texts))})
+    for file, content in pictures.items():
+        (page.parent / file).write_bytes(content)

@@ -5,7 +5,7 @@ C.R. is the compression ratio in percent: distinct blocks after deduplication ov
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Found = tuple[float, float]
@@ -58,60 +58,42 @@ SCENARIOS: Mapping[str, PaperScenario] = {
 """Table 1, and the seven models of section 5.1.1, whose bounds are not given."""
 
 
-def _by_scenario(*pairs: Found) -> dict[str, Found]:
-    return dict(zip(EIGHT, pairs, strict=True))
+def _table(columns: Sequence[str], text: str) -> dict[str, dict[str, Found]]:
+    """{row: {column: C.R. and validations}} of lines with a name and two numbers for each column."""
+    found = {}
+    for line in text.split("\n"):
+        name, *numbers = line.split()
+        pairs = zip(map(float, numbers[::2]), map(float, numbers[1::2]), strict=True)
+        found[name] = dict(zip(columns, pairs, strict=True))
+    return found
 
 
 _Row = Mapping[str, Found]
 
-SEARCHES: Mapping[str, _Row] = {
-    "dedup-20": _by_scenario(
-        (48.1, 42), (95.7, 18), (56.4, 38), (32.1, 60), (87.4, 12), (40.8, 98), (34.5, 116), (85.4, 57)
-    ),
-    "dedup-30": _by_scenario(
-        (48.1, 30), (95.7, 17), (56.9, 28), (33.4, 43), (94.9, 9), (39.7, 70), (32.6, 85), (85.2, 57)
-    ),
-    "mistique-20": _by_scenario(
-        (84.4, 19), (100.0, 10), (77.3, 26), (63.5, 56), (97.6, 9), (76.2, 108), (90.4, 126), (91.9, 38)
-    ),
-    "mistique-30": _by_scenario(
-        (84.4, 15), (100.0, 10), (78.0, 21), (63.5, 38), (94.9, 10), (88.6, 72), (88.8, 81), (87.6, 38)
-    ),
-    "mcts-20": _by_scenario(
-        (39.9, 257), (82.3, 246), (36.9, 391), (33.4, 909), (35.9, 743), (23.3, 1280), (20.4, 2266), (39.7, 2628)
-    ),
-    "mcts-30": _by_scenario(
-        (41.1, 107), (58.4, 307), (35.4, 331), (32.0, 571), (42.2, 447), (20.1, 1031), (20.2, 1417), (40.7, 1031)
-    ),
-    "greedy-20": _by_scenario(
-        (28.5, 44), (29.4, 55), (24.4, 44), (30.0, 60), (33.3, 48), (16.1, 99), (18.6, 135), (37.2, 228)
-    ),
-    "greedy-30": _by_scenario(
-        (25.1, 32), (30.4, 40), (29.9, 32), (32.0, 40), (36.9, 32), (16.2, 72), (20.8, 90), (40.8, 152)
-    ),
-    "drd": _by_scenario(
-        (29.7, 18), (27.3, 30), (24.4, 16), (34.1, 19), (35.5, 21), (17.0, 55), (24.7, 50), (37.6, 114)
-    ),
-    "dred": _by_scenario(
-        (31.6, 26), (35.6, 36), (23.9, 20), (33.4, 26), (34.2, 25), (17.7, 59), (24.6, 56), (37.7, 149)
-    ),
-}
+SEARCHES: Mapping[str, _Row] = _table(
+    EIGHT,
+    """\
+dedup-20     48.1 42  95.7 18  56.4 38  32.1 60  87.4 12  40.8 98  34.5 116  85.4 57
+dedup-30     48.1 30  95.7 17  56.9 28  33.4 43  94.9 9  39.7 70  32.6 85  85.2 57
+mistique-20  84.4 19  100.0 10  77.3 26  63.5 56  97.6 9  76.2 108  90.4 126  91.9 38
+mistique-30  84.4 15  100.0 10  78.0 21  63.5 38  94.9 10  88.6 72  88.8 81  87.6 38
+mcts-20      39.9 257  82.3 246  36.9 391  33.4 909  35.9 743  23.3 1280  20.4 2266  39.7 2628
+mcts-30      41.1 107  58.4 307  35.4 331  32.0 571  42.2 447  20.1 1031  20.2 1417  40.7 1031
+greedy-20    28.5 44  29.4 55  24.4 44  30.0 60  33.3 48  16.1 99  18.6 135  37.2 228
+greedy-30    25.1 32  30.4 40  29.9 32  32.0 40  36.9 32  16.2 72  20.8 90  40.8 152
+drd          29.7 18  27.3 30  24.4 16  34.1 19  35.5 21  17.0 55  24.7 50  37.6 114
+dred         31.6 26  35.6 36  23.9 20  33.4 26  34.2 25  17.7 59  24.6 56  37.7 149""",
+)
 """Table 2: {search: {scenario: result}}."""
 
-PRIVATE: Mapping[str, _Row] = {
-    "greedy-20": _by_scenario(
-        (28.9, 44), (72.7, 22), (27.3, 44), (35.9, 56), (42.1, 47), (18.0, 97), (26.6, 127), (40.3, 206)
-    ),
-    "greedy-30": _by_scenario(
-        (28.9, 32), (77.3, 20), (29.9, 32), (42.8, 38), (50.0, 32), (16.3, 72), (24.3, 90), (42.8, 148)
-    ),
-    "drd": _by_scenario(
-        (33.6, 24), (70.4, 21), (24.9, 20), (37.8, 24), (38.1, 21), (18.0, 51), (28.8, 51), (42.3, 113)
-    ),
-    "dred": _by_scenario(
-        (32.1, 28), (69.9, 17), (24.2, 26), (35.3, 21), (40.4, 24), (19.0, 49), (29.1, 46), (43.5, 96)
-    ),
-}
+PRIVATE: Mapping[str, _Row] = _table(
+    EIGHT,
+    """\
+greedy-20  28.9 44  72.7 22  27.3 44  35.9 56  42.1 47  18.0 97  26.6 127  40.3 206
+greedy-30  28.9 32  77.3 20  29.9 32  42.8 38  50.0 32  16.3 72  24.3 90  42.8 148
+drd        33.6 24  70.4 21  24.9 20  37.8 24  38.1 21  18.0 51  28.8 51  42.3 113
+dred       32.1 28  69.9 17  24.2 26  35.3 21  40.4 24  19.0 49  29.1 46  43.5 96""",
+)
 """Table 3: with private validation, cut-off 3."""
 
 FIFTY: _Row = {

@@ -1,4 +1,4 @@
-"""The study's lines, and what is measured from them."""
+"""The study's lines, what is measured from them, and numbers as the page's cells."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from fedpriv.errors import InputError
-from simulations.studies.dedup.cells import lines
 from simulations.studies.dedup.report.paper import EIGHT, Found
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS, Scenario
-
-Line = Mapping[str, Any]
+from simulations.studies.harness import Line, lines
 
 NAMES = (*EIGHT, "C1", "C2", "C3", "C4", "minilm", "hetero", "fifty")
 """The scenarios in the order of the page; `fifty` is the union of several."""
@@ -30,7 +27,7 @@ class DedupResults:
     Attributes:
         models: {name: line} of training.
         runs: one line for each cell.
-        retrained: one for each model that was trained anew.
+        retrained: one for each model that was trained again.
         serving: one for each scenario.
         checked: of the independent check; empty before it.
     """
@@ -159,3 +156,34 @@ def accuracies(cells: Sequence[Line], split: str, *, after: bool) -> dict[str, f
         for name in drops(run, split):
             known.setdefault(name, []).append(run["accuracy"][split][name][int(after)])
     return {name: mean(values) for name, values in known.items()}
+
+
+def section(title: str, *parts: str) -> str:
+    """A section of the page; parts without text are left out."""
+    return "\n\n".join((f"### {title}", *(part for part in parts if part)))
+
+
+def with_papers(ours: Found | None, papers: Found | None) -> str:
+    """C.R. % and validations, and the paper's after them in brackets; empty where there is neither."""
+    return ", ".join(_numbers(ours)) + (f" ({', '.join(_numbers(papers))})" if papers else "") if ours else ""
+
+
+def _numbers(found: Found | None) -> list[str]:
+    return [f"{found[0]:.1f}", f"{found[1]:.0f}"] if found else []
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number, or nothing where there is none."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def span(values: Iterable[float], digits: int) -> str:
+    """The least and the largest, once if they are equal as written; empty of nothing."""
+    known = sorted(values)
+    ends = [f"{value:.{digits}f}" for value in (known[:1] + known[-1:])]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def count(num: int, thing: str) -> str:
+    """`1 model`, `2 models`."""
+    return f"{num} {thing}" + ("" if num == 1 else "s")

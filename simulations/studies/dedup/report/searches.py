@@ -1,32 +1,49 @@
-"""The searches on public validation: Tables 2, 4 and 5."""
+"""The searches on public validation (Tables 2, 4 and 5), model by model (Figure 4), and by bases (Figures 6 and 9)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
 
 from fedpriv.dedup import MINHASH_STEP
 from simulations.studies.dedup.cells import MCTS_ITERATIONS
 from simulations.studies.dedup.report import paper
-from simulations.studies.dedup.report.markdown import beside, count, number, section, table
 from simulations.studies.dedup.report.results import (
     ROUNDING,
     DedupResults,
-    Line,
+    accuracies,
     beyond,
     bounds,
+    by_target,
+    count,
     found,
     largest_drop,
+    number,
     own_ratio,
+    section,
+    span,
     targets,
+    with_papers,
 )
+from simulations.studies.harness import Line, table
 
-TABLE = "algorithms"
+TABLE, BASES = "algorithms", "bases"
+STRATEGIES = ("single", "multi", "cross")
+RELAXED = ("A2", "A3", "B1", "B2", "B3")
+OWN = ("C1", "C2", "C3", "C4")
+SINGLY = ("A1", "A2", "A3", "A4", "A5")
+"""The scenarios whose models are shown one by one."""
+
+SHOWN_SINGLY = ("dedup-20", "mistique-20", "greedy-20", "drd", "dred")
+ORIGINAL, RETRAIN = "original", "retrain"
+
+# Of section 5.2.2: C.R. and rise of the epsilons over those of one base.
+_PAPER = {"multi": ("1 to 1.7", "1.0 to 3.5"), "cross": ("1 to 1.8", "1.7 to 4.3")}
 
 
 def eight(results: DedupResults) -> str:
-    """Every search on A1 to A5 and B1 to B3 beside Table 2."""
+    """Every search on A1 to A5 and B1 to B3, with Table 2."""
     here = results.having(TABLE, paper.EIGHT)
     if not here:
         return ""
@@ -34,7 +51,7 @@ def eight(results: DedupResults) -> str:
     for name in results.rows(TABLE, here):
         cells = {scenario: results.cells(scenario, TABLE, name) for scenario in here}
         papers = paper.SEARCHES.get(name, {})
-        rows.append((f"`{name}`", *(beside(found(cells[each]), papers.get(each)) for each in here)))
+        rows.append((f"`{name}`", *(with_papers(found(cells[each]), papers.get(each)) for each in here)))
         further.append((f"`{name}`", *(_further(cells[each]) for each in here)))
     return section(
         "Search algorithms on public validation (Table 2)",
@@ -77,11 +94,11 @@ def _further(cells: Sequence[Line]) -> str:
 
 
 def fifty(results: DedupResults) -> str:
-    """Every search on the fifty models beside Table 4."""
+    """Every search on the fifty models, with Table 4."""
     rows = []
     for name in results.rows(TABLE, ["fifty"]):
         cells = results.cells("fifty", TABLE, name)
-        rows.append((f"`{name}`", beside(found(cells), paper.FIFTY.get(name)), _further(cells), _beyond(cells[0])))
+        rows.append((f"`{name}`", with_papers(found(cells), paper.FIFTY.get(name)), _further(cells), _beyond(cells[0])))
     if not rows:
         return ""
     num_models = len(results.table("fifty", TABLE)[0]["outcomes"])
@@ -121,8 +138,12 @@ def heterogeneous(results: DedupResults) -> str:
             f"{own_ratio(by_name[each]):.1f}, {by_name[each]['num_validations']}" if each in by_name else ""
             for each in names
         ]
-        rows.append((f"`{name}`", *cells, beside(found([run]), None), f"{100 * run['bytes_ratio']:.1f}", _within(run)))
-    papers = [(f"`{name}`", *(beside(each, None) for each in values)) for name, values in paper.HETEROGENEOUS.items()]
+        rows.append(
+            (f"`{name}`", *cells, with_papers(found([run]), None), f"{100 * run['bytes_ratio']:.1f}", _within(run))
+        )
+    papers = [
+        (f"`{name}`", *(with_papers(each, None) for each in values)) for name, values in paper.HETEROGENEOUS.items()
+    ]
     headers = ("", *(_label(results, name) for name in names), "overall", "in bytes %", "within both bounds")
     return section(
         "Different architectures in one store (Table 5)",
@@ -150,3 +171,111 @@ def _within(run: Line) -> str:
         if outcome["name"] in limits
     ]
     return f"{sum(kept)} of {len(kept)}"
+
+
+def accuracies_on_test(results: DedupResults, scenario: str) -> Mapping[str, Mapping[str, float]]:
+    """{search, `original` or `retrain`: {target: accuracy on test records}}; those that have not run are missing."""
+    cells = {name: results.cells(scenario, TABLE, name) for name in SHOWN_SINGLY}
+    measured = {name: accuracies(each, "test", after=True) for name, each in cells.items()}
+    before = [accuracies(each, "test", after=False) for each in cells.values()]
+    anew = {line["name"]: line["accuracy"]["test"] for line in results.retrained if line["scenario"] == scenario}
+    all_of_them = {
+        ORIGINAL: {name: value for each in before for name, value in each.items()},
+        **measured,
+        RETRAIN: anew,
+    }
+    return {name: values for name, values in all_of_them.items() if values}
+
+
+def individual(results: DedupResults) -> str:
+    """Accuracy and C.R. of the single models, as means, and ranges, over each scenario's targets."""
+    here = [scenario for scenario in SINGLY if accuracies_on_test(results, scenario)]
+    if not here:
+        return ""
+    measured = {scenario: accuracies_on_test(results, scenario) for scenario in here}
+    rows = []
+    for name in (ORIGINAL, *SHOWN_SINGLY, RETRAIN):
+        cells = []
+        for scenario in here:
+            values = measured[scenario].get(name, {})
+            ratios = span(by_target(results.cells(scenario, TABLE, name)).values(), 0)
+            cells.append((f"{mean(values.values()):.3f}" if values else "") + (f", {ratios}" if ratios else ""))
+        rows.append((f"`{name}`", *cells))
+    return section(
+        "Single models (Figure 4)",
+        "Mean accuracy of the targets on the test records, and C.R. % of the targets. `retrain` is a model trained "
+        "anew with the epsilon that `drd` leaves the target, and not deduplicated: what could be had at this epsilon.",
+        table(("", *here), rows),
+    )
+
+
+def rise(run: Line) -> float:
+    """By how much the epsilons of all variants rose together."""
+    return float(sum(outcome["epsilon_after"] - outcome["epsilon_before"] for outcome in run["outcomes"]))
+
+
+def relaxed(results: DedupResults) -> str:
+    """Base selection with bounds that leave a choice, and what the text says of Figure 6."""
+    rows = _rows(results, RELAXED)
+    if not rows:
+        return ""
+    said = [sentence for name, theirs in _PAPER.items() if (sentence := _said(results, name, *theirs))]
+    return section(
+        "Base selection, `dred`, epsilon bounds relaxed to the sum of the first three epsilons (Figure 6)",
+        table(_HEADERS, rows),
+        f"{'; '.join(said)}. The rise is compared where that of `single` is not zero." if said else "",
+    )
+
+
+def _said(results: DedupResults, strategy: str, papers_ratio: str, papers_rise: str) -> str:
+    """C.R. and rise over those of `single`, as ranges over the scenarios; empty without cells."""
+    pairs = [
+        (run, single)
+        for scenario in RELAXED
+        for run in results.cells(scenario, BASES, strategy)
+        for single in results.cells(scenario, BASES, "single")
+    ]
+    if not pairs:
+        return ""
+    ratios = span((run["block_ratio"] / single["block_ratio"] for run, single in pairs), 1)
+    rises = span((rise(run) / rise(single) for run, single in pairs if rise(single) > 0), 1)
+    return (
+        f"`{strategy}`: C.R. {ratios} times that of `single` (the paper's: {papers_ratio}), rise of the epsilons "
+        f"{rises + ' times' if rises else 'not comparable'} ({papers_rise})"
+    )
+
+
+def own(results: DedupResults) -> str:
+    """Base selection on the subsets C1 to C4, with their own bounds."""
+    rows = _rows(results, OWN)
+    if not rows:
+        return ""
+    return section(
+        "Base selection, `dred`, C1 to C4 with their own bounds (Figure 9)",
+        table(_HEADERS, rows),
+        "Of the paper's plots, only the comparison of one base with several is redrawn; the others force bases that "
+        "base selection would not choose.",
+    )
+
+
+_HEADERS = (
+    "", "strategy", "bound", "targets", "C.R. %", "validations", "largest drop", "total rise of epsilons",
+)  # fmt: skip
+
+
+def _rows(results: DedupResults, scenarios: Sequence[str]) -> list[Sequence[object]]:
+    return [
+        (
+            scenario,
+            f"`{strategy}`",
+            "own" if run["cell"]["epsilon_bound"] is None else f"{run['cell']['epsilon_bound']:g}",
+            len(targets(run)),
+            f"{100 * run['block_ratio']:.1f}",
+            run["num_validations"],
+            number(largest_drop([run]), 4),
+            f"{rise(run):.2f}",
+        )
+        for scenario in scenarios
+        for strategy in STRATEGIES
+        for run in results.cells(scenario, BASES, strategy)
+    ]

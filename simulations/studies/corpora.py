@@ -1,4 +1,4 @@
-"""The corpora of the study: records with a label, those of each client for training and others for testing."""
+"""The corpora of the studies: records with a label, those of each client for training and others for testing."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ class Corpus:
     targets: tuple[tuple[float, float], ...] = ()
 
 
+def missing_file(name: str, data: Path) -> str | None:
+    """The first file of a corpus that a data folder lacks; None if it holds all."""
+    return next((file for file in CORPORA[name].files if not (data / file).is_file()), None)
+
+
 def keys(name: str, seed: int, *, data: Path, folder: Path, validation: bool, pooled: bool) -> dict[str, Any]:
     """The configuration's keys that say where the corpus is and who holds it; its records are written there.
 
@@ -59,8 +64,8 @@ def keys(name: str, seed: int, *, data: Path, folder: Path, validation: bool, po
         InputError: the data folder lacks a file.
     """
     corpus = CORPORA[name]
-    if missing := [file for file in corpus.files if not (data / file).is_file()]:
-        raise InputError(f"data = {data}: holds no {missing[0]}")
+    if missing := missing_file(name, data):
+        raise InputError(f"data = {data}: holds no {missing}")
     train, test = corpus.frames(data, seed)
     if validation:
         train, test = _split(train, seed)

@@ -1,0 +1,280 @@
+"""The cells of the study of utility: one federation each, in the order in which they are run, and its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedpriv.accounting.recipe import START_SHARE, WeightedClients, learning_rate, start_noise_multiplier
+from fedpriv.config import RunConfig, parse
+from fedpriv.data.records import Records
+from fedpriv.data.text import TextData
+from fedpriv.errors import InputError
+from fedpriv.training import baselines
+from fedpriv.training.caches import Body
+from fedpriv.training.noise_plan import calibrated, derived_learning_rate
+from fedpriv.training.workbench import Workbench, workbench
+from simulations.studies import corpora
+from simulations.studies.corpora import CORPORA
+from simulations.studies.federations import federated, run_federations
+from simulations.studies.harness import Line
+
+DELTA = 1e-5
+SEEDS = (0, 1, 2)
+EPSILONS: tuple[float | None, ...] = (2.0, 8.0, 1.0, None)
+FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
+
+BASELINES, RECIPE, AUTO, PROBES = "baselines", "recipe", "auto", "averaged probes"
+INNER, INNER_OF_TWO = "auto, R alone", "auto, R of two layers"
+CENTRAL, LOCAL_STEPS = "central", "3 local steps"
+
+# A test after every round would take most of the time of a run that trains A and B.
+_TESTED_AT_THE_END: Mapping[str, Any] = {"evaluate_every": 1000}
+
+_HEAD: Mapping[str, Any] = {**_TESTED_AT_THE_END, "train": "head", "prefix_cache": False}
+
+_AUTO: Mapping[str, Any] = {**_TESTED_AT_THE_END, "train": "auto"}
+
+_INNER: Mapping[str, Any] = {**_AUTO, "aggregation": "fed-sb", "rank": 16, "alpha": 64}
+
+# Steps of a client's own head, all of them before anything is averaged.
+PROBE_STEPS = 40
+
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "head": _HEAD,
+    RECIPE: _TESTED_AT_THE_END,
+    AUTO: _AUTO,
+    INNER: _INNER,
+    INNER_OF_TWO: {**_INNER, "layers": "last-2"},
+    "paper": {**_TESTED_AT_THE_END, "recipe": "dp-lora-paper"},
+    CENTRAL: _HEAD,
+    # recipe is given, since several local steps would stand for the other one; their learning rate is derived.
+    PROBES: {
+        **_HEAD,
+        "recipe": "fedpriv",
+        "rounds": 1,
+        "local_steps": PROBE_STEPS,
+        "head_start": False,
+        "server_optimizer": "sgd",
+        "client_weights": "records",
+    },
+}
+
+INGREDIENTS: Mapping[str, Mapping[str, Any]] = {
+    "no start": {**_HEAD, "head_start": False},
+    "no normalised features, no start": {**_HEAD, "head_start": False, "normalize_features": False},
+    "learning rate 0.5": {**_HEAD, "learning_rate": 0.5},
+    "clip norm 1": {**_HEAD, "clip_norm": 1.0},
+    "no momentum": {**_HEAD, "server_optimizer": "sgd"},
+    "weights by records": {**_HEAD, "client_weights": "records"},
+    LOCAL_STEPS: {**_HEAD, "recipe": "fedpriv", "local_steps": 3, "rounds": 14},
+    "10 rounds": {**_HEAD, "rounds": 10},
+    "sampling probability 0.1": {**_HEAD, "sampling_probability": 0.1},
+}
+
+# The server's learning rate multiplies every step, so it is the rule's rate times a factor.
+RATES = {f"rate x {factor:g}": {**_HEAD, "server_learning_rate": factor} for factor in FACTORS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UtilityCell:
+    """One federation.
+
+    Attributes:
+        corpus: by name.
+        method: a key of `METHODS`, `INGREDIENTS` or `RATES`, or the baselines, which are no federation.
+        epsilon: of every client on the view, or None for a run without noise.
+        view: `local`, or `sum` where only the sum of all uploads is seen.
+        seed: of the split, the clients' records and the noise.
+    """
+
+    corpus: str
+    method: str
+    epsilon: float | None
+    view: str = "local"
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        """Unique among the cells."""
+        return "/".join((self.corpus, self.method, self.shown_epsilon, self.view, str(self.seed)))
+
+    @property
+    def shown_epsilon(self) -> str:
+        """`none` without noise."""
+        return "none" if self.epsilon is None else f"{self.epsilon:g}"
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether it is tested on training records that are set aside, since something is chosen by it."""
+        return self.method in RATES
+
+
+NAMED = [name for name, corpus in CORPORA.items() if corpus.named]
+UNNAMED = [name for name, corpus in CORPORA.items() if not corpus.named]
+
+
+def cells(seeds: Sequence[int] = SEEDS) -> Iterator[UtilityCell]:
+    """All cells, each once, the most telling first; those that share data, model and features are neighbours."""
+    yield from dict.fromkeys(_in_order(seeds))
+
+
+def _in_order(seeds: Sequence[int]) -> Iterator[UtilityCell]:
+    private, rest, small, embedded = (2.0, 8.0), (1.0, None), NAMED[:-1], NAMED[:1]
+    yield from _all(small, ["head"], private, seeds=seeds)
+    first, others = seeds[:1], seeds[1:]
+    yield from _all(UNNAMED[:-1], ["head", BASELINES], (8.0,), seeds=first)
+    yield from _all(embedded, [PROBES, RECIPE], private, seeds=first)
+    yield from _all(small[1:], [PROBES], private, seeds=first)
+    yield from _all(UNNAMED[-1:], ["head", BASELINES], (8.0,), seeds=first)
+    yield from _all(embedded, [PROBES, RECIPE], private, seeds=others)
+    yield from _all(small[1:], [PROBES], private, seeds=others)
+    yield from _all(embedded, list(INGREDIENTS), (2.0,), seeds=seeds)
+    yield from _all(small, ["head"], private, ("sum",), seeds=seeds)
+    yield from _all(UNNAMED, ["head", BASELINES], (8.0,), seeds=others)
+    yield from _all(embedded, [CENTRAL], private, seeds=seeds)
+    yield from _all(small, [BASELINES], (None,), seeds=seeds)
+    for seed in seeds:
+        yield from _all(small, list(RATES), private, seeds=(seed,))
+    yield from _all(embedded, [AUTO, "paper"], private, seeds=seeds)
+    yield from _all(NAMED[-1:], ["head"], private, ("local", "sum"), seeds=seeds)
+    yield from _all(small, [CENTRAL], private, seeds=seeds)
+    yield from _all(NAMED[-1:], [PROBES, CENTRAL], private, seeds=seeds)
+    yield from _all(NAMED[-1:], [BASELINES], (None,), seeds=seeds)
+    yield from _all(NAMED[-1:], list(RATES), private, seeds=seeds)
+    yield from _all(NAMED[1:], [INNER], (8.0,), seeds=seeds)
+    yield from _all(NAMED[-1:], [INNER_OF_TWO], (8.0,), seeds=seeds)
+    yield from _all(UNNAMED, [RECIPE], (8.0,), seeds=seeds)
+    yield from _all(NAMED, ["head", CENTRAL], rest, seeds=seeds)
+    yield from _all(NAMED, ["head"], (1.0,), ("sum",), seeds=seeds)
+    yield from _all(NAMED, [PROBES], (1.0,), seeds=seeds)
+    yield from _all(NAMED, list(RATES), (1.0,), seeds=seeds)
+    yield from _all(NAMED[1:], [RECIPE, AUTO, "paper"], private, seeds=seeds)
+    yield from _all(NAMED, [RECIPE], private, ("sum",), seeds=seeds)
+    yield from _all(NAMED, [RECIPE, "paper"], rest, seeds=seeds)
+
+
+def _all(
+    corpora: list[str],
+    methods: list[str],
+    epsilons: tuple[float | None, ...],
+    views: tuple[str, ...] = ("local",),
+    *,
+    seeds: Sequence[int],
+) -> Iterator[UtilityCell]:
+    for corpus, seed, view, method, epsilon in product(corpora, seeds, views, methods, epsilons):
+        epsilon = None if method == BASELINES else epsilon
+        yield UtilityCell(corpus=corpus, method=method, epsilon=epsilon, view=view, seed=seed)
+
+
+def run_all(runs: Path, out: Path, data: Path, chosen: Sequence[UtilityCell], *, until: float | None = None) -> None:
+    """Run every cell that has no line yet; arguments as for `run_federations`."""
+    run_federations(runs, out, data, chosen, configuration, measure=_measured, until=until)
+
+
+def _measured(cell: UtilityCell, config: RunConfig) -> Line:
+    return _baselines(config) if cell.method == BASELINES else federated(config)
+
+
+def _baselines(config: RunConfig) -> dict[str, Any]:
+    """Linear probe and TF-IDF on the pooled training records; the probe reads what the private head reads."""
+    bench = workbench(config)
+    clients = enumerate(bench.data.clients)
+    train = _joined([_labelled(bench, data, bench.client(client)) for client, data in clients])
+    chosen = np.random.default_rng(config.seed).permutation(len(train.labels))[: baselines.MOST_RECORDS]
+    test = _labelled(bench, bench.data.test, bench.test)
+    probe, tfidf = baselines.hits(train.part(np.sort(chosen)), test, config.seed)
+    num_test = len(test.labels)
+    majority = float(np.bincount(test.labels).max()) / num_test
+    return {"accuracy": probe / num_test, "tfidf_accuracy": tfidf / num_test, "majority_accuracy": majority}
+
+
+def _labelled(bench: Workbench, data: TextData, records: Records) -> baselines.Labelled:
+    features = bench.model.features
+    if features is None:
+        raise InputError("baselines: need a model whose head is one linear layer")
+    states = features.features([(records, torch.arange(len(records)))], Body({}, {}), keep=True)
+    return baselines.Labelled(list(data.texts), states.double().numpy(), records.labels.numpy())
+
+
+def _joined(parts: Sequence[baselines.Labelled]) -> baselines.Labelled:
+    return baselines.Labelled(
+        [text for part in parts for text in part.texts],
+        np.concatenate([part.features for part in parts]),
+        np.concatenate([part.labels for part in parts]),
+    )
+
+
+def configuration(cell: UtilityCell, written: Path, data: Path, out: Path) -> RunConfig:
+    """The configuration of a cell.
+
+    Args:
+        cell: to be run.
+        written: folder for the corpus's records.
+        data: folder of the public files.
+        out: of the run.
+
+    Raises:
+        InputError: the data folder lacks the corpus.
+    """
+    pooled = cell.method == CENTRAL
+    where = corpora.keys(cell.corpus, cell.seed, data=data, folder=written, validation=cell.is_validated, pooled=pooled)
+    common = {"delta": DELTA, "comparison": False, "baselines": False, "simulate": True, "seed": cell.seed}
+    method = {**METHODS, **INGREDIENTS, **RATES}.get(cell.method, METHODS["head"])
+    values = {**common, **where, **method, "out": str(out), **_privacy(cell)}
+    if cell.view == "sum":
+        num_clients = len(workbench(parse(values)).data.clients)
+        values |= {"privacy_view": "aggregate", "secure_aggregation": True, "min_clients": num_clients}
+    if cell.method == PROBES:
+        values["learning_rate"] = probe_learning_rate(parse({**values, "learning_rate": 1.0}))
+    if cell.method == LOCAL_STEPS:
+        values["learning_rate"] = local_learning_rate(parse({**values, "learning_rate": 1.0}))
+    return parse(values)
+
+
+def _privacy(cell: UtilityCell) -> dict[str, Any]:
+    if cell.epsilon is not None:
+        return {"target_epsilon": cell.epsilon}
+    start = {"start_noise_multiplier": 0.0, "lora_noise_multiplier": 0.0} if cell.method != "paper" else {}
+    return {"noise_multiplier": 0.0, "target_epsilon": "", **start}
+
+
+def probe_learning_rate(config: RunConfig) -> float:
+    """The rule's learning rate for one client of the average size that trains alone, with all of its budget.
+
+    It is that of as many rounds with the server's momentum, 0.6 / nu, although local steps have none.
+    """
+    sizes = [len(client) for client in workbench(config).data.clients]
+    alone = start_noise_multiplier(_target(config), DELTA) * sqrt(START_SHARE)
+    rate = learning_rate(
+        WeightedClients(sizes=[round(sum(sizes) / len(sizes))], weights=[1.0]),
+        noise_stddev=alone * sqrt(PROBE_STEPS) * config.clip_norm,
+        sampling_probability=1.0,
+        num_steps=PROBE_STEPS,
+        momentum=config.server_momentum,
+    )
+    return rate.learning_rate
+
+
+def local_learning_rate(config: RunConfig) -> float:
+    """The rule's learning rate for as many steps as the configuration takes at its clients, one in each round."""
+    bench = workbench(config)
+    sizes = [len(client) for client in bench.data.clients]
+    num_steps = config.local_steps * (config.rounds - config.head_start)
+    single = parse({**asdict(config), "local_steps": 1, "rounds": num_steps + 1, "learning_rate": "auto"})
+    rate = derived_learning_rate(calibrated(single, sizes, bench.initial), sizes, bench.initial)
+    assert rate is not None  # the configuration asks for it
+    return rate.learning_rate
+
+
+def _target(config: RunConfig) -> float:
+    if config.target_epsilon is None:
+        raise ValueError("target_epsilon: averaged probes are private")
+    return config.target_epsilon

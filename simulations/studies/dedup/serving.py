@@ -1,0 +1,237 @@
+"""Serving the models of a scenario, deduplicated by `drd`, compared with plain files in equally bounded processes.
+
+MiniLM is served whole, as a user without deduplication would keep it: four frozen layers, which all models share, and
+the two that were trained. See `simulations.benchmarks.dedup_loading` for what is measured and how.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedpriv.dedup.blocks import layout_of
+from fedpriv.dedup.store import Store
+from fedpriv.errors import InputError
+from simulations.benchmarks.dedup_loading import KINDS, Report, Workload, bench, restore_all
+from simulations.studies.dedup.cells import cells
+from simulations.studies.dedup.data import records
+from simulations.studies.dedup.networks import encoder, network, whole
+from simulations.studies.dedup.report.paper import SPEEDUPS, SPEEDUPS_OF_CLUSTERS
+from simulations.studies.dedup.report.results import DedupResults, number, section
+from simulations.studies.dedup.scenarios import SCENARIOS, Model
+from simulations.studies.harness import Line, lines, run_missing, table, verdict
+
+SERVED = ("minilm", "hetero", "fifty")
+"""The scenarios of Figures 5 and 8 whose models take at least some megabytes together."""
+
+REPEATS, NUM_QUERIES, TOKENS = 3, 100, 16
+
+
+STORE = "store"
+# What loading and inference must be of the store's, cold, at least.
+WANTED = {"safetensors": 10, "straight": 3}
+
+
+@dataclass(frozen=True)
+class ServingCell:
+    """A scenario, by name, that is served."""
+
+    scenario: str
+
+    @property
+    def key(self) -> str:
+        """Unique among the cells."""
+        return self.scenario
+
+
+def serve_all(out: Path) -> None:
+    """Measure every scenario that has no line in `serving.jsonl` yet.
+
+    Raises:
+        InputError: there is no store of `drd`.
+    """
+    path, served = out / "serving.jsonl", map(ServingCell, SERVED)
+    run_missing(path, served, partial(_measured, out), lambda _: f"{REPEATS} repeats", key=itemgetter("scenario"))
+
+
+def _measured(out: Path, cell: ServingCell) -> Line:
+    name, folder = cell.scenario, out / "serving" / cell.scenario
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted measurement
+    folder.mkdir(parents=True)
+    store = _whole_store(out, name, folder / "store") if name == "minilm" else _store_of(out, name)
+    files = restore_all(store, folder)
+    models = {model.name: model for model in SCENARIOS[name].all_models}
+    workloads = {each: _workload(out, name, model) for each, model in models.items()}
+    reports = []
+    for seed in range(REPEATS):
+        reports.append(bench(store, files, num_queries=NUM_QUERIES, seed=seed, workloads=workloads))
+        print(f"{name}, {seed + 1} of {REPEATS}: cold load ratios {reports[-1].load_ratios('cold')}", flush=True)
+    line = line_of(name, store, reports)
+    shutil.rmtree(folder)
+    return line
+
+
+def line_of(name: str, store: Path, reports: list[Report]) -> dict[str, Any]:
+    """Medians over repetitions, each with other queries, of the arms that never failed."""
+    with Store(store, read_only=True) as opened:
+        sizes = {"bytes_of_models": opened.bytes_logical, "bytes_of_store": opened.bytes_stored}
+        num_models = len(opened.names)
+    first = reports[0]
+    arms = []
+    for temperature in KINDS:
+        for arm in (arm for arm in first.cold if not any(arm in report.failures for report in reports)):
+            taken = [asdict(report.arms(temperature)[arm]) for report in reports]
+            loads = [each["load_seconds"] for each in taken]
+            middle = {key: median(each[key] for each in taken) for key, value in taken[0].items() if value is not None}
+            arms.append(
+                {"arm": arm, "temperature": temperature, **middle, "load_seconds_range": [min(loads), max(loads)]}
+            )
+    return {
+        "scenario": name,
+        "num_models": num_models,
+        **sizes,
+        "memory_bytes": first.memory_bytes,
+        "limit_bytes": max((num for report in reports for num in report.limit_bytes.values()), default=0),
+        "limit": first.limited_by,
+        "num_queries": first.num_queries,
+        "disk_mb_per_second": median(report.disk_bytes_per_second for report in reports) / 1e6,
+        "page_cache_dropped": all(report.page_cache_dropped for report in reports),
+        "failures": {arm: why for report in reports for arm, why in report.failures.items()},
+        "arms": arms,
+    }
+
+
+class InferenceQuery:
+    """A `Workload`: a model answers one record. Another process builds the model again.
+
+    Args:
+        build: makes the model, for inference.
+        inputs: of the model.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], inputs: torch.Tensor) -> None:
+        self.model, self._build, self._inputs = build().eval(), build, inputs
+
+    def __reduce__(self) -> tuple[type[InferenceQuery], tuple[Callable[[], nn.Module], torch.Tensor]]:
+        return InferenceQuery, (self._build, self._inputs)
+
+    @torch.inference_mode()
+    def infer(self) -> None:
+        """Answer it."""
+        self.model(self._inputs)
+
+
+def _whole_minilm() -> nn.Module:
+    model: nn.Module = encoder().model
+    return model
+
+
+def _workload(out: Path, name: str, model: Model) -> Workload:
+    if name == "minilm":
+        return InferenceQuery(_whole_minilm, torch.arange(1, TOKENS + 1).unsqueeze(0))
+    inputs, _ = next(iter(records(out, model.architecture, model.task, "validation").passes()))
+    return InferenceQuery(partial(network, model.architecture), inputs[:1].clone())
+
+
+def _store_of(out: Path, name: str) -> Path:
+    """The store of `drd` on public validation.
+
+    Raises:
+        InputError: it is missing.
+    """
+    (cell,) = (each for each in cells(SCENARIOS[name]) if (each.table, each.row) == ("algorithms", "drd"))
+    store = out / "cells" / cell.key / "store"
+    if cell.key not in {line["key"] for line in lines(out / "runs.jsonl")}:
+        raise InputError(f"out = {str(out)!r}: holds no store of drd for {name}; run comes first")
+    return store
+
+
+def _whole_store(out: Path, name: str, path: Path) -> Path:
+    """A store of the whole models: equal blocks of frozen layers are stored once."""
+    with Store(_store_of(out, name), read_only=True) as trained, Store(path) as store:
+        for each in trained.names:
+            tensors = {key: value.numpy() for key, value in whole(trained.restore(each)).items()}
+            layout = layout_of(tensors, SCENARIOS[name].block_size)
+            store.add(each, layout, *layout.to_blocks(tensors))
+    return path
+
+
+def serving(results: DedupResults) -> str:
+    """Loading and inference, apart, of the store and of plain files; what the disk and its cache did."""
+    if not results.serving:
+        return ""
+    rows = [_row(line, arm) for line in results.serving for arm in line["arms"]]
+    headers = (
+        "", "arm", "", "loading s", "least to most", "inference s", "read from the disk, MB",
+        "in the page cache afterwards, MB", "loads",
+    )  # fmt: skip
+    ratios = [row for line in results.serving for row in _ratios(line)]
+    return section(
+        "Serving 100 queries under a limit of memory (Figures 5 and 8)",
+        "\n".join(_setting(line) for line in results.serving),
+        "Each query asks a random model one question. Medians of the repeats. Cold: nothing of the files is in the "
+        "page cache at first.",
+        table(headers, rows),
+        "Time over that of the store; targets are for the cold start:" if ratios else "",
+        table(("", "", "", "loading", "with inference", "target", "met by loading", "with inference"), ratios)
+        if ratios
+        else "",
+        f"The paper's, for loading and inference: {SPEEDUPS_OF_CLUSTERS} (Figure 5).",
+    )
+
+
+def _setting(line: Line) -> str:
+    papers = SPEEDUPS.get(line["scenario"])
+    return (
+        f"- {line['scenario']}: {line['num_models']} models, {_mb(line['bytes_of_models'])} MB; limit of the whole "
+        f"process {_mb(line['limit_bytes'])} MB ({line['limit']}), {line['num_queries']} queries, disk "
+        f"{line['disk_mb_per_second']:.0f} MB/s"
+        + (f". The paper's speed-up: {papers}" if papers else "")
+        + "".join(f". `{arm}` {why}" for arm, why in line["failures"].items())
+        + ("" if line["page_cache_dropped"] else ". **Not cold**: the page cache kept files that it was told to drop")
+    )
+
+
+def _row(line: Line, arm: Line) -> Sequence[str]:
+    return (
+        line["scenario"],
+        arm["arm"],
+        arm["temperature"],
+        f"{arm['load_seconds']:.2f}",
+        " to ".join(f"{value:.2f}" for value in arm["load_seconds_range"]),
+        f"{arm['infer_seconds']:.2f}",
+        _mb(arm["disk_bytes"]),
+        _mb(arm["cached_bytes"]),
+        number(arm["misses"], 0),
+    )
+
+
+def _mb(num_bytes: float | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 1e6:.0f}"
+
+
+def _ratios(line: Line) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = []
+    for store in (arm for arm in line["arms"] if arm["arm"] == STORE and arm["load_seconds"] > 0):
+        for arm in line["arms"]:
+            if arm["arm"] != STORE and arm["temperature"] == store["temperature"]:
+                load, total = arm["load_seconds"] / store["load_seconds"], _total(arm) / _total(store)
+                least = WANTED.get(arm["arm"]) if arm["temperature"] == "cold" else None
+                verdicts = (f"{least}", verdict(load >= least), verdict(total >= least)) if least else ("", "", "")
+                rows.append(
+                    (line["scenario"], arm["arm"], arm["temperature"], f"{load:.1f}", f"{total:.1f}", *verdicts)
+                )
+    return rows
+
+
+def _total(arm: Line) -> float:
+    return float(arm["load_seconds"] + arm["infer_seconds"])

@@ -1,0 +1,209 @@
+"""Cells that are federations: each a whole run, with the features of its records kept beyond it.
+
+Features depend on the tokens alone while A and B have not been trained. Partitions, seeds and splits of one corpus
+share their records, and what the head reads of them is by far the largest part of a run that trains the head alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedpriv.accounting.recipe import LearningRate
+from fedpriv.adapters.arithmetic import B_SUFFIX, INNER_SUFFIX
+from fedpriv.config import RunConfig
+from fedpriv.data.records import BatchShape, Item
+from fedpriv.protocol import Registration
+from fedpriv.runs.rows import RoundRow
+from fedpriv.training.caches import Body, FeatureCache
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.workbench import workbench
+from server.observer import RunProgress
+from simulations.engines import federation
+from simulations.studies.corpora import missing_file
+from simulations.studies.harness import Line, run_missing
+
+# Of a run's summary.
+_KEPT = (
+    "accuracy", "accuracy_initial", "accuracy_standard_error", "macro_f1", "majority_accuracy", "epsilon_local_max",
+    "epsilon_aggregate_max", "delta_max", "num_clients", "num_rounds", "seconds",
+)  # fmt: skip
+
+
+class FederatedCell(Protocol):
+    """A cell of any study that uses these corpora."""
+
+    @property
+    def key(self) -> str:
+        """Unique among the study's cells."""
+
+    @property
+    def corpus(self) -> str:
+        """A corpus by name."""
+
+
+C = TypeVar("C", bound=FederatedCell)
+
+
+class SilentObserver:
+    """Keeps what a run was calibrated to and how its accuracy went."""
+
+    def __init__(self) -> None:
+        self.noise: dict[str, float | None] = {}
+        self.accuracies: list[float] = []
+        self.summary: dict[str, Any] = {}
+
+    def started(
+        self, config: RunConfig, registrations: Sequence[Registration], learning_rate: LearningRate | None
+    ) -> None:
+        """Keep the noise multipliers and the terms of the learning rate."""
+        self.noise = {
+            "noise_multiplier": config.noise_multiplier,
+            "start_noise_multiplier": config.start_noise_multiplier,
+            "learning_rate": learning_rate.learning_rate if learning_rate else float(config.learning_rate),
+        }
+
+    def notice(self, text: str) -> None:
+        """Show it: a study of many runs has nobody to ask."""
+        print(text, flush=True)
+
+    def progressed(self, progress: RunProgress) -> None:
+        """Do nothing."""
+
+    def round_done(self, row: RoundRow) -> None:
+        """Keep the accuracy of a tested round."""
+        if row.test_accuracy is not None:
+            self.accuracies.append(row.test_accuracy)
+
+    def finished(self, folder: Path, summary: dict[str, Any]) -> None:
+        """Keep the summary."""
+        self.summary = summary
+
+
+def federated(config: RunConfig) -> Line:
+    """Run a federation; the results are its summary's figures, its noise, and its accuracy after every tested round."""
+    observer = SilentObserver()
+    federation.run(config, observer)
+    kept = {name: observer.summary[name] for name in _KEPT}
+    return {**kept, **observer.noise, "accuracies": observer.accuracies}
+
+
+def run_federations(
+    runs: Path,
+    out: Path,
+    data: Path,
+    cells: Sequence[C],
+    configuration: Callable[[C, Path, Path, Path], RunConfig],
+    *,
+    measure: Callable[[C, RunConfig], Line] = lambda _, config: federated(config),
+    until: float | None = None,
+) -> None:
+    """Run every cell of a study that has no line yet; a corpus whose files are missing is skipped, and named.
+
+    Args:
+        runs: file of the lines.
+        out: folder of the records as written for the runs, and of their features.
+        data: folder of the public files.
+        cells: in their order.
+        configuration: (cell, folder for its records, data, folder of the run) -> the run's configuration.
+        measure: (cell, configuration) -> results.
+        until: `time.time()` after which no cell is begun.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    store = FeatureStore(out / "features.npz")
+    missing = {cell.corpus: missing_file(cell.corpus, data) for cell in cells}
+    for corpus, file in missing.items():
+        if file:
+            print(f"{corpus}: skipped: data = {data}: holds no {file}", flush=True)
+
+    def run(cell: C) -> Line:
+        with tempfile.TemporaryDirectory(prefix="fedpriv-study-") as folder:
+            config = configuration(cell, out / "data", data, Path(folder) / "run")
+            store.serve(workbench(config).model, config)
+            results = measure(cell, config)
+        store.save()
+        return results
+
+    here = [cell for cell in cells if not missing[cell.corpus]]
+    run_missing(runs, here, run, lambda line: f"{line['accuracy']:.4f}", until=until)
+
+
+Compute = Callable[[Sequence[Item], BatchShape, Body, bool], Tensor]
+
+
+class FeatureStore:
+    """Features by what they depend on, in memory and in a file.
+
+    Args:
+        path: of the file; read if it is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._states: dict[bytes, npt.NDArray[np.float32]] = {}
+        self._num_saved = 0
+        if path.is_file():
+            with np.load(path) as saved:
+                self._states = {key.tobytes(): state for key, state in zip(saved["keys"], saved["states"], strict=True)}
+            self._num_saved = len(self._states)
+
+    def serve(self, model: TrainingModel, config: RunConfig) -> None:
+        """Let the model look here first; what it computes is added.
+
+        Args:
+            model: whose head reads one vector for each record.
+            config: of the run.
+        """
+        if model.features is None or model.head is None:
+            return
+        base = f"{config.model} {config.max_length} {config.normalize_features} {model.base_dtype_name}".encode()
+        width = model.layers[model.head].module.in_features
+        # The cache's constructor takes it, and nothing public has it.
+        compute = self._remembered(model._head_inputs, base)
+        model.features = FeatureCache(compute, model.body_passes, width=width, memory_limit=model.memory_limit)
+
+    def save(self) -> None:
+        """Write what is new to the file."""
+        if len(self._states) == self._num_saved:
+            return
+        keys = np.frombuffer(b"".join(self._states), dtype="V16")
+        partial = self._path.with_suffix(".partial.npz")
+        np.savez(partial, keys=keys, states=np.stack(list(self._states.values())))
+        partial.replace(self._path)
+        self._num_saved = len(self._states)
+
+    def _remembered(self, compute: Compute, base: bytes) -> Compute:
+        def states(items: Sequence[Item], shape: BatchShape, body: Body, cached: bool) -> Tensor:
+            if not _is_untrained(body):
+                return compute(items, shape, body, cached)
+            keys = [_digest(item, base) for item in items]
+            missing = [position for position, key in enumerate(keys) if key not in self._states]
+            if missing:
+                # Fewer rows than the model's own pass: the same features up to rounding.
+                needed = shape if len(missing) == len(keys) else replace(shape, rows=len(missing))
+                computed = compute([items[position] for position in missing], needed, body, cached)
+                rows = computed[: len(missing)].float().cpu().numpy().copy()
+                self._states.update(zip([keys[position] for position in missing], rows, strict=True))
+            return torch.from_numpy(np.stack([self._states[key] for key in keys]))
+
+        return states
+
+
+def _is_untrained(body: Body) -> bool:
+    """Whether nothing is added to the frozen base: B, or R before a frozen one, is zero before it is trained."""
+    trained = (tensor for name, tensor in body.tensors.items() if name.endswith((B_SUFFIX, INNER_SUFFIX)))
+    return not body.merged and not any(bool(tensor.any()) for tensor in trained)
+
+
+def _digest(item: Item, base: bytes) -> bytes:
+    records, index = item
+    return hashlib.blake2b(base + records.features["input_ids"][index].numpy().tobytes(), digest_size=16).digest()

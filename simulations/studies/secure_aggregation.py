@@ -1,0 +1,306 @@
+"""The worth of secure aggregation: accuracy at equal epsilon, and the cost of colluders.
+
+    python -m simulations.studies.secure_aggregation run --data FOLDER [--minutes M]
+    python -m simulations.studies.secure_aggregation tables
+
+Secure sums are compared with uploads that the server sees, and with one holder of all records. `run` runs one
+federation for each cell and keeps a line of each; cells that have one are not run again. `tables` writes the tables of
+results/secure_aggregation.md and draws its plot. The data folder holds sst2_train.csv.gz, sst2_dev.csv.gz and
+medquad.csv.gz; cells whose files it lacks are skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedpriv.config import RunConfig, parse
+from fedpriv.training.workbench import workbench
+from simulations.studies import _colluders as colluders
+from simulations.studies import corpora
+from simulations.studies._utility_cells import BASELINES, DELTA, SEEDS, UtilityCell
+from simulations.studies.federations import run_federations
+from simulations.studies.harness import Estimate, Results, difference, fill, listed, parser, shown, table, verdict
+
+LOCAL, AGGREGATE, CENTRAL = "local", "aggregate", "central"
+ARMS = (LOCAL, AGGREGATE, CENTRAL)
+HEAD, DEFAULT = "head", "default"
+EPSILONS = (2.0, 1.0, 8.0)
+CORPORA = ("embedded", "SST-2 6,000 iid", "MedQuAD by source")
+MORE_SEEDS = tuple(range(len(SEEDS), 10))
+COLLUDING = (1, 2, 3)
+
+# A test after every round would take most of the time; one format for all, as `auto` may choose differently each time.
+_COMMON: Mapping[str, Any] = {
+    "delta": DELTA, "comparison": False, "baselines": False, "simulate": True, "evaluate_every": 1000,
+    "base_dtype": "float32",
+}  # fmt: skip
+METHODS: Mapping[str, Mapping[str, Any]] = {HEAD: {"train": "head", "prefix_cache": False}, DEFAULT: {}}
+ALL_SEEDS = (*SEEDS, *MORE_SEEDS)
+LEAST_ACCURACY = 0.79
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumCell:
+    """One federation.
+
+    Attributes:
+        corpus: by name, of the study of utility.
+        arm: `local`, where the server sees every upload; `aggregate`, where it sees sums of all clients' uploads; or
+            `central`, one client that holds all records.
+        epsilon: of every client against what the arm's observer sees.
+        seed: of the split, the clients' records and the noise.
+        method: a key of `METHODS`.
+        colluding: clients that are assumed to collude with the server, in `aggregate`.
+    """
+
+    corpus: str
+    arm: str
+    epsilon: float
+    seed: int = 0
+    method: str = HEAD
+    colluding: int = 0
+
+    @property
+    def key(self) -> str:
+        """Unique among the cells."""
+        return "/".join(map(str, (self.corpus, self.method, self.arm, f"{self.epsilon:g}", self.colluding, self.seed)))
+
+
+def cells(seeds: Sequence[int] = SEEDS) -> Iterator[SumCell]:
+    """All cells, each once, the most telling first."""
+    embedded, sst2, medquad = CORPORA
+    yield from _compared(embedded, EPSILONS, seeds)
+    yield from _compared(sst2, EPSILONS, seeds)
+    yield from _compared(embedded, EPSILONS[:1], MORE_SEEDS)
+    for colluding, seed in product(COLLUDING, seeds):
+        yield SumCell(corpus=embedded, arm=AGGREGATE, epsilon=2.0, seed=seed, colluding=colluding)
+    yield from _compared(medquad, EPSILONS[:1], seeds)
+    yield from _compared(embedded, EPSILONS[:1], seeds, DEFAULT)
+    yield from _compared(medquad, EPSILONS[1:], seeds)
+
+
+def _compared(corpus: str, epsilons: Sequence[float], seeds: Sequence[int], method: str = HEAD) -> Iterator[SumCell]:
+    for epsilon, seed, arm in product(epsilons, seeds, ARMS):
+        yield SumCell(corpus=corpus, arm=arm, epsilon=epsilon, seed=seed, method=method)
+
+
+def run_all(runs: Path, out: Path, data: Path, chosen: Sequence[SumCell], *, until: float | None = None) -> None:
+    """Run every cell that has no line yet; arguments as for `run_federations`."""
+    run_federations(runs, out, data, chosen, configuration, until=until)
+
+
+def configuration(cell: SumCell, written: Path, data: Path, out: Path) -> RunConfig:
+    """The configuration of a cell; arguments as in the study of utility.
+
+    Raises:
+        InputError: the data folder lacks the corpus.
+    """
+    pooled = cell.arm == CENTRAL
+    where = corpora.keys(cell.corpus, cell.seed, data=data, folder=written, validation=False, pooled=pooled)
+    values = {**_COMMON, **where, **METHODS[cell.method], "target_epsilon": cell.epsilon, "seed": cell.seed}
+    values["out"] = str(out)
+    if cell.arm == AGGREGATE:
+        num_clients = len(workbench(parse(values)).data.clients)
+        values |= {"secure_aggregation": True, "min_clients": num_clients, "colluding_clients": cell.colluding}
+    return parse(values)
+
+
+_EMBEDDED = SumCell(corpus=CORPORA[0], arm=AGGREGATE, epsilon=2.0)
+
+
+def write(page: Path, runs: Path, utility: Path, plot: Path) -> None:
+    """Write the page's tables, and draw the plot.
+
+    Args:
+        page: whose tables are made again.
+        runs: the lines of this study.
+        utility: those of the study of utility, which has figures without privacy.
+        plot: to draw.
+    """
+    found = Results.read(runs)
+    blocks = {
+        "claims": claims(found),
+        "accuracies": accuracies(found),
+        "outside": outside(found, Results.read(utility)),
+        "assumed": assumed(found),
+        "quoted": quoted(),
+        "colluders": by_colluders(),
+        "missing": missing(found),
+    }
+    fill(page, blocks)
+    colluders.plot(plot)
+
+
+def _by_seed(
+    found: Results, cell: SumCell, seeds: Sequence[int] = SEEDS, *, figure: str = "accuracy"
+) -> dict[int, float]:
+    return found.by_seed(cell, seeds, figure=figure)
+
+
+def claims(found: Results) -> str:
+    """The accuracies asked of the embedded corpus at epsilon 2, and those measured."""
+    return table(("embedded, epsilon 2", "asked", "measured", "met"), _claims(found))
+
+
+def _claims(found: Results) -> Iterator[Sequence[str]]:
+    for name, cell, seeds in (
+        ("the head", _EMBEDDED, SEEDS),
+        ("the head, ten seeds", _EMBEDDED, ALL_SEEDS),
+        ("the default recipe", replace(_EMBEDDED, method=DEFAULT), SEEDS),
+    ):
+        local, aggregate, central = (_by_seed(found, replace(cell, arm=arm), seeds) for arm in ARMS)
+        accuracy, gap, gain = Estimate.of(aggregate.values()), *_gaps(local, aggregate, central)
+        enough = accuracy and accuracy.mean >= LEAST_ACCURACY
+        yield f"{name}: aggregate", f">= {LEAST_ACCURACY}", shown(accuracy), verdict(enough)
+        asked, within = ">= 0, less a standard error", gap and gap.mean >= -(gap.standard_error or 0.0)
+        yield f"{name}: aggregate less central", asked, shown(gap, sign=True), verdict(within)
+        yield f"{name}: aggregate less local", "> 0", shown(gain, sign=True), verdict(gain and gain.mean > 0)
+
+
+def _gaps(
+    local: dict[int, float], aggregate: dict[int, float], central: dict[int, float]
+) -> tuple[Estimate | None, Estimate | None]:
+    """The sum less central, and less local."""
+    return difference(aggregate, central), difference(aggregate, local)
+
+
+def accuracies(found: Results) -> str:
+    """Accuracy of the three arms; what the local view says of the sum's; and its noise over central's."""
+    headers = (
+        "corpus", "epsilon", *ARMS, "aggregate less central", "aggregate less local", "test set", "noise over central",
+        "local epsilon of aggregate",
+    )  # fmt: skip
+    return table(headers, (row for corpus in CORPORA for row in _rows(found, corpus)))
+
+
+def _rows(found: Results, corpus: str) -> Iterator[Sequence[str]]:
+    for epsilon in sorted(EPSILONS):
+        cell = SumCell(corpus=corpus, arm=AGGREGATE, epsilon=epsilon)
+        arms = [_by_seed(found, replace(cell, arm=arm)) for arm in ARMS]
+        if not any(arms):
+            continue
+        yield (
+            corpus,
+            f"{epsilon:g}",
+            *(shown(Estimate.of(arm.values())) for arm in arms),
+            *(shown(gap, sign=True) for gap in _gaps(arms[0], arms[1], arms[2])),
+            _average(_by_seed(found, cell, figure="accuracy_standard_error"), "± {:.3f}"),
+            _average(_noise_over_central(found, cell), "{:.4f}"),
+            _average(_by_seed(found, cell, figure="epsilon_local_max"), "{:.2f}"),
+        )
+
+
+def _noise_over_central(found: Results, cell: SumCell) -> dict[int, float]:
+    """{seed: sqrt(K) z_k / z}: the sum's noise a step, over that of central DP-SGD; equal weights."""
+    own, clients = (_by_seed(found, cell, figure=figure) for figure in ("noise_multiplier", "num_clients"))
+    central = _by_seed(found, replace(cell, arm=CENTRAL, colluding=0), figure="noise_multiplier")
+    return {seed: sqrt(clients[seed]) * own[seed] / central[seed] for seed in own.keys() & central.keys()}
+
+
+def outside(found: Results, utility: Results) -> str:
+    """Accuracies for comparison: of the largest class, and of a linear probe without privacy."""
+    rows = []
+    for corpus in CORPORA:
+        largest = _by_seed(found, SumCell(corpus=corpus, arm=LOCAL, epsilon=2.0), figure="majority_accuracy")
+        probe = Estimate.of(utility.by_seed(UtilityCell(corpus=corpus, method=BASELINES, epsilon=None)).values())
+        rows.append((corpus, shown(Estimate.of(largest.values())), shown(probe)))
+    return table(("corpus", "largest class", "linear probe without privacy"), rows)
+
+
+def assumed(found: Results) -> str:
+    """Accuracy where so many of five clients may collude and every client's upload is needed."""
+    central = _by_seed(found, replace(_EMBEDDED, arm=CENTRAL))
+    rows = []
+    for colluding in (0, *COLLUDING):
+        cell = replace(_EMBEDDED, colluding=colluding)
+        accuracy = _by_seed(found, cell)
+        if accuracy:
+            rows.append(
+                (
+                    str(colluding) if colluding else "none counted",
+                    _average(_noise_over_central(found, cell), "{:.3f}"),
+                    shown(Estimate.of(accuracy.values())),
+                    shown(difference(accuracy, central), sign=True),
+                    _average(_by_seed(found, cell, figure="epsilon_local_max"), "{:.2f}"),
+                )
+            )
+    return table(("colluders c", "noise over central", "accuracy", "less central", "local epsilon"), rows)
+
+
+def missing(found: Results) -> str:
+    """How many of the planned cells have no line."""
+    headers = ("corpus", "trains", "epsilon", "runs that are missing")
+    return found.missing(cells(), lambda cell: (cell.corpus, cell.method, f"{cell.epsilon:g}"), headers)
+
+
+def quoted() -> str:
+    """Epsilon of five clients with z = 0.548 each."""
+    rows = [(name, f"{epsilon:.2f}") for name, epsilon in colluders.quoted().items()]
+    return table(("five clients, z = 0.548", "epsilon"), rows)
+
+
+def by_colluders(counts: Sequence[int] = colluders.NUM_CLIENTS) -> str:
+    """Epsilon by colluders and threshold with the noise for none, and the noise that epsilon 2 needs.
+
+    Args:
+        counts: K of each federation.
+    """
+    headers = (
+        "K", "t", "c", "epsilon with z of c = 0, t = K", "z for epsilon 2", "noise over central",
+        "sqrt(K / (t - max(c, 1)))",
+    )  # fmt: skip
+    return table(headers, (row for num_clients in counts for row in _sums(num_clients)))
+
+
+def _sums(num_clients: int) -> Iterator[Sequence[str]]:
+    noise = colluders.noise_for(colluders.Sum(clients=num_clients, threshold=num_clients, colluding=0))
+    for each in colluders.sums(num_clients):
+        needed = colluders.noise_for(each)
+        over = needed * sqrt(num_clients) / colluders.central_noise()
+        epsilon = colluders.epsilon_in(each, noise).epsilon
+        counts = (str(count) for count in (num_clients, each.threshold, each.colluding))
+        yield *counts, f"{epsilon:.2f}", f"{needed:.3f}", f"{over:.3f}", f"{each.noise_over_central:.3f}"
+    alone = colluders.epsilon_alone(num_clients, noise)
+    bound = " (upper bound)" if alone.upper_bound_only else ""
+    yield str(num_clients), "", "all others", f"{alone.epsilon:.1f}{bound}", "", "", ""
+
+
+def _average(values: Mapping[int, float], form: str) -> str:
+    return form.format(sum(values.values()) / len(values)) if values else ""
+
+
+def main() -> None:
+    """Do one step of the study."""
+    own = parser(__doc__)
+    own.add_argument("step", choices=("run", "tables"))
+    own.add_argument("--data", type=Path, default=Path("data"), help="folder of the public files")
+    own.add_argument("--runs", type=Path, default=Path("results/secure_aggregation.jsonl"), help="a line for each cell")
+    own.add_argument("--out", type=Path, default=Path("results/studies/secure_aggregation"), help="records, features")
+    own.add_argument("--utility", type=Path, default=Path("results/utility.jsonl"), help="lines of that study")
+    own.add_argument("--page", type=Path, default=Path("results/secure_aggregation.md"))
+    own.add_argument("--plot", type=Path, default=Path("results/secure-aggregation-colluders.png"))
+    own.add_argument("--corpora", type=listed(";"), default=list(CORPORA), help="separated by ;")
+    own.add_argument("--methods", type=listed(","), default=list(METHODS))
+    own.add_argument("--minutes", type=float, help="begin no cell after so long")
+    arguments = own.parse_args()
+    if arguments.step == "tables":
+        write(arguments.page, arguments.runs, arguments.utility, arguments.plot)
+        return
+    torch.set_num_threads(1)
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    chosen = [cell for cell in cells() if cell.corpus in arguments.corpora and cell.method in arguments.methods]
+    until = time.time() + 60 * arguments.minutes if arguments.minutes is not None else None
+    run_all(arguments.runs, arguments.out, arguments.data, chosen, until=until)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The harness of the studies; and every published table, made again from the lines that are stored."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from fedpriv.errors import InputError
+from simulations.studies import secure_aggregation, utility
+from simulations.studies.harness import Estimate, Results, fill, in_processes, lines, run_missing, table
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+PAGES = [page for page in sorted(RESULTS.glob("*.md")) if ":begin -->" in page.read_text()]
+
+
+@dataclass(frozen=True)
+class NumberCell:
+    """A number, with the seed that it is measured with."""
+
+    number: int
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        """Unique among the cells."""
+        return f"{self.number}/{self.seed}"
+
+
+def squared(cell: NumberCell) -> dict[str, float]:
+    """Stands for a measurement; another process imports it."""
+    return {"accuracy": cell.number**2 + cell.seed}
+
+
+def run(path: Path, cells: list[NumberCell], **options: object) -> None:
+    run_missing(path, cells, squared, "accuracy {0[accuracy]}".format, **options)
+
+
+def test_a_cell_has_one_line_with_its_values_and_the_versions_that_made_it(tmp_path, capsys):
+    path, cells = tmp_path / "runs.jsonl", [NumberCell(2), NumberCell(3)]
+    run(path, cells[:1])
+    first = path.read_bytes()
+    run(path, cells)
+    assert path.read_bytes().startswith(first)
+    one, other = lines(path)
+    assert (one["key"], one["cell"], one["accuracy"]) == ("2/0", {"number": 2, "seed": 0}, 4)
+    assert {"fedpriv", "python", "torch"} <= one["software"].keys()
+    assert "1 of 1, 3/0: accuracy 9, 0 s" in capsys.readouterr().out
+    assert other["seconds"] >= 0
+
+
+def test_no_cell_is_begun_when_time_is_up(tmp_path):
+    run(tmp_path / "runs.jsonl", [NumberCell(2)], until=time.time() - 1)
+    assert not lines(tmp_path / "runs.jsonl")
+
+
+def test_older_lines_without_a_key_are_known_by_their_values(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"name": "2/0"}\n')
+    run(path, [NumberCell(2), NumberCell(3)], key=lambda line: line.get("name") or line["key"])
+    assert [line.get("key") for line in lines(path)] == [None, "3/0"]
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_does():
+    cells = [NumberCell(each) for each in range(4)]
+    alone, together = (list(in_processes(partial(squared), cells, jobs)) for jobs in (1, 2))
+    assert sorted(each["accuracy"] for each in together) == [each["accuracy"] for each in alone]
+
+
+def test_results_are_found_by_cell_and_what_is_missing_is_counted_by_kind():
+    cells = [NumberCell(number, seed) for number in (2, 3) for seed in range(3)]
+    results = Results({"key": cell.key, **squared(cell)} for cell in cells[:4])
+    assert results.by_seed(NumberCell(2)) == {0: 4, 1: 5, 2: 6}
+    assert results.by_seed(NumberCell(2), [1]) == {1: 5}
+    missing = results.missing(cells, lambda cell: (str(cell.number),), ("number", "missing"))
+    assert missing == table(("number", "missing"), [("3", "2 of 3")])
+    assert results.missing(cells[:4], lambda cell: (), ()) == "Every cell was run."
+    assert Estimate.of(results.by_seed(NumberCell(2)).values()).text(sign=True, digits=1) == "+5.0 ± 0.6"
+
+
+def test_a_table_has_its_headers_and_one_without_rows_says_so():
+    assert table(("a", "b"), [(1, "x")]).splitlines() == ["| a | b |", "| --- | --- |", "| 1 | x |"]
+    assert table(("a",), []) == "Not run."
+
+
+def test_only_what_is_between_a_blocks_markers_changes(tmp_path):
+    page = tmp_path / "page.md"
+    fill(page, {"one": "first", "two": "second"})
+    text = page.read_text()
+    page.write_text(f"# Kept\n\n{text}\nkept too\n")
+    fill(page, {"two": "third"})
+    assert page.read_text() == f"# Kept\n\n{text.replace('second', 'third')}\nkept too\n"
+    for broken in ("", "<!-- two:begin -->", "<!-- two:end --><!-- two:begin -->", 2 * text):
+        page.write_text(broken)
+        with pytest.raises(InputError, match="must hold <!-- two:begin -->"):
+            fill(page, {"two": "third"})
+        assert page.read_text() == broken
+
+
+def test_every_page_of_a_study_has_its_lines_or_says_that_it_has_not():
+    assert {page.stem for page in PAGES} == {"audit", "dedup", "integral", "secure_aggregation", "utility"}
+    for page in PAGES:
+        stored = page.with_suffix(".jsonl").is_file()
+        unkept = re.search(r"The lines of these runs \(results/studies/\w+[^)]*\) were not kept", page.read_text())
+        assert stored != bool(unkept), page.name
+
+
+def test_the_tables_of_utility_are_those_of_its_stored_lines(tmp_path):
+    page = Path(shutil.copy(RESULTS / "utility.md", tmp_path))
+    utility.write(page, RESULTS / "utility.jsonl")
+    assert page.read_text() == (RESULTS / "utility.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_tables_of_secure_aggregation_are_those_of_its_stored_lines(tmp_path):
+    page = Path(shutil.copy(RESULTS / "secure_aggregation.md", tmp_path))
+    runs, figures = RESULTS / "secure_aggregation.jsonl", RESULTS / "utility.jsonl"
+    secure_aggregation.write(page, runs, figures, tmp_path / "plot.png")
+    assert page.read_text() == (RESULTS / "secure_aggregation.md").read_text()
