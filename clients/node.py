@@ -14,10 +14,11 @@ from flwr.app import Context, Message
 from clients.pipe import message_of, request_of
 from fedpriv.config import EMBEDDED, RunConfig
 from fedpriv.files import Journal
-from fedpriv.training.local_update import ClientUpdate, UpdateTask
+from fedpriv.training.local_update import ClientUpdate
 from fedpriv.vault import NodePolicy
 from fedpriv.vault import answer as vault
-from fedpriv.vault.frames import TRAIN, Request
+from fedpriv.vault.answer import Prepared
+from fedpriv.vault.frames import TRAIN, Request, Response
 from fedpriv.vault.holder import Holder, parsed
 from fedpriv.vault.settings import NodeLimits, VaultSettings
 
@@ -100,28 +101,33 @@ def answered(kind: str, message: Message, context: Context) -> Message:
     """The reply to a message of any kind."""
     try:
         return message_of(vault.answer(*_request_and_holder(kind, message, context)), message)
-    except Exception as error:  # its text must not leave the node
-        return message_of(vault.refused(error), message)
+    except Exception as error:
+        return failed(message, error)
 
 
-def prepare(message: Message, context: Context) -> UpdateTask:
-    """The task that a train message asks for, after the guard has checked and charged it.
-
-    Raises:
-        AlreadyReleasedError: the message was answered before; `reply` sends the stored answer again.
-        RefusedError: the guard does not allow it.
-        LedgerError: the node's ledger cannot be used.
-        ValueError: the message is malformed.
-    """
-    return vault.prepare(*_request_and_holder(TRAIN, message, context))
-
-
-def reply(message: Message, context: Context, update: ClientUpdate | Exception) -> Message:
-    """The upload, once it is stored, or an error that says only that the guard refused or that training failed."""
+def prepare(message: Message, context: Context) -> Prepared | Message:
+    """The update that a train message asks for, checked and charged; or the reply if there is nothing to execute."""
     try:
-        return message_of(vault.settle(*_request_and_holder(TRAIN, message, context), update), message)
-    except Exception as error:  # as above
-        return message_of(vault.refused(error), message)
+        prepared = vault.prepare(*_request_and_holder(TRAIN, message, context))
+    except Exception as error:
+        return failed(message, error)
+    return message_of(prepared, message) if isinstance(prepared, Response) else prepared
+
+
+def reply(message: Message, prepared: Prepared, update: ClientUpdate | Exception) -> Message:
+    """The upload, once it is stored, or an error that says only that the guard refused or that training failed.
+
+    Args:
+        message: as given to `prepare`.
+        prepared: what that returned.
+        update: what became of its task.
+    """
+    return message_of(vault.settle(prepared, update), message)
+
+
+def failed(message: Message, error: Exception) -> Message:
+    """The reply to a message that failed; the error's text must not leave the node."""
+    return message_of(vault.refused(error), message)
 
 
 def _request_and_holder(kind: str, message: Message, context: Context) -> tuple[Request, Holder]:

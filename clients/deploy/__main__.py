@@ -251,8 +251,8 @@ def approve_peer(
 ) -> None:
     """Let this node add up with another holder's, so that the coordinator learns their sum alone.
 
-    Take the key from that holder, through a channel that both trust, and not from the coordinator: whoever gives you a
-    key of its own in another's name learns your part. It holds from the next sum on; delete the file to end it.
+    Take the key from that holder, through a channel that both trust, and not from the coordinator: anyone who gives
+    you a key of its own in another's name learns your part. It holds from the next sum on; delete the file to end it.
 
     Example: python -m clients.deploy approve-peer ~/node 2 clara.pub
     """
@@ -332,7 +332,7 @@ def doctor(dir_: Folder) -> None:
 
 @app.command()
 def health(dir_: Folder) -> None:
-    """Exit code 0 if the node's vault and its SuperNode are there; it is quick, for whoever asks every minute.
+    """Exit code 0 if the node's vault and its SuperNode are there; it is quick enough to be asked every minute.
 
     Example: python -m clients.deploy health ~/node
     """

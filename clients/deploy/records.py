@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,11 @@ from fedpriv.ledger.entries import DataSet
 from fedpriv.vault.settings import VaultSettings
 
 if TYPE_CHECKING:
-    from fedpriv.accounting.filters import Rule
-    from fedpriv.data import OwnRecord
+from fedpriv.accounting.filters import CommittedPlan
+from fedpriv.accounting.filters import GaussianFilter
+from fedpriv.accounting.filters import RenyiFilter
+from fedpriv.accounting.filters import Rule
+from fedpriv.data import OwnRecord
     from fedpriv.vault import Choice
 
 
@@ -240,10 +244,64 @@ def _choice(
     vault: VaultSettings, data_set: DataSet, plan: Path | None, filter_: str | None, plan_delta: float | None
 ) -> Choice | None:
     """The rule that the operator chose to enforce a data set's budget; None if none."""
-    from fedpriv.vault import read_plan, read_rule
-
     if plan is not None and filter_ is not None:
         raise InputError("register: give either --plan FILE or --filter renyi:ORDER or gaussian")
     if plan is not None:
-        return read_plan(plan, vault.partition_id, data_set, vault.budget_view, plan_delta)
-    return None if filter_ is None else read_rule(filter_)
+        return _plan(plan, vault, data_set, plan_delta)
+    return None if filter_ is None else _filter(filter_)
+
+
+def _filter(text: str) -> RenyiFilter | GaussianFilter:
+    """The filter that `renyi:ORDER` or `gaussian` names.
+
+    Raises:
+        InputError: the text is another one.
+    """
+    from fedpriv.accounting.filters import GaussianFilter, RenyiFilter  # slow to import
+
+    name, _, order = text.partition(":")
+    try:
+        if text == "gaussian":
+            return GaussianFilter()
+        if name == "renyi":
+            return RenyiFilter(order=int(order))
+    except ValueError:
+        pass
+    raise InputError(f"filter = {text!r}: must be gaussian, or renyi:ORDER with ORDER in 2..63, 128, 256, 512 or 1024")
+
+
+def _plan(path: Path, vault: VaultSettings, data_set: DataSet, delta: float | None) -> CommittedPlan:
+    """The node's plan from a file that `fedpriv plan --out` wrote; its cost is computed again.
+
+    Args:
+        path: of the file.
+        vault: of the node.
+        data_set: of the node.
+        delta: of the plan, of which the share that is left for releases counts; None takes that of the file.
+
+    Raises:
+        InputError: the file cannot be used, or was made for other records or another view.
+    """
+    from fedpriv.accounting import events  # slow to import
+    from fedpriv.accounting.filters import CommittedPlan
+
+    try:
+        values = json.loads(path.read_text())
+        planned = next(each for each in values["clients"] if each["client"] == vault.partition_id)
+        found = [events.from_json(json.dumps(each)) for each in planned["events"]]
+        share = (planned["delta"] if delta is None else delta) / data_set.delta  # 1 and halves are exact
+        plan = CommittedPlan.of(found, share * data_set.delta_for_releases)
+        facts = {
+            "num_records": (planned["num_records"], data_set.num_records),
+            "view": (values["view"], vault.budget_view),
+        }
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except StopIteration:
+        raise InputError(f"{path}: plans nothing for client {vault.partition_id}") from None
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: must be a plan that `fedpriv plan --out` wrote ({error})") from None
+    for name, (theirs, own) in facts.items():
+        if theirs != own:
+            raise InputError(f"{path}: {name} = {theirs}: this node has {own}")
+    return plan

@@ -226,7 +226,7 @@ plan.__signature__ = _joined_signature()  # type: ignore[attr-defined]
 
 
 def _committed(found: Plan) -> dict[str, Any]:
-    """Each client's releases as `fedpriv.vault._charging.read_plan` reads them, and what a filter needs for them."""
+    """Each client's releases as a node's `register --plan` reads them, and the epsilon that a filter needs for them."""
     from fedpriv.accounting import events
     from fedpriv.accounting.filters import filtered_epsilon
 

@@ -31,6 +31,9 @@ _LEFT_OUT: Mapping[str, tuple[str, ...]] = {"all": (), "head": (_A, _B), "lora-a
 TRAINED_PARTS = tuple(_LEFT_OUT)
 # What an update descends: each record's loss, or minus the logit of its class, whose gradient is minus its features.
 OBJECTIVES = ("loss", "class-sums")
+# The third one, which no instruction names: an evaluation counts the records on which the model is right and wrong.
+COUNTS = "counts"
+_NUM_COUNTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,7 @@ class UpdateSpec:
         mechanism_parameters: as the mechanism reads them; empty for one that takes none.
         sampling_probability: q in (0, 1], the same at every client; 0 stands for B / N_k.
         trains: `all` tensors, the `head`, or `lora-a` or `lora-b`: A or B and the head.
-        objective: `loss`, or `class-sums` for the start of a head.
+        objective: `loss`, or `class-sums` for the start of a head, or `counts`; see `UpdateSpec.counts`.
         bias_scale: what the gradient of the head's bias is multiplied by before it is clipped, and its step after it
             was noised, > 0: features get this as a further, constant coordinate.
         lora_learning_rate: of A and B; 0 stands for `learning_rate`.
@@ -122,6 +125,33 @@ class UpdateSpec:
         }
         names = UpdateSpec.__dataclass_fields__.keys() - derived.keys()
         return UpdateSpec(**derived, **{name: getattr(config, name) for name in names})
+
+    @staticmethod
+    def counts(noise_multiplier: float) -> UpdateSpec:
+        """An evaluation as an update: one step over all records set aside, which moves nothing.
+
+        Every record adds (h, 1 - h) to (hits, misses), with h in [0, 1]. Since h^2 + (1 - h)^2 <= 1, adding or removing
+        one moves the pair by at most C = 1 in L2, and by exactly 1 if h is 0 or 1. Which records are set aside is no
+        sampling that amplifies privacy, so q = 1: the coins of `fedpriv.data.federated` are the same in every
+        evaluation.
+
+        Args:
+            noise_multiplier: z >= 0, the standard deviation of the noise on each count.
+        """
+        return UpdateSpec(
+            num_rounds=1,
+            local_steps=1,
+            batch_size=1,
+            optimizer="sgd",
+            learning_rate=0.0,
+            weight_decay=0.0,
+            clipping="joint",
+            clip_norm=1.0,
+            noise_multiplier=noise_multiplier,
+            noise_on="gradients",
+            sampling_probability=1.0,
+            objective=COUNTS,
+        )
 
     def probability(self, num_registered: int) -> float:
         """q, with which a client with so many registered records samples each of them."""
@@ -235,7 +265,7 @@ def planned_event(
         spec: of the update.
         sampling_probability: q in [0, 1].
         adapter: all trainable tensors; those that the update trains decide how many parts are clipped, and the cost of
-            some mechanisms depends on their number of values.
+            some mechanisms depends on their number of values. Not read where counts are noised.
         grid: of the client's sum, if it is given.
 
     Raises:
@@ -243,8 +273,11 @@ def planned_event(
             parameters are invalid, a scale is out of range, or these values do not go together.
     """
     check(spec)
-    dimension = num_trained_values(adapter, spec.trains)
-    num_parts = len(clipping_parts(spec.clipping, trained_names(adapter, spec.trains)))
+    if spec.objective == COUNTS:
+        dimension, num_parts = _NUM_COUNTS, 1
+    else:
+        dimension = num_trained_values(adapter, spec.trains)
+        num_parts = len(clipping_parts(spec.clipping, trained_names(adapter, spec.trains)))
     request = noise_request(spec, [sampling_probability], dimension, num_parts, [grid])
     count = 1 if spec.noise_on == "upload" else spec.local_steps
     (event,) = MECHANISMS.named(spec.mechanism).planned_events(replace(request, count=count))
@@ -257,7 +290,10 @@ def check(spec: UpdateSpec) -> None:
     Raises:
         ValueError: names the value and what is possible.
     """
-    if spec.objective not in OBJECTIVES:
+    if spec.objective == COUNTS:
+        if spec != UpdateSpec.counts(spec.noise_multiplier):
+            raise ValueError(f"objective = {COUNTS}: goes with the fields of `UpdateSpec.counts` alone")
+    elif spec.objective not in OBJECTIVES:
         raise ValueError(f"objective = {spec.objective!r}: must be one of {', '.join(OBJECTIVES)}")
     if not 0 < spec.bias_scale < math.inf:
         raise ValueError(f"bias_scale = {spec.bias_scale}: must be finite and > 0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +15,11 @@ from fedpriv.adapters import Adapter, Merged, lora
 from fedpriv.config import RunConfig
 from fedpriv.data import TextData
 from fedpriv.data.records import Item, Records, num_tokens, usable
-from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
+from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.training import local_update
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, noise_request
 from fedpriv.training.model import TrainingModel
-
-_MECHANISM = "gaussian"
 
 # Shares of correct tokens are rounded to multiples of 2^-20. Sums of up to 2^32 records are then exact in float64, so
 # that no sum's rounding adds to what one record changes.
@@ -53,20 +53,20 @@ class NoisedCounts:
     hits: float
     misses: float
 
+    @staticmethod
+    def of(sums: Tensor) -> NoisedCounts:
+        """The counts in a result of `noised`, [2]."""
+        hits, misses = sums.tolist()
+        return NoisedCounts(hits=hits, misses=misses)
+
 
 def planned_event(spec: EvaluationSpec) -> Event:
-    """The event of one evaluation, which a holder pays for.
-
-    Every evaluated record adds (h, 1 - h) to (hits, misses), with h in [0, 1]. Since h^2 + (1 - h)^2 <= 1, adding or
-    removing one record moves the pair by at most 1 in L2, and by exactly 1 if h is 0 or 1. N(0, z^2) on both counts is
-    the Gaussian mechanism with noise multiplier z. Which records are evaluated is no sampling that amplifies privacy:
-    the coins of `fedpriv.data.federated` are the same in every evaluation.
+    """The event of one evaluation, which a holder pays for; see `UpdateSpec.counts`.
 
     Raises:
         ValueError: noise_multiplier is out of range.
     """
-    (event,) = MECHANISMS[_MECHANISM].planned_events(_request(spec))
-    return event
+    return local_update.planned_event(UpdateSpec.counts(spec.noise_multiplier), 1.0, {})
 
 
 def check_fits(model: TrainingModel, adapter: Adapter, merged: Merged) -> None:
@@ -82,13 +82,23 @@ def check_fits(model: TrainingModel, adapter: Adapter, merged: Merged) -> None:
     model.check_merged(merged)
 
 
-def count(
-    model: TrainingModel,
-    adapter: Adapter,
-    merged: Merged,
-    data: TextData,
-    tokenize: Callable[[TextData], Records],
-) -> Tensor:
+def counted(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
+    """The noised counts of a task whose objective is `counts`, as its `noised` values; its adapter is the broadcast.
+
+    Without records it is noise alone, and the model is not touched.
+
+    Raises:
+        ValueError: the task does not fit, as `planned_event` and `check_fits` say, which belong before the charge.
+    """
+    planned = local_update.planned_event(task.spec, task.sampler.sampling_probability, {})
+    exact = count(model, task.adapter, task.merged, task.data) if len(task.data) else NO_COUNTS
+    sums, event = noised(exact, task.spec, task.noise)
+    if event != planned:
+        raise RuntimeError(f"the evaluation cost {event}, but {planned} was planned and charged")
+    return ClientUpdate(adapter=task.adapter, event=event, num_records=task.sampler.num_registered, noised=sums)
+
+
+def count(model: TrainingModel, adapter: Adapter, merged: Merged, records: Records) -> Tensor:
     """The exact (hits, misses), float64 [2].
 
     Guarantee: each record adds a pair that depends on it and the model alone. It is computed in a pass of its own, and
@@ -98,8 +108,7 @@ def count(
         model: takes on the adapter.
         adapter: that is evaluated.
         merged: what aggregation has added to the frozen weights.
-        data: the holder's records that are set aside for evaluation.
-        tokenize: of the run.
+        records: of the holder, set aside for evaluation.
 
     Raises:
         ValueError: as `check_fits`, which belongs before the charge.
@@ -107,8 +116,8 @@ def count(
     model.merge(merged)
     lora.write_parameters(model.parameters, adapter)
     counts = NO_COUNTS.clone()
-    for index in range(len(data)):
-        counts += _contribution(model, data.part([index]), tokenize)
+    for item in records.items():
+        counts += _contribution(model, item)
     return counts
 
 
@@ -135,24 +144,23 @@ def rehearse(model: TrainingModel, adapter: Adapter, merged: Merged, records: Re
     return time.perf_counter() - begin
 
 
-def noised(counts: Tensor, spec: EvaluationSpec, source: RandomSource) -> tuple[NoisedCounts, Event]:
-    """The counts with Gaussian noise, and the event that pays for them; see `planned_event`.
+def noised(counts: Tensor, spec: UpdateSpec, source: RandomSource) -> tuple[Tensor, Event]:
+    """The counts with Gaussian noise, float64 [2], and the event that pays for them.
 
     Args:
         counts: float64 [2], from `count`.
-        spec: of the evaluation.
+        spec: of `UpdateSpec.counts`.
         source: of the noise.
     """
-    sums, (event,) = MECHANISMS[_MECHANISM].add_noise(counts.unsqueeze(0), _request(spec), [source])
-    hits, misses = sums[0].tolist()
-    return NoisedCounts(hits=hits, misses=misses), event
+    request = noise_request(spec, [spec.sampling_probability], len(counts), num_parts=1)
+    sums, (event,) = MECHANISMS.named(spec.mechanism).add_noise(counts.unsqueeze(0), request, [source])
+    return sums[0], event
 
 
 @torch.no_grad()
-def _contribution(model: TrainingModel, record: TextData, tokenize: Callable[[TextData], Records]) -> Tensor:
+def _contribution(model: TrainingModel, item: Item) -> Tensor:
     """(h, 1 - h) of one record, float64 [2]; zeros if it cannot be evaluated."""
     try:
-        (item,) = tokenize(record).items()
         share = _share(model, [item]) if usable(item) else math.nan
     except Exception:  # whatever it is, one record must not decide whether the others count
         share = math.nan
@@ -165,9 +173,3 @@ def _contribution(model: TrainingModel, record: TextData, tokenize: Callable[[Te
 def _share(model: TrainingModel, items: Sequence[Item]) -> float:
     """The first record's share of correct predictions."""
     return float(model.predictions(items, cached=False).hits[0])
-
-
-def _request(spec: EvaluationSpec) -> NoiseRequest:
-    return NoiseRequest(
-        noise_multiplier=spec.noise_multiplier, clip_norm=1.0, dimension=2, sampling_probabilities=(1.0,)
-    )

@@ -28,9 +28,16 @@ from fedpriv.training._isolation import isolated
 from fedpriv.training._losses import class_sum_losses, predictions
 from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
-from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, noise_request, planned_event
+from fedpriv.training.local_update import COUNTS
+from fedpriv.training.local_update import ClientUpdate
+from fedpriv.training.local_update import OBJECTIVES
+from fedpriv.training.local_update import UpdateSpec
+from fedpriv.training.local_update import UpdateTask
+from fedpriv.training.local_update import noise_request
+from fedpriv.training.local_update import planned_event
 from fedpriv.training.model import TrainingModel, rank_of
 from fedpriv.training.per_sample import Stack, per_sample_gradients
+from fedpriv.training.private_evaluation import counted
 from fedpriv.training.progress import TRAINING
 
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
@@ -38,7 +45,9 @@ FLOATS_PER_VALUE = 8
 
 
 def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
-    """`stacked_updates` for a single client."""
+    """`stacked_updates` for a single client, or the counts of its evaluation."""
+    if task.spec.objective == COUNTS:
+        return counted(model, task)
     return stacked_updates(model, [task])[0]
 
 
@@ -168,6 +177,8 @@ class _Clients:
     @staticmethod
     def of(model: TrainingModel, tasks: Sequence[UpdateTask]) -> _Clients:
         spec = tasks[0].spec
+        if spec.objective not in OBJECTIVES:
+            raise ValueError(f"objective = {spec.objective}: must be one of {', '.join(OBJECTIVES)} in a stack")
         if any(task.spec != spec for task in tasks):
             raise ValueError("tasks: all of one stack must have the same specification")
         if any(not same_merged(task.merged, tasks[0].merged) for task in tasks):

@@ -19,14 +19,11 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.vault._charging import AlreadyReleasedError as AlreadyReleasedError
     from fedpriv.vault._charging import Choice as Choice
     from fedpriv.vault._charging import NodePolicy as NodePolicy
     from fedpriv.vault._charging import RefusedError as RefusedError
     from fedpriv.vault._charging import RetiredError as RetiredError
     from fedpriv.vault._charging import choose_rule as choose_rule
-    from fedpriv.vault._charging import read_plan as read_plan
-    from fedpriv.vault._charging import read_rule as read_rule
     from fedpriv.vault._charging import rule_note as rule_note
     from fedpriv.vault._guard import check_instruction as check_instruction
     from fedpriv.vault._guard import check_limits as check_limits

@@ -5,7 +5,6 @@ A filter enforces the budget, or plans that the node's operator committed.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedpriv.accounting import events, filters
+from fedpriv.accounting import filters
 from fedpriv.accounting.accountants import check_delta, stays_within
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter, Rule
@@ -351,52 +350,3 @@ def choose_rule(ledger: Ledger, data_set: DataSet, rule: Choice, epsilon: float)
         raise InputError(f"data set {data_set.id}: something is charged to it, so what enforces its budget stays")
     ledger.bound(data_set, rule_note(rule, epsilon, data_set.delta_for_releases, notes))
     return settled_rule(ledger, data_set, epsilon)
-
-
-def read_rule(text: str) -> RenyiFilter | GaussianFilter:
-    """The filter that `renyi:ORDER` or `gaussian` names.
-
-    Raises:
-        InputError: the text is another one.
-    """
-    name, _, order = text.partition(":")
-    try:
-        if text == "gaussian":
-            return GaussianFilter()
-        if name == "renyi":
-            return RenyiFilter(order=int(order))
-    except ValueError:
-        pass
-    raise InputError(f"filter = {text!r}: must be gaussian, or renyi:ORDER with ORDER in 2..63, 128, 256, 512 or 1024")
-
-
-def read_plan(path: Path, client: int, data_set: DataSet, view: str, delta: float | None) -> CommittedPlan:
-    """A client's plan from a file that `fedpriv plan --out` wrote; its cost is computed again.
-
-    Args:
-        path: of the file.
-        client: number of the node's partition.
-        data_set: of the node.
-        view: of the node's budget.
-        delta: of the plan, of which the share that is left for releases counts; None takes that of the file.
-
-    Raises:
-        InputError: the file cannot be used, or was made for other records or another view.
-    """
-    try:
-        values = json.loads(path.read_text())
-        planned = next(each for each in values["clients"] if each["client"] == client)
-        found = [events.from_json(json.dumps(each)) for each in planned["events"]]
-        share = (planned["delta"] if delta is None else delta) / data_set.delta  # 1 and halves are exact
-        plan = CommittedPlan.of(found, share * data_set.delta_for_releases)
-        facts = {"num_records": (planned["num_records"], data_set.num_records), "view": (values["view"], view)}
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
-    except StopIteration:
-        raise InputError(f"{path}: plans nothing for client {client}") from None
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: must be a plan that `fedpriv plan --out` wrote ({error})") from None
-    for name, (theirs, own) in facts.items():
-        if theirs != own:
-            raise InputError(f"{path}: {name} = {theirs}: this node has {own}")
-    return plan

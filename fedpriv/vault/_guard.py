@@ -13,7 +13,6 @@ from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.protocol import Broadcast
 from fedpriv.training.local_update import OBJECTIVES, OPTIMIZERS, QUANTIZATIONS, TRAINED_PARTS, UpdateSpec
-from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.vault._charging import NodePolicy, RefusedError
 from fedpriv.vault.settings import NodeLimits
 
@@ -131,13 +130,13 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: NodeLimits
             raise RefusedError(f"{name} = {value:g}: above this node's maximum {maximum:g}")
 
 
-def check_evaluation(spec: EvaluationSpec, round_: int, policy: NodePolicy, *, noise_source: str) -> None:
+def check_evaluation(spec: UpdateSpec, round_: int, policy: NodePolicy, *, noise_source: str) -> None:
     """Refuse an evaluation that would not protect the holder's records as its policy says.
 
     Records are not sampled for it, so `max_sampling_probability` does not apply.
 
     Args:
-        spec: the evaluation that the coordinator asks for.
+        spec: of the evaluation that the coordinator asks for.
         round_: that it names, from 1.
         policy: of the node.
         noise_source: `secure` or `seeded`.

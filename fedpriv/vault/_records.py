@@ -1,27 +1,65 @@
-"""A client's records in a run: how many are registered, and, after the charge, the records themselves."""
+"""A client's records in a run: their registration, and, after a charge, the records themselves."""
 
 from __future__ import annotations
 
 import logging
+import secrets
+from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
-
+from fedpriv import protocol
 from fedpriv.audit.black_box import audited
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Encode, Records
 from fedpriv.files import trace_without_message
 from fedpriv.ledger.entries import DataSet
-from fedpriv.protocol import Broadcast
-from fedpriv.training import private_evaluation
 from fedpriv.training.workbench import Workbench
-from fedpriv.vault import _charging
+from fedpriv.vault import _charging, _summed
 from fedpriv.vault._charging import RefusedError
 from fedpriv.vault._tokens import TokenFile
-from fedpriv.vault.holder import Holder, NodeHolder
+from fedpriv.vault.frames import Request, Response
+from fedpriv.vault.holder import Holder, NodeHolder, bench_of, run_of
 from fedpriv.vault.settings import VaultSettings
 
 log = logging.getLogger(__name__)
+
+
+def register(request: Request, holder: Holder) -> Response:
+    """The client's registration: partition id, registered number of records, display name and data set id.
+
+    Raises:
+        RefusedError: the node does not take part in such a run, or its data are not registered with its ledger.
+        LedgerError: the node's ledger cannot be used.
+        InputError: the run's configuration or, in a simulation, its data cannot be used.
+    """
+    config = run_of(request.run_config, holder)
+    bench = None if isinstance(holder, NodeHolder) else bench_of(config, holder)
+    client = holder.partition(bench.num_clients if bench else config.num_clients)
+    data_set, num_registered = registered(config, bench, holder)
+    name = holder.name
+    if bench is not None:
+        name = name or bench.data.client_names[client]
+        if data_set is not None:
+            _charging.log_content(
+                holder.policy, data_set, repr(bench.data.clients[client]).encode(), _size(bench, client)
+            )
+    signs = holder.identity_key is not None or config.secure_aggregation
+    identity = _summed.identity_of(holder, client) if signs else None
+    registration = protocol.Registration(
+        client=client,
+        num_records=num_registered,
+        name=name or f"client-{client}",
+        # A node without a ledger remembers nothing, so its spending attaches to this run alone.
+        data_set=data_set.id if data_set else secrets.token_hex(16),
+        keeps_replies=data_set is not None,
+        software=protocol.SOFTWARE,
+        identity=identity.public_line if identity else "",
+        receipt=_charging.signed_receipt(holder.policy, data_set) if protocol.RECEIPT in request.fields else "",
+    )
+    if identity:
+        registration = replace(registration, signature=identity.sign(registration.signed))
+    holder.journal.write("registered", num_records=registration.num_records, data_set=registration.data_set)
+    return Response(record=protocol.REGISTRATION, fields=protocol.pack(registration))
 
 
 def registered(config: RunConfig, bench: Workbench | None, holder: Holder) -> tuple[DataSet | None, int]:
@@ -38,39 +76,52 @@ def registered(config: RunConfig, bench: Workbench | None, holder: Holder) -> tu
         return data_set, data_set.num_records
     client = holder.partition(bench.num_clients)
     canaries = audited(config, bench, client)
-    num_records = canaries.num_registered if canaries else size(bench, client)
+    num_records = canaries.num_registered if canaries else _size(bench, client)
     data_set = _charging.registered_data_set(holder.policy, str(client), num_records)
     return data_set, data_set.num_records if data_set else num_records
 
 
-def size(bench: Workbench, client: int) -> int:
+def _size(bench: Workbench, client: int) -> int:
     """The number of records that a client has, by its index in the bench's data."""
     return len(bench.data.clients[client])
 
 
-def of_client(
-    config: RunConfig, bench: Workbench, holder: Holder, data_set: DataSet | None, *, may_begin: bool = True
+def of_release(
+    config: RunConfig, bench: Workbench, holder: Holder, data_set: DataSet | None, *, aside: bool, may_begin: bool
 ) -> Records:
-    """The records on which the client trains; in an audited run, with the canaries that are included.
+    """The records that a release reads; in an audited run, with the canaries that are included.
 
-    A node's own records that cannot be read are none: the charge is made, so the upload is noise alone.
+    The charge is made, so records that cannot be read are none, and the release is noise alone.
 
     Args:
         config, bench, holder, data_set: of the client.
+        aside: whether they are those that it sets aside for evaluation, instead of those on which it trains.
         may_begin: whether the reply's time suffices to read a node's own records; else they are those in memory.
+
+    Raises:
+        Exception: they cannot be read, on a holder that allows releases without privacy.
     """
-    if not isinstance(holder, NodeHolder):
-        client = holder.partition(bench.num_clients)
+    own = holder if isinstance(holder, NodeHolder) else None
+    client = 0 if own else holder.partition(bench.num_clients)
+    try:
+        if own and not may_begin and not bench.has_tokens(client):
+            raise RefusedError("an earlier update failed on them, and only the first on a model has the time to read")
+        if own:
+            _read_own(bench, own, data_set)
+        if aside:
+            return bench.tokenize(bench.set_aside(client))
+        if own:
+            return bench.client(client, _encode(config, bench, own.settings, data_set))
         canaries = audited(config, bench, client)
         return canaries.records if canaries else bench.client(client)
-    try:
-        if not may_begin and not bench.has_tokens(0):
-            raise RefusedError("an earlier update failed on them, and only the first on a model has the time to read")
-        _read_own(bench, holder, data_set)
-        return bench.client(0, _encode(config, bench, holder.settings, data_set))
-    except Exception as error:  # whatever the file holds must not decide whether there is an upload
-        bench.forget_records()
-        log.error("the records cannot be used, so the upload is noise alone: %s", _reason(error))
+    except Exception as error:  # whatever the file holds must not decide whether there is a release
+        if holder.policy.allow_not_private:
+            raise
+        if not aside:  # whose replies have time for all that an earlier one has left undone
+            bench.forget_records()
+        # Our own words, or where the error arose, since its text may hold a record.
+        reason = str(error) if isinstance(error, RefusedError) else trace_without_message(error)
+        log.error("the records cannot be used, so the release is noise alone: %s", reason)
         holder.journal.write("records_unreadable")
         return bench.no_records
 
@@ -80,10 +131,9 @@ def _read_own(bench: Workbench, holder: Holder, data_set: DataSet | None) -> Non
     if data_set is None or bench.read_for == data_set.id:
         return
     bench.forget_records()
-    bench.coin_key = _charging.coin_key(
-        holder.policy, data_set
-    )  # before what is noted of the records may fill the disk
-    _charging.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), size(bench, 0))
+    # Before the note on the records, which may fill the disk.
+    bench.coin_key = _charging.coin_key(holder.policy, data_set)
+    _charging.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), _size(bench, 0))
     bench.read_for = data_set.id
 
 
@@ -98,23 +148,3 @@ def _encode(config: RunConfig, bench: Workbench, settings: VaultSettings, data_s
         most_bytes=settings.memory_limit_mb * 2**20,
         encoder=bench.encoder,
     ).encode
-
-
-def counts(bench: Workbench, holder: Holder, broadcast: Broadcast, data_set: DataSet | None) -> Tensor:
-    """The exact counts on the records that the client sets aside; zeros on a node whose own cannot be used."""
-    try:
-        if isinstance(holder, NodeHolder):
-            _read_own(bench, holder, data_set)
-        data = bench.set_aside(0 if isinstance(holder, NodeHolder) else holder.partition(bench.num_clients))
-        return private_evaluation.count(bench.model, broadcast.adapter, broadcast.merged, data, bench.tokenize)
-    except Exception as error:  # as in `of_client`
-        if not isinstance(holder, NodeHolder):
-            raise
-        log.error("the records cannot be used, so the counts are noise alone: %s", _reason(error))
-        holder.journal.write("noise_alone")
-        return private_evaluation.NO_COUNTS
-
-
-def _reason(error: Exception) -> str:
-    """The reason for a node's log: our own words, or where the error arose, since its text may hold a record."""
-    return str(error) if isinstance(error, RefusedError) else trace_without_message(error)

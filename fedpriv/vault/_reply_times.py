@@ -22,10 +22,15 @@ from fedpriv.config import RunConfig
 from fedpriv.data import TextData, federated
 from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.reader import reading
+from fedpriv.ledger.receipts import chain_of
 from fedpriv.protocol import Broadcast
 from fedpriv.training import PoissonSampler
+from fedpriv.training import private_evaluation
+from fedpriv.training.local_update import COUNTS
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.rehearsal import rehearse
+from fedpriv.training.rehearsal import synthetic_records
 from fedpriv.training.stacked import caching_pays_off
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault.holder import NodeHolder
@@ -41,8 +46,9 @@ _GRID = 2**0.25
 _SETTLING_SECONDS = 0.1
 _SETTLING_SECONDS_A_BYTE = 1e-7
 
-# Times that the ledger is opened after a charge. It then verifies its chain, which takes longer with each charge.
-_OPENINGS = 6
+# Times that the ledger is opened after a charge: for the coins, for the note on the content, and for the reply. It then
+# verifies its chain, which takes longer with each charge.
+_OPENINGS = 3
 # That take about as long as an empty ledger.
 _CHARGES_OF_AN_OPENING = 100
 
@@ -64,17 +70,17 @@ _kept: WeakKeyDictionary[Workbench, Hashable] = WeakKeyDictionary()
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyTime:
-    """When the reply to an update leaves.
+    """When the reply to a release leaves.
 
     Attributes:
         seconds: T.
         is_first: whether T suffices to read the records and to fill the caches.
-        keeps: what the update leaves in memory, so that the next one like it has less to do.
+        keeps: what an update leaves in memory, so that the next one like it has less to do; None for an evaluation.
     """
 
     seconds: float
-    is_first: bool
-    keeps: Hashable
+    is_first: bool = True
+    keeps: Hashable = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,38 +97,55 @@ class _Ledger:
 
     @staticmethod
     def of(bench: Workbench, holder: NodeHolder, data_set: DataSet) -> _Ledger:
-        """Opened now; timed again when there are twice as many charges."""
-        assert holder.policy.ledger is not None, "a node with records of its own keeps one"
-        begin = time.perf_counter()
-        with Ledger(holder.policy.ledger) as ledger:
-            number = ledger.chain(data_set.id).newest.counter
-        seconds = time.perf_counter() - begin
+        """As it is now; opening it is timed again when there are twice as many charges."""
+        path = holder.policy.ledger
+        assert path is not None, "a node with records of its own keeps one"
+        with reading(path) as db:
+            number = chain_of(db, data_set.id).newest.counter
         size = _CHARGES_OF_AN_OPENING + number
-        timed, _ = _opening.get(bench, (0, 0.0))
+        timed, seconds = _opening.get(bench, (0, 0.0))
         if size >= 2 * timed or size < timed:
-            _opening[bench] = size, seconds
-        timed, seconds = _opening[bench]
+            begin = time.perf_counter()
+            with Ledger(path):
+                pass
+            timed, seconds = _opening[bench] = size, time.perf_counter() - begin
         return _Ledger(num_charges=number, seconds=_OPENINGS * seconds * size / timed)
 
 
-def of_update(
-    *,
+def of_release(
     spec: UpdateSpec,
     broadcast: Broadcast,
     sampler: PoissonSampler,
-    num_registered: int,
     config: RunConfig,
     bench: Workbench,
     holder: NodeHolder,
     data_set: DataSet,
 ) -> ReplyTime:
-    """T of an update, which is rehearsed; it is more where there are records to read, and caches to fill.
+    """T of an update or evaluation, which is rehearsed.
 
-    Whether there are depends on what was charged before: records that an update was to read and did not, are not read
-    before T allows for it again. All arguments are public, or the operator's.
+    All arguments are public, or the operator's.
 
     Raises:
-        InputError, LedgerError: see `rehearse` and `Ledger`.
+        Exception: the rehearsal fails, as the release would; or the ledger cannot be used.
+    """
+    if spec.objective == COUNTS:
+        return _of_evaluation(broadcast, config, bench, holder, data_set)
+    return _of_update(spec, broadcast, sampler, config, bench, holder, data_set)
+
+
+def _of_update(
+    spec: UpdateSpec,
+    broadcast: Broadcast,
+    sampler: PoissonSampler,
+    config: RunConfig,
+    bench: Workbench,
+    holder: NodeHolder,
+    data_set: DataSet,
+) -> ReplyTime:
+    """T of an update; it is more where there are records to read, and caches to fill.
+
+    Whether there are depends on what was charged before: records that an update was to read and did not, are not read
+    before T allows for it again.
     """
     number = _most_records(holder, data_set)
     kept = _kept.pop(bench, None)  # of a rehearsal that raises nobody knows what it has left in the caches
@@ -131,7 +154,7 @@ def of_update(
         adapter=broadcast.adapter,
         merged=broadcast.merged,
         spec=spec,
-        num_registered=num_registered,
+        num_registered=sampler.num_registered,
         max_length=config.max_length,
         num_labels=len(bench.label_names),
         features=bench.features,
@@ -159,27 +182,27 @@ def of_update(
     return ReplyTime(seconds=seconds, is_first=is_first, keeps=keeps)
 
 
-def charged(reply: ReplyTime, bench: Workbench) -> None:
-    """Take note of a new charge: from now on what it keeps is in memory, or the records are not used."""
-    _kept[bench] = reply.keeps
-
-
-def of_evaluation(
-    one_record: float, *, adapter: Adapter, config: RunConfig, bench: Workbench, holder: NodeHolder, data_set: DataSet
-) -> float:
-    """T of an evaluation, in seconds, which may have to read the records first.
-
-    Args:
-        one_record: what the longest takes, in seconds; the first measurement on a bench counts.
-        adapter, config, bench, holder, data_set: as for `of_update`.
-    """
+def _of_evaluation(
+    broadcast: Broadcast, config: RunConfig, bench: Workbench, holder: NodeHolder, data_set: DataSet
+) -> ReplyTime:
+    """T of an evaluation, which may have to read the records first; the first measurement on a bench counts."""
+    synthetic = synthetic_records(
+        bench.model, max_length=config.max_length, num_labels=len(bench.label_names), features=bench.features
+    )
+    one_record = private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic)
     work = 0.0
     if _is_derived(holder):
         one_record, text = _evaluation_seconds.setdefault(bench, one_record), _seconds_of_text(bench, config)
         number = _most_records(holder, data_set)
         work = number * text + _most_aside(number - 1, config.test_fraction, data_set) * (one_record + text)
         work += _Ledger.of(bench, holder, data_set).seconds
-    return _public(work, adapter, holder, config)
+    return ReplyTime(seconds=_public(work, broadcast.adapter, holder, config))
+
+
+def charged(reply: ReplyTime, bench: Workbench) -> None:
+    """Take note of a new charge: from now on what it keeps is in memory, or the records are not used."""
+    if reply.keeps is not None:
+        _kept[bench] = reply.keeps
 
 
 def most_drawn(num_coins: int, probability: float, log_odds: float) -> int:

@@ -190,7 +190,7 @@ def _converse(connection: socket.socket, worker: Worker, readers: threading.Sema
     """Answer the frames of one connection until it ends, in whatever way."""
     connection.settimeout(_IDLE_SECONDS)
     with contextlib.suppress(OSError):  # a client that goes away is its own affair
-        while connection.recv(1, socket.MSG_PEEK):  # only whoever sends something waits for its turn
+        while connection.recv(1, socket.MSG_PEEK):  # only a client that sends something waits for its turn
             try:
                 # Until it is answered, so that not more than a few frames are in memory at a time.
                 with readers:

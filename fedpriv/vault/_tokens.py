@@ -79,7 +79,7 @@ class TokenFile:
         try:
             return layout.unpacked(_read(self.path, layout.num_bytes), key)[: len(texts)]
         except Exception as error:  # whatever is wrong with the file, it decides nothing
-            log.info("%s: the tokens are made anew (%s)", self.path, type(error).__name__)
+            log.info("%s: the tokens are made again (%s)", self.path, type(error).__name__)
         rows = self._made(tokenizer, texts, pairs, max_length)
         try:
             _write(self.path, layout.packed(rows, key))

@@ -10,30 +10,32 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedpriv import protocol
-from fedpriv.accounting import views as accounting
-from fedpriv.adapters import Adapter, difference
+from fedpriv.accounting.views import Release
+from fedpriv.adapters import Adapter
+from fedpriv.adapters import difference
 from fedpriv.aggregation import is_irrelevant
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import trace_without_message
-from fedpriv.ledger.entries import DataSet, Key
+from fedpriv.ledger.entries import Key
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.protocol import Broadcast, EvaluationRelease, UploadRelease
 from fedpriv.training import private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
-from fedpriv.training.rehearsal import synthetic_records
+from fedpriv.training.private_evaluation import NoisedCounts
+from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_one_by_one
+from fedpriv.training.workbench import Workbench
 from fedpriv.vault import _charging, _records, _reply_times, _summed
-from fedpriv.vault._charging import AlreadyReleasedError, RefusedError, RetiredError
+from fedpriv.vault._charging import AlreadyReleasedError, NodePolicy, RefusedError, RetiredError
 from fedpriv.vault._guard import check_broadcast, check_evaluation, check_instruction, check_limits
 from fedpriv.vault._summed import Part
 from fedpriv.vault.frames import (
@@ -69,6 +71,45 @@ _MODEL_KEYS = (
 )
 
 
+class _Decoded(NamedTuple):
+    """The parts of a request for a release.
+
+    Attributes:
+        key: of its charge and of the stored reply.
+        spec: of the update; that of an evaluation has the objective `counts`.
+        broadcast: the model that it starts from.
+        part: of an update in a sum; None where the server sees what is released.
+    """
+
+    key: Key
+    spec: UpdateSpec
+    broadcast: Broadcast
+    part: Part | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """A release that was checked and charged: all that its execution and its reply need.
+
+    Attributes:
+        task: to execute; without records where the charge may not touch them.
+        decoded: from the request.
+        request: as it came.
+        holder: of the node.
+        config: of the run, as the node carries it out.
+        bench: model and records of the node.
+        receipt: of the charge, as text; empty if the request did not ask for it.
+    """
+
+    task: UpdateTask
+    decoded: _Decoded
+    request: Request
+    holder: Holder
+    config: RunConfig
+    bench: Workbench
+    receipt: str
+
+
 def answer(request: Request, holder: Holder) -> Response:
     """The node's answer; this function raises nothing."""
     try:
@@ -79,103 +120,53 @@ def answer(request: Request, holder: Holder) -> Response:
         return _refused(error, request, holder)
 
 
-def _train(request: Request, holder: Holder) -> Response:
-    """The upload of one local update.
-
-    Raises:
-        Exception: see `prepare`.
-    """
-    try:
-        task = prepare(request, holder)
-    except AlreadyReleasedError as released:
-        return settle(request, holder, released)
-    model = bench_of(run_of(request.run_config, holder), holder).model
-    return settle(request, holder, execute_one_by_one(model, [task])[0])
+def _release(request: Request, holder: Holder) -> Response:
+    """The release of one local update or evaluation."""
+    prepared = prepare(request, holder)
+    if isinstance(prepared, Response):
+        return prepared
+    return settle(prepared, execute_one_by_one(prepared.bench.model, [prepared.task])[0])
 
 
-def prepare(request: Request, holder: Holder) -> UpdateTask:
-    """The task that a request asks for, after the guard has checked and charged it.
+def prepare(request: Request, holder: Holder) -> Prepared | Response:
+    """The release that a request asks for, checked and charged; or the response if there is nothing to execute.
 
-    Whatever raises here was decided by public inputs: where records are the node's own, they are read after the charge,
-    and a failure to read them is no failure of the task.
-
-    Raises:
-        AlreadyReleasedError: the request was answered before; `settle` sends the stored answer again.
-        RefusedError: the guard does not allow it.
-        LedgerError: the node's ledger cannot be used.
-        ValueError: the request is malformed.
-    """
-    config = run_of(request.run_config, holder)
-    bench = bench_of(config, holder)
-    client, policy = holder.partition(bench.num_clients), holder.policy
-    key, spec, broadcast, part = _instruction(request, config, holder, client, bench.initial)
-    data_set, num_registered = _records.registered(config, bench, holder)
-    if part and part.num_records != num_registered:
-        raise RefusedError(f"terms: num_records = {part.num_records}: this node registered {num_registered}")
-    check_instruction(
-        spec,
-        policy,
-        noise_source=config.noise_source,
-        num_registered=num_registered,
-        has_labels=bool(bench.label_names),
-    )
-    sampler = spec.sampler(num_registered, _source(config, client, key.round, "inclusion"))
-    grid = part.grid if part else None
-    event = planned_event(spec, sampler.sampling_probability, bench.initial, grid)
-    # A node knows of no other noise than its own, but under the terms that its peers have signed.
-    release = part.release(event) if part else accounting.Release(event=event, rho_bar=1.0)
-    check_limits(spec, release.charged_on(policy.budget_view), key.round, policy.limits)
-    check_broadcast(broadcast, policy.limits)
-    bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
-    bench.model.check_merged(broadcast.merged)
-    reply = None
-    if isinstance(holder, NodeHolder) and data_set is not None:
-        reply = _reply_times.of_update(
-            spec=spec,
-            broadcast=broadcast,
-            sampler=sampler,
-            num_registered=num_registered,
-            config=config,
-            bench=bench,
-            holder=holder,
-            data_set=data_set,
-        )
-    may_read = _charged(request, config, holder, key, release, data_set, reply.seconds if reply else 0.0)
-    if reply and may_read:
-        _reply_times.charged(reply, bench)
-    may_begin = reply is None or reply.is_first
-    data = _records.of_client(config, bench, holder, data_set, may_begin=may_begin) if may_read else bench.no_records
-    return UpdateTask(
-        adapter=broadcast.adapter,
-        merged=broadcast.merged,
-        data=data,
-        spec=spec,
-        round=key.round,
-        sampler=sampler,
-        noise=_source(config, client, key.round, "noise"),
-        grid=grid,
-    )
-
-
-def settle(request: Request, holder: Holder, update: ClientUpdate | Exception) -> Response:
-    """The upload, once it is stored; noise alone if the update failed after it was charged.
+    Whatever is refused was decided by public inputs: where records are the node's own, they are read after the charge,
+    and a failure to read them is no failure of the release. A request that was answered before gets the stored answer.
 
     Args:
-        request: as given to `prepare`.
+        request: for an update, of steps or class sums, or for an evaluation.
         holder: of the node.
-        update: what became of the task, or what `prepare` raised.
     """
-    if isinstance(update, AlreadyReleasedError):
-        _journal(request, holder, "sent_again")
-        return _upload(update.content)
     try:
-        if isinstance(update, ClientUpdate):
-            return _settled(request, holder, update)
-        if isinstance(update, (RefusedError, LedgerError)) or holder.policy.allow_not_private:
-            return _refused(update, request, holder)
-        log.error("failed: %s", trace_without_message(update))
-        return _noise_alone(request, holder)
-    except Exception as error:  # the upload must not leave, and neither must the error's text
+        return _prepared(request, holder)
+    except AlreadyReleasedError as released:
+        _journal(request, holder, "sent_again")
+        return _response(request.kind, released.content)
+    except Exception as error:  # its text must not leave the node
+        return _refused(error, request, holder)
+
+
+def settle(prepared: Prepared, update: ClientUpdate | Exception) -> Response:
+    """The release, once its reply is stored; noise alone if it failed after it was charged.
+
+    Args:
+        prepared: by `prepare`.
+        update: what became of its task.
+    """
+    request, holder = prepared.request, prepared.holder
+    try:
+        if isinstance(update, Exception):
+            if holder.policy.allow_not_private:
+                return _refused(update, request, holder)
+            log.error("failed: %s", trace_without_message(update))
+            update = _noise_alone(prepared)
+        content = _content(prepared, update)
+        if holder.policy.ledger is not None:
+            content = _charging.store_reply(holder.policy, prepared.decoded.key, update.event, content)
+        _journal(request, holder, "released")
+        return _response(request.kind, content)
+    except Exception as error:  # the release must not leave, and neither must the error's text
         return _refused(error, request, holder)
 
 
@@ -198,99 +189,10 @@ def refused(error: Exception) -> Response:
     return Response(code=FAILED, reason="failed; this node's log says why")
 
 
-def _register(request: Request, holder: Holder) -> Response:
-    """The client's registration: partition id, registered number of records, display name and data set id.
-
-    Raises:
-        RefusedError: the node does not take part in such a run, or its data are not registered with its ledger.
-        LedgerError: the node's ledger cannot be used.
-        InputError: the run's configuration or, in a simulation, its data cannot be used.
-    """
-    config = run_of(request.run_config, holder)
-    bench = None if isinstance(holder, NodeHolder) else bench_of(config, holder)
-    client = holder.partition(bench.num_clients if bench else config.num_clients)
-    data_set, num_registered = _records.registered(config, bench, holder)
-    name = holder.name
-    if bench is not None:
-        name = name or bench.data.client_names[client]
-        if data_set is not None:
-            _charging.log_content(
-                holder.policy, data_set, repr(bench.data.clients[client]).encode(), _records.size(bench, client)
-            )
-    signs = holder.identity_key is not None or config.secure_aggregation
-    identity = _summed.identity_of(holder, client) if signs else None
-    registration = protocol.Registration(
-        client=client,
-        num_records=num_registered,
-        name=name or f"client-{client}",
-        # A node without a ledger remembers nothing, so its spending attaches to this run alone.
-        data_set=data_set.id if data_set else secrets.token_hex(16),
-        keeps_replies=data_set is not None,
-        software=protocol.SOFTWARE,
-        identity=identity.public_line if identity else "",
-        receipt=_receipt(request, holder, data_set),
-    )
-    if identity:
-        registration = replace(registration, signature=identity.sign(registration.signed))
-    holder.journal.write("registered", num_records=registration.num_records, data_set=registration.data_set)
-    return Response(record=protocol.REGISTRATION, fields=protocol.pack(registration))
-
-
-def _evaluate(request: Request, holder: Holder) -> Response:
-    """Noised counts of the records that are set aside on which a model is right and wrong.
-
-    Whatever raises here was decided by public inputs, as in `prepare`. After the charge the answer is noise alone where
-    records cannot be read, or where an earlier attempt ended before its answer was stored.
-
-    Raises:
-        RefusedError: the guard does not allow it.
-        LedgerError: the node's ledger cannot be used.
-        ValueError: the request is malformed.
-    """
-    config = run_of(request.run_config, holder)
-    bench = bench_of(config, holder)
-    client, policy = holder.partition(bench.num_clients), holder.policy
-    run, round_, spec = protocol.unpack_instruction(private_evaluation.EvaluationSpec, request.fields)
-    broadcast = protocol.unpack_model({record: _tensors(named) for record, named in request.arrays.items()})
-    key = _key(config, client, run, round_, protocol.request_digest(broadcast, spec))
-    data_set, _ = _records.registered(config, bench, holder)
-    check_evaluation(spec, round_, policy, noise_source=config.noise_source)
-    check_broadcast(broadcast, policy.limits)
-    private_evaluation.check_fits(bench.model, broadcast.adapter, broadcast.merged)
-    reply_seconds = 0.0
-    if isinstance(holder, NodeHolder) and data_set is not None:
-        classes = len(bench.label_names)
-        synthetic = synthetic_records(
-            bench.model, max_length=config.max_length, num_labels=classes, features=bench.features
-        )
-        reply_seconds = _reply_times.of_evaluation(
-            private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic),
-            adapter=broadcast.adapter,
-            config=config,
-            bench=bench,
-            holder=holder,
-            data_set=data_set,
-        )
-    event = private_evaluation.planned_event(spec)
-    # Counts go to the server one by one, so they cost the same on every view.
-    cost = accounting.Release(event=event, rho_bar=1.0, aggregate_scale=1.0 if config.secure_aggregation else None)
-    try:
-        may_read = _charged(request, config, holder, key, cost, data_set, reply_seconds)
-    except AlreadyReleasedError as released:
-        _journal(request, holder, "sent_again")
-        return _counts(released.content)
-    exact = _records.counts(bench, holder, broadcast, data_set) if may_read else private_evaluation.NO_COUNTS
-    counts, event = private_evaluation.noised(exact, spec, _source(config, client, round_, "evaluation"))
-    release = EvaluationRelease(round=round_, event=event, counts=counts, receipt=_receipt(request, holder, data_set))
-    content = _charging.store_reply(policy, key, event, protocol.pack_reply(release))
-    _journal(request, holder, "released")
-    return _counts(content)
-
-
 _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
-    REGISTER: _register,
-    TRAIN: _train,
-    EVALUATE: _evaluate,
+    REGISTER: _records.register,
+    TRAIN: _release,
+    EVALUATE: _release,
     ADVERTISE: _summed.advertise,
     SHARE: _summed.share,
     CHECK: _summed.check,
@@ -299,36 +201,98 @@ _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
 }
 
 
-def _charged(
-    request: Request,
-    config: RunConfig,
-    holder: Holder,
-    key: Key,
-    release: accounting.Release,
-    data_set: DataSet | None,
-    reply_seconds: float,
-) -> bool:
-    """Charge a release, the last step before any record is touched; whether the records may be touched for it.
-
-    From here on until `reply_seconds` have passed, nothing may leave.
+def _prepared(request: Request, holder: Holder) -> Prepared:
+    """See `prepare`.
 
     Raises:
-        Exception: see `charging.charge`.
+        AlreadyReleasedError: the request was answered before.
+        RefusedError: the guard does not allow it.
+        LedgerError: the node's ledger cannot be used.
+        Exception: the request is malformed, or its rehearsal fails.
     """
-    shown = str(request.fields.get(protocol.RECEIPT, ""))
+    config = run_of(request.run_config, holder)
+    bench = bench_of(config, holder)
+    client, evaluates = holder.partition(bench.num_clients), request.kind == EVALUATE
+    decoded = (_evaluation if evaluates else _instruction)(request, config, holder, client, bench.initial)
+    key, spec, broadcast, part = decoded
+    data_set, num_registered = _records.registered(config, bench, holder)
+    sampler, release = _checked(decoded, request.kind, config, bench, holder.policy, num_registered)
+    reply = None  # which leaves at once, unless the records are the node's own
+    if isinstance(holder, NodeHolder) and data_set is not None:
+        reply = _reply_times.of_release(spec, broadcast, sampler, config, bench, holder, data_set)
     is_new, receipt = _charging.charge(
-        holder.policy, key, release, data_set, noise_source=config.noise_source, shown=shown
+        holder.policy,
+        key,
+        release,
+        data_set,
+        noise_source=config.noise_source,
+        shown=str(request.fields.get(protocol.RECEIPT, "")),
     )
-    holder.before_records(reply_seconds)
+    # The last step before any record is touched. From here on until T has passed, nothing may leave.
+    holder.before_records(reply.seconds if reply else 0.0)
     paid = {protocol.RECEIPT: receipt} if is_new else {}
     holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None, **paid)
     # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.
-    return is_new or config.simulate
+    may_read = is_new or config.simulate
+    if reply and may_read:
+        _reply_times.charged(reply, bench)
+    may_begin = reply is None or reply.is_first
+    task = UpdateTask(
+        adapter=broadcast.adapter,
+        merged=broadcast.merged,
+        data=_records.of_release(config, bench, holder, data_set, aside=evaluates, may_begin=may_begin)
+        if may_read
+        else bench.no_records,
+        spec=spec,
+        round=key.round,
+        sampler=sampler,
+        noise=_source(config, client, key.round, "evaluation" if evaluates else "noise"),
+        grid=part.grid if part else None,
+    )
+    # Older coordinators do not know the field.
+    receipt = receipt if protocol.RECEIPT in request.fields else ""
+    return Prepared(
+        task=task, decoded=decoded, request=request, holder=holder, config=config, bench=bench, receipt=receipt
+    )
 
 
-def _receipt(request: Request, holder: Holder, data_set: DataSet | None) -> str:
-    """The node's newest receipt, for a coordinator that asks for it; older ones do not know the field."""
-    return _charging.signed_receipt(holder.policy, data_set) if protocol.RECEIPT in request.fields else ""
+def _checked(
+    decoded: _Decoded, kind: str, config: RunConfig, bench: Workbench, policy: NodePolicy, num_registered: int
+) -> tuple[PoissonSampler, Release]:
+    """Check with public inputs alone what is asked; the sampler of its records, and the release that is charged.
+
+    Raises:
+        RefusedError: the guard does not allow it.
+        ValueError: the model that was sent does not fit.
+    """
+    key, spec, broadcast, part = decoded
+    if part and part.num_records != num_registered:
+        raise RefusedError(f"terms: num_records = {part.num_records}: this node registered {num_registered}")
+    if kind == EVALUATE:
+        check_evaluation(spec, key.round, policy, noise_source=config.noise_source)
+    else:
+        check_instruction(
+            spec,
+            policy,
+            noise_source=config.noise_source,
+            num_registered=num_registered,
+            has_labels=bool(bench.label_names),
+        )
+    sampler = spec.sampler(num_registered, _source(config, int(key.client), key.round, "inclusion"))
+    event = planned_event(spec, sampler.sampling_probability, bench.initial, part.grid if part else None)
+    # A node knows of no other noise than its own, but under the terms that its peers have signed.
+    release = part.release(event) if part else Release(event=event, rho_bar=1.0)
+    if kind == EVALUATE:
+        if config.secure_aggregation:  # counts go to the server one by one, so they cost the same on every view
+            release = replace(release, aggregate_scale=1.0)
+        check_broadcast(broadcast, policy.limits)
+        private_evaluation.check_fits(bench.model, broadcast.adapter, broadcast.merged)
+    else:
+        check_limits(spec, release.charged_on(policy.budget_view), key.round, policy.limits)
+        check_broadcast(broadcast, policy.limits)
+        bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
+        bench.model.check_merged(broadcast.merged)
+    return sampler, release
 
 
 def _refused(error: Exception, request: Request, holder: Holder) -> Response:
@@ -345,13 +309,10 @@ def _journal(request: Request, holder: Holder, event: str, **fields: str) -> Non
     holder.journal.write(event, **named, **fields)
 
 
-def _instruction(
-    request: Request, config: RunConfig, holder: Holder, client: int, initial: Adapter
-) -> tuple[Key, UpdateSpec, Broadcast, Part | None]:
-    """The update that a train request asks for, its key as one release, and the node's part in a sum."""
+def _instruction(request: Request, config: RunConfig, holder: Holder, client: int, initial: Adapter) -> _Decoded:
+    """The update that a train request asks for."""
     run, round_, spec = protocol.unpack_instruction(UpdateSpec, request.fields)
-    arrays = {record: _tensors(named) for record, named in request.arrays.items()}
-    broadcast = protocol.unpack_broadcast(arrays, spec, initial)
+    broadcast = protocol.unpack_broadcast(_tensors(request), spec, initial)
     digest = protocol.request_digest(broadcast, spec)
     part = None
     # Without terms the server is to see the upload itself, as it may ask for in any run: that is charged in full.
@@ -359,7 +320,16 @@ def _instruction(
         part = _summed.part_of(request, config, holder, client, spec=spec, digest=digest, initial=initial)
     if part and (part.terms.run, part.terms.round) != (run, round_):
         raise RefusedError(f"terms: run, round = {part.terms.run}, {part.terms.round}: are not those of the request")
-    return _key(config, client, run, round_, f"{digest} {part.digest}" if part else digest), spec, broadcast, part
+    key = _key(config, client, run, round_, f"{digest} {part.digest}" if part else digest)
+    return _Decoded(key, spec, broadcast, part)
+
+
+def _evaluation(request: Request, config: RunConfig, _holder: Holder, client: int, _initial: Adapter) -> _Decoded:
+    """The evaluation that a request asks for, whose counts are part of no sum."""
+    run, round_, spec = protocol.unpack_instruction(private_evaluation.EvaluationSpec, request.fields)
+    broadcast = protocol.unpack_model(_tensors(request))
+    key = _key(config, client, run, round_, protocol.request_digest(broadcast, spec))
+    return _Decoded(key, UpdateSpec.counts(spec.noise_multiplier), broadcast, None)
 
 
 def _key(config: RunConfig, client: int, run: str, round_: int, digest: str) -> Key:
@@ -369,52 +339,51 @@ def _key(config: RunConfig, client: int, run: str, round_: int, digest: str) -> 
     return Key(run=run, client=str(client), round=round_, request=request)
 
 
-def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(a if a.flags.writeable else a.copy()) for name, a in arrays.items()}
+def _tensors(request: Request) -> dict[str, dict[str, Tensor]]:
+    """The arrays of a request as tensors, which share their memory where it may be written."""
+    return {
+        record: {name: torch.from_numpy(a if a.flags.writeable else a.copy()) for name, a in arrays.items()}
+        for record, arrays in request.arrays.items()
+    }
 
 
-def _settled(request: Request, holder: Holder, update: ClientUpdate) -> Response:
-    """The reply to a trained update; it is stored first if the node keeps a ledger."""
-    config = run_of(request.run_config, holder)
-    bench = bench_of(config, holder)
-    client = holder.partition(bench.num_clients)
-    key, spec, broadcast, part = _instruction(request, config, holder, client, bench.initial)
-    silent = part is None and _is_irrelevant(update.adapter, broadcast, spec, key.round)
+def _noise_alone(prepared: Prepared) -> ClientUpdate:
+    """The result for a charge whose task failed: what an empty set of records would have given."""
+    bench = prepared.bench
+    if prepared.request.kind != EVALUATE:
+        bench.forget_records()  # the next reply's time does not tell what this update has left undone
+    _journal(prepared.request, prepared.holder, "noise_alone")
+    (update,) = execute_one_by_one(bench.model, [replace(prepared.task, data=bench.no_records)])
+    if isinstance(update, Exception):
+        raise update
+    return update
+
+
+def _content(prepared: Prepared, update: ClientUpdate) -> bytes:
+    """The reply to a release that was executed, as it is stored."""
+    (key, spec, broadcast, part), round_ = prepared.decoded, prepared.task.round
+    if prepared.request.kind == EVALUATE:
+        assert update.noised is not None, "counts are what was noised"
+        counts = NoisedCounts.of(update.noised)
+        return protocol.pack_reply(
+            EvaluationRelease(round=round_, event=update.event, counts=counts, receipt=prepared.receipt)
+        )
+    silent = part is None and _is_irrelevant(update.adapter, broadcast, spec, round_)
     if part is not None:
         arrays = {protocol.SUM: part.vector(update)}
     elif silent:
         arrays = {}
     else:
-        rounding = _source(config, client, key.round, "rounding")
-        arrays = protocol.pack_upload(update.adapter, broadcast, spec, bench.initial, rounding)
-    data_set, _ = _records.registered(config, bench, holder)
+        rounding = _source(prepared.config, int(key.client), round_, "rounding")
+        arrays = protocol.pack_upload(update.adapter, broadcast, spec, prepared.bench.initial, rounding)
     release = UploadRelease(
-        round=key.round,
+        round=round_,
         event=update.event,
         num_records=update.num_records,
         silent=silent,
-        receipt=_receipt(request, holder, data_set),
+        receipt=prepared.receipt,
     )
-    content = protocol.pack_reply(release, arrays)
-    if holder.policy.ledger is not None:
-        content = _charging.store_reply(holder.policy, key, update.event, content)
-    _journal(request, holder, "released")
-    return _upload(content)
-
-
-def _noise_alone(request: Request, holder: Holder) -> Response:
-    """The upload for a charge whose update failed: what an empty set of records would have given."""
-    bench = bench_of(run_of(request.run_config, holder), holder)
-    bench.forget_records()  # the next reply's time does not tell what this update has left undone
-    try:
-        task = replace(prepare(request, holder), data=bench.no_records)
-    except AlreadyReleasedError as released:
-        return _upload(released.content)
-    _journal(request, holder, "noise_alone")
-    (update,) = execute_one_by_one(bench.model, [task])
-    if isinstance(update, Exception):
-        raise update
-    return _settled(request, holder, update)
+    return protocol.pack_reply(release, arrays)
 
 
 def _is_irrelevant(adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, round_: int) -> bool:
@@ -425,8 +394,16 @@ def _is_irrelevant(adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, rou
     return is_irrelevant(update, broadcast.signs, start=spec.relevance_threshold, round_=round_)
 
 
-def _upload(content: bytes) -> Response:
-    """The response that a stored reply holds."""
+def _response(kind: str, content: bytes) -> Response:
+    """The response that a stored reply holds.
+
+    Args:
+        kind: of the request.
+        content: as `_content` packs it.
+    """
+    if kind == EVALUATE:
+        counts, _ = protocol.unpack_reply(protocol.EvaluationRelease, content)
+        return Response(record=protocol.RELEASE, fields=protocol.pack(counts))
     release, arrays = protocol.unpack_reply(protocol.UploadRelease, content)
     return Response(
         record=protocol.RELEASE,
@@ -434,12 +411,6 @@ def _upload(content: bytes) -> Response:
         # In an order of their own: safetensors returns them in a random one.
         arrays={name: arrays[name].numpy() for name in sorted(arrays)},
     )
-
-
-def _counts(content: bytes) -> Response:
-    """The response that a stored reply to an evaluation holds."""
-    release, _ = protocol.unpack_reply(protocol.EvaluationRelease, content)
-    return Response(record=protocol.RELEASE, fields=protocol.pack(release))
 
 
 def _source(config: RunConfig, client: int, round_: int, purpose: str) -> RandomSource:

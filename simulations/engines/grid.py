@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 
-from clients.node import prepare, reply
-from fedpriv.training.local_update import Execute, UpdateTask
+from clients.node import failed, prepare, reply
+from fedpriv.training.local_update import Execute
+from fedpriv.vault.answer import Prepared
 from simulations.engines.flower_private import Run, empty_run, set_message_id
 
 TRAIN = "train"
@@ -80,18 +81,22 @@ class LocalGrid(Grid):
     def _answer(self, messages: Sequence[Message]) -> list[Message]:
         """One reply for each message, in order; a failing task is one error reply."""
         replies: dict[int, Message] = {}
-        tasks: dict[int, UpdateTask] = {}
+        prepared: dict[int, Prepared] = {}
         for position, message in enumerate(messages):
             context = self._contexts[message.metadata.dst_node_id]
             try:
                 if self._execute is not None and message.metadata.message_type == TRAIN:
-                    tasks[position] = prepare(message, context)
+                    answer = prepare(message, context)
                 else:
-                    replies[position] = self._evaluate(message, context)
+                    answer = self._evaluate(message, context)
             except Exception as error:  # one node's failure must not end the round
-                replies[position] = reply(message, context, error)
-        updates = self._execute(list(tasks.values())) if self._execute is not None and tasks else []
-        for position, update in zip(tasks, updates, strict=True):
-            context = self._contexts[messages[position].metadata.dst_node_id]
-            replies[position] = reply(messages[position], context, update)
+                answer = failed(message, error)
+            if isinstance(answer, Message):
+                replies[position] = answer
+            else:
+                prepared[position] = answer
+        tasks = [each.task for each in prepared.values()]
+        updates = self._execute(tasks) if self._execute is not None and tasks else []
+        for (position, each), update in zip(prepared.items(), updates, strict=True):
+            replies[position] = reply(messages[position], each, update)
         return [replies[position] for position in range(len(messages))]

@@ -51,11 +51,10 @@ class Node:
         return Message(content, 7, "train", group_id="1")
 
     def ask(self, message: Message) -> Message:
-        try:
-            task = prepare(message, self.context)
-        except Exception as error:
-            return reply(message, self.context, error)
-        return reply(message, self.context, self.execute([task])[0])
+        prepared = prepare(message, self.context)
+        if isinstance(prepared, Message):
+            return prepared
+        return reply(message, prepared, self.execute([prepared.task])[0])
 
     @property
     def num_charged(self) -> int:
@@ -103,8 +102,9 @@ def test_anything_else_that_is_asked_is_another_charge(node):
 
 def test_a_task_that_failed_after_its_charge_is_noise_alone_and_never_computed_again(node):
     message = node.message()
-    assert len(prepare(message, node.context).data)
-    failed = uploaded(reply(message, node.context, RuntimeError("out of memory")))
+    prepared = prepare(message, node.context)
+    assert len(prepared.task.data)
+    failed = uploaded(reply(message, prepared, RuntimeError("out of memory")))
     assert uploaded(node.ask(message)) == failed
     assert node.num_charged == 1
 
@@ -113,17 +113,18 @@ def test_a_charge_without_a_reply_is_honoured_with_noise_alone(node):
     """A crash in between may have had its cause in a record; a second attempt would tell."""
     message = node.message()
     prepare(message, node.context)
-    assert not len(prepare(message, node.context).data)
+    assert not len(prepare(message, node.context).task.data)
     assert uploaded(node.ask(message))
     assert node.num_charged == 1
 
 
 def test_two_computations_of_one_charge_release_one_result(node):
     message = node.message()
-    tasks = [prepare(message, node.context) for _ in range(2)]
-    updates = node.execute(tasks)
+    prepared = [prepare(message, node.context) for _ in range(2)]
+    updates = node.execute([each.task for each in prepared])
     assert not torch.equal(*(next(iter(update.adapter.values())) for update in updates)), "noise differs"
-    assert len({uploaded(reply(message, node.context, update)) for update in updates}) == 1
+    replies = [reply(message, each, update) for each, update in zip(prepared, updates, strict=True)]
+    assert len(set(map(uploaded, replies))) == 1
     assert node.num_charged == 1
 
 
@@ -209,10 +210,11 @@ def test_a_ledger_that_cannot_be_used_stops_every_release(node, harm, caplog):
 
 def test_an_upload_that_cannot_be_stored_is_not_sent(node):
     message = node.message()
-    (update,) = node.execute([prepare(message, node.context)])
+    prepared = prepare(message, node.context)
+    (update,) = node.execute([prepared.task])
     with Ledger(node.ledger):
-        assert reply(message, node.context, update).error.code == REFUSED
-    assert uploaded(reply(message, node.context, update))
+        assert reply(message, prepared, update).error.code == REFUSED
+    assert uploaded(reply(message, prepared, update))
 
 
 HOSTILE = {

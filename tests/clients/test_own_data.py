@@ -84,9 +84,9 @@ def test_it_trains_on_them_and_notes_what_it_did(context, settings):
     )
     message = Message(content, 7, "train", group_id="1")
     assert "data" not in vars(bench), "nothing reads records before the charge"
-    task = node.prepare(message, context)
-    assert len(task.data) == registration(context).num_records
-    reply = node.reply(message, context, execute_one_by_one(bench.model, [task])[0])
+    prepared = node.prepare(message, context)
+    assert len(prepared.task.data) == registration(context).num_records
+    reply = node.reply(message, prepared, execute_one_by_one(bench.model, [prepared.task])[0])
     assert protocol.ADAPTER in reply.content
     with Ledger(settings.ledger) as ledger:
         assert [key.round for key, _ in ledger.releases_of(ledger.data_set().id, "run")] == [1]

@@ -89,10 +89,9 @@ def one_node(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
             instruction = ConfigRecord(protocol.pack_instruction("run", round_, spec))
             content = RecordDict({protocol.ADAPTER: ArrayRecord(bench.initial), protocol.INSTRUCTION: instruction})
             message = Message(content, 7, "train", group_id="1")
-            try:
-                reply = node.reply(message, context, execute([node.prepare(message, context)])[0])
-            except Exception as error:
-                reply = node.reply(message, context, error)
+            reply = node.prepare(message, context)
+            if not isinstance(reply, Message):
+                reply = node.reply(message, reply, execute([reply.task])[0])
             assert not reply.has_error(), reply.error
             sent(wire, 0, round_, reply)
             (folder / "next").write_text(str(round_ + 1))

@@ -140,7 +140,7 @@ def test_with_hardly_any_noise_the_estimate_is_the_accuracy_of_the_final_model(s
     found, config = summary(folder), parse(settings)
     bench = workbench(config)
     adapter = checkpoint.read_last(folder, bench.initial).model.adapter
-    exact = sum(count(bench.model, adapter, {}, bench.set_aside(c), bench.tokenize) for c in range(3))
+    exact = sum(count(bench.model, adapter, {}, bench.tokenize(bench.set_aside(c))) for c in range(3))
     assert found["accuracy"] == pytest.approx(float(exact[0] / exact.sum()), abs=1e-3)
     assert found["accuracy_interval"][1] - found["accuracy_interval"][0] < 1e-2
     again, _ = run(settings, tmp_path / "again")

@@ -234,7 +234,7 @@ def test_the_start_is_in_the_node_s_ledger_before_it_is_computed(recipe, tmp_pat
     }
     with task_identity(1):
         message = Message(RecordDict(content), 7, "train", group_id="1")
-        task = node.prepare(message, context)
+        task = node.prepare(message, context).task
         with reading(ledger) as db:  # nothing is computed yet
             (entry,) = [entry for entry in db.entries() if entry.phase == "charged"]
             (release,) = [release for data_set in db.data_sets() for release in db.releases(data_set.id)]

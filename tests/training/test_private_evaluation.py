@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,8 +18,17 @@ from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import Records, tokenize
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.evaluation import evaluate
+from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.private_evaluation import EvaluationSpec, check_fits, count, noised, planned_event
+from fedpriv.training.private_evaluation import (
+    EvaluationSpec,
+    NoisedCounts,
+    check_fits,
+    count,
+    noised,
+    planned_event,
+)
+from fedpriv.training.stacked import local_update, stacked_updates
 from tests.tiny import LABELS, WORDS, move, tiny_causal
 
 NUM = 30
@@ -43,16 +54,26 @@ def model(base):
 
 @pytest.fixture(scope="module")
 def read(base):
-    def tokens(data: TextData) -> Records:
-        if FAILING in data.texts:
-            raise RuntimeError(FAILING)
-        return tokenize(data, base.tokenizer, label_names=LABELS, max_length=16)
+    return partial(tokenize, tokenizer=_Refusing(base.tokenizer), label_names=LABELS, max_length=16)
 
-    return tokens
+
+class _Refusing:
+    """A tokenizer that fails wherever one of its texts is the failing one."""
+
+    def __init__(self, honest) -> None:
+        self._honest = honest
+
+    def __getattr__(self, name: str):
+        return getattr(self._honest, name)
+
+    def __call__(self, texts, *rest, **named):
+        if FAILING in texts:
+            raise RuntimeError(FAILING)
+        return self._honest(texts, *rest, **named)
 
 
 def counts_of(model: TrainingModel, data: TextData, read) -> torch.Tensor:
-    return count(model, model.initial, {}, data, read)
+    return count(model, model.initial, {}, read(data))
 
 
 def test_the_exact_counts_are_those_of_plain_evaluation(model, data, read):
@@ -102,7 +123,8 @@ def test_a_record_that_fails_adds_nothing_and_stops_no_other(model, data, read, 
 def test_the_noise_is_that_of_the_event_and_of_no_other_scale(model):
     spec = EvaluationSpec(noise_multiplier=3.0)
     exact = torch.tensor([20.0, 7.0], dtype=torch.float64)
-    pairs = [noised(exact, spec, SeededSource(0, draw, "evaluation")) for draw in range(4000)]
+    draws = [noised(exact, UpdateSpec.counts(3.0), SeededSource(0, draw, "evaluation")) for draw in range(4000)]
+    pairs = [(NoisedCounts.of(sums), event) for sums, event in draws]
     values = np.array([[pair.hits - 20, pair.misses - 7] for pair, _ in pairs])
     assert {event for _, event in pairs} == {planned_event(spec)}
     # Variances of 4,000 normal values, and their correlation: five standard errors, once in 1.7 million.
@@ -115,9 +137,10 @@ def test_the_noise_is_that_of_the_event_and_of_no_other_scale(model):
 
 
 def test_released_counts_lie_on_a_grid_that_does_not_depend_on_the_counts():
-    spec = EvaluationSpec(noise_multiplier=3.0)
+    spec = UpdateSpec.counts(3.0)
     for exact in ([20.0, 7.0], [2**-20, 1 - 2**-20], [1e9, 0.0]):
-        pair, _ = noised(torch.tensor(exact, dtype=torch.float64), spec, SeededSource(1, "evaluation"))
+        sums, _ = noised(torch.tensor(exact, dtype=torch.float64), spec, SeededSource(1, "evaluation"))
+        pair = NoisedCounts.of(sums)
         assert all((value * 2**17).is_integer() for value in (pair.hits, pair.misses))
 
 
@@ -132,6 +155,22 @@ def test_one_evaluation_costs_what_the_gaussian_mechanism_costs():
     low, high = (torch.tensor(x, dtype=torch.float64) for x in (1 / 8 - 4 * epsilon, -1 / 8 - 4 * epsilon))
     delta = float(normal.cdf(low) - math.exp(epsilon) * normal.cdf(high))
     assert delta == pytest.approx(1e-5, rel=0.01)
+
+
+def test_counts_are_no_objective_under_other_bounds_nor_in_a_stack(model):
+    """Their sensitivity is 1 by themselves: no clip norm makes it smaller, and no sampling hides them."""
+    spec = UpdateSpec.counts(3.0)
+    empty = Records({"input_ids": ()}, torch.tensor([], dtype=torch.int64), pad_token_id=0)
+    source = SeededSource(0)
+    task = UpdateTask(
+        adapter=model.initial, data=empty, spec=spec, round=1, sampler=spec.sampler(30, source), noise=source
+    )
+    assert local_update(model, task).event == planned_event(EvaluationSpec(noise_multiplier=3.0))
+    for change in ({"clip_norm": 0.1}, {"sampling_probability": 0.1}, {"local_steps": 2}, {"noise_on": "upload"}):
+        with pytest.raises(ValueError, match="objective = counts"):
+            local_update(model, replace(task, spec=replace(spec, **change)))
+    with pytest.raises(ValueError, match="objective = counts"):
+        stacked_updates(model, [task])
 
 
 def test_a_model_that_does_not_fit_is_refused_by_name(model):

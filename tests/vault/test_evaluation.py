@@ -22,11 +22,11 @@ from fedpriv.protocol import Broadcast, request_digest
 from fedpriv.training import private_evaluation, workbench
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
+from fedpriv.training.private_evaluation import EvaluationSpec, NoisedCounts, planned_event
 from fedpriv.vault import _charging
 from fedpriv.vault import answer as answering
 from fedpriv.vault.answer import answer
-from fedpriv.vault.frames import EVALUATE, FAILED, REFUSED, RETIRED, Request, Response
+from fedpriv.vault.frames import EVALUATE, FAILED, REFUSED, RETIRED, TRAIN, Request, Response
 from fedpriv.vault.holder import Holder, bench_of, run_of
 from simulations.engines.flower_private import task_identity
 from tests.tiny import LABELS, WORDS
@@ -128,14 +128,15 @@ def test_a_record_more_moves_the_counts_by_at_most_one_and_nothing_else(make, sa
 def evaluated(node: Node, monkeypatch, **changes: object) -> set[str]:
     """The texts of the records that a node counts in an evaluation of a run with these changes."""
     seen: set[str] = set()
-    honest = private_evaluation.count
+    honest = workbench.Workbench.set_aside
 
-    def count(model, adapter, merged, data, tokenize):
+    def set_aside(bench, client):
+        data = honest(bench, client)
         seen.update(data.texts)
-        return honest(model, adapter, merged, data, tokenize)
+        return data
 
     with monkeypatch.context() as patch:
-        patch.setattr(private_evaluation, "count", count)
+        patch.setattr(workbench.Workbench, "set_aside", set_aside)
         request = replace(node.request(round_=1 + len(node.phases)), run_config={**node.run_config, **changes})
         assert not answer(request, node.holder).code
     return seen
@@ -186,9 +187,10 @@ def test_records_that_cannot_be_used_give_noise_alone(make, same_noise, monkeypa
         monkeypatch.setattr(private_evaluation, "_share", lambda *_: 1 / 0)
         monkeypatch.setattr(private_evaluation, "rehearse", lambda *_: 0.01)  # it would notice such a model
     release = protocol.unpack(protocol.EvaluationRelease, node.ask().fields)
-    noise, _ = private_evaluation.noised(
-        torch.zeros(2, dtype=torch.float64), EvaluationSpec(noise_multiplier=Z), SeededSource(5, "evaluation")
+    sums, _ = private_evaluation.noised(
+        torch.zeros(2, dtype=torch.float64), UpdateSpec.counts(Z), SeededSource(5, "evaluation")
     )
+    noise = NoisedCounts.of(sums)
     assert release.counts == noise
     assert [phase for phase in node.phases if phase != "changed"][-2:] == ["charged", "released"]
 
@@ -291,6 +293,17 @@ def test_no_training_request_shares_the_key_of_an_evaluation(make):
     broadcast = Broadcast(adapter=node.initial)
     spec = UpdateSpec.of(parse({"recipe": "dp-lora-paper"}))
     assert request_digest(broadcast, spec) != request_digest(broadcast, EvaluationSpec(noise_multiplier=Z))
+
+
+def test_no_train_request_asks_for_counts_under_another_clip_norm(make):
+    """Counts move by 1 whatever clip norm is stated, and the noise on them would be as small as that."""
+    node = make()
+    spec = replace(UpdateSpec.counts(Z), clip_norm=1e-3)
+    for asked in (spec, UpdateSpec.counts(Z)):
+        request = replace(node.request(), kind=TRAIN, fields=protocol.pack_instruction("run", 1, asked))
+        response = answer(request, node.holder)
+        assert (response.code, "objective = 'counts'" in response.reason) == (REFUSED, True)
+    assert node.phases == ["registered"]
 
 
 @pytest.mark.slow

@@ -256,10 +256,10 @@ def test_a_list_of_survivors_is_confirmed_and_revealed_once_and_after_the_vector
 
 def test_the_charge_is_written_before_any_record_is_read(site, monkeypatch):
     seen = []
-    real = _records.of_client
+    real = _records.of_release
     monkeypatch.setattr(
         _records,
-        "of_client",
+        "of_release",
         lambda *args, **options: seen.append(len(site.charges(1, "order of things"))) or real(*args, **options),
     )
     terms = site.terms("order of things")
