@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from fedpriv.dedup.algorithms import BudgetSpent
-from fedpriv.dedup.blocks import BlockLayout
 from fedpriv.dedup.planning import Group, Members, choose_members, cost_of, read_charges
-from fedpriv.dedup.shared_basis import (
+from fedpriv.dedup.work import Outcome, Tensors, Validator, Work
+from fedpriv.errors import InputError
+from fedpriv.variants.blocks import BlockLayout
+from fedpriv.variants.shared_basis import (
     BasisOptions,
     Encoded,
     RestoreError,
@@ -23,8 +25,6 @@ from fedpriv.dedup.shared_basis import (
     flattened,
     restore_error,
 )
-from fedpriv.dedup.work import Outcome, Tensors, Validator, Work
-from fedpriv.errors import InputError
 
 log = logging.getLogger(__name__)
 

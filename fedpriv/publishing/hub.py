@@ -22,8 +22,6 @@ from huggingface_hub.utils._validators import validate_repo_id
 
 from fedpriv.adapters.lora import CONVENTION_FILE
 from fedpriv.config import RunConfig
-from fedpriv.dedup import variants
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import entries, reader
 from fedpriv.publishing import card
@@ -31,6 +29,8 @@ from fedpriv.publishing.card import why_not_private
 from fedpriv.publishing.saved import ADAPTER_CONFIG, SavedVariant
 from fedpriv.runs import files
 from fedpriv.runs.rows import ClientRow, read_rows
+from fedpriv.variants import folders
+from fedpriv.variants.folders import Described
 
 TENSORS = "adapter_model.safetensors"
 _KEPT = ("version", "base_model", "base_weights", "pooling", "labels", "reading")
@@ -65,7 +65,7 @@ def contents(saved: SavedVariant, *, license: str = "") -> dict[str, bytes]:
     Raises:
         InputError: its tensors were changed, or a file is damaged.
     """
-    variants.read_tensors(saved.folder)
+    folders.read_tensors(saved.folder)
     convention = {key: saved.convention[key] for key in _KEPT if key in saved.convention} | {"base_model": saved.base}
     settings = files.read_values(saved.folder / ADAPTER_CONFIG) | {"base_model_name_or_path": saved.base}
     return {
@@ -128,9 +128,9 @@ def why_publishable(saved: SavedVariant, *, ledger: Path | None = None, public_d
         )
     if saved.folder.resolve().parent.parent != run.resolve():
         raise InputError(f"{saved.folder}: leads out of its run's folder; name the variant where it is")
-    described = variants.read(saved.folder)
+    described = folders.read(saved.folder)
     if described.name != saved.name:
-        raise InputError(f"{saved.folder / variants.FILE}: describes another variant, so nobody knows what this one is")
+        raise InputError(f"{saved.folder / folders.FILE}: describes another variant, so nobody knows what this one is")
     data_sets = {client: fields["data_set"] for client, fields in files.read_values(run / files.REGISTRATIONS).items()}
     asked = _whose(saved.name, list(data_sets))
     if public_data:

@@ -14,9 +14,9 @@ from fedpriv.adapters.locations import check_weights, public_name
 from fedpriv.adapters.pooling import normalizes
 from fedpriv.config import RunConfig
 from fedpriv.data.encoding import TextReading
-from fedpriv.dedup import variants
 from fedpriv.errors import InputError
 from fedpriv.runs import files
+from fedpriv.variants import folders
 
 GLOBAL = "global"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -130,7 +130,7 @@ def load(saved: SavedVariant) -> LoadedVariant:
     Raises:
         InputError: its files were changed; its base is not to be found, or has other weights than in training.
     """
-    variants.read_tensors(saved.folder)  # against their digest
+    folders.read_tensors(saved.folder)  # against their digest
     check_weights(saved.model, saved.convention.get("base_weights") or {})
     normalize = normalizes(saved.pooling)
     base = load_base(saved.model, task=saved.task, num_labels=len(saved.labels), normalize=normalize)

@@ -23,8 +23,6 @@ from fedpriv.adapters.arithmetic import A_SUFFIX, B_SUFFIX
 from fedpriv.adapters.lora import CONVENTION_FILE
 from fedpriv.config import RunConfig, parse
 from fedpriv.data.encoding import chat_format_of
-from fedpriv.dedup import variants
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.runs import files
 from fedpriv.serving._engine import Weights
@@ -32,6 +30,8 @@ from fedpriv.serving.requests import DamagedVariantError, ServingError, UnknownV
 from fedpriv.training.decoding import ends_of_turn
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import load_model
+from fedpriv.variants import folders
+from fedpriv.variants.store import Store
 
 GLOBAL = "global"
 _STORE_INDEX = "index.json"
@@ -118,8 +118,8 @@ def _of_run(run: Path) -> Source:
     config = files.read_config(run)
     scaling = config.alpha / config.rank
     # A folder with a description is complete; names are those of folders, and requests are looked up among them.
-    folders = {path.parent.name: path.parent for path in (run / files.VARIANTS).glob(f"*/{variants.FILE}")}
-    readers: dict[str, _Read] = {name: partial(_read, folder, scaling) for name, folder in folders.items()}
+    found = {path.parent.name: path.parent for path in (run / files.VARIANTS).glob(f"*/{folders.FILE}")}
+    readers: dict[str, _Read] = {name: partial(_read, folder, scaling) for name, folder in found.items()}
     if (run / files.STORE / _STORE_INDEX).is_file():
         store = Store(run / files.STORE, read_only=True)
         readers = {name: partial(_restored, store, name) for name in store.names} | readers
@@ -160,9 +160,9 @@ def _read(folder: Path, scaling: float) -> Mapping[str, Tensor]:
     Raises:
         Exception: they are not those that it describes, or scaled in another way than the run's.
     """
-    described, tensors = variants.read(folder), variants.read_tensors(folder)
+    described, tensors = folders.read(folder), folders.read_tensors(folder)
     if described.name != folder.name:
-        raise ValueError(f"{folder / variants.FILE}: describes {described.name!r}")
+        raise ValueError(f"{folder / folders.FILE}: describes {described.name!r}")
     found = files.read_values(folder / _ADAPTER_CONFIG)
     if abs(found["lora_alpha"] / found["r"] - scaling) > 1e-6 * scaling:
         raise ValueError(f"{folder / _ADAPTER_CONFIG}: its scale is not the run's, alpha / rank = {scaling:g}")

@@ -25,10 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedpriv.dedup.blocks import BlockLayout
-from fedpriv.dedup.serving import StoreRegistry, memory_for_models, targets_in
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
+from fedpriv.variants.blocks import BlockLayout
+from fedpriv.variants.loading import StoreRegistry, memory_for_models, targets_in
+from fedpriv.variants.store import Store
 from simulations.benchmarks._bounded_memory import (
     Group,
     bound,

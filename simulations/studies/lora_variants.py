@@ -29,8 +29,8 @@ from safetensors.torch import save_file
 from fedpriv import adapters
 from fedpriv import config as configuration
 from fedpriv.data.records import collate
-from fedpriv.dedup.store import Store
 from fedpriv.training.workbench import Workbench, workbench
+from fedpriv.variants.store import Store
 
 # How much pld's grid may add to an epsilon, in our accountant or in dp-accounting's.
 TOLERANCE = 2e-3

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.adapter_variants import AdapterEvaluator
-from fedpriv.dedup import variants
-from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
-from fedpriv.dedup.shared_basis import BasisOptions, Encoded, few_bits, fit, flattened, restore_error
-from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords
+from fedpriv.variants import folders
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.shared_basis import BasisOptions, Encoded, few_bits, fit, flattened, restore_error
+from fedpriv.variants.store import Store
 
 UTILITY_BOUND = 0.01
 BLOCK_SIZE = 64
@@ -69,9 +69,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     evaluator = _Counted(AdapterEvaluator.of_run(arguments.run))
-    folders = sorted(path.parent for path in arguments.run.glob("variants/*/variant.json"))
-    models = {folder.name: variants.read_tensors(folder) for folder in folders}
-    described = [replace(variants.read(folder), utility_bound=UTILITY_BOUND) for folder in folders]
+    paths = sorted(path.parent for path in arguments.run.glob("variants/*/variant.json"))
+    models = {folder.name: folders.read_tensors(folder) for folder in paths}
+    described = [replace(folders.read(folder), utility_bound=UTILITY_BOUND) for folder in paths]
     print("| stored as | bytes % | bare, with residual, plain | largest drop | mean change | largest error |")
     print("| --- | --- | --- | --- | --- | --- |")
     points = []

@@ -11,19 +11,19 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
-from fedpriv.dedup import _manifests
 from fedpriv.dedup._basis_pipeline import REPEATED, TOO_FEW_BYTES
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings, choose_members
-from fedpriv.dedup.serving import StoreRegistry
-from fedpriv.dedup.store import Store
-from fedpriv.dedup.store import Variant as StoreVariant
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, StoreError
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.variants import _manifests
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.folders import Described
+from fedpriv.variants.loading import StoreRegistry
+from fedpriv.variants.store import Store
+from fedpriv.variants.store import Variant as StoreVariant
 
 SIZE = 400
 RNG = np.random.default_rng(3)

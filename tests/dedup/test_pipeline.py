@@ -14,14 +14,14 @@ from torch import nn
 from fedpriv.accounting.accountants import epsilon_of as epsilon
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.dedup import planning, saliency
-from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings, read_charges
-from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, allowed_drop
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
 
 DIGITS = load_digits()
 TEST = slice(1200, 1797)

@@ -14,15 +14,15 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
-from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import check, deduplicate
 from fedpriv.dedup.planning import DedupSettings, ValidationCharge, add_charges, read_charges
-from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
-from fedpriv.dedup.variants import Described
 from fedpriv.dedup.work import Outcome, Progress, _seconds_left
 from fedpriv.errors import InputError, StoreError
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
 
 TRUTH = np.random.default_rng(1).normal(size=1024).astype("f4")
 INPUTS = np.random.default_rng(3).normal(size=(200, 1024)).astype("f4")

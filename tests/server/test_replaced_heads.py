@@ -13,8 +13,8 @@ import fedpriv.adapters
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.config import parse
 from fedpriv.data.records import collate
-from fedpriv.dedup.store import Store
 from fedpriv.training.workbench import workbench
+from fedpriv.variants.store import Store
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests import architectures

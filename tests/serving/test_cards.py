@@ -11,12 +11,12 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.dedup import variants
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors
-from fedpriv.dedup.store import Store
-from fedpriv.dedup.variants import Described
 from fedpriv.serving.http.cards import Cards
+from fedpriv.variants import folders
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.composition import History, Upload, client_ancestors, global_ancestors
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
 
 EVENT = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 DELTAS = {"A": 1e-5, "B": 1e-6}
@@ -40,7 +40,7 @@ def describe(folder: Path, name: str, history: History | None = None) -> None:
         deltas=DELTAS,
         history=history or History(name=name, ancestors=ANCESTORS[name]),
     )
-    variants.write(folder / name, described, {"w": np.zeros(4, np.float32)})
+    folders.write(folder / name, described, {"w": np.zeros(4, np.float32)})
 
 
 @pytest.fixture

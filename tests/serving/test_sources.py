@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from fedpriv.aggregation.rules import RULES
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.store import Store
-from fedpriv.dedup.variants import read_tensors
 from fedpriv.errors import InputError
 from fedpriv.serving._engine import Weights
 from fedpriv.serving.requests import DamagedVariantError, Failed, ServingError, UnknownVariantError
 from fedpriv.serving.sources import NoRoomError, VariantMemory, find
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.folders import read_tensors
+from fedpriv.variants.store import Store
 from tests.served import LABELS, ask_classes, save_run, serving
 
 NAMES = ("global", "client-2", "client-10")

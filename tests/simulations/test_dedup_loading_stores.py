@@ -10,11 +10,11 @@ import pytest
 import safetensors.numpy
 
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.dedup import variants
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.composition import History
-from fedpriv.dedup.store import Store
-from fedpriv.dedup.variants import Described
+from fedpriv.variants import folders
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.composition import History
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
 from tests.cli.command_line import as_json, fedpriv, loading
 
 WORKLOADS = """
@@ -70,7 +70,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 deltas={"clinic": 1e-5},
                 history=History(name=name, ancestors=None, events={"clinic": (event,)}),
             )
-            variants.write(folder / "variants" / name, described, tensors_of(number))
+            folders.write(folder / "variants" / name, described, tensors_of(number))
     return folder
 
 

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.dedup import variants
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.variants import folders
+from fedpriv.variants.store import Store
 from simulations.studies.dedup import check, images, run, schedules, texts, train
 from simulations.studies.dedup.cells import append, cells, lines
 from simulations.studies.dedup.dp_sgd import DpSgdSchedule, clipped_sum, losses, train_privately
@@ -342,7 +342,7 @@ def test_the_lines_of_models_say_whether_each_beats_its_start(tiny):
         # Of the differences -1, 0 and 1 of 30 records, at most one record lost for each gained.
         assert line["gain_standard_error"] <= 1 / math.sqrt(29)
         assert line["accuracy_without_noise"] == reference["accuracy"]
-        assert line["accuracy"] == train.accuracies(out, model, variants.read_tensors(out / "models" / model.name))
+        assert line["accuracy"] == train.accuracies(out, model, folders.read_tensors(out / "models" / model.name))
 
 
 def test_targets_are_trained_anew_with_the_epsilon_after_deduplication(tiny, tmp_path, monkeypatch):

@@ -13,13 +13,13 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedpriv.dedup import Manifest, variants
-from fedpriv.dedup.composition import Guarantee, History, PublicationCost, publication_cost
-from fedpriv.dedup.store import Store
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, StoreError
 from fedpriv.ledger.statement import ADJACENCY
 from fedpriv.runs import files
+from fedpriv.variants import Manifest, folders
+from fedpriv.variants.composition import Guarantee, History, PublicationCost, publication_cost
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
 
 VIEW = "local"
 _STORE_INDEX = "index.json"
@@ -135,7 +135,7 @@ class Cards:
 
     def _has_file(self, name: str) -> bool:
         """Whether `fedpriv.serving.sources` serves a variant of a run from its own file, not from the run's store."""
-        return self._store != self._source and (self._source / files.VARIANTS / name / variants.FILE).is_file()
+        return self._store != self._source and (self._source / files.VARIANTS / name / folders.FILE).is_file()
 
     @property
     def _store(self) -> Path:
@@ -148,9 +148,9 @@ class Cards:
     def _read_described(self, name: str) -> Described | None:
         """The description next to the variant, or in the run that the store belongs to; None if it says nothing."""
         for folder in (self._source / files.VARIANTS, self._source, self._source.absolute().parent / files.VARIANTS):
-            if (folder / name / variants.FILE).is_file():
+            if (folder / name / folders.FILE).is_file():
                 try:
-                    return variants.read(folder / name)
+                    return folders.read(folder / name)
                 except InputError:
                     return None
         return None

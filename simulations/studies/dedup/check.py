@@ -22,8 +22,8 @@ import torch
 from dp_accounting import pld
 from numpy.typing import NDArray
 
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
+from fedpriv.variants.store import Store
 from simulations.studies.dedup.cells import lines
 from simulations.studies.dedup.data import Split, records
 from simulations.studies.dedup.networks import network

@@ -10,16 +10,16 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from fedpriv.dedup import variants
-from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
-from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
-from fedpriv.dedup.variants import Described
 from fedpriv.dedup.work import Outcome
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.variants import folders
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
 from simulations.studies.dedup.cells import SEARCH_OF_ROW, DedupCell, append, cells, lines
 from simulations.studies.dedup.data import Split, Task, records
 from simulations.studies.dedup.evaluator import RecordsEvaluator
@@ -63,11 +63,11 @@ def run_cell(out: Path, cell: DedupCell) -> dict[str, Any]:
     if folder.exists():  # left by an interrupted run
         shutil.rmtree(folder)
     paths = {model.name: originals / model.name for model in scenario.all_models}
-    tensors: dict[str, Tensors] = {name: variants.read_tensors(path) for name, path in paths.items()}
-    described = bounded([variants.read(path) for path in paths.values()], scenario, cell)
+    tensors: dict[str, Tensors] = {name: folders.read_tensors(path) for name, path in paths.items()}
+    described = bounded([folders.read(path) for path in paths.values()], scenario, cell)
     for each in described:
         (folder / "variants" / each.name).mkdir(parents=True)
-        variants.describe(folder / "variants" / each.name, each)
+        folders.describe(folder / "variants" / each.name, each)
     began = time.perf_counter()
     with Store(folder / "store") as store:
         outcomes = deduplicated(out, described, tensors, cell, store)

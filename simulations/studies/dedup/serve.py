@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.store import Store
 from simulations.benchmarks.dedup_loading import KINDS, Report, Workload, bench, restore_all
 from simulations.studies.dedup.cells import DedupCell, append, cells, lines
 from simulations.studies.dedup.data import records

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from fedpriv.accounting.events import Event
-from fedpriv.dedup import variants
-from fedpriv.dedup.composition import History, Upload
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.variants import folders
+from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.folders import Described
 from simulations.studies.dedup import texts
 from simulations.studies.dedup.cells import append, lines
 from simulations.studies.dedup.data import Split, Task, is_text, records
@@ -193,8 +193,8 @@ def _trained(out: Path, model: Model) -> dict[str, Any]:
     }
     if math.isfinite(model.epsilon):
         described = _described(model, history(model, events))
-        variants.write(out / "models" / model.name, described, tensors)
-        line["epsilon"] = described.as_variant().epsilon
+        folders.write(out / "models" / model.name, described, tensors)
+        line["epsilon"] = described.guarantee().epsilon
         without_noise = {each["name"]: each["accuracy"] for each in lines(out / REFERENCES)}
         line["accuracy_without_noise"] = without_noise[reference(model).name]
     return line
@@ -222,12 +222,12 @@ def write_scenario(out: Path, scenario: Scenario) -> None:
         bounded = bounds.get(model.name, scenario)
         described = _described(
             model,
-            variants.read(folder).history,
+            folders.read(folder).history,
             utility=known[model.name]["accuracy"]["validation"],
             epsilon_bound=bounded.epsilon_bound,
             utility_bound=bounded.utility_bound,
         )
-        variants.write(out / "variants" / scenario.name / model.name, described, variants.read_tensors(folder))
+        folders.write(out / "variants" / scenario.name / model.name, described, folders.read_tensors(folder))
 
 
 def _all(function: Callable[[_Item], object], items: Sequence[_Item], jobs: int) -> None:

@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedpriv.dedup._manifests import Manifest
-from fedpriv.dedup.blocks import BlockLayout, TensorSpec
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
+from fedpriv.variants._manifests import Manifest
+from fedpriv.variants.blocks import BlockLayout, TensorSpec
+from fedpriv.variants.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """A store of models that share blocks: a folder that at any instant is in either its old or its new state.
 
-`fedpriv.dedup._folder` tells what its files are. Source: Guan et al., SIGMOD 2025, sections 4.5 and 6.
+`fedpriv.variants._folder` tells what its files are. Source: Guan et al., SIGMOD 2025, sections 4.5 and 6.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from fedpriv.dedup._folder import Folder, Wanted, read, read_rows
-from fedpriv.dedup._manifests import (
+from fedpriv.errors import InputError, StoreError
+from fedpriv.variants._folder import Folder, Wanted, read, read_rows
+from fedpriv.variants._manifests import (
     CATALOGUE,
     Files,
     Manifest,
@@ -27,10 +28,9 @@ from fedpriv.dedup._manifests import (
     numbers_by_digest,
     rows_of,
 )
-from fedpriv.dedup._state import BasisFiles, State, damaged_rows, damaged_tensors, problems
-from fedpriv.dedup.blocks import BlockLayout, Tensors, layout_of
-from fedpriv.dedup.shared_basis import Encoded, SharedBasis
-from fedpriv.errors import InputError, StoreError
+from fedpriv.variants._state import BasisFiles, State, damaged_rows, damaged_tensors, problems
+from fedpriv.variants.blocks import BlockLayout, Tensors, layout_of
+from fedpriv.variants.shared_basis import Encoded, SharedBasis
 
 __all__ = ["Store", "StoreError", "Variant"]
 

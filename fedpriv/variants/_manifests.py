@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.dedup.blocks import BlockLayout, TensorSpec
+from fedpriv.variants.blocks import BlockLayout, TensorSpec
 
 VERSION = 2
 # Version 1 had no shared bases.

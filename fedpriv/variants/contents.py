@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.dedup._folder import Folder
-from fedpriv.dedup._manifests import CATALOGUE
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
+from fedpriv.variants._folder import Folder
+from fedpriv.variants._manifests import CATALOGUE
+from fedpriv.variants.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)

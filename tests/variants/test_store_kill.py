@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.store import Store
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 60

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from fedpriv.accounting import events
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event
-from fedpriv.dedup._base_selection import Candidate
-from fedpriv.dedup.composition import History, Upload, publication_cost
 from fedpriv.errors import InputError
+from fedpriv.variants.composition import Guarantee, History, Upload, publication_cost
 
 VERSION = 1
 
@@ -56,20 +55,9 @@ class Described:
     history: History
     tags: frozenset[str] = field(default_factory=frozenset)
 
-    def as_variant(self, accountant: Accountant = "pld") -> Candidate:
-        """The variant as base selection needs it; an unknown utility counts as 0."""
-        guarantee = publication_cost([self.history], self.deltas, accountant=accountant).guarantee
-        return Candidate(
-            name=self.name,
-            architecture=self.architecture,
-            data_sets=self.history.data_sets,
-            epsilon=guarantee.epsilon,
-            delta=guarantee.delta,
-            utility=self.utility or 0.0,
-            epsilon_bound=self.epsilon_bound,
-            utility_bound=self.utility_bound,
-            tags=self.tags,
-        )
+    def guarantee(self, accountant: Accountant = "pld") -> Guarantee:
+        """The cost of publishing the variant as it is, to the data set that it costs most."""
+        return publication_cost([self.history], self.deltas, accountant=accountant).guarantee
 
 
 def write(folder: Path, described: Described, tensors: Mapping[str, NDArray[Any]]) -> None:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedpriv.dedup._folder import OpenRows, Wanted, read_rows
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.serving import StoreRegistry, _distinct_bytes, memory_for_models
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
+from fedpriv.variants._folder import OpenRows, Wanted, read_rows
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.loading import StoreRegistry, _distinct_bytes, memory_for_models
+from fedpriv.variants.store import Store
 
 SIZE = 64
 NUM_MODELS = 4

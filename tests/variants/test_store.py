@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.store import Store, Variant
 from fedpriv.errors import InputError, StoreError
-from tests.dedup.test_blocks import MODELS, same_bits
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.store import Store, Variant
+from tests.variants.test_blocks import MODELS, same_bits
 
 SIZE = 16
 
@@ -189,7 +189,7 @@ def test_mistakes_are_named_in_a_line_and_change_nothing(store):
 
 
 def test_full_disk_leaves_the_store_as_it_was(store, monkeypatch):
-    from fedpriv.dedup import _folder
+    from fedpriv.variants import _folder
 
     add(store, "base", model())
     before = store.restore("base")
@@ -208,7 +208,7 @@ def test_full_disk_leaves_the_store_as_it_was(store, monkeypatch):
 
 def test_one_writer_at_a_time_and_readers_beside_it(store):
     add(store, "m", model())
-    code = "import sys; from pathlib import Path; from fedpriv.dedup.store import Store; Store(Path(sys.argv[1]))"
+    code = "import sys; from pathlib import Path; from fedpriv.variants.store import Store; Store(Path(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, store.path], capture_output=True, text=True)
     assert "StoreError" in done.stderr
     assert "one writer at a time" in done.stderr

@@ -19,12 +19,12 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from fedpriv.dedup._folder import Folder, OpenRows, RowFile, read, sync
-from fedpriv.dedup._manifests import Files, Index, Manifest, NumberedBlocks, array_sha256, rows_of
-from fedpriv.dedup.blocks import BlockLayout
-from fedpriv.dedup.shared_basis import SharedBasis
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import replace_file as replace_file
+from fedpriv.variants._folder import Folder, OpenRows, RowFile, read, sync
+from fedpriv.variants._manifests import Files, Index, Manifest, NumberedBlocks, array_sha256, rows_of
+from fedpriv.variants.blocks import BlockLayout
+from fedpriv.variants.shared_basis import SharedBasis
 
 
 class State:

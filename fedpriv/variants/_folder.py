@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.dedup._manifests import CATALOGUE, Index, Manifest
+from fedpriv.variants._manifests import CATALOGUE, Index, Manifest
 
 
 @dataclass(frozen=True)
