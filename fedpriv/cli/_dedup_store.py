@@ -33,7 +33,7 @@ def restore(
     if out.exists():
         raise InputError(f"out = {str(out)!r}: exists; name another file")
     with Store(store, read_only=True) as opened:
-        tensors = opened.restore(name)
+        tensors = opened.tensors(name)
     temporary = out.with_name(f"{out.name}.tmp")
     safetensors.numpy.save_file(tensors, temporary)
     temporary.replace(out)

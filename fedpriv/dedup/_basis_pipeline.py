@@ -25,6 +25,7 @@ from fedpriv.variants.shared_basis import (
     flattened,
     restore_error,
 )
+from fedpriv.variants.store import Share
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,9 @@ def _store_plain(
         cost=members.costs[name] if group else cost_of([work.variants[name]], work.settings.accountant),
         num_validations=num_validations,
     )
-    work.store.add(name, layout, *layout.to_blocks(work.read_tensors(name)), **outcome.as_records(**work.digests))
+    records = outcome.as_records(**work.digests)
+    blocks, extras = layout.to_blocks(work.read_tensors(name))
+    work.store.add(name, layout, blocks, extras, described=work.variants[name], **records)
     return outcome
 
 
@@ -123,7 +126,8 @@ def _store_member(
             correct=correct,
         )
         records = outcome.as_records(basis=_described(fitted.basis, encoded, error), **work.digests)
-        work.store.add_from_basis(name, fitted.layout, fitted.basis, encoded, extras, **records)
+        share = Share(basis=fitted.basis, encoded=encoded)
+        work.store.add(name, fitted.layout, share, extras, described=work.variants[name], **records)
         log.info("%s: restored within %.3g by rank %s", name, error.relative, fitted.basis.rank)
         return outcome
     return _store_plain(work, members, name, None, fitted.group, num_validations)

@@ -66,7 +66,8 @@ def _store(work: Work, costs: Costs, name: str, validated: Callable[[], None]) -
         num_validations=found.num_validations,
         correct=found.correct,
     )
-    work.store.add(name, work.layouts[name], found.blocks, extras, **outcome.as_records(**work.digests))
+    records = outcome.as_records(**work.digests)
+    work.store.add(name, work.layouts[name], found.blocks, extras, described=work.variants[name], **records)
     log.info("%s: %s of %s blocks replaced", name, outcome.num_replaced, outcome.num_blocks)
     return outcome
 

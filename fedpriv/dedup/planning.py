@@ -38,11 +38,11 @@ from fedpriv.dedup._base_selection import (
 )
 from fedpriv.dedup.algorithms import SHARED_BASIS, algorithm
 from fedpriv.errors import InputError, StoreError
-from fedpriv.files import replace_file as replace_file
-from fedpriv.variants._folder import Folder, sync
+from fedpriv.files import replace_file, sync_folder
 from fedpriv.variants.composition import Guarantee, PublicationCost, publication_cost
 from fedpriv.variants.folders import Described
 from fedpriv.variants.shared_basis import BasisOptions
+from fedpriv.variants.store import CHARGES_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ def read_charges(store: Path) -> list[ValidationCharge]:
     Raises:
         StoreError: their file is damaged.
     """
-    path = Folder(store).charges
+    path = store / CHARGES_FILE
     if not path.exists():
         return []
     try:
@@ -223,8 +223,8 @@ def add_charges(store: Path, charges: Iterable[ValidationCharge]) -> None:
     """
     known = [*read_charges(store), *charges]
     rows = [{**asdict(charge), "event": events.to_json(charge.event)} for charge in known]
-    replace_file(Folder(store).charges, json.dumps({"version": _CHARGES_VERSION, "charges": rows}).encode())
-    sync(store)
+    replace_file(store / CHARGES_FILE, json.dumps({"version": _CHARGES_VERSION, "charges": rows}).encode())
+    sync_folder(store / CHARGES_FILE)
 
 
 Group = tuple[str, ...]

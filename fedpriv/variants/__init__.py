@@ -20,6 +20,7 @@ from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
     from fedpriv.variants._manifests import Manifest as Manifest
+    from fedpriv.variants._opening import is_store as is_store
     from fedpriv.variants.blocks import BlockLayout as BlockLayout
     from fedpriv.variants.blocks import layout_of as layout_of
     from fedpriv.variants.composition import publication_cost as publication_cost
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fedpriv.variants.contents import stored_models as stored_models
     from fedpriv.variants.folders import Described as Described
     from fedpriv.variants.loading import StoreRegistry as StoreRegistry
+    from fedpriv.variants.store import Share as Share
     from fedpriv.variants.store import Store as Store
     from fedpriv.variants.store import Variant as Variant
 else:

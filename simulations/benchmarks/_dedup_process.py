@@ -336,7 +336,7 @@ class StoreArm:
         return self._targets[name]
 
     def counts(self) -> tuple[int, int]:
-        return self._registry.statistics.misses, self._registry.statistics.bytes_copied
+        return self._registry.statistics.misses, self._registry.statistics.bytes_read
 
 
 class PlainArm:

@@ -208,7 +208,7 @@ def restore_all(store: Path, folder: Path) -> dict[str, Path]:
     with Store(store, read_only=True) as opened:
         files = {name: folder / f"{name}.safetensors" for name in opened.names}
         for name, path in files.items():
-            safetensors.numpy.save_file(opened.restore(name), path)
+            safetensors.numpy.save_file(opened.tensors(name), path)
     return files
 
 
@@ -226,7 +226,7 @@ def _stored(path: Path) -> tuple[dict[str, BlockLayout], dict[str, str]]:
             if manifest.basis is not None:
                 raise InputError(f"variant {name!r}: is stored by a shared basis, without blocks that could be served")
             layouts[name] = manifest.layout
-        return layouts, {name: digest(store.restore(name)) for name in store.names}
+        return layouts, {name: digest(store.tensors(name)) for name in store.names}
 
 
 def _queries(names: Sequence[str], num_queries: int, seed: int) -> list[str]:

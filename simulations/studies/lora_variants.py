@@ -96,7 +96,7 @@ def count_correct(store: Store, run: Path, name: str, bench: Workbench, chosen: 
     """The number of correct answers of a variant as peft loads it, one record after another."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = shutil.copytree(run / "variants" / name, Path(temporary) / name)
-        tensors = {key: torch.from_numpy(value.copy()) for key, value in store.restore(name).items()}
+        tensors = {key: torch.from_numpy(value.copy()) for key, value in store.tensors(name).items()}
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         model = adapters.load(bench.base.name, folder)
     correct = 0

@@ -116,7 +116,7 @@ def _point(name: str, store: Store, models: Mapping[str, Any], evaluator: _Count
         raise SystemExit(f"{name}: {problems[0]}")
     bases = [store.manifest(each).provenance.get("basis") for each in models]
     has_residual = [bool(basis["residual"]) for basis in bases if basis]
-    restored = {each: store.restore(each) for each in models}
+    restored = {each: store.tensors(each) for each in models}
     changes = [
         (evaluator.count_correct(restored[each]) - evaluator.count_correct(models[each])) / evaluator.num_records
         for each in models

@@ -89,7 +89,7 @@ def variants() -> tuple[dict, dict, list[Described]]:
 def stored(path, evaluators, described, tensors, settings=SETTINGS, **more):
     with Store(path) as store:
         outcomes = deduplicate(described, tensors.__getitem__, evaluators, store, settings, **more)
-        return {outcome.name: outcome for outcome in outcomes}, {name: store.restore(name) for name in store.names}
+        return {outcome.name: outcome for outcome in outcomes}, {name: store.tensors(name) for name in store.names}
 
 
 def rows(tensors, size: int = 32) -> set[bytes]:

@@ -122,7 +122,7 @@ def test_every_variant_is_within_its_bounds_by_an_independent_look_at_the_store(
         assert set(store.names) == set(trained)
         assert store.bytes_stored < store.bytes_logical
         for variant, outcome in ((v, o) for v in described for o in outcomes if o.name == v.name):
-            restored = store.restore(variant.name)
+            restored = store.tensors(variant.name)
             correct = evaluator.count_correct(restored)
             assert correct == outcome.correct_after
             drop = allowed_drop(variant.utility_bound, evaluator.num_records)

@@ -92,7 +92,7 @@ def test_the_store_holds_every_variant_within_its_bounds_by_an_independent_look(
             # Not by the evaluator that validated: as peft loads the restored file, on a model of its own.
             folder = deduplicated.parent / "restored" / name
             shutil.copytree(deduplicated / "variants" / name, folder, dirs_exist_ok=True)
-            restored = {key: torch.from_numpy(value.copy()) for key, value in store.restore(name).items()}
+            restored = {key: torch.from_numpy(value.copy()) for key, value in store.tensors(name).items()}
             save_file(restored, folder / "adapter_model.safetensors", metadata={"format": "pt"})
             correct = {
                 "before": correct_of(small_run, deduplicated / "variants" / name, bench.test),

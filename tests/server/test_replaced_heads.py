@@ -64,7 +64,7 @@ def test_variants_are_validated_and_restored_with_the_same_head(finished):
     assert correct == round(summary["accuracy"] * evaluator.num_records)
     with Store(folder / "store", read_only=True) as store:
         assert {"global", "round-11", "client-0"} <= set(store.names)
-        restored = {name: np.array(array) for name, array in store.restore("global").items()}
+        restored = {name: np.array(array) for name, array in store.tensors("global").items()}
         outcome = store.manifest("global").provenance["outcome"]
     assert evaluator.count_correct(restored) == outcome["correct_after"]
     assert (evaluator.saliency(restored)["base_model.model.classifier.weight"] > 0).any()

@@ -16,6 +16,7 @@ from fedpriv.variants.composition import History
 from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
 from tests.cli.command_line import as_json, fedpriv, loading
+from tests.stores import damage_index
 
 WORKLOADS = """
 import torch
@@ -138,25 +139,24 @@ def damage_block(store: Path) -> None:
 
 
 def damage_manifest(store: Path) -> None:
-    path = store / "manifests" / "round-1.json"
-    path.write_bytes(path.read_bytes()[:-1])
+    damage_index(store, "models", "manifest", name="round-1")
 
 
 def drop_blocks(store: Path) -> None:
     next(store.glob("blocks.*.npy")).unlink()
 
 
-def damage_index(store: Path) -> None:
-    (store / "index.json").write_text("{}")
+def damage_state(store: Path) -> None:
+    (store / "index.sqlite").write_text("{}")
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (damage_block, "tensor 'weight': 1 of its 16 blocks damaged"),
-        (damage_manifest, "manifests/round-1.json is damaged"),
+        (damage_manifest, "model 'round-1': its manifest in index.sqlite: damaged"),
         (drop_blocks, "16 of its 16 blocks damaged"),
-        (damage_index, "index.json: damaged"),
+        (damage_state, "index.sqlite: damaged"),
     ],
 )
 @pytest.mark.parametrize(

@@ -366,7 +366,7 @@ def test_blocks_of_a_variant_that_nobody_names_are_seen(tiny, tmp_path, capsys):
     name = tiny.models[1].name
     with Store(tmp_path / "cells" / line["key"] / "store") as store:
         manifest = store.manifest(name)
-        tensors = {**store.restore(name), "layers.2.qkv.weight": np.zeros((192, 64), np.float32)}
+        tensors = {**store.tensors(name), "layers.2.qkv.weight": np.zeros((192, 64), np.float32)}
         blocks, extras = manifest.layout.to_blocks(tensors)
         store.remove(name)
         store.add(name, manifest.layout, blocks, extras, privacy=manifest.privacy, provenance=manifest.provenance)

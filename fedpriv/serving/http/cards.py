@@ -16,13 +16,12 @@ from typing import Any
 from fedpriv.errors import InputError, StoreError
 from fedpriv.ledger.statement import ADJACENCY
 from fedpriv.runs import files
-from fedpriv.variants import Manifest, folders
+from fedpriv.variants import Manifest, folders, is_store
 from fedpriv.variants.composition import Guarantee, History, PublicationCost, publication_cost
 from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
 
 VIEW = "local"
-_STORE_INDEX = "index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +139,7 @@ class Cards:
     @property
     def _store(self) -> Path:
         """The folder of the store: the source, or within the run that it is."""
-        return self._source if (self._source / _STORE_INDEX).is_file() else self._source / files.STORE
+        return self._source if is_store(self._source) else self._source / files.STORE
 
     def _histories(self, names: Iterable[str]) -> list[History]:
         return [each.history for each in map(self._described, names) if each]
@@ -167,7 +166,7 @@ class Cards:
 
     @cached_property
     def _manifests(self) -> dict[str, _Stored | None]:
-        if not (self._store / _STORE_INDEX).is_file():
+        if not is_store(self._store):
             return {}
         found: dict[str, _Stored | None] = {}
         with Store(self._store, read_only=True) as store:

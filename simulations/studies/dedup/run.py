@@ -182,4 +182,4 @@ def _after(
         return trained[model.name][split]
     if split != "test" and outcome.correct_after is not None:
         return outcome.correct_after / outcome.num_records
-    return float(right(out, model, split, store.restore(model.name)).double().mean())
+    return float(right(out, model, split, store.tensors(model.name)).double().mean())
