@@ -244,7 +244,7 @@ def test_a_damaged_basis_is_refused_by_name_and_plain_variants_are_served(tensor
     damage_index(tmp_path / "s", "bases", "content", -5)
     with Store(tmp_path / "s") as store:
         assert np.array_equal(store.tensors("round-2")["w"], tensors["round-2"]["w"])
-        with pytest.raises(StoreError, match="model 'round-28': its shared basis .* is damaged"):
+        with pytest.raises(StoreError, match=r"model 'round-28': its shared basis .* is damaged"):
             store.tensors("round-28")
         assert len(store.verify()) == len(ROUNDS) - 1
         assert all("its shared basis" in line for line in store.verify())
