@@ -185,9 +185,8 @@ def _opened(
     with Store(job.store, read_only=True) as store:
         shared = StoreArm(store, job.memory_bytes, models, targets)
         fits = store.bytes_stored <= job.memory_bytes - shared.models_bytes
-        # What the catalogue maps stays.
-        blocks = [path for path in _files_of(job.store) if not path.match("catalogue.*.npy")]
-        yield shared, nothing if job.group or fits else lambda _: drop_all(blocks), perf_counter() - started
+        held = _files_of(job.store)
+        yield shared, nothing if job.group or fits else lambda _: drop_all(held), perf_counter() - started
 
 
 def _timed(
