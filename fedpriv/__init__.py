@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedpriv import secure_aggregation as secure_aggregation
     from fedpriv import serving as serving
     from fedpriv import training as training
+    from fedpriv import variants as variants
     from fedpriv import vault as vault
     from fedpriv.config import RunConfig as RunConfig
     from fedpriv.errors import InputError as InputError

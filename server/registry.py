@@ -21,18 +21,19 @@ from fedpriv.adapters import Adapter, Merged, lora
 from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.data.records import TextReading
-from fedpriv.dedup import pipeline, variants
-from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
+from fedpriv.dedup import pipeline
 from fedpriv.dedup.pipeline import validation_digest
 from fedpriv.dedup.planning import DedupSettings
-from fedpriv.dedup.store import Store
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, StoreError
 from fedpriv.integral.adapters import RecurringVariants, recurring_adapters
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.runs import RunWriter, files
 from fedpriv.training.workbench import Workbench
+from fedpriv.variants import folders
+from fedpriv.variants.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
 from server.summary import SeriesOutcome
 
 log = logging.getLogger("flwr")
@@ -122,14 +123,12 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
     made again.
     """
     store_path = writer.path / files.STORE
-    described = [
-        variants.read(path.parent) for path in sorted((writer.path / files.VARIANTS).glob(f"*/{variants.FILE}"))
-    ]
+    described = [folders.read(path.parent) for path in sorted((writer.path / files.VARIANTS).glob(f"*/{folders.FILE}"))]
     settings = DedupSettings(algorithm=config.dedup, block_size=config.dedup_block_size, fairness="outcome")
     judge = AdapterEvaluator(bench, num_records=config.dedup_records, seed=config.seed)
 
     def read(name: str) -> Mapping[str, NDArray[Any]]:
-        return variants.read_tensors(writer.variant(name))
+        return folders.read_tensors(writer.variant(name))
 
     _keep_only_if_same(store_path, described, read, settings, judge)
     with Store(store_path) as store:
@@ -176,7 +175,7 @@ def _judged(described: Sequence[Described], judge: AdapterEvaluator) -> dict[str
 
 def _save(config: RunConfig, bench: Workbench, path: Path, adapter: Adapter, merged: Merged) -> None:
     labels = bench.data.label_names
-    (path / variants.FILE).unlink(missing_ok=True)  # of an interrupted attempt, whose tensors may have been others
+    (path / folders.FILE).unlink(missing_ok=True)  # of an interrupted attempt, whose tensors may have been others
     reading = TextReading.of(config).to_json()
     peft_model = bench.model.peft_model
     lora.save(peft_model, bench.base, path, adapter=adapter, merged=merged, labels=labels, reading=reading)
@@ -187,7 +186,7 @@ def _describe(
 ) -> None:
     described = Described(
         name=path.name,
-        architecture=f"{config.model} {_shapes_digest(variants.read_tensors(path))}",
+        architecture=f"{config.model} {_shapes_digest(folders.read_tensors(path))}",
         utility=accuracy,
         epsilon_bound=config.dedup_epsilon_bound,
         utility_bound=config.dedup_utility_bound,
@@ -195,7 +194,7 @@ def _describe(
         history=history,
         tags=frozenset({config.model, config.data}),
     )
-    variants.describe(path, described)
+    folders.describe(path, described)
 
 
 def _shapes_digest(tensors: Mapping[str, NDArray[np.generic]]) -> str:

@@ -14,13 +14,13 @@ from peft import get_peft_model_state_dict
 from fedpriv.adapters import lora
 from fedpriv.config import RunConfig, parse, to_toml
 from fedpriv.data.records import TextReading
-from fedpriv.dedup import variants
-from fedpriv.dedup.composition import History
-from fedpriv.dedup.variants import Described
 from fedpriv.serving.requests import Classified, Classify, EngineLimits, Event, Failed, Finished, Generate, Piece
 from fedpriv.serving.scheduler import Scheduler
 from fedpriv.serving.sources import find, load
 from fedpriv.training.workbench import load_model
+from fedpriv.variants import folders
+from fedpriv.variants.composition import History
+from fedpriv.variants.folders import Described
 
 LABELS = ("cardiology", "dermatology", "neurology")
 
@@ -39,7 +39,7 @@ def save_run(folder: Path, values: dict[str, object], names: tuple[str, ...], *,
         path = folder / "variants" / name
         reading = TextReading.of(config).to_json()
         lora.save(model.peft_model, base, path, adapter=tensors, labels=labels, reading=reading)
-        variants.describe(path, described(config, name))
+        folders.describe(path, described(config, name))
     return folder
 
 

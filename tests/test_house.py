@@ -136,7 +136,7 @@ FLOORS = (
     ("adapter_variants.py", "publishing", "serving"),
     ("runs", "vault"),
     ("audit", "dedup", "integral", "protocol.py"),
-    ("training",),
+    ("training", "variants"),
     ("ledger", "secure_aggregation"),
     ("aggregation", "data", "deployment"),
     ("adapters", "config"),

@@ -298,6 +298,19 @@ def read_convention(directory: Path) -> dict[str, Any]:
         raise InputError(f"{path}: missing; for an adapter of other origin use PeftModel.from_pretrained") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+    return checked_convention(convention, path)
+
+
+def checked_convention(convention: Any, path: Path) -> dict[str, Any]:
+    """The content of a `fedpriv.json`, if this fedpriv can use an adapter that it describes.
+
+    Args:
+        convention: the content.
+        path: where it is kept, for errors.
+
+    Raises:
+        InputError: it is damaged or of another version.
+    """
     version = convention.get("version") if isinstance(convention, dict) else None
     if version != 1:
         raise InputError(f"{path}: version {version!r}; this fedpriv reads version 1")

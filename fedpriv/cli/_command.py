@@ -24,8 +24,10 @@ from fedpriv.errors import InputError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout and nothing else.")]
 StorePath = Annotated[Path, typer.Argument(help="Folder of the store.")]
-SavedModel = Annotated[Path, typer.Argument(metavar="RUN|VARIANT", help="Folder of a run, or of one of its variants.")]
-VariantName = Annotated[str, typer.Option("--variant", help="Which of the run's variants; by default global.")]
+SavedModel = Annotated[
+    Path, typer.Argument(metavar="RUN|STORE|VARIANT", help="Folder of a run or a store, or a variant in it.")
+]
+VariantName = Annotated[str, typer.Option("--variant", help="Which of the variants; by default global.")]
 ModelName = Annotated[
     str, typer.Option("--model", help="The base model, as a run names it; by default the one that was trained on.")
 ]

@@ -25,10 +25,10 @@ from fedpriv.errors import InputError
 if TYPE_CHECKING:
     from fedpriv.dedup.planning import DedupSettings
     from fedpriv.dedup.validation import PrivateValidation
-    from fedpriv.dedup.variants import Described
     from fedpriv.dedup.work import Evaluator, Evaluators, Observer, Outcome, Progress
     from fedpriv.ledger.entries import DataSet
     from fedpriv.ledger.ledger import Ledger
+    from fedpriv.variants.folders import Described
 
 
 app = typer.Typer(no_args_is_help=True, help="Store the variants of a model by the blocks that they share.")
@@ -183,14 +183,15 @@ def run(
     Example: fedpriv dedup run variants store --evaluator study:evaluator --algorithm dred -o min_batch=10
     """
     from fedpriv.config import parse_overrides
-    from fedpriv.dedup import pipeline, variants
-    from fedpriv.dedup.store import Store
+    from fedpriv.dedup import pipeline
+    from fedpriv.variants import folders
+    from fedpriv.variants.store import Store
 
     described = _described(folder, epsilon_bound, utility_bound)
-    folders = {variant.name: path for path, variant in described.items()}
+    where = {variant.name: path for path, variant in described.items()}
 
     def read(name: str) -> dict[str, Any]:
-        return variants.read_tensors(folders[name])
+        return folders.read_tensors(where[name])
 
     settings = _settings(
         strategy=strategy,
@@ -207,8 +208,8 @@ def run(
     with _shown(quiet=as_json) as observer:
         pipeline.check(list(described.values()), read, store, settings)
         judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder, validation_records, seed)
-        given = judge if isinstance(judge, Mapping) else dict.fromkeys(folders, judge)
-        evaluators = {name: each for name, each in given.items() if name in folders}
+        given = judge if isinstance(judge, Mapping) else dict.fromkeys(where, judge)
+        evaluators = {name: each for name, each in given.items() if name in where}
         with _private_validation(evaluators, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
             outcomes = pipeline.deduplicate(
                 list(described.values()),
@@ -266,14 +267,14 @@ def _settings(**values: Any) -> DedupSettings:
 
 def _described(folder: Path, epsilon_bound: float | None, utility_bound: float | None) -> dict[Path, Described]:
     """{folder: the description of its variant}, with other bounds where these are given."""
-    from fedpriv.dedup import variants
+    from fedpriv.variants import folders
 
     found = sorted(path.parent for path in folder.glob("*/variant.json"))
     if not found:
         raise InputError(f"folder = {str(folder)!r}: holds no variants; each is a folder with a variant.json")
     given = {"epsilon_bound": epsilon_bound, "utility_bound": utility_bound}
     bounds: dict[str, Any] = {name: bound for name, bound in given.items() if bound is not None}
-    described = {path: replace(variants.read(path), **bounds) for path in found}
+    described = {path: replace(folders.read(path), **bounds) for path in found}
     names = [variant.name for variant in described.values()]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InputError(f"name = {twice[0]!r}: two variants in {folder} have it")
@@ -282,7 +283,7 @@ def _described(folder: Path, epsilon_bound: float | None, utility_bound: float |
 
 def _fitting(variants: Iterable[Described], read: Callable[[str], Mapping[str, Any]]) -> int:
     """The block size that fits the smallest of the architectures."""
-    from fedpriv.dedup.blocks import fitting_block_size
+    from fedpriv.variants.blocks import fitting_block_size
 
     models = [read(name) for name in {variant.architecture: variant.name for variant in variants}.values()]
     return min(fitting_block_size(t.size for t in model.values() if t.dtype == "float32") for model in models)

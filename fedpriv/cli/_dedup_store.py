@@ -28,12 +28,12 @@ def restore(
     """
     import safetensors.numpy
 
-    from fedpriv.dedup.store import Store
+    from fedpriv.variants.store import Store
 
     if out.exists():
         raise InputError(f"out = {str(out)!r}: exists; name another file")
     with Store(store, read_only=True) as opened:
-        tensors = opened.restore(name)
+        tensors = opened.tensors(name)
     temporary = out.with_name(f"{out.name}.tmp")
     safetensors.numpy.save_file(tensors, temporary)
     temporary.replace(out)
@@ -45,7 +45,7 @@ def verify(store: StorePath) -> Result:
 
     Example: fedpriv dedup verify store
     """
-    from fedpriv.dedup.store import Store
+    from fedpriv.variants.store import Store
 
     with Store(store, read_only=True) as opened:
         damage, names = opened.verify(), opened.names
@@ -58,8 +58,8 @@ def list_(store: StorePath) -> Result:
 
     Example: fedpriv dedup list store
     """
-    from fedpriv.dedup.contents import stored_models
-    from fedpriv.dedup.store import Store
+    from fedpriv.variants.contents import stored_models
+    from fedpriv.variants.store import Store
 
     with Store(store, read_only=True) as opened:
         models = stored_models(opened)
@@ -77,8 +77,8 @@ def remove(
 
     Example: fedpriv dedup remove store client-2 client-3
     """
-    from fedpriv.dedup import contents
-    from fedpriv.dedup.store import Store
+    from fedpriv.variants import contents
+    from fedpriv.variants.store import Store
 
     _check_store(store)
     with Store(store) as opened:
@@ -92,7 +92,7 @@ def gc(store: StorePath) -> Result:
 
     Example: fedpriv dedup gc store
     """
-    from fedpriv.dedup.store import Store
+    from fedpriv.variants.store import Store
 
     _check_store(store)
     with Store(store) as opened:
@@ -105,6 +105,6 @@ def gc(store: StorePath) -> Result:
 
 def _check_store(store: Path) -> None:
     """Refuse a folder that is no store, which opening it for writing would make one."""
-    from fedpriv.dedup.store import Store
+    from fedpriv.variants.store import Store
 
     Store(store, read_only=True).close()

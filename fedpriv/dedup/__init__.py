@@ -17,22 +17,12 @@ if TYPE_CHECKING:
     from fedpriv.dedup._base_selection import Fairness as Fairness
     from fedpriv.dedup._base_selection import Strategy as Strategy
     from fedpriv.dedup._block_pipeline import MINHASH_STEP as MINHASH_STEP
-    from fedpriv.dedup._manifests import Manifest as Manifest
     from fedpriv.dedup.algorithms import ALGORITHMS as ALGORITHMS
     from fedpriv.dedup.algorithms import BlockSearchResult as BlockSearchResult
     from fedpriv.dedup.algorithms import algorithm as algorithm
-    from fedpriv.dedup.blocks import BlockLayout as BlockLayout
-    from fedpriv.dedup.blocks import layout_of as layout_of
-    from fedpriv.dedup.composition import publication_cost as publication_cost
-    from fedpriv.dedup.contents import StoredModel as StoredModel
-    from fedpriv.dedup.contents import stored_models as stored_models
     from fedpriv.dedup.pipeline import deduplicate as deduplicate
     from fedpriv.dedup.planning import DedupSettings as DedupSettings
     from fedpriv.dedup.planning import plan as plan
-    from fedpriv.dedup.serving import StoreRegistry as StoreRegistry
-    from fedpriv.dedup.store import Store as Store
-    from fedpriv.dedup.store import Variant as Variant
-    from fedpriv.dedup.variants import Described as Described
     from fedpriv.dedup.work import Evaluator as Evaluator
     from fedpriv.dedup.work import Outcome as Outcome
 else:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fedpriv.dedup.composition import Claim, Guarantee, basic
+from fedpriv.variants.composition import Claim, Guarantee, basic
 
 Strategy = Literal["single", "multi", "cross"]
 """The number of bases: one for each variant, several, or several which may themselves have bases."""

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from fedpriv.dedup.algorithms import BudgetSpent
-from fedpriv.dedup.blocks import BlockLayout
 from fedpriv.dedup.planning import Group, Members, choose_members, cost_of, read_charges
-from fedpriv.dedup.shared_basis import (
+from fedpriv.dedup.work import Outcome, Tensors, Validator, Work
+from fedpriv.errors import InputError
+from fedpriv.variants.blocks import BlockLayout
+from fedpriv.variants.shared_basis import (
     BasisOptions,
     Encoded,
     RestoreError,
@@ -23,8 +25,7 @@ from fedpriv.dedup.shared_basis import (
     flattened,
     restore_error,
 )
-from fedpriv.dedup.work import Outcome, Tensors, Validator, Work
-from fedpriv.errors import InputError
+from fedpriv.variants.store import Share
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,9 @@ def _store_plain(
         cost=members.costs[name] if group else cost_of([work.variants[name]], work.settings.accountant),
         num_validations=num_validations,
     )
-    work.store.add(name, layout, *layout.to_blocks(work.read_tensors(name)), **outcome.as_records(**work.digests))
+    records = outcome.as_records(**work.digests)
+    blocks, extras = layout.to_blocks(work.read_tensors(name))
+    work.store.add(name, layout, blocks, extras, described=work.variants[name], **records)
     return outcome
 
 
@@ -123,7 +126,8 @@ def _store_member(
             correct=correct,
         )
         records = outcome.as_records(basis=_described(fitted.basis, encoded, error), **work.digests)
-        work.store.add_from_basis(name, fitted.layout, fitted.basis, encoded, extras, **records)
+        share = Share(basis=fitted.basis, encoded=encoded)
+        work.store.add(name, fitted.layout, share, extras, described=work.variants[name], **records)
         log.info("%s: restored within %.3g by rank %s", name, error.relative, fitted.basis.rank)
         return outcome
     return _store_plain(work, members, name, None, fitted.group, num_validations)

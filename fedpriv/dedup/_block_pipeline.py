@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from fedpriv.dedup._base_selection import Assignment, Selection, fair_limits
 from fedpriv.dedup.algorithms import Positions, algorithm
 from fedpriv.dedup.algorithms.mistique import minhash_similarity
-from fedpriv.dedup.blocks import BlockLayout, check_has_blocks
-from fedpriv.dedup.composition import PublicationCost
 from fedpriv.dedup.distance import nearest
-from fedpriv.dedup.planning import DedupSettings, ValidationCharge, cost_of, plan, read_charges
+from fedpriv.dedup.planning import DedupSettings, ValidationCharge, candidate, cost_of, plan, read_charges
 from fedpriv.dedup.saliency import by_block
-from fedpriv.dedup.store import Store
 from fedpriv.dedup.work import Evaluator, Outcome, Tensors, Validator, Work
+from fedpriv.variants.blocks import BlockLayout, check_has_blocks
+from fedpriv.variants.composition import PublicationCost
+from fedpriv.variants.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ def _store(work: Work, costs: Costs, name: str, validated: Callable[[], None]) -
         num_validations=found.num_validations,
         correct=found.correct,
     )
-    work.store.add(name, work.layouts[name], found.blocks, extras, **outcome.as_records(**work.digests))
+    records = outcome.as_records(**work.digests)
+    work.store.add(name, work.layouts[name], found.blocks, extras, described=work.variants[name], **records)
     log.info("%s: %s of %s blocks replaced", name, outcome.num_replaced, outcome.num_blocks)
     return outcome
 
@@ -191,7 +192,7 @@ class Costs:
         expected = [charge for each in self._targets(originals) for charge in self.attempts[each]]
         if assignment is None or Counter(charged) <= Counter(expected):
             return assignment
-        variants = {each: known.as_variant(self.work.settings.accountant) for each, known in self.work.variants.items()}
+        variants = {each: candidate(known, self.work.settings.accountant) for each, known in self.work.variants.items()}
         limit = min(assignment.limits.epsilon, fair_limits(variants[name], list(variants.values())).epsilon)
         cost = self._cost((name, *originals), [*charged, *self.attempts[name]])
         return assignment if cost.guarantee.epsilon <= limit else None

@@ -19,13 +19,13 @@ from fedpriv.accounting import events
 from fedpriv.dedup._basis_pipeline import store_by_basis
 from fedpriv.dedup._block_pipeline import store_by_blocks
 from fedpriv.dedup.algorithms import SHARED_BASIS
-from fedpriv.dedup.blocks import BlockLayout, check_has_blocks, layout_of
 from fedpriv.dedup.planning import DedupSettings, check_options
-from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateValidation
-from fedpriv.dedup.variants import Described, to_json
 from fedpriv.dedup.work import Evaluator, Evaluators, Observer, Outcome, Tensors, Work
 from fedpriv.errors import InputError
+from fedpriv.variants.blocks import BlockLayout, check_has_blocks, layout_of
+from fedpriv.variants.folders import Described, to_json
+from fedpriv.variants.store import Store
 
 
 def deduplicate(

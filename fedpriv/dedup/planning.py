@@ -36,13 +36,13 @@ from fedpriv.dedup._base_selection import (
     select_bases,
     worthwhile_bases,
 )
-from fedpriv.dedup._folder import Folder, sync
 from fedpriv.dedup.algorithms import SHARED_BASIS, algorithm
-from fedpriv.dedup.composition import Guarantee, PublicationCost, publication_cost
-from fedpriv.dedup.shared_basis import BasisOptions
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, StoreError
-from fedpriv.files import replace_file as replace_file
+from fedpriv.files import replace_file, sync_folder
+from fedpriv.variants.composition import Guarantee, PublicationCost, publication_cost
+from fedpriv.variants.folders import Described
+from fedpriv.variants.shared_basis import BasisOptions
+from fedpriv.variants.store import CHARGES_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,22 @@ def check_options(settings: DedupSettings) -> None:
         algorithm(settings.algorithm)(0, lambda positions: False, **settings.options)
 
 
+def candidate(variant: Described, accountant: Accountant = "pld") -> Candidate:
+    """The variant as base selection needs it; an unknown utility counts as 0."""
+    guarantee = variant.guarantee(accountant)
+    return Candidate(
+        name=variant.name,
+        architecture=variant.architecture,
+        data_sets=variant.history.data_sets,
+        epsilon=guarantee.epsilon,
+        delta=guarantee.delta,
+        utility=variant.utility or 0.0,
+        epsilon_bound=variant.epsilon_bound,
+        utility_bound=variant.utility_bound,
+        tags=variant.tags,
+    )
+
+
 def plan(
     variants: Sequence[Described],
     settings: DedupSettings,
@@ -116,7 +132,7 @@ def plan(
         return cost_of([known[each.name] for each in (target, *bases)], settings.accountant, charges).guarantee
 
     return select_bases(
-        [variant.as_variant(settings.accountant) for variant in variants],
+        [candidate(variant, settings.accountant) for variant in variants],
         strategy=settings.strategy,
         fairness=settings.fairness,
         max_distance=settings.max_distance,
@@ -181,7 +197,7 @@ def read_charges(store: Path) -> list[ValidationCharge]:
     Raises:
         StoreError: their file is damaged.
     """
-    path = Folder(store).charges
+    path = store / CHARGES_FILE
     if not path.exists():
         return []
     try:
@@ -207,8 +223,8 @@ def add_charges(store: Path, charges: Iterable[ValidationCharge]) -> None:
     """
     known = [*read_charges(store), *charges]
     rows = [{**asdict(charge), "event": events.to_json(charge.event)} for charge in known]
-    replace_file(Folder(store).charges, json.dumps({"version": _CHARGES_VERSION, "charges": rows}).encode())
-    sync(store)
+    replace_file(store / CHARGES_FILE, json.dumps({"version": _CHARGES_VERSION, "charges": rows}).encode())
+    sync_folder(store / CHARGES_FILE)
 
 
 Group = tuple[str, ...]
@@ -258,7 +274,7 @@ def choose_members(
     known = {variant.name: variant for variant in variants}
     if len(known) < len(variants):
         raise ValueError("variants: two have the same name")
-    public = {variant.name: variant.as_variant(settings.accountant) for variant in variants}
+    public = {variant.name: candidate(variant, settings.accountant) for variant in variants}
     limits = {name: _limits(variant, public.values(), settings) for name, variant in public.items()}
 
     @cache

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.accounting.events import Event
-from fedpriv.dedup.blocks import BlockLayout
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training.summing import noised_sum
+from fedpriv.variants.blocks import BlockLayout
 
 Batch = Mapping[str, Tensor]
 """{input: [records, ...]}, such as `fedpriv.data.records.collate` makes."""

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from fedpriv.dedup._base_selection import VariantLimits
-from fedpriv.dedup.blocks import BlockLayout
-from fedpriv.dedup.composition import PublicationCost
 from fedpriv.dedup.planning import DedupSettings, ValidationCharge, add_charges, cost_of
 from fedpriv.dedup.saliency import Saliency
-from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, PublicValidator, allowed_drop
-from fedpriv.dedup.variants import Described
+from fedpriv.variants.blocks import BlockLayout
+from fedpriv.variants.composition import PublicationCost
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
 
 Tensors = Mapping[str, NDArray[Any]]
 

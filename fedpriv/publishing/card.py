@@ -20,8 +20,12 @@ from fedpriv.files import replace_file
 from fedpriv.ledger.statement import ADJACENCY, DOES_NOT_COVER
 from fedpriv.publishing import _card_texts
 from fedpriv.publishing._card_texts import Form, markdown
-from fedpriv.publishing.saved import SavedVariant, find, names_in
-from fedpriv.runs import RunFolder, files
+from fedpriv.publishing.saved import GLOBAL
+from fedpriv.publishing.saved import SavedVariant
+from fedpriv.publishing.saved import find
+from fedpriv.publishing.saved import names_in
+from fedpriv.runs import RunFolder
+from fedpriv.runs import files
 from fedpriv.runs.figures import figures, format_delta
 
 FILE = "README.md"
@@ -32,6 +36,9 @@ _AGAINST = {
 }
 _PIPELINES = {"SEQ_CLS": "text-classification", "CAUSAL_LM": "text-generation"}
 _CLIENT = "client-"
+_DEDUPLICATED = (
+    "It was deduplicated: some of its values may be those of other variants of the run, which stand in for its own."
+)
 
 
 def write(run: Path) -> list[Path]:
@@ -41,6 +48,8 @@ def write(run: Path) -> list[Path]:
 
 def write_one(saved: SavedVariant, *, license: str = "") -> Path:
     """Write a variant's card, in place of an older one; returns the file."""
+    if saved.folder is None:
+        raise InputError(f"variant = {saved.name!r}: only a store has it, so there is no folder for its card; print it")
     path = saved.folder / FILE
     replace_file(path, text(saved, license=license).encode())
     return path
@@ -58,7 +67,9 @@ def text(saved: SavedVariant, *, form: Form = "adapter", license: str = "") -> s
         InputError: the variant's run is not here, or is not finished.
     """
     if saved.run is None or not files.is_finished(saved.run):
-        raise InputError(f"{saved.folder}: a card says what the run cost, so it needs the folder of a finished run")
+        raise InputError(
+            f"variant = {saved.name!r}: a card says what the run cost, so it needs the folder of a finished run"
+        )
     run = RunFolder(saved.run)
     return "\n".join([*_metadata(saved, run.summary, form, license), *_body(saved, run, form), ""])
 
@@ -75,15 +86,20 @@ def why_not_private(saved: SavedVariant, summary: Mapping[str, Any]) -> str:
     return ""
 
 
-def is_of_one_holder(saved: SavedVariant) -> bool:
-    """Whether the variant is what one data holder uploaded."""
-    return saved.name.startswith(_CLIENT)
+def _shows_uploads(saved: SavedVariant) -> bool:
+    """Whether some of the variant's values may be those of one data holder's upload."""
+    return any(name.startswith(_CLIENT) for name in saved.sources)
+
+
+def _is_as_measured(saved: SavedVariant) -> bool:
+    """Whether the variant is the model that the run measured, and no value of it was replaced since."""
+    return saved.sources == [GLOBAL]
 
 
 def _metadata(saved: SavedVariant, summary: Mapping[str, Any], form: Form, license: str) -> list[str]:
     base = saved.base
     private = not why_not_private(saved, summary)
-    accuracy = summary.get("accuracy") if saved.name == "global" and saved.task == "SEQ_CLS" else None
+    accuracy = summary.get("accuracy") if _is_as_measured(saved) and saved.task == "SEQ_CLS" else None
     measured = []
     if accuracy is not None:
         kind = _PIPELINES[saved.task]
@@ -116,13 +132,16 @@ def _body(saved: SavedVariant, run: RunFolder, form: Form) -> list[str]:
     warning = [f"> **NOT PRIVATE**: {markdown(reason)}.", "> Treat it as you treat the records.", ""] if reason else []
     kind = "A LoRA adapter of" if form == "adapter" else "A whole model, made of a LoRA adapter and"
     base = markdown(saved.base)
-    whose = "What one data holder uploaded" if is_of_one_holder(saved) else "Trained by a federation of data holders"
+    whose = (
+        "What one data holder uploaded" if saved.name.startswith(_CLIENT) else "Trained by a federation of data holders"
+    )
     return [
         *warning,
         f"# {markdown(saved.name)}",
         "",
         f"{kind} {base}. {whose}, with fedpriv.",
         "",
+        *([_DEDUPLICATED, ""] if len(saved.sources) > 1 else []),
         *_section("Use", _card_texts.lines(saved, form)),
         *_section("Privacy", _privacy(saved, summary, reason)),
         *_section("Data", [_data(saved, summary)]),
@@ -147,7 +166,7 @@ def _privacy(saved: SavedVariant, summary: Mapping[str, Any], reason: str) -> li
             "released on the same data, so it covers this variant and every other of the run, however many are read:"
         )
     )
-    views = ["local"] if is_of_one_holder(saved) else ["local", "rho", "aggregate"]
+    views = ["local"] if _shows_uploads(saved) else ["local", "rho", "aggregate"]
     epsilons = {view: _epsilon(summary.get(f"epsilon_{view}_max")) for view in views}
     against = _AGAINST | {"aggregate": f"{readers_label(summary.get('num_readers', 0))}, who saw sums of uploads alone"}
     rows = [
@@ -214,7 +233,7 @@ def _model(saved: SavedVariant, form: Form) -> list[str]:
 
 
 def _measured(saved: SavedVariant, run: RunFolder) -> list[str]:
-    if saved.name != "global":
+    if not _is_as_measured(saved):
         return ["The run measured its final model, not this variant."]
     rows = [f"- {figure.label}: {figure.text}" for figure in figures(run, "card")]
     return (

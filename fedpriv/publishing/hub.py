@@ -21,17 +21,20 @@ from huggingface_hub.utils._validators import validate_repo_id
 
 from fedpriv.adapters.lora import CONVENTION_FILE
 from fedpriv.config import RunConfig
-from fedpriv.dedup import variants
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import reader
 from fedpriv.ledger.entries import LedgerConnection
 from fedpriv.publishing import card
 from fedpriv.publishing.card import why_not_private
-from fedpriv.publishing.saved import ADAPTER_CONFIG, SavedVariant
-from fedpriv.runs import ClientRow, files, read_rows
+from fedpriv.publishing.saved import SavedVariant
+from fedpriv.publishing.saved import tensor_file
+from fedpriv.runs import ClientRow
+from fedpriv.runs import files
+from fedpriv.runs import read_rows
+from fedpriv.variants.folders import ADAPTER_CONFIG
+from fedpriv.variants.folders import Described
+from fedpriv.variants.folders import TENSORS
 
-TENSORS = "adapter_model.safetensors"
 _KEPT = ("version", "base_model", "base_weights", "pooling", "labels", "reading")
 
 
@@ -64,13 +67,13 @@ def contents(saved: SavedVariant, *, license: str = "") -> dict[str, bytes]:
     Raises:
         InputError: its tensors were changed, or a file is damaged.
     """
-    variants.read_tensors(saved.folder)
+    tensors = saved.kept.tensors(saved.name)  # against their digests
     convention = {key: saved.convention[key] for key in _KEPT if key in saved.convention} | {"base_model": saved.base}
-    settings = files.read_values(saved.folder / ADAPTER_CONFIG) | {"base_model_name_or_path": saved.base}
+    settings = saved.settings | {"base_model_name_or_path": saved.base}
     return {
         card.FILE: card.text(saved, license=license).encode(),
         ADAPTER_CONFIG: _json(settings),
-        TENSORS: (saved.folder / TENSORS).read_bytes(),
+        TENSORS: tensor_file(tensors) if saved.folder is None else (saved.folder / TENSORS).read_bytes(),
         CONVENTION_FILE: _json(convention),
     }
 
@@ -123,15 +126,18 @@ def why_publishable(saved: SavedVariant, *, ledger: Path | None = None, public_d
     run, config = saved.run, saved.config
     if run is None or config is None or not files.is_finished(run):
         raise InputError(
-            f"{saved.folder}: only a variant in the folder of its finished run can be pushed, with its ledger"
+            f"variant = {saved.name!r}: only a variant in the folder of its finished run, or in its store, can be "
+            f"pushed, with the run's ledger"
         )
-    if saved.folder.resolve().parent.parent != run.resolve():
+    if saved.folder is not None and saved.folder.resolve().parent.parent != run.resolve():
         raise InputError(f"{saved.folder}: leads out of its run's folder; name the variant where it is")
-    described = variants.read(saved.folder)
-    if described.name != saved.name:
-        raise InputError(f"{saved.folder / variants.FILE}: describes another variant, so nobody knows what this one is")
+    if saved.kept.is_chosen_privately(saved.name):
+        raise InputError(
+            f"variant = {saved.name!r}: private records chose its values, so more went into it than this run's uploads"
+        )
+    described = [_described(saved, name) for name in saved.sources]
     data_sets = {client: fields["data_set"] for client, fields in files.read_values(run / files.REGISTRATIONS).items()}
-    asked = _whose(saved.name, list(data_sets))
+    asked = {name: _whose(name, list(data_sets)) for name in saved.sources}
     if public_data:
         if not config.data_are_public:
             raise InputError("--public-data: the run's configuration does not say so (public_data = false)")
@@ -141,14 +147,25 @@ def why_publishable(saved: SavedVariant, *, ledger: Path | None = None, public_d
         hint = "; its records are public, so --public-data allows it" if config.data_are_public else ""
         raise InputError(f"variant = {saved.name!r}: the run is not private: {reason}{hint}")
     _check_budgets(saved, summary)
-    asked = asked or _only_uploader(saved.name, run)
+    clients = sorted({client for name, of in asked.items() for client in of or _only_uploader(name, run)})
     path = ledger or _charged_in(run, config)
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
         _check_ledger(db, path, summary, data_sets)
-        _check_history(db, path, described, str(summary.get("run_id")))
-        permissions = [_permission(db, path, summary, client, data_sets) for client in asked]
+        for each in described:
+            _check_history(db, path, each, str(summary.get("run_id")))
+        permissions = [_permission(db, path, summary, client, data_sets) for client in clients]
     return "; ".join(permissions) or "made of releases that the ledger has paid for, within every budget"
+
+
+def _described(saved: SavedVariant, name: str) -> Described:
+    """The description of a variant, or of one whose values it may hold."""
+    described = saved.kept.describe(name)
+    if described is None:
+        raise InputError(f"variant = {name!r}: its store says nothing of what went into it")
+    if described.name != name:
+        raise InputError(f"variant = {name!r}: its description describes another variant, so nobody knows what this is")
+    return described
 
 
 def _charged_in(run: Path, config: RunConfig) -> Path:

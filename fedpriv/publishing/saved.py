@@ -1,57 +1,66 @@
-"""A saved variant, in its run's folder or on its own, and its model ready to answer."""
+"""A saved variant, in its run's folder, in a store or on its own, and its model ready to answer."""
 
 from __future__ import annotations
 
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import safetensors.numpy
 import torch
 
 from fedpriv.adapters import check_weights, load_base, lora, public_name
 from fedpriv.adapters.pooling import normalizes
 from fedpriv.config import RunConfig
 from fedpriv.data.records import TextReading
-from fedpriv.dedup import variants
 from fedpriv.errors import InputError
 from fedpriv.runs import files
+from fedpriv.variants import is_store
+from fedpriv.variants.blocks import Tensors
+from fedpriv.variants.folders import ADAPTER_CONFIG, TENSORS
+from fedpriv.variants.kept import KeptVariants, VariantFolders
+from fedpriv.variants.store import Store
 
 GLOBAL = "global"
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedVariant:
-    """A variant on disk; its weights are not read yet.
+    """A variant on disk, in a folder of its own or in a store alone; its weights are not read yet.
 
     Attributes:
-        folder: with its files.
+        name: the variant's name in its run.
+        folder: with its files; None where only a store has it.
+        kept: reads it, by its name.
         run: the folder of its run; None for a variant that was copied elsewhere.
         config: of the run; None without one.
         model: where its base is, as `load_base` takes it.
         task: `SEQ_CLS` or `CAUSAL_LM`.
+        settings: what its adapter_config.json says.
         convention: what its fedpriv.json says.
         reading: how it reads texts.
     """
 
-    folder: Path
+    name: str
+    folder: Path | None
+    kept: KeptVariants
     run: Path | None
     config: RunConfig | None
     model: str
     task: str
+    settings: dict[str, Any]
     convention: dict[str, Any]
     reading: TextReading
 
     @property
-    def name(self) -> str:
-        """The variant's name in its run."""
-        return self.folder.resolve().name
-
-    @property
     def base(self) -> str:
         """The name of its base elsewhere, see `public_name`; files of older versions may name a path instead."""
-        settings = files.read_values(self.folder / ADAPTER_CONFIG)
-        return public_name(str(self.convention.get("base_model") or settings["base_model_name_or_path"]))
+        return public_name(str(self.convention.get("base_model") or self.settings["base_model_name_or_path"]))
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -62,6 +71,15 @@ class SavedVariant:
     def pooling(self) -> str:
         """One of `fedpriv.adapters.pooling.CONVENTIONS`."""
         return str(self.convention["pooling"])
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """The variant itself, and all of the run's whose values it may hold.
+
+        Raises:
+            InputError, StoreError: it is not there, or damaged.
+        """
+        return self.kept.sources(self.name)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,37 +106,83 @@ def names_in(run: Path) -> list[str]:
 
 
 def find(path: Path, *, variant: str = "", model: str = "") -> SavedVariant:
-    """The variant in a folder.
+    """The variant in a folder of its own, or else in a store.
 
     Args:
-        path: of a finished run, or of one variant.
-        variant: which of the run's; empty for `global`.
+        path: of a finished run, of a store, or of one variant; a run's or store's folder with a variant's name after
+            it is that variant, whether or not there is such a folder.
+        variant: which of the run's or the store's; empty for `global`.
         model: the base; empty for the one that the run, or else the variant, names.
 
     Raises:
         InputError: there is no such variant, or its files are damaged.
+        StoreError: the store is damaged.
     """
+    run, folder, store = path, path, path
     if (path / files.CONFIG).is_file():
-        run, name, known = path, variant or GLOBAL, names_in(path)
-        if name not in known:
-            raise InputError(f"variant = {name!r}: {path / files.VARIANTS} has {', '.join(known[:20]) or 'none'}")
-        folder = path / files.VARIANTS / name
+        name, known = variant or GLOBAL, names_in(path)
+        folder, store = path / files.VARIANTS / name, path / files.STORE
+        if name in known:
+            return _in_folder(folder, path, model)
     elif (path / lora.CONVENTION_FILE).is_file():
         if variant:
             raise InputError(f"variant = {variant!r}: {path} is one variant already; give the folder of its run")
-        folder, run = path, path.resolve().parent.parent
+        return _in_folder(path, path.resolve().parent.parent, model)
+    elif is_store(path):
+        name, known, run = variant or GLOBAL, [], path.resolve().parent
     else:
-        raise InputError(f"{path}: neither the folder of a run, with {files.CONFIG}, nor of a variant")
-    convention = lora.read_convention(folder)
+        holder = path.parent.parent if path.parent.name == files.VARIANTS else path.parent
+        if variant or path.exists() or not ((holder / files.CONFIG).is_file() or is_store(holder)):
+            raise InputError(f"{path}: neither the folder of a run, with {files.CONFIG}, nor of a variant, nor a store")
+        return find(holder, variant=path.name, model=model)
+    if is_store(store):
+        stored = Store(store, read_only=True)
+        if name in stored.names:
+            return _in_store(stored, name, run, model)
+        known += [other for other in stored.names if other not in known]
+    raise InputError(f"variant = {name!r}: {folder.parent} has {', '.join(known[:20]) or 'none'}")
+
+
+def _in_folder(folder: Path, run: Path, model: str) -> SavedVariant:
+    settings, convention = files.read_values(folder / ADAPTER_CONFIG), lora.read_convention(folder)
+    own = folder.resolve()
+    return _saved(own.name, folder, VariantFolders(own.parent), run, model, (settings, convention), folder)
+
+
+def _in_store(store: Store, name: str, run: Path, model: str) -> SavedVariant:
+    described = store.describe(name)
+    if described is None or not {ADAPTER_CONFIG, lora.CONVENTION_FILE} <= described.files.keys():
+        raise InputError(
+            f"variant = {name!r}: {store.path} does not say how it is used, as it was stored by an older version or is "
+            f"no adapter; `fedpriv dedup restore` gives its tensors"
+        )
+    where = store.path / name
+    convention = lora.checked_convention(described.files[lora.CONVENTION_FILE], where / lora.CONVENTION_FILE)
+    return _saved(name, None, store, run, model, (dict(described.files[ADAPTER_CONFIG]), convention), where)
+
+
+def _saved(
+    name: str,
+    folder: Path | None,
+    kept: KeptVariants,
+    run: Path,
+    model: str,
+    use: tuple[dict[str, Any], dict[str, Any]],
+    where: Path,
+) -> SavedVariant:
+    settings, convention = use
     config = files.read_config(run) if (run / files.CONFIG).is_file() else None
     return SavedVariant(
+        name=name,
         folder=folder,
+        kept=kept,
         run=run if config else None,
         config=config,
-        model=model or (config.model if config else _base_of(folder, convention)),
-        task=_task_of(folder),
+        model=model or (config.model if config else _base_of(where, convention)),
+        task=_task_of(where, settings),
+        settings=settings,
         convention=convention,
-        reading=TextReading.of(config) if config else _reading_of(folder, convention),
+        reading=TextReading.of(config) if config else _reading_of(where, convention),
     )
 
 
@@ -128,24 +192,44 @@ def load(saved: SavedVariant) -> LoadedVariant:
     Raises:
         InputError: its files were changed; its base is not to be found, or has other weights than in training.
     """
-    variants.read_tensors(saved.folder)  # against their digest
+    tensors = saved.kept.tensors(saved.name)  # against their digests
     check_weights(saved.model, saved.convention.get("base_weights") or {})
     normalize = normalizes(saved.pooling)
     base = load_base(saved.model, task=saved.task, num_labels=len(saved.labels), normalize=normalize)
     try:
-        model = lora.load(base, saved.folder)
+        with _adapter_folder(saved, tensors) as folder:
+            model = lora.load(base, folder)
     except InputError:
         raise
     except (RuntimeError, KeyError, ValueError) as error:  # of torch and peft, for tensors of other shapes or names
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"model = {saved.model!r}: the adapter in {saved.folder} does not fit it ({reason})") from None
+        raise InputError(f"model = {saved.model!r}: adapter {saved.name} does not fit it ({reason})") from None
     return LoadedVariant(saved=saved, peft_model=model, tokenizer=base.tokenizer, device=torch.device("cpu"))
 
 
-def _task_of(folder: Path) -> str:
-    task = files.read_values(folder / ADAPTER_CONFIG).get("task_type")
+@contextmanager
+def _adapter_folder(saved: SavedVariant, tensors: Tensors) -> Iterator[Path]:
+    """The variant's folder, or a temporary one with what a store has of it."""
+    if saved.folder is not None:
+        yield saved.folder
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, values in ((ADAPTER_CONFIG, saved.settings), (lora.CONVENTION_FILE, saved.convention)):
+            (folder / file).write_text(json.dumps(values), encoding="utf-8")
+        (folder / TENSORS).write_bytes(tensor_file(tensors))
+        yield folder
+
+
+def tensor_file(tensors: Tensors) -> bytes:
+    """The file in which peft keeps an adapter's tensors."""
+    return safetensors.numpy.save(tensors, metadata={"format": "pt"})
+
+
+def _task_of(where: Path, settings: dict[str, Any]) -> str:
+    task = settings.get("task_type")
     if task not in ("SEQ_CLS", "CAUSAL_LM"):
-        raise InputError(f"{folder / ADAPTER_CONFIG}: task_type = {task!r}: must be SEQ_CLS or CAUSAL_LM")
+        raise InputError(f"{where / ADAPTER_CONFIG}: task_type = {task!r}: must be SEQ_CLS or CAUSAL_LM")
     return str(task)
 
 

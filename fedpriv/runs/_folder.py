@@ -394,7 +394,7 @@ def _read_stored(run_dir: Path) -> StoredVariants | None:
     """
     if not (run_dir / files.STORE).is_dir():
         return None
-    from fedpriv.dedup.store import Store  # deferred: safetensors and numpy
+    from fedpriv.variants.store import Store  # deferred: safetensors and numpy
 
     with Store(run_dir / files.STORE, read_only=True) as store:
         found = [store.manifest(name).provenance for name in store.names]

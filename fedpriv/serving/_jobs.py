@@ -28,7 +28,8 @@ from fedpriv.serving.requests import (
     ServingError,
     Tokens,
 )
-from fedpriv.serving.sources import NoRoomError, VariantMemory
+from fedpriv.serving.sources import VariantMemory
+from fedpriv.variants.cache import NoRoomError
 
 
 @dataclass(eq=False, kw_only=True)

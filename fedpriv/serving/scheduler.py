@@ -126,7 +126,7 @@ class Scheduler:
 
     def statistics(self) -> Statistics:
         """See `Serving`."""
-        paged, passes = self._memory.paged, self._counter.passes
+        paged, passes = self._memory.statistics, self._counter.passes
         return Statistics(
             num_waiting=self._waiting.num_new,
             num_passes=passes.num_passes,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,6 @@ from fedpriv.adapters import A_SUFFIX, B_SUFFIX
 from fedpriv.adapters.lora import CONVENTION_FILE
 from fedpriv.config import RunConfig, parse
 from fedpriv.data.records import chat_format_of
-from fedpriv.dedup import variants
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.runs import files
 from fedpriv.serving._engine import Weights
@@ -32,10 +30,12 @@ from fedpriv.serving.requests import DamagedVariantError, ServingError, UnknownV
 from fedpriv.training import ends_of_turn
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import load_model
+from fedpriv.variants import folders, is_store
+from fedpriv.variants.cache import BoundedCache, CacheStatistics, NoRoomError
+from fedpriv.variants.kept import KeptVariants, open_variants
+from fedpriv.variants.store import Store
 
 GLOBAL = "global"
-_STORE_INDEX = "index.json"
-_ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +85,7 @@ def find(path: Path, *, base: str = "") -> Source:
     """
     if (path / files.CONFIG).is_file():
         return _of_run(path)
-    if not (path / _STORE_INDEX).is_file():
+    if not is_store(path):
         raise InputError(f"{path}: neither the folder of a run, with {files.CONFIG}, nor a store of variants")
     store = Store(path, read_only=True)
     if not store.names:
@@ -95,8 +95,7 @@ def find(path: Path, *, base: str = "") -> Source:
         raise InputError(f"{path}: lies in no run's folder; name the base, a model or a run's folder")
     config = files.read_config(run) if run else _defaults(base, store)
     labels = _labels_of_run(run, config) if run else ()
-    readers = {name: partial(_restored, store, name) for name in _in_order(store.names)}
-    return Source(config=_servable(config), readers=readers, labels=labels or _numbered(_num_labels(store)))
+    return _source(store, _servable(config), labels or _numbered(_num_labels(store)))
 
 
 def load(source: Source) -> LoadedBase:
@@ -116,23 +115,24 @@ def load(source: Source) -> LoadedBase:
 
 def _of_run(run: Path) -> Source:
     config = files.read_config(run)
-    scaling = config.alpha / config.rank
-    # A folder with a description is complete; names are those of folders, and requests are looked up among them.
-    folders = {path.parent.name: path.parent for path in (run / files.VARIANTS).glob(f"*/{variants.FILE}")}
-    readers: dict[str, _Read] = {name: partial(_read, folder, scaling) for name, folder in folders.items()}
-    if (run / files.STORE / _STORE_INDEX).is_file():
-        store = Store(run / files.STORE, read_only=True)
-        readers = {name: partial(_restored, store, name) for name in store.names} | readers
-    if not readers:
+    kept = open_variants(run / files.VARIANTS, run / files.STORE)
+    if not kept.names:
         raise InputError(f"{run / files.VARIANTS}: holds no variant; give the folder of a finished run")
     labels = _labels_of_run(run, config)
     if config.task == "SEQ_CLS" and not labels:
         raise InputError(f"{run}: none of its variants says in {CONVENTION_FILE} which labels there are")
-    return Source(
-        config=_servable(config),
-        readers={name: readers[name] for name in _in_order(readers)},
-        labels=labels,
-    )
+    own = set(kept.own.names)
+    return _source(kept, _servable(config), labels, check=lambda name: name in own)
+
+
+def _source(
+    kept: KeptVariants, config: RunConfig, labels: tuple[str, ...], *, check: Callable[[str], bool] = lambda name: False
+) -> Source:
+    """The variants, of which those in folders of their own are checked to be of the run that they are found in."""
+    scaling = config.alpha / config.rank
+    # Requests are looked up among these names and nowhere else.
+    readers = {name: partial(_read, kept, name, scaling if check(name) else None) for name in _in_order(kept.names)}
+    return Source(config=config, readers=readers, labels=labels)
 
 
 def _servable(config: RunConfig) -> RunConfig:
@@ -154,24 +154,25 @@ def _in_order(names: Sequence[str] | Mapping[str, Any]) -> list[str]:
     return sorted(names, key=key)
 
 
-def _read(folder: Path, scaling: float) -> Mapping[str, Tensor]:
-    """The tensors of a variant in its folder, checked against its description.
+def _read(kept: KeptVariants, name: str, scaling: float | None) -> Mapping[str, Tensor]:
+    """The tensors of a variant, checked against their digests.
+
+    Args:
+        kept: has it.
+        name: of the variant.
+        scaling: of the run, which its description must agree with; None does not read that.
 
     Raises:
-        Exception: they are not those that it describes, or scaled in another way than the run's.
+        Exception: they are not those that were described, or scaled in another way than the run's.
     """
-    described, tensors = variants.read(folder), variants.read_tensors(folder)
-    if described.name != folder.name:
-        raise ValueError(f"{folder / variants.FILE}: describes {described.name!r}")
-    found = files.read_values(folder / _ADAPTER_CONFIG)
-    if abs(found["lora_alpha"] / found["r"] - scaling) > 1e-6 * scaling:
-        raise ValueError(f"{folder / _ADAPTER_CONFIG}: its scale is not the run's, alpha / rank = {scaling:g}")
-    return _checked(tensors)
-
-
-def _restored(store: Store, name: str) -> Mapping[str, Tensor]:
-    """The tensors of a stored variant, checked against their digests."""
-    return _checked(store.restore(name))
+    if scaling is not None:
+        described = kept.describe(name)
+        if described is None or described.name != name:
+            raise ValueError(f"{name}: is described as {described and described.name!r}")
+        found = described.files[folders.ADAPTER_CONFIG]
+        if abs(found["lora_alpha"] / found["r"] - scaling) > 1e-6 * scaling:
+            raise ValueError(f"{name}: the scale in its {folders.ADAPTER_CONFIG} is not alpha / rank = {scaling:g}")
+    return _checked(kept.tensors(name))
 
 
 def _checked(tensors: Mapping[str, np.ndarray[Any, Any]]) -> Mapping[str, Tensor]:
@@ -223,22 +224,8 @@ _Read = Callable[[], Mapping[str, Tensor]]
 """The tensors of a variant, from the disk; raises an exception of any kind if they are damaged."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Paged:
-    """The requests to the memory so far; see `fedpriv.serving.requests.Statistics`."""
-
-    hits: int = 0
-    misses: int = 0
-    bytes_in_memory: int = 0
-    bytes_read: int = 0
-
-
-class NoRoomError(RuntimeError):
-    """Variants in use leave no room now; there will be some when they are given back."""
-
-
 class VariantMemory:
-    """Variants in bounded memory. Not thread-safe, except that `paged` may be read from any thread.
+    """Variants in bounded memory. Not thread-safe, except that `statistics` may be read from any thread.
 
     A variant in use stays until everyone has given it back. Between its last use and the next it may go, and the one
     that was asked for longest ago goes first.
@@ -247,9 +234,6 @@ class VariantMemory:
         readers: by the variant's name; names come from requests and are looked up here and nowhere else.
         weights: turns a variant's name and tensors into what passes use; raises ValueError if they do not fit.
         memory_bytes: of all variants in memory together.
-
-    Attributes:
-        paged: what has happened so far.
     """
 
     def __init__(
@@ -259,9 +243,13 @@ class VariantMemory:
         memory_bytes: int,
     ) -> None:
         self._readers, self._weights, self._memory_bytes = readers, weights, memory_bytes
-        self._held: OrderedDict[str, Weights] = OrderedDict()
+        self._cache: BoundedCache[Weights] = BoundedCache(_bytes_of)
         self._uses: Counter[str] = Counter()
-        self.paged = _Paged()
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        """Counts of its work so far."""
+        return self._cache.statistics
 
     def take(self, name: str, *, again: bool = False) -> Weights:
         """A variant, which stays in memory until `give_back` was called as often as this.
@@ -276,22 +264,13 @@ class VariantMemory:
             ServingError: it needs more memory than there is.
             NoRoomError: it needs more than the variants in use leave.
         """
-        held = self._held.get(name)
-        read = 0
+        held, read = self._cache.get(name), 0
         if held is None:
             held = self._read(name)
             read = held.num_bytes
             self._make_room(held)
-            self._held[name] = held
-        self._held.move_to_end(name)
+        self._cache.keep(name, held, bytes_read=read, again=again)
         self._uses[name] += 1
-        before = self.paged
-        self.paged = _Paged(
-            hits=before.hits + (not read and not again),
-            misses=before.misses + (bool(read) and not again),
-            bytes_in_memory=sum(weights.num_bytes for weights in self._held.values()),
-            bytes_read=before.bytes_read + read,
-        )
         return held
 
     def give_back(self, name: str) -> None:
@@ -302,9 +281,8 @@ class VariantMemory:
 
     def clear(self) -> None:
         """Free all variants."""
-        self._held.clear()
+        self._cache.clear()
         self._uses.clear()
-        self.paged = replace(self.paged, bytes_in_memory=0)
 
     def _read(self, name: str) -> Weights:
         if name not in self._readers:
@@ -320,15 +298,12 @@ class VariantMemory:
             raise ServingError(
                 f"variant {new.variant!r} needs {new.num_bytes} bytes, but the server has {self._memory_bytes} for all"
             )
-        excess = sum(held.num_bytes for held in self._held.values()) + new.num_bytes - self._memory_bytes
-        leaving = []
-        for name, held in self._held.items():
-            if excess <= 0:
-                break
-            if name not in self._uses:
-                leaving.append(name)
-                excess -= held.num_bytes
-        if excess > 0:
+        in_use = _bytes_of([held for held in self._cache.held if held.variant in self._uses])
+        if in_use + new.num_bytes > self._memory_bytes:  # others would make room in vain
             raise NoRoomError(new.variant)
-        for name in leaving:
-            del self._held[name]
+        left = self._memory_bytes - new.num_bytes
+        self._cache.make_room(lambda: new if _bytes_of(self._cache.held) <= left else None, in_use=self._uses)
+
+
+def _bytes_of(variants: Iterable[Weights]) -> int:
+    return sum(weights.num_bytes for weights in variants)

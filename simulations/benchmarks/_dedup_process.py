@@ -25,10 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedpriv.dedup.blocks import BlockLayout
-from fedpriv.dedup.serving import StoreRegistry, memory_for_models, targets_in
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
+from fedpriv.variants.blocks import BlockLayout
+from fedpriv.variants.loading import StoreRegistry, memory_for_models, targets_in
+from fedpriv.variants.store import Store
 from simulations.benchmarks._bounded_memory import (
     Group,
     bound,
@@ -185,9 +185,8 @@ def _opened(
     with Store(job.store, read_only=True) as store:
         shared = StoreArm(store, job.memory_bytes, models, targets)
         fits = store.bytes_stored <= job.memory_bytes - shared.models_bytes
-        # What the catalogue maps stays.
-        blocks = [path for path in _files_of(job.store) if not path.match("catalogue.*.npy")]
-        yield shared, nothing if job.group or fits else lambda _: drop_all(blocks), perf_counter() - started
+        held = _files_of(job.store)
+        yield shared, nothing if job.group or fits else lambda _: drop_all(held), perf_counter() - started
 
 
 def _timed(
@@ -336,7 +335,7 @@ class StoreArm:
         return self._targets[name]
 
     def counts(self) -> tuple[int, int]:
-        return self._registry.statistics.misses, self._registry.statistics.bytes_copied
+        return self._registry.statistics.misses, self._registry.statistics.bytes_read
 
 
 class PlainArm:

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedpriv.dedup.blocks import TensorSpec
 from fedpriv.errors import InputError
+from fedpriv.variants.blocks import TensorSpec
 
 _DTYPES = {
     **{

@@ -47,11 +47,11 @@ from transformers import BertConfig, BertModel
 
 from fedpriv import texts
 from fedpriv.adapter_variants import AdapterEvaluator
-from fedpriv.dedup import variants
-from fedpriv.dedup.blocks import BlockLayout, layout_of
-from fedpriv.dedup.serving import named_view, targets_in
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
+from fedpriv.variants import folders
+from fedpriv.variants.blocks import BlockLayout, layout_of
+from fedpriv.variants.loading import named_view, targets_in
+from fedpriv.variants.store import Store
 from simulations.benchmarks._bounded_memory import kind_of, read_speed, temporary_group
 from simulations.benchmarks._dedup_process import ARMS, Arm, ArmFigures, ArmJob, Workload, digest, in_a_process
 from simulations.benchmarks._plain_files import read_header
@@ -208,7 +208,7 @@ def restore_all(store: Path, folder: Path) -> dict[str, Path]:
     with Store(store, read_only=True) as opened:
         files = {name: folder / f"{name}.safetensors" for name in opened.names}
         for name, path in files.items():
-            safetensors.numpy.save_file(opened.restore(name), path)
+            safetensors.numpy.save_file(opened.tensors(name), path)
     return files
 
 
@@ -226,7 +226,7 @@ def _stored(path: Path) -> tuple[dict[str, BlockLayout], dict[str, str]]:
             if manifest.basis is not None:
                 raise InputError(f"variant {name!r}: is stored by a shared basis, without blocks that could be served")
             layouts[name] = manifest.layout
-        return layouts, {name: digest(store.restore(name)) for name in store.names}
+        return layouts, {name: digest(store.tensors(name)) for name in store.names}
 
 
 def _queries(names: Sequence[str], num_queries: int, seed: int) -> list[str]:
@@ -407,7 +407,7 @@ def _files(folder: Path) -> dict[str, Path]:
         tensors = sorted(described.parent.glob("*.safetensors"))
         if len(tensors) != 1:
             raise InputError(f"{described.parent}: holds {len(tensors)} safetensors files; a variant is one")
-        found[variants.read(described.parent).name] = tensors[0]
+        found[folders.read(described.parent).name] = tensors[0]
     if not found:
         raise InputError(f"files = {str(folder)!r}: holds no variants; each is a folder with a variant.json")
     return found

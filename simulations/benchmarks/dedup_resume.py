@@ -20,8 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
+from fedpriv.variants.store import Store
 
 TARGET_SECONDS = 180.0
 

@@ -32,12 +32,12 @@ from peft import get_peft_model_state_dict
 from fedpriv import adapters
 from fedpriv.adapters import load_base, load_tokenizer, lora
 from fedpriv.config import parse, to_toml
-from fedpriv.dedup import variants
-from fedpriv.dedup.composition import History
 from fedpriv.serving.requests import Classified, Classify, EngineLimits, Event, Finished, Generate, Piece, Serving
 from fedpriv.serving.scheduler import Scheduler
 from fedpriv.serving.sources import find, load
 from fedpriv.training.workbench import load_model
+from fedpriv.variants import folders
+from fedpriv.variants.composition import History
 
 MINILM, SMOLLM = "all-MiniLM-L6-v2", "SmolLM2-135M-Instruct"
 LABELS = ("a", "b", "c", "d")
@@ -72,7 +72,7 @@ def make_run(folder: Path, num_variants: int, values: dict[str, object]) -> Path
         tensors = {name: 0.03 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         path = folder / "variants" / f"client-{number}"
         lora.save(model.peft_model, base, path, adapter=tensors, labels=labels)
-        described = variants.Described(
+        described = folders.Described(
             name=path.name,
             architecture=config.model,
             utility=None,
@@ -81,7 +81,7 @@ def make_run(folder: Path, num_variants: int, values: dict[str, object]) -> Path
             deltas={},
             history=History(name=path.name, ancestors=frozenset()),
         )
-        variants.describe(path, described)
+        folders.describe(path, described)
     return folder
 
 
@@ -99,9 +99,9 @@ def served(run: Path, base_dtype: Literal["float32", "bfloat16"] = "float32", **
 
 def plain_peft(run: Path, model: str) -> Any:
     """One peft model with all variants of a run as its adapters."""
-    folders = sorted((run / "variants").iterdir())
-    plain = adapters.load(model, folders[0])
-    for folder in folders:
+    saved = sorted((run / "variants").iterdir())
+    plain = adapters.load(model, saved[0])
+    for folder in saved:
         plain.load_adapter(str(folder), adapter_name=folder.name)
     return plain.eval()
 

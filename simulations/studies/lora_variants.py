@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from fedpriv import adapters
 from fedpriv import config as configuration
 from fedpriv.data.records import collate
-from fedpriv.dedup.store import Store
 from fedpriv.training.workbench import Workbench, workbench
+from fedpriv.variants.store import Store
 from simulations.studies.dedup.check import TOLERANCE, Description, epsilon
 from simulations.studies.harness import parser, table
 
@@ -88,7 +88,7 @@ def count_correct(store: Store, run: Path, name: str, bench: Workbench, chosen: 
     """The number of correct answers of a variant as peft loads it, one record after another."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = shutil.copytree(run / "variants" / name, Path(temporary) / name)
-        tensors = {key: torch.from_numpy(value.copy()) for key, value in store.restore(name).items()}
+        tensors = {key: torch.from_numpy(value.copy()) for key, value in store.tensors(name).items()}
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         model = adapters.load(bench.base.name, folder)
     correct = 0

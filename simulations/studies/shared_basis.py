@@ -20,14 +20,20 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from fedpriv.adapter_variants import AdapterEvaluator
-from fedpriv.dedup import variants
-from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
-from fedpriv.dedup.shared_basis import BasisOptions, Encoded, few_bits, fit, flattened, restore_error
-from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords
-from simulations.studies.harness import parser, table
+from fedpriv.variants import folders
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.shared_basis import BasisOptions
+from fedpriv.variants.shared_basis import Encoded
+from fedpriv.variants.shared_basis import few_bits
+from fedpriv.variants.shared_basis import fit
+from fedpriv.variants.shared_basis import flattened
+from fedpriv.variants.shared_basis import restore_error
+from fedpriv.variants.store import Store
+from simulations.studies.harness import parser
+from simulations.studies.harness import table
 
 UTILITY_BOUND = 0.01
 BLOCK_SIZE = 64
@@ -70,9 +76,9 @@ def main() -> None:
     own.add_argument("out", type=Path)
     arguments = own.parse_args()
     evaluator = _Counted(AdapterEvaluator.of_run(arguments.run))
-    folders = sorted(path.parent for path in arguments.run.glob("variants/*/variant.json"))
-    models = {folder.name: variants.read_tensors(folder) for folder in folders}
-    described = [replace(variants.read(folder), utility_bound=UTILITY_BOUND) for folder in folders]
+    paths = sorted(path.parent for path in arguments.run.glob("variants/*/variant.json"))
+    models = {folder.name: folders.read_tensors(folder) for folder in paths}
+    described = [replace(folders.read(folder), utility_bound=UTILITY_BOUND) for folder in paths]
     points = []
     for name, (algorithm, options) in WAYS.items():
         settings = DedupSettings(block_size=BLOCK_SIZE, algorithm=algorithm, options=options, fairness="outcome")
@@ -115,7 +121,7 @@ def _point(name: str, store: Store, models: Mapping[str, Any], evaluator: _Count
         raise SystemExit(f"{name}: {problems[0]}")
     bases = [store.manifest(each).provenance.get("basis") for each in models]
     has_residual = [bool(basis["residual"]) for basis in bases if basis]
-    restored = {each: store.restore(each) for each in models}
+    restored = {each: store.tensors(each) for each in models}
     changes = [
         (evaluator.count_correct(restored[each]) - evaluator.count_correct(models[each])) / evaluator.num_records
         for each in models

@@ -9,11 +9,11 @@ import numpy as np
 
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
-from fedpriv.dedup import variants
-from fedpriv.dedup.composition import History, Upload
-from fedpriv.dedup.variants import Described
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.variants import folders
+from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.folders import Described
 
 ACCOUNT = ["account", "--noise-multiplier", "2", "--sampling-probability", "0.05", "--steps", "40", "--delta", "1e-5"]
 
@@ -71,7 +71,7 @@ def write_study(folder: Path, rounds: Sequence[int] = (10, 12, 14), *, noiseless
             deltas={"clinic": 1e-5},
             history=History(name=f"round-{round_}", ancestors=frozenset(uploads)),
         )
-        variants.write(folder / "variants" / f"round-{round_}", described, {"weight": weight})
+        folders.write(folder / "variants" / f"round-{round_}", described, {"weight": weight})
     return folder
 
 

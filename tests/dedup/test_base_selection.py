@@ -18,7 +18,7 @@ from fedpriv.dedup._base_selection import (
     select_bases,
     worthwhile_bases,
 )
-from fedpriv.dedup.composition import Guarantee
+from fedpriv.variants.composition import Guarantee
 
 # Table 1 of the paper: epsilons and the bound on their increase; A3's models are trained on disjoint parts.
 SCENARIOS = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -11,19 +12,19 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
-from fedpriv.dedup import _manifests
 from fedpriv.dedup._basis_pipeline import REPEATED, TOO_FEW_BYTES
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings, choose_members
-from fedpriv.dedup.serving import StoreRegistry
-from fedpriv.dedup.store import Store
-from fedpriv.dedup.store import Variant as StoreVariant
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, StoreError
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.folders import Described
+from fedpriv.variants.loading import StoreRegistry
+from fedpriv.variants.store import Store
+from fedpriv.variants.store import Variant as StoreVariant
+from tests.stores import basis_sizes, content_of, damage_index
 
 SIZE = 400
 RNG = np.random.default_rng(3)
@@ -104,9 +105,9 @@ def test_every_variant_is_within_its_bounds_by_an_independent_look_at_the_store(
     outcomes = stored(tmp_path / "s", rounds(), tensors)
     with Store(tmp_path / "s", read_only=True) as store:
         assert (store.verify(), set(store.names)) == ([], set(tensors))
-        assert len(list((tmp_path / "s" / "bases").iterdir())) == 1
+        assert len(basis_sizes(tmp_path / "s")) == 1
         for name, outcome in outcomes.items():
-            restored, manifest = store.restore(name), store.manifest(name)
+            restored, manifest = store.tensors(name), store.manifest(name)
             assert Linear().count_correct(restored) == outcome.correct_after >= outcome.correct_before - 15
             assert restored["steps"] == tensors[name]["steps"]
             assert outcome.epsilon_after == pytest.approx(by_hand([name, *outcome.bases]), rel=1e-9)
@@ -185,7 +186,7 @@ def test_a_variant_that_no_restored_form_serves_is_stored_plain_and_still_pays_f
     outcomes = stored(tmp_path / "s", rounds(), tensors, Linear(originals=list(tensors.values())))
     with Store(tmp_path / "s", read_only=True) as store:
         for name, original in tensors.items():
-            assert np.array_equal(store.restore(name)["w"], original["w"])
+            assert np.array_equal(store.tensors(name)["w"], original["w"])
         assert not (tmp_path / "s" / "bases").exists()
     for name in set(tensors) - {"round-2"}:
         assert (outcomes[name].num_replaced, outcomes[name].num_validations) == (0, 3)
@@ -240,47 +241,44 @@ def test_private_validation_that_no_bound_has_room_for_is_never_asked(tensors, t
 
 def test_a_damaged_basis_is_refused_by_name_and_plain_variants_are_served(tensors, tmp_path):
     stored(tmp_path / "s", rounds(), tensors)
-    (path,) = (tmp_path / "s" / "bases").iterdir()
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
+    damage_index(tmp_path / "s", "bases", "content", -5)
     with Store(tmp_path / "s") as store:
-        assert np.array_equal(store.restore("round-2")["w"], tensors["round-2"]["w"])
-        with pytest.raises(StoreError, match=rf"model 'round-28': bases/{path.name} is damaged"):
-            store.restore("round-28")
+        assert np.array_equal(store.tensors("round-2")["w"], tensors["round-2"]["w"])
+        with pytest.raises(StoreError, match=r"model 'round-28': its shared basis .* is damaged"):
+            store.tensors("round-28")
         assert len(store.verify()) == len(ROUNDS) - 1
-        assert all(path.name in line for line in store.verify())
-        path.unlink()
-        with pytest.raises(StoreError, match="is missing"):
-            store.restore("round-28")
+        assert all("its shared basis" in line for line in store.verify())
+    with closing(sqlite3.connect(tmp_path / "s" / "index.sqlite")) as db, db:
+        db.execute("DELETE FROM bases")
+    with Store(tmp_path / "s") as store, pytest.raises(StoreError, match="or missing"):
+        store.tensors("round-28")
 
 
 def test_damaged_coefficients_are_refused(tensors, tmp_path):
     stored(tmp_path / "s", rounds(), tensors)
-    path = tmp_path / "s" / "extras" / "round-28.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x77")
+    damage_index(tmp_path / "s", "models", "extras", name="round-28")
     with Store(tmp_path / "s", read_only=True) as store:
         assert len(store.verify()) == 1
-        with pytest.raises(StoreError, match=r"round-28\.safetensors is damaged"):
-            store.restore("round-28")
+        with pytest.raises(StoreError, match=r"'round-28': its extras in index\.sqlite: damaged"):
+            store.tensors("round-28")
 
 
 def test_a_basis_goes_with_the_last_variant_that_needs_it_and_strays_go_too(tensors, tmp_path):
     stored(tmp_path / "s", rounds(), tensors)
-    folder = tmp_path / "s" / "bases"
     with Store(tmp_path / "s") as store:
         *others, last = sorted(set(tensors) - {"round-2"})
         for name in others:
             store.remove(name)
         store.compact()
-        assert len(list(folder.iterdir())) == 1
-        store.restore(last)
+        assert len(basis_sizes(tmp_path / "s")) == 1
+        store.tensors(last)
         store.remove(last)
-        assert not list(folder.iterdir())
+        assert not basis_sizes(tmp_path / "s")
         assert store.names == ["round-2"]
-    (folder / f"{'0' * 64}.safetensors").write_bytes(b"left by a killed writer")
+    stray = tmp_path / "s" / "blocks.7.npy"
+    stray.write_bytes(b"left by a killed writer")
     Store(tmp_path / "s").close()
-    assert not list(folder.iterdir())
+    assert not stray.exists()
 
 
 def test_what_needs_blocks_refuses_a_variant_without_any(tensors, tmp_path):
@@ -298,20 +296,6 @@ def test_what_needs_blocks_refuses_a_variant_without_any(tensors, tmp_path):
             deduplicate(rounds(), tensors.__getitem__, dict.fromkeys(tensors, Linear()), store, other)
 
 
-def test_a_store_of_version_1_is_read_and_goes_on(tensors, tmp_path):
-    with Store(tmp_path / "s") as store:
-        layout = layout_of(tensors["round-2"], 64)
-        store.add("old", layout, *layout.to_blocks(tensors["round-2"]))
-    index = json.loads((tmp_path / "s" / "index.json").read_text())["index"]
-    index["version"] = 1
-    del index["models"]["old"]["basis"]
-    (tmp_path / "s" / "index.json").write_bytes(_manifests._sealed(index))
-    stored(tmp_path / "s", rounds(), tensors)
-    with Store(tmp_path / "s", read_only=True) as store:
-        assert (store.verify(), len(store.names)) == ([], len(ROUNDS) + 1)
-        assert np.array_equal(store.restore("old")["w"], tensors["round-2"]["w"])
-
-
 def test_bytes_that_hold_no_basis_leave_all_plain_with_the_reason(tensors, tmp_path):
     outcomes = stored(tmp_path / "s", rounds(), tensors, settings=replace(SETTINGS, options={"max_bytes": 100}))
     assert {o.untouched for n, o in outcomes.items() if n != "round-2"} == {TOO_FEW_BYTES}
@@ -327,10 +311,6 @@ def test_nothing_is_stored_where_a_variant_cannot_be(tensors, tmp_path):
     with pytest.raises(InputError, match="max_error = 1e-09"):
         stored(tmp_path / "s", rounds(), tensors, settings=replace(SETTINGS, options={"max_error": 1e-9}))
     assert Store(tmp_path / "s", read_only=True).names == []
-
-
-def contents(folder) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def interrupted(path, tensors, after, evaluator, **more) -> None:
@@ -351,7 +331,7 @@ def test_an_interrupted_call_goes_on_to_the_same_store(tensors, tmp_path, after)
     whole = stored(tmp_path / "whole", rounds(), tensors)
     interrupted(tmp_path / "s", tensors, after, evaluator=Linear())
     assert stored(tmp_path / "s", rounds(), tensors) == whole
-    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+    assert content_of(tmp_path / "s") == content_of(tmp_path / "whole")
 
 
 def test_a_private_validation_that_was_interrupted_is_not_asked_again(tensors, tmp_path):

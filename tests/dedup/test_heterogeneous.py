@@ -13,14 +13,14 @@ from torch import nn
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.dedup import saliency
-from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
-from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, allowed_drop
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
 
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
 SETTINGS = DedupSettings(block_size=32, options={"min_batch": 2}, max_distance=2.0)
@@ -89,7 +89,7 @@ def variants() -> tuple[dict, dict, list[Described]]:
 def stored(path, evaluators, described, tensors, settings=SETTINGS, **more):
     with Store(path) as store:
         outcomes = deduplicate(described, tensors.__getitem__, evaluators, store, settings, **more)
-        return {outcome.name: outcome for outcome in outcomes}, {name: store.restore(name) for name in store.names}
+        return {outcome.name: outcome for outcome in outcomes}, {name: store.tensors(name) for name in store.names}
 
 
 def rows(tensors, size: int = 32) -> set[bytes]:

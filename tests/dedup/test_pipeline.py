@@ -14,14 +14,14 @@ from torch import nn
 from fedpriv.accounting.accountants import epsilon_of as epsilon
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.dedup import planning, saliency
-from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings, read_charges
-from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, allowed_drop
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
 
 DIGITS = load_digits()
 TEST = slice(1200, 1797)
@@ -122,7 +122,7 @@ def test_every_variant_is_within_its_bounds_by_an_independent_look_at_the_store(
         assert set(store.names) == set(trained)
         assert store.bytes_stored < store.bytes_logical
         for variant, outcome in ((v, o) for v in described for o in outcomes if o.name == v.name):
-            restored = store.restore(variant.name)
+            restored = store.tensors(variant.name)
             correct = evaluator.count_correct(restored)
             assert correct == outcome.correct_after
             drop = allowed_drop(variant.utility_bound, evaluator.num_records)

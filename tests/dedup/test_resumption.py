@@ -14,15 +14,16 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
-from fedpriv.dedup.composition import History, Upload
 from fedpriv.dedup.pipeline import check, deduplicate
 from fedpriv.dedup.planning import DedupSettings, ValidationCharge, add_charges, read_charges
-from fedpriv.dedup.store import Store
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
-from fedpriv.dedup.variants import Described
 from fedpriv.dedup.work import Outcome, Progress, _seconds_left
 from fedpriv.errors import InputError, StoreError
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
+from tests.stores import content_of
 
 TRUTH = np.random.default_rng(1).normal(size=1024).astype("f4")
 INPUTS = np.random.default_rng(3).normal(size=(200, 1024)).astype("f4")
@@ -98,12 +99,6 @@ def killed(store: Path, when: Callable[[Progress], bool], **options) -> None:
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
-def content(store: Path) -> dict[str, bytes]:
-    """All that a store keeps of its models, and their blocks."""
-    paths = [*store.glob("manifests/*"), *store.glob("extras/*"), *store.glob("*.npy"), store / "index.json"]
-    return {str(path.relative_to(store)): path.read_bytes() for path in paths}
-
-
 def after(num_stored: int) -> Callable[[Progress], bool]:
     return lambda progress: progress.stored and progress.num_stored == num_stored
 
@@ -114,14 +109,14 @@ def test_killed_after_each_variant_the_store_ends_as_in_one_go(tmp_path):
     for num_stored in range(1, len(ROUNDS)):
         killed(tmp_path / "parts", after(num_stored))
     assert in_one_go(tmp_path / "parts") == expected
-    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+    assert content_of(tmp_path / "parts") == content_of(tmp_path / "whole")
 
 
 def test_killed_amid_a_search_it_starts_that_variant_anew(tmp_path):
     expected = in_one_go(tmp_path / "whole")
     killed(tmp_path / "parts", lambda progress: progress.num_validations == 3)
     assert in_one_go(tmp_path / "parts") == expected
-    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+    assert content_of(tmp_path / "parts") == content_of(tmp_path / "whole")
 
 
 GENEROUS = [replace(each, epsilon_bound=10 * VALIDATION.epsilon, utility=0.95) for each in DESCRIBED]
@@ -134,7 +129,7 @@ def test_what_private_records_were_charged_stays_charged_and_is_not_charged_agai
         killed(tmp_path / "parts", after(num_stored), described=GENEROUS, charged=parts)
     assert in_one_go(tmp_path / "parts", GENEROUS, charged=parts) == expected
     assert parts.read_text() == whole.read_text() != ""
-    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+    assert content_of(tmp_path / "parts") == content_of(tmp_path / "whole")
 
 
 def under_way(name: str) -> Callable[[Progress], bool]:
@@ -176,7 +171,7 @@ def test_a_variant_without_room_for_a_second_attempt_stays_as_it_is(tmp_path, na
     assert (outcome.bases, outcome.num_replaced, outcome.epsilon_after) == ((), 0, outcome.epsilon_before)
     assert charged.read_text().count(name) == 1
     with Store(tmp_path / "store", read_only=True) as store:
-        assert np.array_equal(store.restore(name)["weight"], TENSORS[name]["weight"])
+        assert np.array_equal(store.tensors(name)["weight"], TENSORS[name]["weight"])
 
 
 def test_under_cross_a_base_that_an_earlier_call_charged_more_takes_nothing_and_dearer_targets_neither(tmp_path):
@@ -215,11 +210,11 @@ def test_removed_and_made_again_a_variant_still_counts_its_first_validation(tmp_
 )
 def test_what_was_stored_in_another_way_is_refused_in_one_line_and_nothing_changes(tmp_path, change):
     killed(tmp_path / "store", after(2))
-    before = content(tmp_path / "store")
+    before = content_of(tmp_path / "store")
     with pytest.raises(InputError, match=r"holds 'round-1\d' from other settings, variants or validation") as caught:
         in_one_go(tmp_path / "store", **change)
     assert "\n" not in str(caught.value)
-    assert content(tmp_path / "store") == before
+    assert content_of(tmp_path / "store") == before
 
 
 def test_other_values_under_the_same_description_are_another_plan(tmp_path, monkeypatch):

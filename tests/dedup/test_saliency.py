@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.dedup import saliency
-from fedpriv.dedup.blocks import layout_of
 from fedpriv.dedup.saliency import AGGREGATIONS, MEASURES, block_saliency, by_block, private_gradient
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
+from fedpriv.variants.blocks import layout_of
 
 FALSE_ALARM = 1e-6
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from fedpriv.adapters._arithmetic import factors_of, non_lora_tensors
 from fedpriv.config import parse
-from fedpriv.dedup import variants
 from fedpriv.errors import InputError
+from fedpriv.variants import folders
 from server.observer import LogObserver
 from simulations.engines import federation
 
@@ -36,7 +36,7 @@ def test_the_mean_of_what_recurs_is_a_variant_of_all_uploads_that_were_compared(
         torch.testing.assert_close(tensor, torch.stack([each[name] for each in adapters]).mean(dim=0))
     config = json.loads((folder / "variants" / found["mean"] / "adapter_config.json").read_text())
     assert config["lora_alpha"] / config["r"] == pytest.approx(16 / 4), "the products count as in training"
-    described = {name: variants.read(folder / "variants" / name) for name in (found["mean"], "global")}
+    described = {name: folders.read(folder / "variants" / name) for name in (found["mean"], "global")}
     assert described[found["mean"]].history.ancestors == described["global"].history.ancestors
     page = (folder / "report.html").read_text()
     assert "Variants that recur" in page

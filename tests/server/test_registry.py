@@ -18,10 +18,7 @@ from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.adapters import load
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
-from fedpriv.dedup import variants
-from fedpriv.dedup.contents import remove
 from fedpriv.dedup.planning import cost_of
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.runs._folder import RunFolder
@@ -30,6 +27,9 @@ from fedpriv.runs.show._report_page import write_report
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
+from fedpriv.variants import folders
+from fedpriv.variants.contents import remove
+from fedpriv.variants.store import Store
 from server import registry
 from server.observer import LogObserver
 from simulations.engines import federation
@@ -49,8 +49,8 @@ def deduplicated(small_run, tmp_path_factory) -> Path:
     return run(small_run, tmp_path_factory.mktemp("runs") / "run", dedup="drd")
 
 
-def described(folder: Path) -> dict[str, variants.Described]:
-    return {path.parent.name: variants.read(path.parent) for path in folder.glob("variants/*/variant.json")}
+def described(folder: Path) -> dict[str, folders.Described]:
+    return {path.parent.name: folders.read(path.parent) for path in folder.glob("variants/*/variant.json")}
 
 
 def test_a_global_model_descends_from_every_charge_so_far_and_a_clients_from_its_own_of_the_last_round(deduplicated):
@@ -92,7 +92,7 @@ def test_the_store_holds_every_variant_within_its_bounds_by_an_independent_look(
             # Not by the evaluator that validated: as peft loads the restored file, on a model of its own.
             folder = deduplicated.parent / "restored" / name
             shutil.copytree(deduplicated / "variants" / name, folder, dirs_exist_ok=True)
-            restored = {key: torch.from_numpy(value.copy()) for key, value in store.restore(name).items()}
+            restored = {key: torch.from_numpy(value.copy()) for key, value in store.tensors(name).items()}
             save_file(restored, folder / "adapter_model.safetensors", metadata={"format": "pt"})
             correct = {
                 "before": correct_of(small_run, deduplicated / "variants" / name, bench.test),
@@ -168,7 +168,7 @@ def test_the_evaluator_sees_what_the_server_saw_and_leaves_the_model_as_it_was(s
     before = {name: tensor.clone() for name, tensor in evaluator.model.peft_model.state_dict().items()}
     accuracy = pd.read_csv(folder / "rounds.csv").test_accuracy
     for name, round_ in (("global", 3), ("round-2", 2)):
-        tensors = variants.read_tensors(folder / "variants" / name)
+        tensors = folders.read_tensors(folder / "variants" / name)
         assert evaluator.count_correct(tensors) == round(accuracy[round_] * evaluator.num_records)
         saliency = evaluator.saliency(tensors)
         assert {key: value.shape for key, value in saliency.items()} == {k: v.shape for k, v in tensors.items()}
@@ -180,7 +180,7 @@ def test_the_evaluator_sees_what_the_server_saw_and_leaves_the_model_as_it_was(s
 def test_the_evaluators_saliency_is_the_gradient_of_the_mean_loss(small_run, tmp_path):
     folder = run(small_run, tmp_path / "run", variant_clients=False)
     evaluator, name = AdapterEvaluator.of_run(folder), "base_model.model.classifier.bias"
-    tensors = variants.read_tensors(folder / "variants" / "global")
+    tensors = folders.read_tensors(folder / "variants" / "global")
 
     def loss(step: float) -> float:
         moved = {**tensors, name: tensors[name] + step * np.eye(len(tensors[name]), dtype=np.float32)[0]}
@@ -213,7 +213,7 @@ def test_a_resumed_run_goes_on_with_its_store_and_makes_that_of_other_variants_a
     assert 0 < repeated() <= 1 + whole[last]["outcome"]["num_validations"] * 2
     assert manifests(folder) == whole
     path = folder / "variants" / "round-1"
-    variants.describe(path, dataclasses.replace(variants.read(path), utility_bound=0.0))
+    folders.describe(path, dataclasses.replace(folders.read(path), utility_bound=0.0))
     assert repeated() > len(whole)
     assert manifests(folder) != whole
 

@@ -13,8 +13,8 @@ import fedpriv.adapters
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.config import parse
 from fedpriv.data.records import collate
-from fedpriv.dedup.store import Store
 from fedpriv.training.workbench import workbench
+from fedpriv.variants.store import Store
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests import architectures
@@ -64,7 +64,7 @@ def test_variants_are_validated_and_restored_with_the_same_head(finished):
     assert correct == round(summary["accuracy"] * evaluator.num_records)
     with Store(folder / "store", read_only=True) as store:
         assert {"global", "round-11", "client-0"} <= set(store.names)
-        restored = {name: np.array(array) for name, array in store.restore("global").items()}
+        restored = {name: np.array(array) for name, array in store.tensors("global").items()}
         outcome = store.manifest("global").provenance["outcome"]
     assert evaluator.count_correct(restored) == outcome["correct_after"]
     assert (evaluator.saliency(restored)["base_model.model.classifier.weight"] > 0).any()

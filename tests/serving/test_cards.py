@@ -11,12 +11,13 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.dedup import variants
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.composition import History, Upload, client_ancestors, global_ancestors
-from fedpriv.dedup.store import Store
-from fedpriv.dedup.variants import Described
 from fedpriv.serving.http.cards import Cards
+from fedpriv.variants import folders
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.composition import History, Upload, client_ancestors, global_ancestors
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
+from tests.stores import damage_index
 
 EVENT = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 DELTAS = {"A": 1e-5, "B": 1e-6}
@@ -40,7 +41,7 @@ def describe(folder: Path, name: str, history: History | None = None) -> None:
         deltas=DELTAS,
         history=history or History(name=name, ancestors=ANCESTORS[name]),
     )
-    variants.write(folder / name, described, {"w": np.zeros(4, np.float32)})
+    folders.write(folder / name, described, {"w": np.zeros(4, np.float32)})
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def test_a_damaged_description_or_manifest_is_no_guarantee_and_spoils_no_other_c
     assert Cards(run).card("global")["epsilon"] is None
     assert Cards(run).card("round-1")["epsilon"] == spent(1)
     path = store(run / "other", {"x": {"epsilon": 1.0, "delta": 1e-5}, "y": {"epsilon": 2.0, "delta": 1e-5}}, {})
-    (path / "manifests" / "x.json").write_text("{")
+    damage_index(path, "models", "manifest", name="x")
     assert Cards(path).card("x")["epsilon"] is None
     assert Cards(path).card("y")["epsilon"] == 2.0
 
@@ -164,7 +165,7 @@ def test_a_damaged_manifest_of_a_base_makes_nobody_cheaper(run):
     """round-1 may hold blocks of client-A, and by them of client-B, which only client-A's manifest tells."""
     privacy = {name: {"epsilon": 50.0, "delta": 1e-5} for name in ANCESTORS}
     path = store(run / "store", privacy, {"round-1": ["client-A"], "client-A": ["client-B"]})
-    (path / "manifests" / "client-A.json").write_text("{")
+    damage_index(path, "models", "manifest", name="client-A")
     assert Cards(path).together(["round-1"])["epsilon"] == 50.0, "what the store stated when all was there"
     assert Cards(path).together(["global"])["epsilon"] == spent(3)
 

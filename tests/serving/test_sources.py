@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from fedpriv.aggregation.rules import RULES
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.store import Store
-from fedpriv.dedup.variants import read_tensors
 from fedpriv.errors import InputError
 from fedpriv.serving._engine import Weights
 from fedpriv.serving.requests import DamagedVariantError, Failed, ServingError, UnknownVariantError
-from fedpriv.serving.sources import NoRoomError, VariantMemory, find
+from fedpriv.serving.sources import VariantMemory, find
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.cache import NoRoomError
+from fedpriv.variants.folders import read_tensors
+from fedpriv.variants.store import Store
 from tests.served import LABELS, ask_classes, save_run, serving
 
 NAMES = ("global", "client-2", "client-10")
@@ -177,10 +178,10 @@ def test_hits_are_those_of_least_recently_used():
             held.popitem(last=False)
         paging.take(name)
         paging.give_back(name)
-        assert paging.paged.bytes_in_memory <= 2800
-    assert paging.paged.hits == hits
-    assert paging.paged.misses == 2000 - hits
-    assert paging.paged.bytes_read == 400 * (2000 - hits)
+        assert paging.statistics.bytes_in_memory <= 2800
+    assert paging.statistics.hits == hits
+    assert paging.statistics.misses == 2000 - hits
+    assert paging.statistics.bytes_read == 400 * (2000 - hits)
 
 
 def test_a_variant_in_use_stays_and_what_has_no_room_says_so():
@@ -194,7 +195,7 @@ def test_a_variant_in_use_stays_and_what_has_no_room_says_so():
     paging.give_back("b")
     paging.take("c")  # in the place of b, though a was asked for earlier: a is in use
     assert paging.take("a", again=True) is first
-    assert (paging.paged.hits, paging.paged.misses) == (1, 3)
+    assert (paging.statistics.hits, paging.statistics.misses) == (1, 3)
     with pytest.raises(ServingError, match="huge"):
         paging.take("huge")
     with pytest.raises(UnknownVariantError):

@@ -15,10 +15,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.serving import StoreRegistry, targets_in
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError, StoreError
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.loading import StoreRegistry, targets_in
+from fedpriv.variants.store import Store
 from simulations.benchmarks import _bounded_memory
 from simulations.benchmarks import dedup_loading as measuring
 from simulations.benchmarks._bounded_memory import drop, num_cached_pages, read_speed, temporary_group

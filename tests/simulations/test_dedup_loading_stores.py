@@ -10,12 +10,13 @@ import pytest
 import safetensors.numpy
 
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.dedup import variants
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.composition import History
-from fedpriv.dedup.store import Store
-from fedpriv.dedup.variants import Described
+from fedpriv.variants import folders
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.composition import History
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
 from tests.cli.command_line import as_json, fedpriv, loading
+from tests.stores import damage_index
 
 WORKLOADS = """
 import torch
@@ -70,7 +71,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 deltas={"clinic": 1e-5},
                 history=History(name=name, ancestors=None, events={"clinic": (event,)}),
             )
-            variants.write(folder / "variants" / name, described, tensors_of(number))
+            folders.write(folder / "variants" / name, described, tensors_of(number))
     return folder
 
 
@@ -138,25 +139,24 @@ def damage_block(store: Path) -> None:
 
 
 def damage_manifest(store: Path) -> None:
-    path = store / "manifests" / "round-1.json"
-    path.write_bytes(path.read_bytes()[:-1])
+    damage_index(store, "models", "manifest", name="round-1")
 
 
 def drop_blocks(store: Path) -> None:
     next(store.glob("blocks.*.npy")).unlink()
 
 
-def damage_index(store: Path) -> None:
-    (store / "index.json").write_text("{}")
+def damage_state(store: Path) -> None:
+    (store / "index.sqlite").write_text("{}")
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (damage_block, "tensor 'weight': 1 of its 16 blocks damaged"),
-        (damage_manifest, "manifests/round-1.json is damaged"),
+        (damage_manifest, "model 'round-1': its manifest in index.sqlite: damaged"),
         (drop_blocks, "16 of its 16 blocks damaged"),
-        (damage_index, "index.json: damaged"),
+        (damage_state, "index.sqlite: damaged"),
     ],
 )
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
+from fedpriv.variants.store import Store
 from simulations.benchmarks.dedup_loading import Arm, Report
 from simulations.studies.dedup import serving
 from simulations.studies.dedup.cells import BY_L, cells

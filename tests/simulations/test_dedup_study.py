@@ -17,20 +17,22 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.dedup import variants
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.dedup import check, data, run, scenarios, train
+from fedpriv.variants import folders
+from fedpriv.variants.store import Store
+from simulations.studies.dedup import check
+from simulations.studies.dedup import data
+from simulations.studies.dedup import run
+from simulations.studies.dedup import scenarios
+from simulations.studies.dedup import train
 from simulations.studies.dedup.cells import cells
 from simulations.studies.dedup.data import IMAGE_SIZES
-from simulations.studies.dedup.dp_sgd import (
-    DpSgdSchedule,
-    add_clipped_gradients,
-    clipped_sum,
-    losses,
-    train_privately,
-)
+from simulations.studies.dedup.dp_sgd import DpSgdSchedule
+from simulations.studies.dedup.dp_sgd import add_clipped_gradients
+from simulations.studies.dedup.dp_sgd import clipped_sum
+from simulations.studies.dedup.dp_sgd import losses
+from simulations.studies.dedup.dp_sgd import train_privately
 from simulations.studies.dedup.networks import encoder, load, network, to_arrays, whole
 from simulations.studies.dedup.records import TokenRecords, Vectors
 from simulations.studies.dedup.report import page as study_page
@@ -348,7 +350,7 @@ def test_the_lines_of_models_say_whether_each_beats_its_start(tiny):
         # Of the differences -1, 0 and 1 of 30 records, at most one record lost for each gained.
         assert line["gain_standard_error"] <= 1 / math.sqrt(29)
         assert line["accuracy_without_noise"] == reference["accuracy"]
-        assert line["accuracy"] == train.accuracies(out, model, variants.read_tensors(out / "models" / model.name))
+        assert line["accuracy"] == train.accuracies(out, model, folders.read_tensors(out / "models" / model.name))
 
 
 def test_targets_are_trained_anew_with_the_epsilon_after_deduplication(tiny, tmp_path, monkeypatch):
@@ -372,7 +374,7 @@ def test_blocks_of_a_variant_that_nobody_names_are_seen(tiny, tmp_path, capsys):
     name = tiny.models[1].name
     with Store(tmp_path / "cells" / line["key"] / "store") as store:
         manifest = store.manifest(name)
-        tensors = {**store.restore(name), "layers.2.qkv.weight": np.zeros((192, 64), np.float32)}
+        tensors = {**store.tensors(name), "layers.2.qkv.weight": np.zeros((192, 64), np.float32)}
         blocks, extras = manifest.layout.to_blocks(tensors)
         store.remove(name)
         store.add(name, manifest.layout, blocks, extras, privacy=manifest.privacy, provenance=manifest.provenance)

@@ -13,16 +13,15 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedpriv.dedup import Manifest, variants
-from fedpriv.dedup.composition import Guarantee, History, PublicationCost, publication_cost
-from fedpriv.dedup.store import Store
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError, StoreError
 from fedpriv.ledger.statement import ADJACENCY
 from fedpriv.runs import files
+from fedpriv.variants import Manifest, folders, is_store
+from fedpriv.variants.composition import Guarantee, History, PublicationCost, publication_cost
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
 
 VIEW = "local"
-_STORE_INDEX = "index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +134,12 @@ class Cards:
 
     def _has_file(self, name: str) -> bool:
         """Whether `fedpriv.serving.sources` serves a variant of a run from its own file, not from the run's store."""
-        return self._store != self._source and (self._source / files.VARIANTS / name / variants.FILE).is_file()
+        return self._store != self._source and (self._source / files.VARIANTS / name / folders.FILE).is_file()
 
     @property
     def _store(self) -> Path:
         """The folder of the store: the source, or within the run that it is."""
-        return self._source if (self._source / _STORE_INDEX).is_file() else self._source / files.STORE
+        return self._source if is_store(self._source) else self._source / files.STORE
 
     def _histories(self, names: Iterable[str]) -> list[History]:
         return [each.history for each in map(self._described, names) if each]
@@ -148,9 +147,9 @@ class Cards:
     def _read_described(self, name: str) -> Described | None:
         """The description next to the variant, or in the run that the store belongs to; None if it says nothing."""
         for folder in (self._source / files.VARIANTS, self._source, self._source.absolute().parent / files.VARIANTS):
-            if (folder / name / variants.FILE).is_file():
+            if (folder / name / folders.FILE).is_file():
                 try:
-                    return variants.read(folder / name)
+                    return folders.read(folder / name)
                 except InputError:
                     return None
         return None
@@ -167,7 +166,7 @@ class Cards:
 
     @cached_property
     def _manifests(self) -> dict[str, _Stored | None]:
-        if not (self._store / _STORE_INDEX).is_file():
+        if not is_store(self._store):
             return {}
         found: dict[str, _Stored | None] = {}
         with Store(self._store, read_only=True) as store:

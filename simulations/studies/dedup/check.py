@@ -22,8 +22,8 @@ import torch
 from dp_accounting import pld
 from numpy.typing import NDArray
 
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
+from fedpriv.variants.store import Store
 from simulations.studies.dedup.data import Split, records
 from simulations.studies.dedup.networks import network
 from simulations.studies.dedup.scenarios import SCENARIOS, Model
@@ -84,7 +84,7 @@ def _of_variant(
     name, split, originals = model.name, line["cell"]["split"], out / "variants" / line["cell"]["scenario"]
     original = safetensors.numpy.load_file(originals / name / "model.safetensors")
     restored = by_hand(store, name)
-    if any(restored[key].tobytes() != value.tobytes() for key, value in store.restore(name).items()):
+    if any(restored[key].tobytes() != value.tobytes() for key, value in store.tensors(name).items()):
         yield f"restore {name}: not what its rows hold"
     bases = consulted(store, name)
     if not bases and any(restored[key].tobytes() != value.tobytes() for key, value in original.items()):

@@ -11,20 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
-from torch import Tensor, nn
-
-from fedpriv.dedup import variants
-from fedpriv.dedup.blocks import layout_of
+from torch import Tensor
+from torch import nn
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
-from fedpriv.dedup.saliency import Saliency, measure
-from fedpriv.dedup.store import Store
+from fedpriv.dedup.saliency import Saliency
+from fedpriv.dedup.saliency import measure
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
-from fedpriv.dedup.variants import Described
 from fedpriv.dedup.work import Outcome
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.dedup.cells import SEARCH_OF_ROW, DedupCell, cells
+from fedpriv.variants import folders
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
+from simulations.studies.dedup.cells import DedupCell
+from simulations.studies.dedup.cells import SEARCH_OF_ROW
+from simulations.studies.dedup.cells import cells
 from simulations.studies.dedup.data import Split, Task, records
 from simulations.studies.dedup.dp_sgd import losses
 from simulations.studies.dedup.networks import Architecture, load, network
@@ -68,11 +71,11 @@ def run_cell(out: Path, cell: DedupCell) -> Line:
     if folder.exists():  # left by an interrupted run
         shutil.rmtree(folder)
     paths = {model.name: originals / model.name for model in scenario.all_models}
-    tensors: dict[str, Tensors] = {name: variants.read_tensors(path) for name, path in paths.items()}
-    described = bounded([variants.read(path) for path in paths.values()], scenario, cell)
+    tensors: dict[str, Tensors] = {name: folders.read_tensors(path) for name, path in paths.items()}
+    described = bounded([folders.read(path) for path in paths.values()], scenario, cell)
     for each in described:
         (folder / "variants" / each.name).mkdir(parents=True)
-        variants.describe(folder / "variants" / each.name, each)
+        folders.describe(folder / "variants" / each.name, each)
     began = time.perf_counter()
     with Store(folder / "store") as store:
         outcomes = deduplicated(out, described, tensors, cell, store)
@@ -223,4 +226,4 @@ def _after(
         return trained[model.name][split]
     if split != "test" and outcome.correct_after is not None:
         return outcome.correct_after / outcome.num_records
-    return float(right(out, model, split, store.restore(model.name)).double().mean())
+    return float(right(out, model, split, store.tensors(model.name)).double().mean())

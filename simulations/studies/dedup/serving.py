@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.store import Store
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.store import Store
 from fedpriv.errors import InputError
 from simulations.benchmarks.dedup_loading import KINDS, Report, Workload, bench, restore_all
 from simulations.studies.dedup.cells import cells
@@ -159,7 +159,7 @@ def _whole_store(out: Path, name: str, path: Path) -> Path:
     """A store of the whole models: equal blocks of frozen layers are stored once."""
     with Store(_store_of(out, name), read_only=True) as trained, Store(path) as store:
         for each in trained.names:
-            tensors = {key: value.numpy() for key, value in whole(trained.restore(each)).items()}
+            tensors = {key: value.numpy() for key, value in whole(trained.tensors(each)).items()}
             layout = layout_of(tensors, SCENARIOS[name].block_size)
             store.add(each, layout, *layout.to_blocks(tensors))
     return path

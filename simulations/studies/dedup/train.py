@@ -24,12 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.accounting.events import Event
-from fedpriv.dedup import variants
-from fedpriv.dedup.composition import History, Upload
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.dedup.data import TEXT_SIZES, Split, Task, is_text, prepare, records
+from fedpriv.variants import folders
+from fedpriv.variants.composition import History
+from fedpriv.variants.composition import Upload
+from fedpriv.variants.folders import Described
+from simulations.studies.dedup.data import Split
+from simulations.studies.dedup.data import TEXT_SIZES
+from simulations.studies.dedup.data import Task
+from simulations.studies.dedup.data import is_text
+from simulations.studies.dedup.data import prepare
+from simulations.studies.dedup.data import records
 from simulations.studies.dedup.dp_sgd import train_privately, train_publicly
 from simulations.studies.dedup.networks import load, network, to_arrays
 from simulations.studies.dedup.records import Pass, Tensors, together
@@ -188,8 +194,8 @@ def _trained(out: Path, model: Model) -> Line:
     }
     if math.isfinite(model.epsilon):
         described = _described(model, history(model, events))
-        variants.write(out / "models" / model.name, described, tensors)
-        line["epsilon"] = described.as_variant().epsilon
+        folders.write(out / "models" / model.name, described, tensors)
+        line["epsilon"] = described.guarantee().epsilon
         without_noise = {each["name"]: each["accuracy"] for each in lines(out / REFERENCES)}
         line["accuracy_without_noise"] = without_noise[reference(model).name]
     return line
@@ -217,12 +223,12 @@ def write_scenario(out: Path, scenario: Scenario) -> None:
         bounded = bounds.get(model.name, scenario)
         described = _described(
             model,
-            variants.read(folder).history,
+            folders.read(folder).history,
             utility=known[model.name]["accuracy"]["validation"],
             epsilon_bound=bounded.epsilon_bound,
             utility_bound=bounded.utility_bound,
         )
-        variants.write(out / "variants" / scenario.name / model.name, described, variants.read_tensors(folder))
+        folders.write(out / "variants" / scenario.name / model.name, described, folders.read_tensors(folder))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,17 @@
-"""The records of a store: a manifest for each model, the numbers of the blocks, and the index of what is valid."""
+"""A store's records of its models: a manifest for each, and the numbers of the blocks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.dedup.blocks import BlockLayout, TensorSpec
-
-VERSION = 2
-# Version 1 had no shared bases.
-_READABLE = (1, 2)
+from fedpriv.variants.blocks import BlockLayout, TensorSpec
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -32,6 +28,7 @@ class Manifest:
         provenance: plain values, as they were given.
         basis: SHA-256 of the shared basis that its values come from, and then it has no blocks, and what it adds to the
             basis is among its extras; None if its values are in blocks.
+        described: see `Store.describe`, as plain values; its uploads are in the index, each once for all models.
     """
 
     name: str
@@ -41,6 +38,7 @@ class Manifest:
     privacy: Mapping[str, Any]
     provenance: Mapping[str, Any]
     basis: str | None = None
+    described: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
@@ -51,7 +49,6 @@ class Manifest:
         extras: Mapping[str, NDArray[Any]],
         privacy: Mapping[str, Any] | None,
         provenance: Mapping[str, Any] | None,
-        basis: str | None = None,
     ) -> Manifest:
         """The manifest of a model with these extra tensors."""
         return cls(
@@ -61,11 +58,10 @@ class Manifest:
             extras={tensor: array_sha256(values) for tensor, values in extras.items()},
             privacy=dict(privacy or {}),
             provenance=dict(provenance or {}),
-            basis=basis,
         )
 
     def to_json(self) -> bytes:
-        """The manifest's file.
+        """The manifest as the index keeps it, before it is compressed.
 
         Raises:
             TypeError: privacy or provenance hold more than plain values.
@@ -75,72 +71,13 @@ class Manifest:
 
     @classmethod
     def from_json(cls, content: bytes) -> Manifest:
-        """The manifest in a file that `to_json` wrote."""
+        """The manifest that `to_json` wrote."""
         values = json.loads(content)
         layout = values.pop("layout")
         tensors = tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in layout.pop("tensors"))
         blocks = np.array(values.pop("blocks"), np.int64)
         blocks.flags.writeable = False
         return cls(**values, layout=BlockLayout(**layout, tensors=tensors), blocks=blocks)
-
-
-@dataclass(frozen=True)
-class Files:
-    """SHA-256 of a model's two files, and of the shared basis that it needs, if any."""
-
-    manifest: str
-    extras: str
-    basis: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Index:
-    """The state of a store: only the files and rows named here are valid.
-
-    Attributes:
-        generation: of the block and catalogue files; every compaction starts a new one.
-        block_size: values in a block; 0 before the first model.
-        dtype: of the blocks.
-        num_rows: valid rows in these two files.
-        next_block: the number of the next new block.
-        catalogue: SHA-256 of the catalogue's rows.
-        models: {name: its files}.
-    """
-
-    generation: int = 0
-    block_size: int = 0
-    dtype: str = "float32"
-    num_rows: int = 0
-    next_block: int = 0
-    catalogue: str = hashlib.sha256().hexdigest()
-    models: Mapping[str, Files] = field(default_factory=dict)
-
-    def to_json(self) -> bytes:
-        """The content of the index file, which includes its own SHA-256."""
-        return _sealed({"version": VERSION, **asdict(self)})
-
-    @classmethod
-    def from_json(cls, content: bytes) -> Index:
-        """The index in a file that `to_json` wrote.
-
-        Raises:
-            ValueError: in one line, what is wrong with it.
-        """
-        try:
-            values = json.loads(content)["index"]
-            version = values.pop("version")
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise ValueError("damaged: not the JSON of an index") from None
-        if content != _sealed({"version": version, **values}):
-            raise ValueError("damaged: its SHA-256 does not match")
-        if version not in _READABLE:
-            raise ValueError(f"version {version}: this fedpriv reads versions {' and '.join(map(str, _READABLE))}")
-        return cls(**{**values, "models": {name: Files(**files) for name, files in values["models"].items()}})
-
-
-def _sealed(index: dict[str, Any]) -> bytes:
-    text = json.dumps(index)
-    return f'{{"sha256": "{hashlib.sha256(text.encode()).hexdigest()}", "index": {text}}}\n'.encode()
 
 
 def array_sha256(array: NDArray[Any]) -> str:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fedpriv.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian
 from fedpriv.accounting.views import Release
-from fedpriv.dedup.composition import (
+from fedpriv.ledger.entries import Key
+from fedpriv.variants.composition import (
     Claim,
     Guarantee,
     History,
@@ -25,7 +26,6 @@ from fedpriv.dedup.composition import (
     publication_cost,
     uploads_of,
 )
-from fedpriv.ledger.entries import Key
 
 DELTA = 1e-5
 CLIENTS, ROUNDS = ("a", "b"), (1, 2, 3)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sqlite3
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.store import Store, Variant
 from fedpriv.errors import InputError, StoreError
-from tests.dedup.test_blocks import MODELS, same_bits
+from fedpriv.variants import _index
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.store import Store, Variant
+from tests.stores import damage_index
+from tests.variants.test_blocks import MODELS, same_bits
 
 SIZE = 16
 
@@ -63,7 +68,7 @@ def test_models_come_back_bit_for_bit_also_from_a_new_process(models, block_size
         with Store(Path(folder), read_only=True) as store:
             assert store.verify() == []
             for number, tensors in enumerate(models):
-                assert same_bits(store.restore(f"m{number}"), tensors)
+                assert same_bits(store.tensors(f"m{number}"), tensors)
 
 
 def test_equal_blocks_are_stored_once_and_counted(store):
@@ -94,9 +99,9 @@ def test_variant_by_numbers_of_stored_blocks_and_by_values(store):
     store.add("two", layout, Variant(base="base", positions=np.array([3]), blocks=np.full((1, SIZE), 9, "f4")), extras)
     store.add("three", layout, store.manifest("one").blocks, extras)
     expected = {**base, "b": np.concatenate([base["b"][:SIZE], other["b"][SIZE:]])}
-    assert same_bits(store.restore("one"), expected)
-    assert same_bits(store.restore("two"), replaced(base, 0, 9.0))
-    assert same_bits(store.restore("three"), expected)
+    assert same_bits(store.tensors("one"), expected)
+    assert same_bits(store.tensors("two"), replaced(base, 0, 9.0))
+    assert same_bits(store.tensors("three"), expected)
     assert len(store.blocks) == 11
 
 
@@ -107,15 +112,15 @@ def test_base_may_go_while_its_variants_stay_and_compaction_frees_the_rest(store
     add(store, "variant", variant)
     numbers = store.manifest("variant").blocks
     store.remove("base")
-    assert same_bits(store.restore("variant"), variant)
+    assert same_bits(store.tensors("variant"), variant)
     assert (len(store.blocks), store.compact(), len(store.blocks), store.compact()) == (6, 1, 5, 0)
-    assert same_bits(store.restore("variant"), variant)
+    assert same_bits(store.tensors("variant"), variant)
     assert store.manifest("variant").blocks.tolist() == numbers.tolist()
     add(store, "base", base)
     assert store.manifest("base").blocks.max() == 6, "a number is never given twice"
     with Store(store.path, read_only=True) as again:
         assert again.verify() == []
-        assert same_bits(again.restore("base"), base)
+        assert same_bits(again.tensors("base"), base)
 
 
 def test_freed_blocks_are_used_again_before_compaction(store):
@@ -131,7 +136,7 @@ def test_empty_store_and_store_that_became_empty(store):
     store.remove("m")
     assert (store.compact(), store.verify(), len(store.blocks)) == (5, [], 0)
     add(store, "m", model())
-    assert same_bits(store.restore("m"), model())
+    assert same_bits(store.tensors("m"), model())
 
 
 def test_bytes_are_those_on_the_disk_and_those_without_sharing(store):
@@ -139,8 +144,9 @@ def test_bytes_are_those_on_the_disk_and_those_without_sharing(store):
     for number in range(10):
         add(store, f"m{number}", big)
     assert store.bytes_logical == 10 * 6400
-    files = [path for path in store.path.rglob("*") if path.is_file() and path.name not in ("lock", "index.json")]
-    assert store.bytes_stored == sum(path.stat().st_size for path in files)
+    on_disk = sum(path.stat().st_size for path in files(store.path))
+    # SQLite begins every table and index on a page of its own, and ends every content that is longer on one.
+    assert store.bytes_stored <= on_disk < store.bytes_stored + 1024 * (8 + 2 * 10)
     assert store.compression_ratio == store.bytes_stored / store.bytes_logical < 0.5
 
 
@@ -173,7 +179,7 @@ def mistakes(store: Store) -> dict[str, tuple]:
         "from 0 to 4": (store.add, "m", layout, variant(positions=(5,)), extras),
         "block 99: not stored": (store.add, "m", layout, variant(numbers=(99,)), extras),
         "'gone': not in .* it has base": (store.remove, "gone"),
-        "'lost': not in": (store.restore, "lost"),
+        "'lost': not in": (store.tensors, "lost"),
     }
 
 
@@ -189,33 +195,38 @@ def test_mistakes_are_named_in_a_line_and_change_nothing(store):
 
 
 def test_full_disk_leaves_the_store_as_it_was(store, monkeypatch):
-    from fedpriv.dedup import _folder
-
     add(store, "base", model())
-    before = store.restore("base")
+    before = store.tensors("base")
 
     def full(_file):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(_folder.os, "fsync", full)
-        with pytest.raises(StoreError, match="No space left on device"):
-            add(store, "m", model(1))
-    assert store.names == ["base"]
+    def full_database(_db):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for owner, name, fails, said in (
+        (os, "fsync", full, "No space left on device"),
+        (_index, "commit", full_database, "database or disk is full"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, fails)
+            with pytest.raises(StoreError, match=said):
+                add(store, "m", model(1))
+        assert store.names == ["base"]
     add(store, "m", model(1))
-    assert (store.verify(), same_bits(store.restore("base"), before)) == ([], True)
+    assert (store.verify(), same_bits(store.tensors("base"), before)) == ([], True)
 
 
 def test_one_writer_at_a_time_and_readers_beside_it(store):
     add(store, "m", model())
-    code = "import sys; from pathlib import Path; from fedpriv.dedup.store import Store; Store(Path(sys.argv[1]))"
+    code = "import sys; from pathlib import Path; from fedpriv.variants.store import Store; Store(Path(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, store.path], capture_output=True, text=True)
     assert "StoreError" in done.stderr
     assert "one writer at a time" in done.stderr
     with Store(store.path, read_only=True) as reader:
         add(store, "later", model(1))
         assert reader.names == ["m"]
-        assert same_bits(reader.restore("m"), model())
+        assert same_bits(reader.tensors("m"), model())
         with pytest.raises(StoreError, match="not open for writing"):
             reader.remove("m")
 
@@ -233,7 +244,12 @@ def test_folder_that_is_no_store_is_refused_and_left_alone(tmp_path):
 
 def test_unknown_version_is_refused(store):
     store.close()
-    text = json.dumps({"version": 7, "anything": 1})
+    with closing(sqlite3.connect(store.path / "index.sqlite")) as db:
+        db.execute("PRAGMA user_version = 7")
+    with pytest.raises(StoreError, match=r"index\.sqlite: version 7: this fedpriv reads version 3"):
+        Store(store.path)
+    (store.path / "index.sqlite").unlink()
+    text = json.dumps({"version": 7, "anything": 1, "models": {}})
     digest = hashlib.sha256(text.encode()).hexdigest()
     (store.path / "index.json").write_text(f'{{"sha256": "{digest}", "index": {text}}}\n')
     with pytest.raises(StoreError, match=r"index\.json: version 7: this fedpriv reads versions 1 and 2"):
@@ -262,25 +278,58 @@ def files(path: Path) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.is_file() and p.name != "lock")
 
 
+def all_of(path: Path) -> dict[str, object]:
+    """The manifests and tensors of a store's models."""
+    with Store(path, read_only=True) as store:
+        return {
+            name: (
+                {key: values.tobytes() for key, values in store.tensors(name).items()},
+                store.manifest(name).to_json(),
+            )
+            for name in store.names
+        }
+
+
 def test_every_flipped_bit_is_found_and_put_back_it_is_sound(two):
+    """But of SQLite's own bytes, most of which hold nothing: there all that the store tells is as it was."""
     generator = np.random.default_rng(0)
+    expected = all_of(two)
     for file in files(two):
         content = file.read_bytes()
-        for place in generator.choice(len(content), size=min(40, len(content)), replace=False):
+        held = range(len(content)) if file.name != "index.sqlite" else held_in_index(two, content)
+        places = generator.choice(len(content), size=min(100, len(content)), replace=False)
+        for place in (*places, *generator.choice(held, size=40)):
             flipped = bytearray(content)
             flipped[place] ^= 1 << generator.integers(8)
             file.write_bytes(flipped)
-            assert file.name.split(".")[0] in found(two) or "tensor" in found(two), f"{file} byte {place}"
+            if said := found(two):
+                assert file.name.split(".")[0] in said or "tensor" in said, f"{file} byte {place}"
+            else:
+                assert place not in held, f"{file} byte {place}"
+                assert all_of(two) == expected, f"{file} byte {place}"
         file.write_bytes(content)
         assert found(two) == ""
 
 
+def held_in_index(path: Path, content: bytes) -> list[int]:
+    """The places of what the store itself put into its index."""
+    with closing(sqlite3.connect(path / "index.sqlite")) as db:
+        queries = "SELECT manifest FROM models", "SELECT extras FROM models", "SELECT rows FROM catalogue"
+        held = [value for query in queries for (value,) in db.execute(query)]
+        held += [value.encode() for value in db.execute("SELECT dtype, catalogue, seal FROM state").fetchone()]
+    starts = [content.index(value) for value in held]
+    return [place for start, value in zip(starts, held, strict=True) for place in range(start, start + len(value))]
+
+
 def test_every_truncation_and_loss_is_found(two):
+    expected = all_of(two)
     for file in files(two):
         content = file.read_bytes()
         for length in (0, 1, len(content) // 2, len(content) - 1):
             file.write_bytes(content[:length])
-            assert found(two), f"{file} cut to {length} bytes"
+            # The last page of the index holds nothing but zeros at its end.
+            is_whole = file.name == "index.sqlite" and not any(content[length:]) and all_of(two) == expected
+            assert found(two) or is_whole, f"{file} cut to {length} bytes"
         file.unlink()
         assert found(two), f"{file} lost"
         file.write_bytes(content)
@@ -301,10 +350,6 @@ def flip(file: Path, place: int) -> None:
             128,
             [f"model '{name}', tensor 'a': 1 of its 3 blocks damaged" for name in ("base", "variant")],
         ),
-        ("extras/base.safetensors", -1, ["model 'base', tensor 'bias': extras/base.safetensors is damaged"]),
-        ("manifests/base.json", 5, ["model 'base': manifests/base.json is damaged"]),
-        ("catalogue.0.npy", -1, ["catalogue.0.npy is damaged"]),
-        ("index.json", 99, ["index.json: damaged"]),
     ],
 )
 def test_damage_is_named_with_model_and_tensor(two, name, place, said):
@@ -313,12 +358,33 @@ def test_damage_is_named_with_model_and_tensor(two, name, place, said):
         assert line in found(two)
 
 
+@pytest.mark.parametrize(
+    ("table", "column", "place", "said"),
+    [
+        ("models", "extras", -1, "model 'base', tensor 'bias': its extras in index.sqlite: damaged"),
+        ("models", "manifest", 5, "model 'base': its manifest in index.sqlite: damaged"),
+        ("catalogue", "rows", -1, "index.sqlite is damaged in its catalogue"),
+        ("state", "dtype", 0, "index.sqlite: damaged: its SHA-256 does not match"),
+    ],
+)
+def test_damage_in_the_index_is_named_with_model_and_tensor(two, table, column, place, said):
+    damage_index(two, table, column, place)
+    assert said in found(two)
+
+
+def test_truncated_extras_are_named_with_all_that_they_hold(two):
+    with closing(sqlite3.connect(two / "index.sqlite")) as db, db:
+        db.execute("UPDATE models SET extras = substr(extras, 1, 9) WHERE name = 'base'")
+    assert "model 'base': its extras in index.sqlite: damaged" in found(two)
+    assert "holds 'bias', 'steps'" in found(two)
+
+
 def test_damaged_model_is_not_restored_and_the_other_one_is(two):
     flip(two / "blocks.0.npy", -1)
     with Store(two) as store:
         with pytest.raises(StoreError, match="model 'variant', tensor 'b'"):
-            store.restore("variant")
-        assert same_bits(store.restore("base"), model())
+            store.tensors("variant")
+        assert same_bits(store.tensors("base"), model())
         with pytest.raises(StoreError, match="block 5 is damaged"):
             add(store, "again", replaced(model(), 1, 7.0))
         assert store.names == ["base", "variant"]
@@ -333,6 +399,6 @@ def test_truncated_blocks_name_every_tensor_that_lost_some(two):
     with Store(two) as store:
         assert store.verify()
         with pytest.raises(StoreError, match="tensor 'b'"):
-            store.restore("base")
+            store.tensors("base")
         with pytest.raises(StoreError, match="truncated"):
             store.compact()

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedpriv.dedup.blocks import DTYPES, fitting_block_size, layout_of
 from fedpriv.errors import InputError
+from fedpriv.variants.blocks import DTYPES, fitting_block_size, layout_of
 
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=7)
 ARRAYS = st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(dtype, SHAPES))

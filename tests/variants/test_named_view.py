@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from fedpriv.adapters.lora import trainable
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.serving import StoreRegistry, named_view
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.loading import StoreRegistry, named_view
+from fedpriv.variants.store import Store
 
 
 def parameter(*shape: int) -> nn.Parameter:

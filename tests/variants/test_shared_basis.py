@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.dedup.blocks import layout_of
-from fedpriv.dedup.shared_basis import (
+from fedpriv.errors import InputError
+from fedpriv.variants.blocks import layout_of
+from fedpriv.variants.shared_basis import (
     BasisOptions,
     Encoded,
     SharedBasis,
@@ -20,7 +21,6 @@ from fedpriv.dedup.shared_basis import (
     restore_error,
     row_bytes,
 )
-from fedpriv.errors import InputError
 
 
 def family(num_variants: int = 6, rank: int = 2, noise: float = 0.0) -> list[dict[str, np.ndarray]]:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.dedup._folder import Folder
-from fedpriv.dedup._manifests import CATALOGUE
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
+from fedpriv.variants._manifests import CATALOGUE
+from fedpriv.variants.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +93,9 @@ def _stored_model(store: Store, name: str, counts: NDArray[np.int64]) -> StoredM
     outcome = manifest.provenance.get("outcome", {})
     correct = outcome.get("correct_after")
     row_bytes = manifest.layout.block_size * np.dtype(manifest.layout.dtype).itemsize + CATALOGUE.itemsize
-    folder = Folder(store.path)
-    files = folder.manifest(name).stat().st_size + folder.extras(name).stat().st_size
-    if manifest.basis and sum(store.manifest(other).basis == manifest.basis for other in store.names) == 1:
-        files += folder.basis(manifest.basis).stat().st_size
     return StoredModel(
         name=name,
-        bytes_own=files + len(only_here) * row_bytes,
+        bytes_own=store.num_bytes_of(name) + len(only_here) * row_bytes,
         num_blocks=len(rows),
         num_shared=int((~np.isin(rows, only_here)).sum()),
         epsilon_before=outcome.get("epsilon_before"),

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.dedup import variants
-from fedpriv.dedup.composition import History, Upload
-from fedpriv.dedup.variants import Described
 from fedpriv.errors import InputError
+from fedpriv.variants import folders
+from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.folders import Described
 
 _EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
 _UPLOADS = frozenset(Upload(data_set="clinic", run="r", round=n, event=_EVENT) for n in (1, 2))
@@ -31,45 +31,45 @@ LATER = {name: values + 1 for name, values in TENSORS.items()}
 
 def test_a_description_reads_back_and_a_damaged_one_is_refused_by_name(tmp_path):
     folder = tmp_path / "round-20"
-    variants.write(folder, DESCRIBED, TENSORS)
-    assert variants.read(folder) == DESCRIBED
-    tensors = variants.read_tensors(folder)
+    folders.write(folder, DESCRIBED, TENSORS)
+    assert folders.read(folder) == DESCRIBED
+    tensors = folders.read_tensors(folder)
     assert all(np.array_equal(tensors[name], TENSORS[name]) for name in tensors)
     text = (folder / "variant.json").read_text()
     for harmed in ("", "{}", text.replace('"version": 1', '"version": 9'), text.replace("subsampled", "unknown")):
         assert harmed != text
         (folder / "variant.json").write_text(harmed)
         with pytest.raises(InputError, match=r"variant\.json: not a variant's description"):
-            variants.read(folder)
+            folders.read(folder)
     with pytest.raises(InputError, match="a variant is described there"):
-        variants.read(tmp_path)
+        folders.read(tmp_path)
     (folder / "model.safetensors").write_bytes(b"x")
     with pytest.raises(InputError, match=r"model\.safetensors: cannot be read"):
-        variants.read_tensors(folder)
+        folders.read_tensors(folder)
 
 
 def test_a_flipped_bit_is_refused_and_older_folders_and_meant_changes_are_read(tmp_path):
-    variants.write(tmp_path, DESCRIBED, TENSORS)
+    folders.write(tmp_path, DESCRIBED, TENSORS)
     file, description = tmp_path / "model.safetensors", tmp_path / "variant.json"
     original = file.read_bytes()
     assert json.loads(description.read_text())["tensors_sha256"] == hashlib.sha256(original).hexdigest()
     file.write_bytes(original[:-4] + bytes([original[-4] ^ 1]) + original[-3:])  # a mantissa's last bit
     with pytest.raises(InputError, match=r"model\.safetensors: is damaged or was changed, its SHA-256"):
-        variants.read_tensors(tmp_path)
+        folders.read_tensors(tmp_path)
     changed = json.loads(description.read_text())
     del changed["tensors_sha256"]
     description.write_text(json.dumps(changed))
-    assert variants.read(tmp_path) == DESCRIBED
-    assert variants.read_tensors(tmp_path).keys() == TENSORS.keys()
-    variants.describe(tmp_path, DESCRIBED)
-    assert variants.read_tensors(tmp_path).keys() == TENSORS.keys()
-    variants.write(tmp_path, DESCRIBED, LATER)
-    assert variants.read_tensors(tmp_path).keys() == LATER.keys()
+    assert folders.read(tmp_path) == DESCRIBED
+    assert folders.read_tensors(tmp_path).keys() == TENSORS.keys()
+    folders.describe(tmp_path, DESCRIBED)
+    assert folders.read_tensors(tmp_path).keys() == TENSORS.keys()
+    folders.write(tmp_path, DESCRIBED, LATER)
+    assert folders.read_tensors(tmp_path).keys() == LATER.keys()
 
 
 @pytest.mark.parametrize("damaged", ["[]", "{", '{"tensors_sha256": 3}', '{"tensors_sha256": ""}'])
 def test_a_description_whose_digest_says_nothing_does_not_pass_for_one_without(tmp_path, damaged):
-    variants.write(tmp_path, DESCRIBED, TENSORS)
+    folders.write(tmp_path, DESCRIBED, TENSORS)
     (tmp_path / "variant.json").write_text(damaged)
     with pytest.raises(InputError):
-        variants.read_tensors(tmp_path)
+        folders.read_tensors(tmp_path)

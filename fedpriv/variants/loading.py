@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,25 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedpriv.dedup._manifests import Manifest
-from fedpriv.dedup.blocks import BlockLayout, TensorSpec
-from fedpriv.dedup.store import Store
 from fedpriv.errors import InputError
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadStatistics:
-    """Counts of a registry's work so far.
-
-    Attributes:
-        hits: requests for models that were in memory.
-        misses: requests for which blocks were copied.
-        bytes_copied: from the store, extras included.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    bytes_copied: int = 0
+from fedpriv.variants._manifests import Manifest
+from fedpriv.variants.blocks import BlockLayout, TensorSpec
+from fedpriv.variants.cache import BoundedCache, CacheStatistics, NoRoomError
+from fedpriv.variants.store import Store
 
 
 class StoreRegistry:
@@ -56,15 +41,19 @@ class StoreRegistry:
         self._store = store
         self._memory_bytes = memory_bytes
         self._contents: weakref.WeakKeyDictionary[Manifest, tuple[_Content, ...]] = weakref.WeakKeyDictionary()
-        self._models: OrderedDict[str, list[_TensorMemory]] = OrderedDict()
+        self._models: BoundedCache[list[_TensorMemory]] = BoundedCache(_bytes_of)
         self._memories: list[_TensorMemory] = []
         self._served: list[_Served] = []
-        self.statistics = LoadStatistics()
 
     @property
     def names(self) -> list[str]:
         """The models in memory, least recently used first."""
-        return list(self._models)
+        return self._models.names
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        """Counts of its work so far."""
+        return self._models.statistics
 
     @property
     def used_bytes(self) -> int:
@@ -116,26 +105,17 @@ class StoreRegistry:
         """The memory that holds the model of this name, filled."""
         manifest = self._store.manifest(name)
         if manifest.basis is not None:
-            raise InputError(f"model {name!r}: is stored by a shared basis, without blocks to copy; use Store.restore")
+            raise InputError(f"model {name!r}: is stored by a shared basis, without blocks to copy; use Store.tensors")
         self._forget_changed()
         if manifest not in self._contents:
             self._contents[manifest] = _contents_of(manifest)
         contents = self._contents[manifest]
-        memories = self._models.get(name, [])
+        memories = self._models.get(name) or []
         if len(memories) != len(contents) or any(
             memory.content.key != content.key for memory, content in zip(memories, contents, strict=True)
         ):
             memories = self._allocate(name, manifest.layout, contents, model)
-        copied = _fill(memories, self._store, manifest)
-        self._models[name] = memories
-        self._models.move_to_end(name)
-        before = self.statistics
-        self.statistics = replace(
-            before,
-            hits=before.hits + (not copied),
-            misses=before.misses + bool(copied),
-            bytes_copied=before.bytes_copied + copied,
-        )
+        self._models.keep(name, memories, bytes_read=_fill(memories, self._store, manifest))
         return memories
 
     def _forget_changed(self) -> None:
@@ -155,23 +135,24 @@ class StoreRegistry:
         """
         if layout.padded_bytes > self._memory_bytes:
             raise InputError(f"memory_bytes = {self._memory_bytes}: model {name!r} alone needs {layout.padded_bytes}")
-        self._models.pop(name, None)
+        self._models.forget(name)
         elsewhere = [served for served in self._served if served.model() is not model]
         present = {memory.content.key: memory for memory in self._memories}
         found = {content.key: present[content.key] for content in contents if content.key in present}
         missing = [content for content in contents if content.key not in present]
         pinned = [*found.values(), *(memory for served in elsewhere for _, memory, _ in served.weights)]
-        evictable = [other for other in self._models if other not in {served.name for served in elsewhere}]
-        while True:
-            missing = self._place(missing, layout, pinned, found)
-            if not missing:
-                return [found[content.key] for content in contents]
-            if not evictable:
-                raise InputError(
-                    f"memory_bytes = {self._memory_bytes}: no room for model {name!r} with the "
-                    f"{len(self._models)} models that are served"
-                )
-            self._models.pop(evictable.pop(0))
+
+        def placed() -> list[_TensorMemory] | None:
+            missing[:] = self._place(missing, layout, pinned, found)
+            return None if missing else [found[content.key] for content in contents]
+
+        try:
+            return self._models.make_room(placed, in_use={served.name for served in elsewhere})
+        except NoRoomError:
+            raise InputError(
+                f"memory_bytes = {self._memory_bytes}: no room for model {name!r} with the "
+                f"{len(self._models.names)} models that are served"
+            ) from None
 
     def _place(
         self,
@@ -181,7 +162,7 @@ class StoreRegistry:
         found: dict[str, _TensorMemory],
     ) -> list[_Content]:
         """Find memory for contents, preferably what held the tensor of another model; returns those without any."""
-        used = {id(memory) for memories in (pinned, *self._models.values()) for memory in memories}
+        used = {id(memory) for memories in (pinned, *self._models.held) for memory in memories}
         free: dict[TensorSpec, list[_TensorMemory]] = {}
         for memory in self._memories:
             if id(memory) not in used:
@@ -210,6 +191,11 @@ class StoreRegistry:
                 self._memories.append(found[content.key])
                 pinned.append(found[content.key])
         return homeless
+
+
+def _bytes_of(models: Collection[list[_TensorMemory]]) -> int:
+    """The bytes of models in memory; a tensor that several have in common counts once."""
+    return sum({id(memory): memory.num_bytes for memories in models for memory in memories}.values())
 
 
 def memory_for_models(store: Store, memory_bytes: int) -> int:

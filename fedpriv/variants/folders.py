@@ -21,15 +21,23 @@ from numpy.typing import NDArray
 from fedpriv.accounting import events
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event
-from fedpriv.dedup._base_selection import Candidate
-from fedpriv.dedup.composition import History, Upload, publication_cost
 from fedpriv.errors import InputError
+from fedpriv.variants.composition import Guarantee, History, Upload, publication_cost
 
 VERSION = 1
 
 FILE = "variant.json"
 
 _DIGEST = "tensors_sha256"
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file in a variant's folder in which peft keeps an adapter's settings"""
+
+TENSORS = "adapter_model.safetensors"
+"""The file in a variant's folder in which peft keeps an adapter's tensors"""
+
+# Peft's, and that of `fedpriv.adapters.lora`, which would load torch.
+_USE_FILES = (ADAPTER_CONFIG, "fedpriv.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +53,7 @@ class Described:
         deltas: {data set: delta at which its epsilon is stated}.
         history: the uploads that it descends from, or the events of its training.
         tags: of the task; used to cluster variants.
+        files: {`adapter_config.json` or `fedpriv.json`: its keys and values}, of an adapter; a store keeps them too.
     """
 
     name: str
@@ -55,21 +64,11 @@ class Described:
     deltas: Mapping[str, float]
     history: History
     tags: frozenset[str] = field(default_factory=frozenset)
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def as_variant(self, accountant: Accountant = "pld") -> Candidate:
-        """The variant as base selection needs it; an unknown utility counts as 0."""
-        guarantee = publication_cost([self.history], self.deltas, accountant=accountant).guarantee
-        return Candidate(
-            name=self.name,
-            architecture=self.architecture,
-            data_sets=self.history.data_sets,
-            epsilon=guarantee.epsilon,
-            delta=guarantee.delta,
-            utility=self.utility or 0.0,
-            epsilon_bound=self.epsilon_bound,
-            utility_bound=self.utility_bound,
-            tags=self.tags,
-        )
+    def guarantee(self, accountant: Accountant = "pld") -> Guarantee:
+        """The cost of publishing the variant as it is, to the data set that it costs most."""
+        return publication_cost([self.history], self.deltas, accountant=accountant).guarantee
 
 
 def write(folder: Path, described: Described, tensors: Mapping[str, NDArray[Any]]) -> None:
@@ -97,7 +96,8 @@ def read(folder: Path) -> Described:
     """
     path = folder / FILE
     try:
-        return _from_json(json.loads(path.read_text(encoding="utf-8")))
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return from_json(fields, {name: _use_of(folder / name) for name in _USE_FILES if (folder / name).is_file()})
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; a variant is described there") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -127,6 +127,17 @@ def read_tensors(folder: Path) -> dict[str, NDArray[Any]]:
     return tensors
 
 
+def _use_of(path: Path) -> dict[str, Any]:
+    """The keys and values of a file that says how a variant is used."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: must hold keys and values, holds a {type(values).__name__}")
+    return values
+
+
 def _tensor_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
@@ -147,7 +158,7 @@ def _stated_digest(path: Path) -> Any:
 
 
 def to_json(described: Described) -> dict[str, Any]:
-    """The content of a `variant.json`, as plain values."""
+    """The content of a `variant.json`, as plain values; the files of its use have their own."""
     history = described.history
     uploads = None
     if history.ancestors is not None:
@@ -169,7 +180,12 @@ def to_json(described: Described) -> dict[str, Any]:
     }
 
 
-def _from_json(fields: Mapping[str, Any]) -> Described:
+def from_json(fields: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> Described:
+    """The description in the content of a `variant.json`, with the files that say how the variant is used.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is none, or has an unknown version.
+    """
     if fields["version"] != VERSION:
         raise ValueError(f"version = {fields['version']!r}: this fedpriv reads version {VERSION}")
     uploads = fields["uploads"]
@@ -187,6 +203,7 @@ def _from_json(fields: Mapping[str, Any]) -> Described:
         utility_bound=float(fields["utility_bound"]),
         deltas={id_: float(delta) for id_, delta in fields["deltas"].items()},
         history=history,
+        files=files,
     )
 
 

@@ -25,8 +25,8 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from fedpriv.dedup.blocks import BlockLayout, Tensors, TensorSpec
 from fedpriv.errors import InputError
+from fedpriv.variants.blocks import BlockLayout, Tensors, TensorSpec
 
 # Larger values would leave float32 as scales or as sums.
 _LARGEST = 1e30

@@ -1,0 +1,31 @@
+"""Stores as they lie on the disk: what is in their files, and damage to it."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+
+def content_of(store: Path) -> dict[str, object]:
+    """All that a store's files hold: the blocks by their file, and every row of the index."""
+    with closing(sqlite3.connect(store / "index.sqlite")) as db:
+        rows = list(db.iterdump())
+    return {"index": rows, **{path.name: path.read_bytes() for path in sorted(store.glob("*.npy"))}}
+
+
+def damage_index(store: Path, table: str, column: str, place: int = -1, *, name: str | None = None) -> None:
+    """Flip a bit of what a table's row has in a column: the first row's, or that of the model of this name."""
+    with closing(sqlite3.connect(store / "index.sqlite")) as db, db:
+        query = f"SELECT rowid, {column} FROM {table} WHERE {'name = ?' if name else '? IS NULL'} ORDER BY rowid"
+        row, content = db.execute(query, (name,)).fetchone()
+        changed = bytearray(content.encode() if isinstance(content, str) else content)
+        changed[place] ^= 1
+        value = changed.decode() if isinstance(content, str) else bytes(changed)
+        db.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (value, row))
+
+
+def basis_sizes(store: Path) -> list[int]:
+    """The bytes of each shared basis."""
+    with closing(sqlite3.connect(store / "index.sqlite")) as db:
+        return [size for (size,) in db.execute("SELECT length(content) FROM bases")]
