@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedpriv.config import EMBEDDED, ON_NODES, RunConfig
+from fedpriv.config import EMBEDDED, ON_NODES, Fact, RunConfig
 from fedpriv.data import hospital, own
 from fedpriv.data.partition import partition
 from fedpriv.data.tables import instructions, labels_of, load_table, require_columns, to_text, values_of
@@ -22,13 +22,6 @@ log = logging.getLogger(__name__)
 
 _NO_RECORDS = TextData((), ())
 
-DATA_KEYS = (
-    *("data", "test_data", "test_fraction", "has_test_set", "task", "text_column", "text_pair_column"),
-    *("prompt_column", "response_column", "messages_column", "answers", "label_column", "client_column", "labels"),
-    *("partition", "num_clients", "client_sizes", "dirichlet_alpha", "max_records", "seed"),
-)
-"""The keys of a configuration that decide which records `load` gives to which client; several decide `has_test_set`."""
-
 
 def holdings(config: RunConfig) -> tuple[object, ...]:
     """Equal for two configurations only if no record has another client, by its number, in one than in the other.
@@ -37,7 +30,14 @@ def holdings(config: RunConfig) -> tuple[object, ...]:
     """
     is_natural = config.partition_rule == "natural" or (config.data == EMBEDDED and config.partition == "auto")
     # The seed shuffles records among clients; under a natural partition it only sets records aside.
-    return tuple(getattr(config, key) for key in DATA_KEYS if key != "seed" or not is_natural)
+    keys = [key for key in config.keys_with(Fact.RECORDS) if key != "seed" or not is_natural]
+    return (config.has_test_set, *(getattr(config, key) for key in keys))
+
+
+def loaded(config: RunConfig) -> tuple[object, ...]:
+    """Equal for two configurations only if `load` gives both the same, or refuses both."""
+    records = (getattr(config, key) for key in config.keys_with(Fact.RECORDS))
+    return (config.has_test_set, config.batch_size, config.sampling_probability, *records)
 
 
 def load(config: RunConfig) -> FederatedData:
