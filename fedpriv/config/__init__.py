@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fedpriv.config._schema import schema as schema
     from fedpriv.config._schema import schema_tables as schema_tables
     from fedpriv.config._section import Fact as Fact
+    from fedpriv.config._update import Phase as Phase
     from fedpriv.config._update import UpdateSection as UpdateSection
     from fedpriv.config._values import KEYS as KEYS
     from fedpriv.config._values import Scalar as Scalar

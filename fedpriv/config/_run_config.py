@@ -25,7 +25,7 @@ from fedpriv.config._model import ModelSection
 from fedpriv.config._privacy import PrivacySection
 from fedpriv.config._recipes import RecipeSection, with_recipe
 from fedpriv.config._section import Fact
-from fedpriv.config._update import UpdateSection
+from fedpriv.config._update import Phase, UpdateSection
 from fedpriv.config._variants import AuditSection, VariantsSection
 from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
@@ -153,6 +153,59 @@ class RunConfig(
     def masks(self) -> bool:
         """Whether uploads are masked, or simulated clients send what the masks would cancel out to."""
         return self.secure_masks if self.secure_masks is not None else self.data == ON_NODES
+
+    @property
+    def start_phase(self) -> Phase | None:
+        """The first round, if it starts the head: one release of every record's features."""
+        if not self.head_start:
+            return None
+        return Phase(
+            name="start",
+            num_rounds=1,
+            noise_multiplier=self.start_noise_multiplier,
+            sampling_probability=1.0,
+            learning_rate=1.0,
+        )
+
+    @property
+    def main_phase(self) -> Phase:
+        """The rounds with the keys that have no prefix: those of the head, or all after the start."""
+        trains_head = self.train == "head" or self.lora_rounds is not None
+        return Phase(
+            name="head" if trains_head else "all",
+            num_rounds=self.rounds - self.head_start - self.lora_phase.num_rounds,
+            noise_multiplier=self.noise_multiplier,
+            sampling_probability=self.sampling_probability,
+            learning_rate=self.learning_rate,
+        )
+
+    @property
+    def lora_phase(self) -> Phase:
+        """The last rounds, which train A and B too, with noise, sampling and rates of their own where these are given.
+
+        It has no rounds where all after the start are alike.
+        """
+        num_rounds = 0 if self.train == "head" or self.lora_rounds is None else self.lora_rounds
+        noise = self.lora_noise_multiplier
+        return Phase(
+            name="all",
+            num_rounds=min(num_rounds, self.rounds - self.head_start),
+            noise_multiplier=self.noise_multiplier if noise is None else noise,
+            sampling_probability=self.lora_sampling_probability or self.sampling_probability,
+            learning_rate=self.lora_head_learning_rate,
+            lora_learning_rate=self.lora_learning_rate,
+        )
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The run's phases that have rounds, in order."""
+        phases = (self.start_phase, self.main_phase, self.lora_phase)
+        return tuple(phase for phase in phases if phase and phase.num_rounds)
+
+    @property
+    def num_lora_rounds(self) -> int:
+        """How many of the run's last rounds train A and B as well."""
+        return sum(phase.num_rounds for phase in self.phases if phase.name == "all")
 
     def rank_of(self, client: int) -> int:
         """The rank of a client's adapter, by partition id."""

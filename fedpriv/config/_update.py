@@ -1,4 +1,4 @@
-"""The section of a configuration on a client's steps."""
+"""The section of a configuration on a client's steps, and the phases of rounds that they come in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,38 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fedpriv.config._section import Count, Fact, Maybe, NonNegative, Positive, Probability, Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Rounds of a run with the same noise, sampling and rates, whichever keys these come from.
+
+    Attributes:
+        name: `start`, which sums features by class; `head`, which trains the head alone; or `all`.
+        num_rounds: >= 0.
+        noise_multiplier: z >= 0; None where it is still to be derived.
+        sampling_probability: q in (0, 1]; None for B / N_k.
+        learning_rate: of the head, or of everything; `auto` where it is still to be derived.
+        lora_learning_rate: of A and B; None for the same.
+    """
+
+    name: Literal["start", "head", "all"]
+    num_rounds: int
+    noise_multiplier: float | None
+    sampling_probability: float | None
+    learning_rate: float | Literal["auto"]
+    lora_learning_rate: float | Literal["auto"] | None = None
+
+    @property
+    def known_noise(self) -> float:
+        """z.
+
+        Raises:
+            ValueError: it is still to be derived.
+        """
+        if self.noise_multiplier is None:
+            raise ValueError(f"{self.name}_noise_multiplier: has not been derived yet")
+        return self.noise_multiplier
 
 
 @dataclass(frozen=True, kw_only=True)
