@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
-from fedpriv.config import RunConfig
+from fedpriv.config import DataSection, RunConfig
 from fedpriv.data import records
 from fedpriv.data.chat import ChatFormat
 from fedpriv.data.records import Records, Row, num_tokens, usable
@@ -52,7 +52,7 @@ class PlainText:
         return f"text {getattr(tokenizer, 'eos_token_id', None)}" if self.ends else ""
 
 
-def chat_format_of(config: RunConfig) -> ChatFormat:
+def chat_format_of(config: DataSection) -> ChatFormat:
     """How a run puts its prompts."""
     return ChatFormat(
         system_prompt=config.system_prompt,

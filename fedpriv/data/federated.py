@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedpriv.config import EMBEDDED, ON_NODES, Fact, RunConfig
+from fedpriv.config import EMBEDDED, ON_NODES, DataSection, Fact, RunConfig
 from fedpriv.data import hospital, own
 from fedpriv.data.partition import partition
 from fedpriv.data.tables import instructions, labels_of, load_table, require_columns, to_text, values_of
@@ -101,7 +101,7 @@ def load_own(config: RunConfig, source: DataSource) -> FederatedData:
     return FederatedData((records,), ("",), _NO_RECORDS, label_names)
 
 
-def _instructions(records: list[own.OwnRecord], config: RunConfig) -> TextData:
+def _instructions(records: list[own.OwnRecord], config: DataSection) -> TextData:
     """The prompts and responses of a node's records, without those whose response is not allowed."""
     responses = [response_of(record.pair, labels=config.labels, answers=config.answers) for record in records]
     found = [(record.text, text) for record, text in zip(records, responses, strict=True) if text is not None]
@@ -176,7 +176,7 @@ def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> TextData:
     return to_text(_usable(table, config, config.test_data), config)
 
 
-def _holders(table: datasets.Dataset, config: RunConfig) -> set[object]:
+def _holders(table: datasets.Dataset, config: DataSection) -> set[object]:
     """The holders named in the client column.
 
     Raises:
@@ -211,7 +211,7 @@ def _usable(table: datasets.Dataset, config: RunConfig, source: str) -> datasets
     return usable
 
 
-def _answered(table: datasets.Dataset, config: RunConfig, source: str) -> datasets.Dataset:
+def _answered(table: datasets.Dataset, config: DataSection, source: str) -> datasets.Dataset:
     """The records with one of the allowed answers; there must be some."""
     responses = [response for _, response in instructions(table, config)]
     usable = table.select([row for row, response in enumerate(responses) if response])

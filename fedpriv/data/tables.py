@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedpriv import hub
-from fedpriv.config import RunConfig
+from fedpriv.config import DataSection, RunConfig
 from fedpriv.data.text import TextData, as_text, from_messages, response_of
 from fedpriv.errors import InputError
 from fedpriv.hub import quiet_hub
@@ -132,7 +132,7 @@ def to_text(table: datasets.Dataset, config: RunConfig) -> TextData:
     )
 
 
-def instructions(table: datasets.Dataset, config: RunConfig) -> list[tuple[str, str]]:
+def instructions(table: datasets.Dataset, config: DataSection) -> list[tuple[str, str]]:
     """[records] what was said, and the response; both empty for a chat without one, or with one that is not allowed.
 
     Raises:
@@ -158,7 +158,7 @@ def _chat(value: object) -> tuple[str, str]:
         return "", ""
 
 
-def _texts(table: datasets.Dataset, config: RunConfig, key: str) -> tuple[str, ...]:
+def _texts(table: datasets.Dataset, config: DataSection, key: str) -> tuple[str, ...]:
     """The texts of the column that a configuration key names; the names of a column of classes."""
     import datasets
 
