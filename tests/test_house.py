@@ -249,7 +249,7 @@ NAMES_EVERY_MECHANISM = {
     "fedpriv/__init__.py",
     "fedpriv/accounting/events.py",
     "fedpriv/cli/main.py",
-    "fedpriv/config/_privacy.py",
+    "fedpriv/config/_update_and_privacy.py",
     "fedpriv/mechanisms/registry.py",
 }
 

@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.config._data import EMBEDDED as EMBEDDED
-    from fedpriv.config._data import ON_NODES as ON_NODES
-    from fedpriv.config._data import DataSection as DataSection
     from fedpriv.config._federation import LINEAR_RULES as LINEAR_RULES
     from fedpriv.config._federation import Aggregation as Aggregation
     from fedpriv.config._federation import FederationSection as FederationSection
     from fedpriv.config._machine import BaseFormat as BaseFormat
-    from fedpriv.config._machine import ExperimentSection as ExperimentSection
     from fedpriv.config._machine import MachineSection as MachineSection
     from fedpriv.config._machine import Track as Track
-    from fedpriv.config._model import ModelSection as ModelSection
-    from fedpriv.config._model import Train as Train
-    from fedpriv.config._privacy import PrivacySection as PrivacySection
+    from fedpriv.config._model_and_data import EMBEDDED as EMBEDDED
+    from fedpriv.config._model_and_data import ON_NODES as ON_NODES
+    from fedpriv.config._model_and_data import DataSection as DataSection
+    from fedpriv.config._model_and_data import Train as Train
     from fedpriv.config._recipes import BY_RECIPE as BY_RECIPE
     from fedpriv.config._recipes import RECIPES as RECIPES
     from fedpriv.config._recipes import Recipe as Recipe
@@ -31,8 +28,8 @@ if TYPE_CHECKING:
     from fedpriv.config._schema import schema as schema
     from fedpriv.config._schema import schema_tables as schema_tables
     from fedpriv.config._section import Fact as Fact
-    from fedpriv.config._update import Phase as Phase
-    from fedpriv.config._update import UpdateSection as UpdateSection
+    from fedpriv.config._update_and_privacy import Phase as Phase
+    from fedpriv.config._update_and_privacy import UpdateSection as UpdateSection
     from fedpriv.config._values import KEYS as KEYS
     from fedpriv.config._values import Scalar as Scalar
     from fedpriv.config._values import SweepPoint as SweepPoint
@@ -47,6 +44,5 @@ if TYPE_CHECKING:
     from fedpriv.config._values import with_mechanism_parameters as with_mechanism_parameters
     from fedpriv.config._values import with_overrides as with_overrides
     from fedpriv.config._variants import AuditSection as AuditSection
-    from fedpriv.config._variants import VariantsSection as VariantsSection
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

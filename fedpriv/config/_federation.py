@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedpriv.config._section import Count, Fact, Maybe, Positive, Section, Sizes
+from fedpriv.config._section import ConfigSection, Count, Fact, Maybe, Positive, Sizes
 
 LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora", "rolora", "fedsvd", "fed-sb")
 """Aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step."""
@@ -26,7 +26,7 @@ Aggregation = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class FederationSection(Section, title="Federation"):
+class FederationSection(ConfigSection, title="Federation"):
     """The rounds of a run, whom they wait for, and how the server aggregates uploads."""
 
     rounds: Count = 40

@@ -1,4 +1,4 @@
-"""The sections of a configuration on how a run is repeated and compared, and on the machine that it takes."""
+"""The section of a configuration on the machine that a run takes, and where its files are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedpriv.config._section import Count, Fact, Maybe, Section
+from fedpriv.config._section import ConfigSection, Count, Fact
 
 BaseFormat = Literal["auto", "float32", "bfloat16", "nf4"]
 """Formats of the frozen weights."""
@@ -17,31 +17,7 @@ Track = Literal["none", "mlflow", "tensorboard", "wandb"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperimentSection(Section, title="Execution"):
-    """How a run is repeated, and what it is compared with."""
-
-    seed: Annotated[int, Field(ge=0), Fact.RELEASE | Fact.RECORDS | Fact.RELOADS] = 0
-    """seed of the initial adapter, the selection of clients, the partition and the test split; with `simulate`, of
-    everything"""
-    simulate: Annotated[bool, Fact.RELOADS] = False
-    """noise and sampling use the seed, so that a run can be reproduced to the bit; the run is marked *not private*"""
-    comparison: Annotated[bool | None, Maybe] = None
-    """a second run with z = 0 and the same clipping; on by default wherever it is allowed: with synthetic or public
-    data, or `simulate`"""
-    baselines: Annotated[bool | None, Maybe, Fact.RELOADS] = None
-    """plain classifiers [next to the run's accuracy](configuration.md#what-an-accuracy-is-compared-with); on by default
-    for classifiers wherever public data are tested on: the embedded corpus, or `public_data`. With `data = "on-nodes"`,
-    true if the server's own `test_data` are public: a cross-validation on these. Refused without a test set, and where
-    it would train on private records"""
-
-    @property
-    def noise_source(self) -> str:
-        """`seeded` in a run marked `simulate`, otherwise `secure`."""
-        return "seeded" if self.simulate else "secure"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachineSection(Section, title="Execution", facts=Fact.RELOADS):
+class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
     """The machine's part in a run: formats, memory, devices, processes and folders."""
 
     base_dtype: BaseFormat = "auto"

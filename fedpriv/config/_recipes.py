@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedpriv.config._section import Section
+from fedpriv.config._section import ConfigSection
 from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 Recipe = Literal["fedpriv", "dp-lora-paper", "instruction"]
@@ -24,7 +24,7 @@ BY_RECIPE = "by recipe"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeSection(Section, title="Recipe"):
+class RecipeSection(ConfigSection, title="Recipe"):
     """The keys that belong together and are not given."""
 
     recipe: Recipe = "fedpriv"

@@ -12,7 +12,6 @@ from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
-from fedpriv.config._data import ON_NODES, DataSection
 from fedpriv.config._federation import (
     LINEAR_RULES,
     ONE_FACTOR_RULES,
@@ -20,13 +19,12 @@ from fedpriv.config._federation import (
     RULES_ON_QUANTISED,
     FederationSection,
 )
-from fedpriv.config._machine import ExperimentSection, MachineSection
-from fedpriv.config._model import ModelSection
-from fedpriv.config._privacy import PrivacySection
+from fedpriv.config._machine import MachineSection
+from fedpriv.config._model_and_data import ON_NODES, DataSection, ModelSection
 from fedpriv.config._recipes import RecipeSection, with_recipe
 from fedpriv.config._section import Fact
-from fedpriv.config._update import Phase, UpdateSection
-from fedpriv.config._variants import AuditSection, VariantsSection
+from fedpriv.config._update_and_privacy import Phase, PrivacySection, UpdateSection
+from fedpriv.config._variants import AuditSection, ExperimentSection, VariantsSection
 from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 

@@ -57,7 +57,7 @@ class Fact(Flag):
     """Functions that run take it as an argument of their own."""
 
 
-class Section:
+class ConfigSection:
     """Keys that belong together, each with its type, default and, right below, its meaning.
 
     A meaning is Markdown with links relative to docs/. Methods whose names begin with `_check_` refuse values that do
@@ -77,9 +77,9 @@ class Section:
         cls.title, cls.facts = title, facts or Fact(0)
 
     @classmethod
-    def sections(cls) -> Iterator[type[Section]]:
+    def sections(cls) -> Iterator[type[ConfigSection]]:
         """The sections with keys that a configuration is composed of, in the order of its fields."""
-        return (kind for kind in reversed(cls.__mro__) if issubclass(kind, Section) and kind.title)
+        return (kind for kind in reversed(cls.__mro__) if issubclass(kind, ConfigSection) and kind.title)
 
     @classmethod
     def meanings(cls) -> Mapping[str, str]:
@@ -114,7 +114,7 @@ class Section:
 
 
 @cache
-def _facts(kind: type[Section]) -> Mapping[str, Sequence[Fact]]:
+def _facts(kind: type[ConfigSection]) -> Mapping[str, Sequence[Fact]]:
     """{key: the facts that its section and its type declare}."""
     found: dict[str, Sequence[Fact]] = {}
     for section in kind.sections():

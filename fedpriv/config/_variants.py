@@ -1,4 +1,4 @@
-"""The sections of a configuration on the variants that a run keeps, and on what its final model is tried with."""
+"""The sections of a configuration on the variants that a run keeps, its tests, and what it is compared with."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedpriv.config._section import Count, Fact, Maybe, NonNegative, Section, Sizes
+from fedpriv.config._section import ConfigSection, Count, Fact, Maybe, NonNegative, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class VariantsSection(Section, title="Variants and deduplication"):
+class VariantsSection(ConfigSection, title="Variants and deduplication"):
     """The variants that a run keeps, and how the server stores them."""
 
     variant_rounds: Sizes = ()
@@ -39,7 +39,7 @@ class VariantsSection(Section, title="Variants and deduplication"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditSection(Section, title="Variants and deduplication"):
+class AuditSection(ConfigSection, title="Variants and deduplication"):
     """What a language model is asked before and after, and canaries that test the run's epsilon."""
 
     generated_answers: Annotated[int, Field(ge=0)] = 50
@@ -52,3 +52,27 @@ class AuditSection(Section, title="Variants and deduplication"):
     simulations only; see [docs/audit.md](audit.md)"""
     audit_canaries: Annotated[int, Field(ge=2), Fact.RELOADS] = 50
     """the number of canaries of each client"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentSection(ConfigSection, title="Execution"):
+    """How a run is repeated, and what it is compared with."""
+
+    seed: Annotated[int, Field(ge=0), Fact.RELEASE | Fact.RECORDS | Fact.RELOADS] = 0
+    """seed of the initial adapter, the selection of clients, the partition and the test split; with `simulate`, of
+    everything"""
+    simulate: Annotated[bool, Fact.RELOADS] = False
+    """noise and sampling use the seed, so that a run can be reproduced to the bit; the run is marked *not private*"""
+    comparison: Annotated[bool | None, Maybe] = None
+    """a second run with z = 0 and the same clipping; on by default wherever it is allowed: with synthetic or public
+    data, or `simulate`"""
+    baselines: Annotated[bool | None, Maybe, Fact.RELOADS] = None
+    """plain classifiers [next to the run's accuracy](configuration.md#what-an-accuracy-is-compared-with); on by default
+    for classifiers wherever public data are tested on: the embedded corpus, or `public_data`. With `data = "on-nodes"`,
+    true if the server's own `test_data` are public: a cross-validation on these. Refused without a test set, and where
+    it would train on private records"""
+
+    @property
+    def noise_source(self) -> str:
+        """`seeded` in a run marked `simulate`, otherwise `secure`."""
+        return "seeded" if self.simulate else "secure"

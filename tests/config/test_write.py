@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.config.write import written
+from fedpriv.config.__main__ import written
 from fedpriv.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,11 +36,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from fedpriv.config._section import Fact, Section, Sizes
+from fedpriv.config._section import Fact, ConfigSection, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtraSection(Section, title="Execution"):
+class ExtraSection(ConfigSection, title="Execution"):
     """A section of a test."""
 
     extra_sizes: Annotated[Sizes, Fact.HIDDEN] = (3,)
@@ -54,8 +54,9 @@ class ExtraSection(Section, title="Execution"):
 
 USE = """
 import json, tomllib
-from fedpriv.config import Fact, RunConfig, checked, parse, parse_overrides, schema, to_flower, to_toml, write
-write.main()
+from fedpriv.config import Fact, RunConfig, checked, parse, parse_overrides, schema, to_flower, to_toml
+from fedpriv.config.__main__ import main
+main()
 config = parse(parse_overrides(["extra_sizes=[4, 5]"]))
 print(json.dumps({
     "toml": parse(tomllib.loads(to_toml(config))) == config,

@@ -1,4 +1,4 @@
-"""Write what other programs read of the configuration's keys: `python -m fedpriv.config.write`, or `make keys`.
+"""Write what other programs read of the configuration's keys: `python -m fedpriv.config`, or `make keys`.
 
 Flower overrides only keys that pyproject.toml lists, editors and type checkers read no code that makes a list of
 keyword arguments, and the documentation is a page. All three are made from the sections, in a clone of the repository.
