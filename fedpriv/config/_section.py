@@ -1,4 +1,4 @@
-"""What the sections of a configuration are made of: types of values, facts about keys, and the meaning of each key."""
+"""The parts of a section of the configuration: types of values, facts about keys, and the meaning of each key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedpriv.accounting.sensitivity import clipping_rule
 
 
 class Fact(Flag):
-    """What else holds of a key, declared with its type: `Annotated[str, Fact.PATH]`; `keys_with` finds the keys."""
+    """A fact about a key, declared with its type: `Annotated[str, Fact.PATH]`; `keys_with` finds the keys."""
 
     HIDDEN = 0b1
     """It names a machine, or a place on one, so trackers do not show it."""

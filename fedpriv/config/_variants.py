@@ -40,7 +40,7 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
 
 @dataclass(frozen=True, kw_only=True)
 class AuditSection(ConfigSection, title="Variants and deduplication"):
-    """What a language model is asked before and after, and canaries that test the run's epsilon."""
+    """The questions that a language model is asked before and after, and canaries that test the run's epsilon."""
 
     generated_answers: Annotated[int, Field(ge=0)] = 50
     """how many test prompts a language model answers before and after"""
