@@ -16,7 +16,7 @@ everyday: export TORCHDYNAMO_DISABLE := 1
 # Workers take one file at a time, in the order of tests/conftest.py. A third fills two cores while others wait for processes.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: run llm test test-all test-deployment lint style types everyday docs bench lock sbom clean
+.PHONY: run llm test test-all test-deployment lint style types everyday docs bench keys lock sbom clean
 .DELETE_ON_ERROR:
 
 $(VENV)/bin/python:
@@ -90,6 +90,10 @@ bench: $(VENV)/installed-dev
 	@for file in simulations/benchmarks/[a-z]*.py; do \
 		$(BIN)/python -m simulations.benchmarks.$$(basename $$file .py) || exit 1; \
 	done
+
+# What is made of the configuration's keys: the table for Flower, the page's tables and the types for editors.
+keys: $(VENV)/installed-run
+	$(BIN)/python -m fedpriv.config
 
 # The versions and hashes of what a node or coordinator installs; `make lock OPTIONS=--upgrade` takes the newest that pyproject.toml admits.
 lock: $(SUPPLY)/installed

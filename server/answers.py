@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.adapters import Adapter, Merged
+from fedpriv.adapters import Adapter
+from fedpriv.adapters import Merged
+from fedpriv.config import AuditSection
+from fedpriv.config import DataSection
 from fedpriv.config import RunConfig
 from fedpriv.data import turns_of
 from fedpriv.data.records import usable
@@ -105,13 +108,13 @@ def _questions(config: RunConfig, bench: Workbench) -> _Questions:
     )
 
 
-def _in_words(config: RunConfig, text: str) -> str:
+def _in_words(config: DataSection, text: str) -> str:
     """The question of a record: its prompt, or what was said before its response, a line for each turn."""
     return "\n".join(f"{role}: {said}" for role, said in turns_of(text)) if config.messages_column else text
 
 
 def _texts(
-    config: RunConfig,
+    config: AuditSection,
     bench: Workbench,
     questions: _Questions,
     name: str,

@@ -24,9 +24,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 import fedpriv
-from fedpriv import config as configuration
-from fedpriv.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
+from fedpriv.adapters import Adapter
+from fedpriv.adapters import Merged
+from fedpriv.adapters import merged_from_tensors
+from fedpriv.adapters import merged_to_tensors
 from fedpriv.aggregation import GlobalModel
+from fedpriv.config import Fact
+from fedpriv.config import KEYS
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
@@ -38,16 +42,6 @@ from server.registration import NO_NODE, Nodes, check_same
 VERSION = 4
 _KEPT = 2
 _STATE, _TENSORS = "state.json", "tensors.safetensors"
-
-
-# What `train = auto` decides.
-_DECIDED = (
-    "lora_rounds",
-    "lora_share",
-    "lora_sampling_probability",
-    "lora_server_optimizer",
-    "lora_server_learning_rate",
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -268,12 +262,12 @@ def check_configuration(config: RunConfig) -> None:
     began = files.read_config(files.run_folder_of(Path(config.resume)))
     # The folder's file holds what was derived when the run began, which is derived again.
     free = {
-        *configuration.OUTSIDE_KEYS,
+        *RunConfig.keys_with(Fact.OUTSIDE),
         *(["noise_multiplier"] if began.target_epsilon else []),
-        *(key for key in ("start_noise_multiplier", "lora_noise_multiplier") if getattr(config, key) is None),
-        *(_DECIDED if began.train == "auto" else ()),
+        *(key for key in RunConfig.keys_with(Fact.CALIBRATED) if getattr(config, key) is None),
+        *(RunConfig.keys_with(Fact.BY_TRAIN) if began.train == "auto" else ()),
     }
-    differing = [key for key in configuration.KEYS if getattr(began, key) != getattr(config, key)]
+    differing = [key for key in KEYS if getattr(began, key) != getattr(config, key)]
     if named := ", ".join(key for key in differing if key not in free):
         raise InputError(f"resume = {config.resume!r}: the run began with another configuration; {named} differ")
 

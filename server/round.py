@@ -22,6 +22,7 @@ from flwr.serverapp import Grid
 from fedpriv import protocol
 from fedpriv.accounting.views import rho_bar
 from fedpriv.adapters import Adapter
+from fedpriv.config import FederationSection
 from fedpriv.config import RunConfig
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
@@ -398,7 +399,7 @@ class Receipts:
             raise LedgerError(f"{self._log.path}: {error.strerror}; the receipts of nodes cannot be kept") from None
 
 
-def _signers(config: RunConfig, nodes: Nodes) -> dict[int, tuple[str, ...]]:
+def _signers(config: FederationSection, nodes: Nodes) -> dict[int, tuple[str, ...]]:
     """{client: the public lines of its registered key, and of those before it}; without `node_keys` nobody's."""
     if not config.node_keys:
         return {}

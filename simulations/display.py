@@ -38,7 +38,6 @@ from fedpriv.runs.files import REPORT
 from fedpriv.runs.show import TextTable as Content
 from fedpriv.runs.show import accuracy_table, changes, client_table, closing_table, language_table, views_text
 from fedpriv.texts import printable
-from fedpriv.training.schedule import num_lora_rounds
 from server.observer import RunProgress, described
 
 _MOST_NAMES = 8
@@ -213,21 +212,18 @@ def _who(registrations: Sequence[Registration]) -> str:
 
 def _rounds(config: RunConfig) -> str:
     """A line that says how many rounds train the head and how many train all, in order."""
-    num_all = num_lora_rounds(config)
-    num_head = config.rounds - config.head_start - num_all
-    q, of_all = config.sampling_probability, config.lora_sampling_probability
-    batch = f"expected batch {config.batch_size}" if q is None else f"q = {q if config.lora_rounds is None else of_all}"
+    phases = {phase.name: phase for phase in config.phases}
     trained = "A and B" if config.task == "CAUSAL_LM" else "A, B and head"
     if config.aggregation == "ffa-lora":
         trained = trained.replace("A and B", "B").replace("A, B", "B")
-    parts = [
-        "1 round for the head's start" if config.head_start else "",
-        f"{num_head} for the head, q = {q}" if num_head else "",
-        f"{num_all} for {trained}, {config.local_steps} local step{'s' * (config.local_steps > 1)}, {batch}"
-        if num_all
-        else "",
-    ]
-    return f"{config.rounds} rounds: {'; '.join(filter(None, parts))}"
+    parts = ["1 round for the head's start"] if "start" in phases else []
+    if head := phases.get("head"):
+        parts.append(f"{head.num_rounds} for the head, q = {head.sampling_probability}")
+    if all_ := phases.get("all"):
+        q, steps = all_.sampling_probability, f"local step{'s' * (config.local_steps > 1)}"
+        batch = f"expected batch {config.batch_size}" if q is None else f"q = {q}"
+        parts.append(f"{all_.num_rounds} for {trained}, {config.local_steps} {steps}, {batch}")
+    return f"{config.rounds} rounds: {'; '.join(parts)}"
 
 
 # A notebook keeps every version of its output until it is drawn.
@@ -315,9 +311,7 @@ class _TimeLeft:
 
 def _phases_of(config: RunConfig) -> list[str]:
     """The phase of each round: `start`, `head` or `all`; rounds of one phase take about as long."""
-    num_all = num_lora_rounds(config)
-    num_head = config.rounds - config.head_start - num_all
-    return [*["start"] * config.head_start, *["head"] * num_head, *["all"] * num_all]
+    return [phase.name for phase in config.phases for _ in range(phase.num_rounds)]
 
 
 def _time_left(

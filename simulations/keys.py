@@ -1,7 +1,6 @@
 """The keys of a run's configuration as keyword arguments: what editors complete and type checkers check.
 
-`fedpriv.config.RunConfig` decides which keys there are, and docs/configuration.md explains them. This list is written
-out because type checkers read no code that makes it; a test holds the two together.
+Written by `make keys` from the sections of `fedpriv.config`. docs/configuration.md explains the keys.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from fedpriv.config import Aggregation, BaseFormat, Recipe, Track, Train
 
 
 class _CommonKeys(TypedDict, total=False):
-    """The keys that mean the same in a run and in a sweep; `out` and `resume` are arguments of their own."""
+    """The keys that mean the same in a run and in a sweep, less those that are arguments of their own."""
 
-    # the keys that belong together and are not given
+    # Recipe
     recipe: Recipe
 
-    # the model and its adapter
+    # Model and adapter
     model: str | Path
     task: Literal["SEQ_CLS", "CAUSAL_LM"]
     rank: int
@@ -30,7 +29,7 @@ class _CommonKeys(TypedDict, total=False):
     normalize_features: bool
     train: Train
 
-    # the data and who holds them
+    # Data
     data: str | Path
     test_data: str | Path
     test_fraction: float
@@ -53,7 +52,7 @@ class _CommonKeys(TypedDict, total=False):
     max_records: int
     public_data: bool
 
-    # the federation
+    # Federation
     rounds: int
     head_start: bool
     evaluate_every: int
@@ -77,7 +76,7 @@ class _CommonKeys(TypedDict, total=False):
     relevance_threshold: float
     max_update_norm: float | None
 
-    # the local update and its privacy
+    # Local update and privacy
     local_steps: int
     sampling_probability: float | None
     lora_sampling_probability: float | None
@@ -94,7 +93,7 @@ class _CommonKeys(TypedDict, total=False):
     target_epsilon: float | None
     noise_on: Literal["gradients", "upload"]
     mechanism: str
-    mechanism_parameters: str
+    mechanism_parameters: str | Path
     privacy_view: Literal["local", "rho", "aggregate"]
     budget_epsilon: float | Sequence[float]
     secure_aggregation: bool
@@ -102,7 +101,7 @@ class _CommonKeys(TypedDict, total=False):
     colluding_clients: int
     delta: float | None
 
-    # the variants that a run keeps, and how the server stores them
+    # Variants and deduplication
     variant_rounds: Sequence[int]
     variant_clients: bool
     dedup: Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis"]
@@ -111,16 +110,12 @@ class _CommonKeys(TypedDict, total=False):
     dedup_epsilon_bound: float
     dedup_utility_bound: float
     integral_epsilon: float | None
-
-    # what a language model is asked before and after
     generated_answers: int
     max_new_tokens: int
-
-    # canaries that test the run's epsilon
     audit: Literal["", "tokens", "mislabelled"]
     audit_canaries: int
 
-    # how it is run
+    # Execution
     seed: int
     simulate: bool
     comparison: bool | None

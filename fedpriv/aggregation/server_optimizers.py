@@ -15,7 +15,7 @@ from torch import Tensor
 from fedpriv.aggregation._fedavg import GlobalModel
 
 if TYPE_CHECKING:
-    from fedpriv.config import RunConfig
+    from fedpriv.config import FederationSection
 
 # As in the experiments of Reddi et al. 2021, and Flower's defaults; the second moment starts at tau^2, the least that
 # Algorithm 2 allows.
@@ -78,7 +78,7 @@ class ServerOptimizer:
     of_lora: ServerOptimizer | None = None
 
     @staticmethod
-    def of(config: RunConfig, round_: int = 1) -> ServerOptimizer:
+    def of(config: FederationSection, round_: int = 1) -> ServerOptimizer:
         """The optimizer that a run's configuration asks for in a round, from 1.
 
         Rates that fall linearly do so from the configured ones in round 1 to 1 / rounds of them in the last round.

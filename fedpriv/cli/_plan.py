@@ -21,7 +21,7 @@ from fedpriv.errors import InputError
 if TYPE_CHECKING:
     from fedpriv.accounting.views import PlannedView
     from fedpriv.plan.budget import Plan
-    from fedpriv.training.schedule import Phase
+    from fedpriv.training.schedule import PhaseRounds
 
 # Of the clients, so many are shown, the largest first; --json has them all.
 _MOST_CLIENTS = 10
@@ -268,7 +268,7 @@ def _values(found: Plan) -> dict[str, Any]:
     }
 
 
-def _phase(found: Plan, phase: Phase) -> dict[str, Any]:
+def _phase(found: Plan, phase: PhaseRounds) -> dict[str, Any]:
     """The values that its rounds ask for, and the name of the part that they train."""
     config, spec = found.setting.config, phase.spec
     is_joint = spec.trains != "head"

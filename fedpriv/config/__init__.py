@@ -11,33 +11,38 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.config._checks import LINEAR_RULES as LINEAR_RULES
-    from fedpriv.config._keys import EMBEDDED as EMBEDDED
-    from fedpriv.config._keys import ON_NODES as ON_NODES
-    from fedpriv.config._keys import Aggregation as Aggregation
-    from fedpriv.config._keys import BaseFormat as BaseFormat
-    from fedpriv.config._keys import Track as Track
-    from fedpriv.config._keys import Train as Train
+    from fedpriv.config._federation import LINEAR_RULES as LINEAR_RULES
+    from fedpriv.config._federation import Aggregation as Aggregation
+    from fedpriv.config._federation import FederationSection as FederationSection
+    from fedpriv.config._machine import BaseFormat as BaseFormat
+    from fedpriv.config._machine import MachineSection as MachineSection
+    from fedpriv.config._machine import Track as Track
+    from fedpriv.config._model_and_data import EMBEDDED as EMBEDDED
+    from fedpriv.config._model_and_data import ON_NODES as ON_NODES
+    from fedpriv.config._model_and_data import DataSection as DataSection
+    from fedpriv.config._model_and_data import Train as Train
     from fedpriv.config._recipes import BY_RECIPE as BY_RECIPE
     from fedpriv.config._recipes import RECIPES as RECIPES
     from fedpriv.config._recipes import Recipe as Recipe
-    from fedpriv.config._run_config import KEYS as KEYS
     from fedpriv.config._run_config import RunConfig as RunConfig
-    from fedpriv.config._run_config import Scalar as Scalar
-    from fedpriv.config._run_config import checked as checked
-    from fedpriv.config._run_config import parse as parse
-    from fedpriv.config._run_config import to_flower as to_flower
-    from fedpriv.config._run_config import to_toml as to_toml
-    from fedpriv.config._run_config import with_mechanism_parameters as with_mechanism_parameters
     from fedpriv.config._schema import schema as schema
     from fedpriv.config._schema import schema_tables as schema_tables
-    from fedpriv.config._values import LOCATION_KEYS as LOCATION_KEYS
-    from fedpriv.config._values import OUTSIDE_KEYS as OUTSIDE_KEYS
+    from fedpriv.config._section import Fact as Fact
+    from fedpriv.config._update_and_privacy import Phase as Phase
+    from fedpriv.config._update_and_privacy import UpdateSection as UpdateSection
+    from fedpriv.config._values import KEYS as KEYS
+    from fedpriv.config._values import Scalar as Scalar
     from fedpriv.config._values import SweepPoint as SweepPoint
+    from fedpriv.config._values import checked as checked
     from fedpriv.config._values import is_sweep as is_sweep
+    from fedpriv.config._values import parse as parse
     from fedpriv.config._values import parse_overrides as parse_overrides
     from fedpriv.config._values import read as read
     from fedpriv.config._values import sweep_points as sweep_points
+    from fedpriv.config._values import to_flower as to_flower
+    from fedpriv.config._values import to_toml as to_toml
+    from fedpriv.config._values import with_mechanism_parameters as with_mechanism_parameters
     from fedpriv.config._values import with_overrides as with_overrides
+    from fedpriv.config._variants import AuditSection as AuditSection
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

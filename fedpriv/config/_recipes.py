@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from fedpriv.config._section import ConfigSection
 from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 Recipe = Literal["fedpriv", "dp-lora-paper", "instruction"]
@@ -19,6 +21,17 @@ RECIPES: Mapping[Recipe, str] = {
 
 BY_RECIPE = "by recipe"
 """The value that leaves a key to the recipe, where each key must have one, as in Flower's project file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSection(ConfigSection, title="Recipe"):
+    """The keys that belong together and are not given."""
+
+    recipe: Recipe = "fedpriv"
+    """a set of values for keys that belong together: `fedpriv`, `dp-lora-paper` or `instruction`
+    ([docs/recipes.md](recipes.md)). A key that you give counts, whatever the recipe says; without a recipe the other
+    keys imply one"""
+
 
 # The default of `num_clients`.
 _NUM_CLIENTS = 5
@@ -74,6 +87,18 @@ _ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
     "batch_size": (),
 }
 
+_WITH_SECURE_AGGREGATION: Mapping[str, Any] = {"mechanism": FOR_SUMS, "privacy_view": "aggregate"}
+
+LEFT_TO_RECIPES = frozenset(
+    {
+        *("recipe", "task", "min_clients"),
+        *_WITH_SECURE_AGGREGATION,
+        *(key for preset in _PRESETS.values() for key in preset),
+        *(key for key, without_effect in _ONLY_IN_FEDPRIV.items() if not without_effect),
+    }
+)
+"""Keys whose value, where they are not given, depends on others."""
+
 
 def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values, with those of their recipe in place of what they leave out.
@@ -95,7 +120,7 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     if "noise_multiplier" in values:
         presets["target_epsilon"] = ""
     if values.get("secure_aggregation") is True:
-        presets |= {"mechanism": FOR_SUMS, "privacy_view": "aggregate"}
+        presets |= _WITH_SECURE_AGGREGATION
         if not values.get("client_column"):
             presets["min_clients"] = values.get("clients_per_round") or values.get("num_clients", _NUM_CLIENTS)
     return presets | values

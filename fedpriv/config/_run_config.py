@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
-import tomli_w
-from pydantic import ConfigDict, ValidationError, model_validator
+from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
-from fedpriv.config._checks import check_fit
-from fedpriv.config._keys import ConfigValues, split
-from fedpriv.config._recipes import with_recipe
-from fedpriv.config._values import OUTSIDE_KEYS, is_resolved, two_noises
-from fedpriv.errors import InputError
-from fedpriv.mechanisms.registry import MECHANISMS, with_current_keys
+from fedpriv.config._federation import (
+    LINEAR_RULES,
+    ONE_FACTOR_RULES,
+    PARTIAL_RULES,
+    RULES_ON_QUANTISED,
+    FederationSection,
+)
+from fedpriv.config._machine import MachineSection
+from fedpriv.config._model_and_data import ON_NODES, DataSection, ModelSection
+from fedpriv.config._recipes import RecipeSection, with_recipe
+from fedpriv.config._section import Fact
+from fedpriv.config._update_and_privacy import Phase, PrivacySection, UpdateSection
+from fedpriv.config._variants import AuditSection, ExperimentSection, VariantsSection
+from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
-Scalar = str | int | float | bool
-"""A value in Flower's run configuration."""
+
+class _MisfitError(ValueError):
+    """Keys do not fit together; its text is the first of `lines`.
+
+    Attributes:
+        lines: the problems, one line for each set of keys.
+    """
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__(lines[0])
+        self.lines = tuple(lines)
 
 
+# Bases stand from the last section to the first, as Python orders the fields of dataclasses.
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class RunConfig(ConfigValues):
+class RunConfig(
+    MachineSection,
+    ExperimentSection,
+    AuditSection,
+    VariantsSection,
+    PrivacySection,
+    UpdateSection,
+    FederationSection,
+    DataSection,
+    ModelSection,
+    RecipeSection,
+):
     """Everything that a run depends on, except its data. docs/configuration.md explains each key.
+
+    A function that needs one section takes that; its callers pass the configuration as it is.
 
     Raises:
         pydantic.ValidationError: a value has the wrong type or is out of range; `parse` turns it into one line.
@@ -41,7 +69,14 @@ class RunConfig(ConfigValues):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        check_fit(self)
+        lines = []
+        for check in self.checks():
+            try:
+                check()
+            except ValueError as error:
+                lines.append(str(error))
+        if lines:
+            raise _MisfitError(list(dict.fromkeys(lines)))
         return self
 
     @property
@@ -73,100 +108,267 @@ class RunConfig(ConfigValues):
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, of all keys except `OUTSIDE_KEYS`."""
-        values = {key: value for key, value in asdict(self).items() if key not in OUTSIDE_KEYS}
+        """SHA-256, in hex, of all keys except those of `Fact.OUTSIDE`."""
+        outside = self.keys_with(Fact.OUTSIDE)
+        values = {key: value for key, value in asdict(self).items() if key not in outside}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
+    @property
+    def has_test_set(self) -> bool:
+        """Whether the server evaluates on records of its own, or on some that nobody's privacy depends on."""
+        if self.test_data:
+            return True
+        splits_off = self.data != ON_NODES and (self.data_are_public or self.simulate)
+        return splits_off and self.evaluation_noise_multiplier is None
 
-KEYS = tuple(field.name for field in fields(RunConfig))
-"""The keys of a run's configuration, in their order."""
+    @property
+    def compares(self) -> bool:
+        """Whether a comparison run follows; by default, wherever releases without noise are allowed and tested."""
+        if self.noise_multiplier == 0:
+            return False
+        if self.comparison is not None:
+            return self.comparison
+        return self.has_test_set and (self.data_are_public or self.simulate)
 
+    @property
+    def computes_baselines(self) -> bool:
+        """Whether plain classifiers are compared with the run; by default, wherever public data are tested on."""
+        if self.baselines is not None:
+            return self.baselines
+        return self.task == "SEQ_CLS" and self.has_test_set and self.data_are_public
 
-def parse(values: Mapping[str, Any]) -> RunConfig:
-    """The configuration that the values describe.
+    @property
+    def generates_answers(self) -> bool:
+        """Whether the run answers prompts: it needs prompts, a test set and leave to."""
+        return self.instructs and self.has_test_set and self.generated_answers > 0
 
-    Raises:
-        InputError: one line that names the key, the value and what would be right.
-    """
-    config, problems = checked(values)
-    if config is None:
-        raise InputError(problems[0])
-    return config
+    @property
+    def weighs_records(self) -> bool:
+        """Whether the clients' weights are rho_k = N_k / N, rather than in proportion to N_k^1.5."""
+        return self.client_weights == "records" or (self.client_weights == "auto" and self.secure_aggregation)
 
+    @property
+    def masks(self) -> bool:
+        """Whether uploads are masked, or simulated clients send what the masks would cancel out to."""
+        return self.secure_masks if self.secure_masks is not None else self.data == ON_NODES
 
-def checked(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
-    """The configuration that the values describe, or None; and what is wrong with them, one line for each problem.
+    @property
+    def start_phase(self) -> Phase | None:
+        """The first round, if it starts the head: one release of every record's features."""
+        if not self.head_start:
+            return None
+        return Phase(
+            name="start",
+            num_rounds=1,
+            noise_multiplier=self.start_noise_multiplier,
+            sampling_probability=1.0,
+            learning_rate=1.0,
+        )
 
-    Keys that do not fit together are found only once every single one is right.
+    @property
+    def main_phase(self) -> Phase:
+        """The rounds with the keys that have no prefix: those of the head, or all after the start."""
+        trains_head = self.train == "head" or self.lora_rounds is not None
+        return Phase(
+            name="head" if trains_head else "all",
+            num_rounds=self.rounds - self.head_start - self.lora_phase.num_rounds,
+            noise_multiplier=self.noise_multiplier,
+            sampling_probability=self.sampling_probability,
+            learning_rate=self.learning_rate,
+        )
 
-    Raises:
-        InputError: a key of an earlier version has no current form.
-    """
-    values = with_current_keys(values)
-    problems = [_unknown(key) for key in values if key not in KEYS]
-    if not is_resolved(values):
-        problems += two_noises(values)
-    known = {key: value for key, value in values.items() if key in KEYS}
-    try:
-        config = RunConfig(**known)
-    except ValidationError as error:
-        return None, problems + _lines(error, known)
-    return (None if problems else config), problems
+    @property
+    def lora_phase(self) -> Phase:
+        """The last rounds, which train A and B too, with noise, sampling and rates of their own where these are given.
 
+        It has no rounds where all after the start are alike.
+        """
+        num_rounds = 0 if self.train == "head" or self.lora_rounds is None else self.lora_rounds
+        noise = self.lora_noise_multiplier
+        return Phase(
+            name="all",
+            num_rounds=min(num_rounds, self.rounds - self.head_start),
+            noise_multiplier=self.noise_multiplier if noise is None else noise,
+            sampling_probability=self.lora_sampling_probability or self.sampling_probability,
+            learning_rate=self.lora_head_learning_rate,
+            lora_learning_rate=self.lora_learning_rate,
+        )
 
-def _unknown(key: str) -> str:
-    close = difflib.get_close_matches(key, KEYS, n=1)
-    hint = f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(KEYS)}"
-    return f"{key}: unknown configuration key{hint}"
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The run's phases that have rounds, in order."""
+        phases = (self.start_phase, self.main_phase, self.lora_phase)
+        return tuple(phase for phase in phases if phase and phase.num_rounds)
 
+    @property
+    def num_lora_rounds(self) -> int:
+        """How many of the run's last rounds train A and B as well."""
+        return sum(phase.num_rounds for phase in self.phases if phase.name == "all")
 
-def _lines(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
-    """One line for each key, or set of keys, that is wrong."""
-    lines: dict[str, str] = {}
-    for each in error.errors():
-        message = each["msg"].removeprefix("Value error, ")
-        if not each["loc"]:  # of all keys together: our own checks name them and their values
-            cause = each.get("ctx", {}).get("error")
-            return list(getattr(cause, "lines", None) or [" ".join(message.split())])
-        key = str(each["loc"][0])
-        value = values.get(key, each["input"])  # a recipe may derive it from a key that is wrong too
-        lines.setdefault(key, f"{key} = {value!r}: {message[:1].lower()}{message[1:]}")
-    return list(lines.values())
+    def rank_of(self, client: int) -> int:
+        """The rank of a client's adapter, by partition id."""
+        return self.client_ranks[client] if self.client_ranks else self.rank
 
+    def _check_task(self) -> None:
+        if self.data == ON_NODES and self.task == "SEQ_CLS" and len(self.labels) < 2:
+            raise ValueError("data = on-nodes: needs labels, the classes that all holders agreed on")
+        if self.text_pair_column and self.task == "CAUSAL_LM":
+            raise ValueError(
+                f"text_pair_column = {self.text_pair_column}: task = CAUSAL_LM would join the two texts; give "
+                "prompt_column and response_column"
+            )
+        if self.instructs and self.task != "CAUSAL_LM":
+            raise ValueError(f"task = {self.task}: prompts with responses need CAUSAL_LM; leave task out")
 
-def to_toml(config: RunConfig) -> str:
-    """The resolved configuration as TOML; `parse` of it gives the same configuration."""
-    return tomli_w.dumps({key: list(v) if isinstance(v, tuple) else v for key, v in _without_null(config)})
+    def _check_variants(self) -> None:
+        if self.integral_epsilon is not None and self.aggregation in ONE_FACTOR_RULES:
+            raise ValueError(
+                f"integral_epsilon: it compares products of uploaded factors; aggregation = {self.aggregation} uploads "
+                "one factor alone; use dp-lora"
+            )
+        if self.dedup and self.aggregation == "fed-sb":
+            raise ValueError(
+                f"dedup = {self.dedup}: aggregation = fed-sb trains R alone, and its variants, which hold B R and A, "
+                "do not fit the model that would validate them; use dp-lora"
+            )
+        if max(self.variant_rounds, default=0) > self.rounds:
+            raise ValueError(f"variant_rounds = {list(self.variant_rounds)}: the run has {self.rounds} rounds")
 
+    def _check_rule(self) -> None:
+        """Refuse an optimizer, a format or a mechanism that does not fit the aggregation rule."""
+        if self.aggregation in PARTIAL_RULES and self.optimizer != "sgd":
+            raise ValueError(f"optimizer = {self.optimizer}: aggregation = {self.aggregation} needs sgd")
+        if self.base_dtype == "nf4" and self.aggregation not in RULES_ON_QUANTISED:
+            raise ValueError(
+                f"base_dtype = nf4: aggregation = {self.aggregation} trains, decomposes or adds to the frozen weights, "
+                f"which must not be in 4 bits then; use bfloat16, or one of {', '.join(RULES_ON_QUANTISED)}"
+            )
+        if self.client_ranks and MECHANISMS.named(self.mechanism).cost_depends_on_dimension:
+            raise ValueError(
+                f"client_ranks: with mechanism = {self.mechanism}, epsilon depends on the adapter's number of values; "
+                "use gaussian"
+            )
 
-def to_flower(config: RunConfig) -> dict[str, Scalar]:
-    """The configuration as Flower's run configuration, which holds scalars only."""
-    return {key: _joined(v) if isinstance(v, tuple) else v for key, v in _without_null(config)}
+    def _check_fedsvd(self) -> None:
+        adaptive = ("adam", "yogi")
+        remedies = {
+            "server_optimizer": (self.server_optimizer in adaptive, "sgd or momentum"),
+            "lora_server_optimizer": (self.lora_server_optimizer in adaptive, "same"),
+            "train": (self.train == "auto", "all or head, since auto may choose adam"),
+        }
+        for key, (is_adaptive, remedy) in remedies.items():
+            if self.aggregation == "fedsvd" and is_adaptive:
+                raise ValueError(
+                    f"{key} = {getattr(self, key)}: aggregation = fedsvd rotates B after every round, and the squares "
+                    f"of single values, which adam and yogi keep, cannot follow; use {remedy}"
+                )
 
+    def _check_secure_aggregation(self) -> None:
+        """Refuse keys that do not fit a sum of integers of which nobody sees a single one."""
+        if not self.secure_aggregation:
+            return
+        from fedpriv.accounting.views import num_readers  # deferred: few runs need it
 
-def _joined(values: tuple[Any, ...]) -> str:
-    """`a,b`, or a JSON list if `a,b` would be read as something else."""
-    text = ",".join(map(str, values))
-    return text if split(text) == tuple(map(str, values)) else json.dumps(list(values))
+        threshold, colluding = self.min_clients, self.colluding_clients
+        for key, needed in (("mechanism", FOR_SUMS), ("upload_codec", "float32"), ("max_update_norm", None)):
+            if (value := getattr(self, key)) != needed:
+                raise ValueError(f"{key} = {value}: secure_aggregation = true needs {needed or 'none'}")
+        if self.aggregation not in LINEAR_RULES:
+            raise ValueError(
+                f"aggregation = {self.aggregation}: not a weighted sum of the uploads; secure_aggregation = true needs "
+                f"one of {', '.join(LINEAR_RULES)}"
+            )
+        if self.noise_on == "gradients" and (self.local_steps, self.optimizer) != (1, "sgd"):
+            raise ValueError(
+                f"local_steps = {self.local_steps}, optimizer = {self.optimizer}: secure_aggregation = true sums the "
+                "noised gradients of one step, so use 1 and sgd, or noise_on = upload"
+            )
+        if self.noise_multiplier == 0:
+            raise ValueError("noise_multiplier = 0: secure_aggregation = true adds up noise; use more, or false")
+        if threshold < (least := num_readers(colluding) + 2):
+            raise ValueError(
+                f"min_clients = {threshold}: with secure_aggregation = true and colluding_clients = {colluding} a sum "
+                f"needs at least {least} uploads, so that noise of another client hides each from those who know their "
+                "own"
+            )
+        if self.integral_epsilon is not None:
+            raise ValueError(
+                "integral_epsilon: it compares single uploads; with secure_aggregation = true, nobody sees those"
+            )
+        if self.audit:
+            raise ValueError(
+                "audit: it tests the local epsilon of one client; audit a run with secure_aggregation = false"
+            )
 
+    def _check_audit(self) -> None:
+        if not self.audit:
+            return
+        if self.data == ON_NODES:
+            raise ValueError(
+                "audit: its canaries go into the clients' data, which are on their nodes; audit a simulation instead"
+            )
+        if self.aggregation in ("fedex-lora", "flora"):
+            raise ValueError(f"audit: the global model of aggregation = {self.aggregation} is more than one adapter")
+        if self.noise_on == "upload":
+            raise ValueError("audit: canaries are records; noise_on = upload protects whole clients")
 
-def _without_null(config: RunConfig) -> list[tuple[str, Any]]:
-    """Keys and values, with the empty string for None."""
-    return [(key, "" if value is None else value) for key, value in asdict(config).items()]
+    def _check_private_evaluation(self) -> None:
+        if self.evaluation_noise_multiplier is None:
+            return
+        key = f"evaluation_noise_multiplier = {self.evaluation_noise_multiplier}"
+        if self.test_data:
+            raise ValueError(f"{key}: with test_data the server has a test set of its own; leave one of the two out")
+        if self.noise_on == "upload":
+            raise ValueError(
+                f"{key}: protects records, noise_on = upload whole clients; the two have no common epsilon"
+            )
+        if self.audit:
+            raise ValueError(f"{key}: an audit puts canaries among all of a client's records; leave one of the two out")
 
+    def _check_without_test_set(self) -> None:
+        if self.has_test_set:
+            return
+        if self.dedup:
+            raise ValueError(f"dedup = {self.dedup}: validated on the server's test set; give test_data")
+        if self.comparison and (self.data_are_public or self.simulate):  # elsewhere no run without noise is allowed
+            raise ValueError("comparison = true: accuracies are compared on the server's test set; give test_data")
 
-def with_mechanism_parameters(config: RunConfig) -> RunConfig:
-    """The configuration with the mechanism's parameters in place of their file's name, as one canonical line.
+    def _check_baselines(self) -> None:
+        if not self.baselines:
+            return
+        if self.task != "SEQ_CLS":
+            raise ValueError(
+                f"baselines = true: these are classifiers, and task = {self.task} trains none; leave it out"
+            )
+        if not self.has_test_set:
+            raise ValueError("baselines = true: baselines are tested on the server's test set; give test_data")
+        if self.data != ON_NODES and not self.data_are_public:
+            raise ValueError(
+                "baselines = true: baselines would train on the clients' private records without noise; leave it out, "
+                "or set public_data = true if nobody's privacy depends on them"
+            )
 
-    Raises:
-        InputError: there is no such file, or it holds none that the mechanism takes.
-    """
-    text = config.mechanism_parameters
-    if config.mechanism_parameters_are_a_file:
-        try:
-            text = Path(text.strip()).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "no text"
-            raise InputError(f"mechanism_parameters = {text!r}: cannot be read ({reason})") from None
-    text = MECHANISMS.checked_parameters(config.mechanism, text, config.noise_multiplier)
-    return config if text == config.mechanism_parameters else parse(asdict(config) | {"mechanism_parameters": text})
+    def _check_recipe(self) -> None:
+        """Refuse parts of the recipe `fedpriv` without the other parts that they need."""
+        remedy = "or use recipe = dp-lora-paper"
+        one_clipped_sum = ("task", "noise_on", "optimizer", "clipping", "mechanism")
+        parts = {
+            "head_start = true": (self.head_start, one_clipped_sum),
+            "learning_rate = auto": (self.learning_rate == "auto", (*one_clipped_sum, "local_steps")),
+            f"train = {self.train}": (self.train != "all", one_clipped_sum),
+            f"lora_rounds = {self.lora_rounds}": (self.lora_rounds is not None, one_clipped_sum),
+        }
+        known = {key: getattr(type(self), key) for key in (*one_clipped_sum, "local_steps")}
+        for part, (is_used, needed) in parts.items():
+            for key in needed:
+                value = getattr(self, key)
+                # Rates and phases are derived from noise of standard deviation z C that adds up, of whichever kind.
+                fits = value == known[key] or (key == "mechanism" and MECHANISMS.named(value).noise_adds_up)
+                if is_used and not fits:
+                    raise ValueError(f"{part}: needs {key} = {known[key]}, not {value}, {remedy}")
+        if self.head_start and not self.normalize_features:
+            raise ValueError(f"head_start = true: needs normalize_features = true, {remedy}")
+        if self.head_start and self.rounds < 2:
+            raise ValueError("rounds = 1: the start of the head is the first round; use at least 2")
+        if self.normalize_features and self.task != "SEQ_CLS":
+            raise ValueError(f"normalize_features = true: a model with task = {self.task} has no head; use false")

@@ -1,13 +1,11 @@
-"""The configuration as a JSON Schema and as tables, from its own types and `keys.toml`."""
+"""The configuration as a JSON Schema and as tables, from its types and the meanings below its keys."""
 
 from __future__ import annotations
 
 import copy
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -20,9 +18,10 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 @cache
 def groups() -> Mapping[str, Mapping[str, str]]:
-    """{group: {key: its meaning, in Markdown with links relative to docs/}}, in the order of `RunConfig`."""
-    text = (files("fedpriv.config") / "keys.toml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, str]] = tomllib.loads(text)
+    """{title of a table: {key: its meaning, in Markdown with links relative to docs/}}, in the order of `RunConfig`."""
+    found: dict[str, dict[str, str]] = {}
+    for section in RunConfig.sections():
+        found.setdefault(section.title, {}).update(section.meanings())
     return found
 
 

@@ -1,40 +1,45 @@
-"""Values of a configuration before they are checked: from a file, after `-c`, or of every run of a sweep.
+"""Values of a configuration: from a file, after `-c`, or of every run of a sweep; how they are checked, and written.
 
 A sweep's file holds ordinary run keys, a `[grid]` and a list of `[[runs]]`.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+from pydantic import ValidationError
+
 from fedpriv.config._recipes import BY_RECIPE
+from fedpriv.config._run_config import RunConfig
+from fedpriv.config._section import Fact, split
 from fedpriv.errors import InputError
+from fedpriv.mechanisms.registry import MECHANISMS, with_current_keys
 
-LOCATION_KEYS = ("out", "ledger", "node_keys", "resume")
-"""Keys that only say where a run's files are."""
+KEYS = tuple(field.name for field in fields(RunConfig))
+"""The keys of a run's configuration, in their order."""
 
-OUTSIDE_KEYS = (*LOCATION_KEYS, "track")
-"""Keys that do not affect a run's results, so its digest leaves them out: where files are and figures are shown."""
+Scalar = str | int | float | bool
+"""A value in Flower's run configuration."""
 
 # In a sweep's file `batch_size = "auto"` is B = min(64, N_k / 4) of the smallest client, and at least 1, so that runs
 # with different numbers of clients can be compared.
 _AUTO = "auto"
 
-# Keys that the sweep sets for every run.
-_SET_BY_SWEEP = ("out", "ledger")
-
 
 def is_resolved(values: Mapping[str, Any]) -> bool:
-    """Whether fedpriv wrote the values, such as a run's config.toml: nobody else names all of `LOCATION_KEYS`.
+    """Whether fedpriv wrote the values, such as a run's config.toml: nobody else names all locations.
 
     Flower's project file does, but leaves keys to the recipe.
     """
-    return set(LOCATION_KEYS) <= values.keys() and BY_RECIPE not in values.values()
+    return set(RunConfig.keys_with(Fact.LOCATION)) <= values.keys() and BY_RECIPE not in values.values()
 
 
 def two_noises(values: Mapping[str, Any]) -> list[str]:
@@ -159,10 +164,100 @@ def _check_sweep(source: str, grid: Any, listed: Any) -> None:
 
 
 def _point(values: dict[str, Any], varied: dict[str, Any]) -> SweepPoint:
-    for key in _SET_BY_SWEEP:
+    for key in RunConfig.keys_with(Fact.BY_SWEEP):
         if values.get(key):
             raise InputError(f"{key} = {values[key]!r}: the sweep sets it for every run; leave it out")
     if "track" in varied:
         raise InputError(f"track = {varied['track']!r}: one tracker shows the whole sweep; give it outside of the grid")
     auto = values.get("batch_size") == _AUTO
     return SweepPoint(varied=varied, values={**values, "batch_size": 1} if auto else values, auto_batch=auto)
+
+
+def parse(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration that the values describe.
+
+    Raises:
+        InputError: one line that names the key, the value and what would be right.
+    """
+    config, problems = checked(values)
+    if config is None:
+        raise InputError(problems[0])
+    return config
+
+
+def checked(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
+    """The configuration that the values describe, or None; and what is wrong with them, one line for each problem.
+
+    Keys that do not fit together are found only once every single one is right.
+
+    Raises:
+        InputError: a key of an earlier version has no current form.
+    """
+    values = with_current_keys(values)
+    problems = [_unknown(key) for key in values if key not in KEYS]
+    if not is_resolved(values):
+        problems += two_noises(values)
+    known = {key: value for key, value in values.items() if key in KEYS}
+    try:
+        config = RunConfig(**known)
+    except ValidationError as error:
+        return None, problems + _lines(error, known)
+    return (None if problems else config), problems
+
+
+def _unknown(key: str) -> str:
+    close = difflib.get_close_matches(key, KEYS, n=1)
+    hint = f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(KEYS)}"
+    return f"{key}: unknown configuration key{hint}"
+
+
+def _lines(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
+    """One line for each key, or set of keys, that is wrong."""
+    lines: dict[str, str] = {}
+    for each in error.errors():
+        message = each["msg"].removeprefix("Value error, ")
+        if not each["loc"]:  # of all keys together: our own checks name them and their values
+            cause = each.get("ctx", {}).get("error")
+            return list(getattr(cause, "lines", None) or [" ".join(message.split())])
+        key = str(each["loc"][0])
+        value = values.get(key, each["input"])  # a recipe may derive it from a key that is wrong too
+        lines.setdefault(key, f"{key} = {value!r}: {message[:1].lower()}{message[1:]}")
+    return list(lines.values())
+
+
+def to_toml(config: RunConfig) -> str:
+    """The resolved configuration as TOML; `parse` of it gives the same configuration."""
+    return tomli_w.dumps({key: list(v) if isinstance(v, tuple) else v for key, v in _without_null(config)})
+
+
+def to_flower(config: RunConfig) -> dict[str, Scalar]:
+    """The configuration as Flower's run configuration, which holds scalars only."""
+    return {key: _joined(v) if isinstance(v, tuple) else v for key, v in _without_null(config)}
+
+
+def _joined(values: tuple[Any, ...]) -> str:
+    """`a,b`, or a JSON list if `a,b` would be read as something else."""
+    text = ",".join(map(str, values))
+    return text if split(text) == tuple(map(str, values)) else json.dumps(list(values))
+
+
+def _without_null(config: RunConfig) -> list[tuple[str, Any]]:
+    """Keys and values, with the empty string for None."""
+    return [(key, "" if value is None else value) for key, value in asdict(config).items()]
+
+
+def with_mechanism_parameters(config: RunConfig) -> RunConfig:
+    """The configuration with the mechanism's parameters in place of their file's name, as one canonical line.
+
+    Raises:
+        InputError: there is no such file, or it holds none that the mechanism takes.
+    """
+    text = config.mechanism_parameters
+    if config.mechanism_parameters_are_a_file:
+        try:
+            text = Path(text.strip()).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "no text"
+            raise InputError(f"mechanism_parameters = {text!r}: cannot be read ({reason})") from None
+    text = MECHANISMS.checked_parameters(config.mechanism, text, config.noise_multiplier)
+    return config if text == config.mechanism_parameters else parse(asdict(config) | {"mechanism_parameters": text})

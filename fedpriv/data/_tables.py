@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedpriv.adapters import hub_problem, quiet_hub
+from fedpriv.adapters import hub_problem
+from fedpriv.adapters import quiet_hub
+from fedpriv.config import DataSection
 from fedpriv.config import RunConfig
-from fedpriv.data._text import TextData, as_text, from_messages, response_of
+from fedpriv.data._text import TextData
+from fedpriv.data._text import as_text
+from fedpriv.data._text import from_messages
+from fedpriv.data._text import response_of
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -132,7 +137,7 @@ def to_text(table: datasets.Dataset, config: RunConfig) -> TextData:
     )
 
 
-def instructions(table: datasets.Dataset, config: RunConfig) -> list[tuple[str, str]]:
+def instructions(table: datasets.Dataset, config: DataSection) -> list[tuple[str, str]]:
     """[records] what was said, and the response; both empty for a chat without one, or with one that is not allowed.
 
     Raises:
@@ -158,7 +163,7 @@ def _chat(value: object) -> tuple[str, str]:
         return "", ""
 
 
-def _texts(table: datasets.Dataset, config: RunConfig, key: str) -> tuple[str, ...]:
+def _texts(table: datasets.Dataset, config: DataSection, key: str) -> tuple[str, ...]:
     """The texts of the column that a configuration key names; the names of a column of classes."""
     import datasets
 

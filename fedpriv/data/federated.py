@@ -17,11 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedpriv.config import EMBEDDED, ON_NODES, RunConfig
+from fedpriv.config import DataSection
+from fedpriv.config import EMBEDDED
+from fedpriv.config import Fact
+from fedpriv.config import ON_NODES
+from fedpriv.config import RunConfig
 from fedpriv.data import _own as own
 from fedpriv.data import hospital
-from fedpriv.data._tables import instructions, labels_of, load_table, require_columns, to_text, values_of
-from fedpriv.data._text import DataSource, FederatedData, TextData, response_of
+from fedpriv.data._tables import instructions
+from fedpriv.data._tables import labels_of
+from fedpriv.data._tables import load_table
+from fedpriv.data._tables import require_columns
+from fedpriv.data._tables import to_text
+from fedpriv.data._tables import values_of
+from fedpriv.data._text import DataSource
+from fedpriv.data._text import FederatedData
+from fedpriv.data._text import TextData
+from fedpriv.data._text import response_of
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,13 +43,6 @@ log = logging.getLogger(__name__)
 
 _NO_RECORDS = TextData((), ())
 
-DATA_KEYS = (
-    *("data", "test_data", "test_fraction", "has_test_set", "task", "text_column", "text_pair_column"),
-    *("prompt_column", "response_column", "messages_column", "answers", "label_column", "client_column", "labels"),
-    *("partition", "num_clients", "client_sizes", "dirichlet_alpha", "max_records", "seed"),
-)
-"""The keys of a configuration that decide which records `load` gives to which client; several decide `has_test_set`."""
-
 
 def holdings(config: RunConfig) -> tuple[object, ...]:
     """Equal for two configurations only if no record has another client, by its number, in one than in the other.
@@ -46,7 +51,14 @@ def holdings(config: RunConfig) -> tuple[object, ...]:
     """
     is_natural = config.partition_rule == "natural" or (config.data == EMBEDDED and config.partition == "auto")
     # The seed shuffles records among clients; under a natural partition it only sets records aside.
-    return tuple(getattr(config, key) for key in DATA_KEYS if key != "seed" or not is_natural)
+    keys = [key for key in config.keys_with(Fact.RECORDS) if key != "seed" or not is_natural]
+    return (config.has_test_set, *(getattr(config, key) for key in keys))
+
+
+def loaded(config: RunConfig) -> tuple[object, ...]:
+    """Equal for two configurations only if `load` gives both the same, or refuses both."""
+    records = (getattr(config, key) for key in config.keys_with(Fact.RECORDS))
+    return (config.has_test_set, config.batch_size, config.sampling_probability, *records)
 
 
 def load(config: RunConfig) -> FederatedData:
@@ -110,7 +122,7 @@ def load_own(config: RunConfig, source: DataSource) -> FederatedData:
     return FederatedData((records,), ("",), _NO_RECORDS, label_names)
 
 
-def _instructions(records: list[own.OwnRecord], config: RunConfig) -> TextData:
+def _instructions(records: list[own.OwnRecord], config: DataSection) -> TextData:
     """The prompts and responses of a node's records, without those whose response is not allowed."""
     responses = [response_of(record.pair, labels=config.labels, answers=config.answers) for record in records]
     found = [(record.text, text) for record, text in zip(records, responses, strict=True) if text is not None]
@@ -185,7 +197,7 @@ def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> TextData:
     return to_text(_usable(table, config, config.test_data), config)
 
 
-def _holders(table: datasets.Dataset, config: RunConfig) -> set[object]:
+def _holders(table: datasets.Dataset, config: DataSection) -> set[object]:
     """The holders named in the client column.
 
     Raises:
@@ -220,7 +232,7 @@ def _usable(table: datasets.Dataset, config: RunConfig, source: str) -> datasets
     return usable
 
 
-def _answered(table: datasets.Dataset, config: RunConfig, source: str) -> datasets.Dataset:
+def _answered(table: datasets.Dataset, config: DataSection, source: str) -> datasets.Dataset:
     """The records with one of the allowed answers; there must be some."""
     responses = [response for _, response in instructions(table, config)]
     usable = table.select([row for row, response in enumerate(responses) if response])

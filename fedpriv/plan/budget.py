@@ -36,7 +36,7 @@ from fedpriv.training.noise_plan import (
 )
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
-from fedpriv.training.schedule import Phase, RunSchedule, num_lora_rounds
+from fedpriv.training.schedule import PhaseRounds, RunSchedule
 from fedpriv.training.summing import client_masses, record_weights
 
 # The total step after which records at their classes' means differ from the middle by as much as noise would have moved
@@ -116,7 +116,7 @@ class Setting:
     @property
     def num_lora_rounds(self) -> int:
         """The number of rounds that train A and B."""
-        return num_lora_rounds(self.config)
+        return self.config.num_lora_rounds
 
     @property
     def deltas(self) -> tuple[float, ...]:
@@ -141,7 +141,8 @@ class Setting:
         config = self.config
         q = config.sampling_probability or 1.0
         drawn = 1 - (1 - q) ** (config.rounds - config.head_start - self.num_lora_rounds)
-        of_lora = self.num_lora_rounds * (config.lora_sampling_probability or q)
+        with_lora = (phase for phase in config.phases if phase.name == "all")
+        of_lora = sum(phase.num_rounds * (phase.sampling_probability or 1.0) for phase in with_lora)
         return sum(self.sizes) * ((1.0 if config.head_start else drawn) + of_lora)
 
     def seconds(self, records_per_second: float) -> float:
@@ -190,12 +191,12 @@ class Plan:
     setting: Setting
 
     @cached_property
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[PhaseRounds, ...]:
         """The start of the head, if there is one, rounds of the head, and rounds of A, B and head."""
         return RunSchedule.of(self.setting.config).phases
 
     @property
-    def steps(self) -> tuple[Phase, ...]:
+    def steps(self) -> tuple[PhaseRounds, ...]:
         """The phases after the start."""
         return tuple(phase for phase in self.phases if phase.name != "start")
 

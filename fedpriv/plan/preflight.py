@@ -18,15 +18,6 @@ from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files
 from fedpriv.runs.show import check_installed
 
-# The keys that decide whether `federated.load` refuses.
-_LOADED = (*federated.DATA_KEYS, "batch_size", "sampling_probability")
-
-# The keys that are checked against the number of clients.
-_BY_CLIENTS = (
-    *("budget_epsilon", "client_ranks", "min_clients"),
-    *("secure_aggregation", "clients_per_round", "colluding_clients"),
-)
-
 
 def check(config: RunConfig) -> None:
     """Refuse a run that may not be, or whose folder, tracker, mechanism, model or data cannot be used or do not fit.
@@ -69,26 +60,20 @@ def _looks(configs: Iterable[RunConfig]) -> list[Callable[[], object]]:
     num_clients: dict[object, int] = {}
     for config in configs:
         if config.data != ON_NODES or config.test_data:
-            looks[("data", _data(config))] = partial(_load, config, num_clients)
+            looks[("data", federated.loaded(config))] = partial(_load, config, num_clients)
     for config in configs:
-        looks[("clients", _data(config), *(getattr(config, key) for key in _BY_CLIENTS))] = partial(
-            _check_clients, config, num_clients
-        )
+        looks[("clients", config)] = partial(_check_clients, config, num_clients)
     return list(looks.values())
-
-
-def _data(config: RunConfig) -> tuple[object, ...]:
-    return tuple(getattr(config, key) for key in _LOADED)
 
 
 def _load(config: RunConfig, num_clients: dict[object, int]) -> None:
     """Load the data, and keep the number of clients that hold them."""
-    num_clients[_data(config)] = len(federated.load(config).clients)
+    num_clients[federated.loaded(config)] = len(federated.load(config).clients)
 
 
 def _check_clients(config: RunConfig, num_clients: Mapping[object, int]) -> None:
     """Refuse keys that do not fit the number of clients; data that cannot be loaded are another check's problem."""
-    num = config.num_clients if config.data == ON_NODES else num_clients.get(_data(config))
+    num = config.num_clients if config.data == ON_NODES else num_clients.get(federated.loaded(config))
     if num is not None:
         check_clients(config, num)
 

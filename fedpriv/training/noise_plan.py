@@ -30,12 +30,12 @@ from fedpriv.accounting.recipe import (
 from fedpriv.accounting.views import default_delta, smallest_aggregate_scales
 from fedpriv.adapters import Adapter
 from fedpriv.aggregation.rules import RULES
-from fedpriv.config import RunConfig
+from fedpriv.config import FederationSection, RunConfig, UpdateSection
 from fedpriv.errors import InputError
 from fedpriv.training.local_update import planned_event, trained_names
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.private_evaluation import planned_event as planned_evaluation
-from fedpriv.training.schedule import RunSchedule, num_lora_rounds
+from fedpriv.training.schedule import RunSchedule
 from fedpriv.training.summing import grid_of, record_weights
 
 
@@ -66,7 +66,8 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
             start = start_noise_multiplier(target, min(deltas), fixed=fixed) / scale
             config = replace(config, start_noise_multiplier=start)
         name = "noise_multiplier"
-        if _has_joint_phase(config) and config.lora_noise_multiplier is None:
+        main, lora = config.main_phase, config.lora_phase
+        if main.num_rounds and lora.num_rounds and config.lora_noise_multiplier is None:
             # One phase has its share, and the other one what is left, which costs exactly the rest. Shares of full
             # batches add up exactly, so these have theirs if there are any.
             of_head = config.sampling_probability == 1
@@ -77,7 +78,7 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
                 target,
                 min(deltas),
                 sampling_probability=1.0 if of_head else config.lora_sampling_probability or 1.0,
-                num_steps=_num_steps(config) if of_head else num_lora_rounds(config),
+                num_steps=main.num_rounds if of_head else lora.num_rounds,
                 fixed=fixed,
             )
             config = _with_value(config, shared, noise / scale)
@@ -145,21 +146,20 @@ def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapte
     rate = derived_learning_rate(config, sizes, initial)
     if rate is not None:
         config = replace(config, learning_rate=rate.learning_rate)
-    if config.lora_rounds is None or not num_lora_rounds(config):
+    lora = config.lora_phase
+    if not lora.num_rounds:
         return config
-    noise = config.noise_multiplier if config.lora_noise_multiplier is None else config.lora_noise_multiplier
     joint = joint_rates(
         federation_of(config, sizes),
-        noise_stddev=noise * config.clip_norm,
-        sampling_probability=config.lora_sampling_probability or _probability(config, sizes),
-        num_steps=num_lora_rounds(config),
+        noise_stddev=lora.known_noise * config.clip_norm,
+        sampling_probability=lora.sampling_probability or _probability(config, sizes),
+        num_steps=lora.num_rounds,
         num_values=_num_lora_values(config, initial),
     )
-    of_head, of_lora = config.lora_head_learning_rate, config.lora_learning_rate
     return replace(
         config,
-        lora_head_learning_rate=joint.head if of_head == "auto" else of_head,
-        lora_learning_rate=joint.lora if of_lora == "auto" else of_lora,
+        lora_head_learning_rate=joint.head if lora.learning_rate == "auto" else lora.learning_rate,
+        lora_learning_rate=joint.lora if config.lora_learning_rate == "auto" else config.lora_learning_rate,
     )
 
 
@@ -173,7 +173,7 @@ def derived_learning_rate(config: RunConfig, sizes: Sequence[int], initial: Adap
     """
     if config.learning_rate != "auto":
         return None
-    num_steps = max(1, _num_steps(config))
+    num_steps = max(1, config.main_phase.num_rounds)
     return learning_rate(
         federation_of(config, sizes),
         noise_stddev=config.noise_multiplier * config.clip_norm,
@@ -196,7 +196,7 @@ def start_noise(config: RunConfig, sizes: Sequence[int]) -> float:
     return (config.start_noise_multiplier or 0.0) * total.weighted_noise / total.weighted_records
 
 
-def _num_lora_values(config: RunConfig, initial: Adapter) -> int:
+def _num_lora_values(config: FederationSection, initial: Adapter) -> int:
     """The number of values of A and B that the rule's rounds train; 1 if there are none."""
     turns = RULES[config.aggregation].turns
     trained = {name for turn in turns for name in trained_names(initial, turn)}
@@ -209,31 +209,20 @@ def federation_of(config: RunConfig, sizes: Sequence[int]) -> WeightedClients:
     return WeightedClients(sizes=sizes, weights=weights, participation=_num_selected(config, sizes) / len(sizes))
 
 
-def momentum_of(config: RunConfig) -> float:
+def momentum_of(config: FederationSection) -> float:
     """The server's momentum, m in [0, 1): the share of earlier steps that stays in its next one."""
     return config.server_momentum if config.server_optimizer == "momentum" else 0.0
 
 
-def _probability(config: RunConfig, sizes: Sequence[int]) -> float:
+def _probability(config: UpdateSection, sizes: Sequence[int]) -> float:
     """q, or the average one of clients with different ones."""
     return config.sampling_probability or config.batch_size * len(sizes) / math.fsum(sizes)
-
-
-def _num_steps(config: RunConfig) -> int:
-    """The rounds whose noise is `noise_multiplier`: those of the head, or all after the start."""
-    after_start = config.rounds - config.head_start
-    return after_start - num_lora_rounds(config) if config.lora_rounds is not None else after_start
 
 
 def _has_centred_rounds(config: RunConfig, initial: Adapter) -> bool:
     """Whether rounds of the head follow its start, and it has a bias, without which it is not centred."""
     has_bias = any(tensor.dim() == 1 for name, tensor in initial.items() if ".lora_" not in name)
-    return config.head_start and has_bias and config.rounds - 1 > num_lora_rounds(config)
-
-
-def _has_joint_phase(config: RunConfig) -> bool:
-    """Whether the last rounds, which train A and B too, have noise of their own."""
-    return config.lora_rounds is not None and num_lora_rounds(config) > 0 and _num_steps(config) > 0
+    return config.head_start and has_bias and any(phase.name == "head" for phase in config.phases)
 
 
 def _with_value(config: RunConfig, name: str, value: float) -> RunConfig:
@@ -246,7 +235,7 @@ def _with_any_rates(config: RunConfig) -> RunConfig:
     return replace(config, learning_rate=1.0, lora_head_learning_rate=1.0, lora_learning_rate=1.0)
 
 
-def _num_selected(config: RunConfig, sizes: Sequence[int]) -> int:
+def _num_selected(config: FederationSection, sizes: Sequence[int]) -> int:
     return min(config.clients_per_round or len(sizes), len(sizes))
 
 
@@ -254,7 +243,7 @@ def _with_start_beside(config: RunConfig) -> RunConfig:
     """The configuration with noise for the start of the head, given the noise of the steps."""
     if not config.head_start or config.start_noise_multiplier is not None:
         return config
-    noise = start_noise_for_steps(config.noise_multiplier, max(1, _num_steps(config)))
+    noise = start_noise_for_steps(config.noise_multiplier, max(1, config.main_phase.num_rounds))
     return replace(config, start_noise_multiplier=noise)
 
 
@@ -300,7 +289,7 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
     # In units of the clip norm, whatever it is: the bound was found so.
     noise = lora_noise(
         federation_of(config, sizes),
-        noise_stddev=found.noise_multiplier if found.lora_noise_multiplier is None else found.lora_noise_multiplier,
+        noise_stddev=found.lora_phase.known_noise,
         sampling_probability=LORA_PROBABILITY,
         num_steps=num_rounds,
         num_values=num_values,

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 from fedpriv.aggregation.rules import RULES
-from fedpriv.config import RunConfig
+from fedpriv.config import Phase, RunConfig
 from fedpriv.training.local_update import UpdateSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
-    """Rounds with one specification.
+class PhaseRounds:
+    """Rounds with one specification: a phase, or the part of it that trains the same tensors.
 
     Attributes:
-        name: `start`, `head` or `all`.
+        name: of the phase: `start`, `head` or `all`.
         spec: of each client's update.
         num_rounds: >= 1.
     """
@@ -31,30 +31,30 @@ class Phase:
 class RunSchedule:
     """The phases of a run, in order."""
 
-    phases: tuple[Phase, ...]
+    phases: tuple[PhaseRounds, ...]
 
     @staticmethod
     def of(config: RunConfig) -> RunSchedule:
         """The start of the head, rounds that train the head alone, and rounds that train everything.
 
         Raises:
-            ValueError: the learning rate is still to be derived.
+            ValueError: the noise or a learning rate is still to be derived.
         """
         everything = UpdateSpec.of(config)
-        num_all = num_lora_rounds(config)
         phases = []
-        if config.head_start:
-            phases.append(Phase(name="start", spec=_start(config, everything), num_rounds=1))
-        if num_head := config.rounds - config.head_start - num_all:
-            # The start of the head is what makes the features' mean known.
-            spec = replace(everything, trains="head", centred=config.head_start)
-            phases.append(Phase(name="head", spec=spec, num_rounds=num_head))
-        if num_all:
-            spec = everything if config.lora_rounds is None else _joint(config, everything)
-            phases += _in_turn(spec, RULES[config.aggregation].turns, num_all)
+        for phase in config.phases:
+            if phase.name == "start":
+                specs = [(_start(phase, everything), phase.num_rounds)]
+            elif phase.name == "head":
+                # The start of the head is what makes the features' mean known.
+                spec = replace(everything, trains="head", centred=config.head_start)
+                specs = [(spec, phase.num_rounds)]
+            else:
+                specs = _in_turn(_joint(phase, everything), RULES[config.aggregation].turns, phase.num_rounds)
+            phases += [PhaseRounds(name=phase.name, spec=spec, num_rounds=count) for spec, count in specs]
         return RunSchedule(tuple(phases))
 
-    def phase(self, round_: int) -> Phase:
+    def phase(self, round_: int) -> PhaseRounds:
         """The phase of a round, from 1; that of the last one for rounds beyond the run."""
         last = 0
         for phase in self.phases:
@@ -67,7 +67,7 @@ class RunSchedule:
         """The update that a client is asked for in a round, from 1."""
         return self.phase(round_).spec
 
-    def following(self, after: int, num_rounds: int) -> list[tuple[Phase, int]]:
+    def following(self, after: int, num_rounds: int) -> list[tuple[PhaseRounds, int]]:
         """The phases of the next rounds, and how many rounds each of them takes.
 
         Args:
@@ -95,49 +95,35 @@ class RunSchedule:
         return self.counts(0, sum(phase.num_rounds for phase in self.phases))
 
 
-def _in_turn(spec: UpdateSpec, turns: Sequence[str], num_rounds: int) -> list[Phase]:
-    """Rounds after the head's: one phase or, where they train different tensors in turn, a phase for each round."""
+def _in_turn(spec: UpdateSpec, turns: Sequence[str], num_rounds: int) -> list[tuple[UpdateSpec, int]]:
+    """Rounds after the head's: all alike or, where they train different tensors in turn, one after the other."""
     if len(turns) == 1:
-        return [Phase(name="all", spec=replace(spec, trains=turns[0]), num_rounds=num_rounds)]
-    return [
-        Phase(name="all", spec=replace(spec, trains=turn), num_rounds=1) for turn in islice(cycle(turns), num_rounds)
-    ]
+        return [(replace(spec, trains=turns[0]), num_rounds)]
+    return [(replace(spec, trains=turn), 1) for turn in islice(cycle(turns), num_rounds)]
 
 
-def _joint(config: RunConfig, spec: UpdateSpec) -> UpdateSpec:
-    """A step of A, B and head, with noise, sampling and rates of its own where the configuration has them."""
-    rates = config.lora_head_learning_rate, config.lora_learning_rate
+def _joint(phase: Phase, everything: UpdateSpec) -> UpdateSpec:
+    """A step of A, B and head, with the noise, sampling and rates of its phase."""
+    rates = phase.learning_rate, phase.lora_learning_rate
     if "auto" in rates:
         raise ValueError(f"lora_head_learning_rate, lora_learning_rate = {rates}: have not been derived yet")
-    of_head, of_lora = map(float, rates)
-    noise = spec.noise_multiplier if config.lora_noise_multiplier is None else config.lora_noise_multiplier
     return replace(
-        spec,
-        sampling_probability=config.lora_sampling_probability or spec.sampling_probability,
-        noise_multiplier=noise,
-        learning_rate=of_head,
-        lora_learning_rate=of_lora,
+        everything,
+        sampling_probability=phase.sampling_probability or 0.0,
+        noise_multiplier=phase.known_noise,
+        learning_rate=float(phase.learning_rate),
+        lora_learning_rate=float(phase.lora_learning_rate or 0.0),
     )
 
 
-def num_lora_rounds(config: RunConfig) -> int:
-    """The number of the run's last rounds, which train A and B as well."""
-    if config.train == "head":
-        return 0
-    after_start = config.rounds - config.head_start
-    return after_start if config.lora_rounds is None else min(config.lora_rounds, after_start)
-
-
-def _start(config: RunConfig, spec: UpdateSpec) -> UpdateSpec:
+def _start(phase: Phase, everything: UpdateSpec) -> UpdateSpec:
     """One release of all records' features, summed by class."""
-    if config.start_noise_multiplier is None:
-        raise ValueError("start_noise_multiplier: has not been derived yet")
     return replace(
-        spec,
+        everything,
         trains="head",
         objective="class-sums",
         sampling_probability=1.0,
         learning_rate=1.0,
         clip_norm=1.0,
-        noise_multiplier=config.start_noise_multiplier,
+        noise_multiplier=phase.known_noise,
     )

@@ -12,8 +12,13 @@ import torch
 
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base, quantise
 from fedpriv.aggregation.rules import RULES
-from fedpriv.config import KEYS, ON_NODES, OUTSIDE_KEYS, RunConfig
-from fedpriv.data import DataSource, FederatedData, TextData, federated
+from fedpriv.config import Fact
+from fedpriv.config import ON_NODES
+from fedpriv.config import RunConfig
+from fedpriv.data import DataSource
+from fedpriv.data import FederatedData
+from fedpriv.data import TextData
+from fedpriv.data import federated
 from fedpriv.data.chat import ChatFormat
 from fedpriv.data.records import (
     Encode,
@@ -242,7 +247,8 @@ def workbench(config: RunConfig, source: DataSource | None = None) -> Workbench:
 
 
 def _key(config: RunConfig, source: DataSource | None) -> Hashable:
-    return tuple(getattr(config, name) for name in KEYS if name not in _WITHOUT_EFFECT), source
+    keys = set(config.keys_with(Fact.RELOADS)) - set(config.keys_with(Fact.OUTSIDE))
+    return frozenset((key, getattr(config, key)) for key in keys), source
 
 
 def forget() -> None:
@@ -252,30 +258,6 @@ def forget() -> None:
 
 # The last workbench, by what it depends on; with `base_dtype = auto` also by what that came to.
 _last: dict[Hashable, Workbench] = {}
-
-# Keys on which neither data nor model depend.
-_WITHOUT_EFFECT = {
-    *("recipe", "rounds", "evaluate_every", "head_start"),
-    *("lora_rounds", "clients_per_round", "min_clients", "round_seconds"),
-    *("client_weights", "server_optimizer", "server_learning_rate", "server_rate_decay"),
-    *(
-        "lora_server_optimizer",
-        "lora_server_learning_rate",
-        "server_momentum",
-        "relevance_threshold",
-        "max_update_norm",
-    ),
-    *("local_steps", "lora_sampling_probability", "learning_rate", "clip_norm"),
-    *("lora_share", "lora_learning_rate", "lora_head_learning_rate", "lora_noise_multiplier"),
-    *("noise_multiplier", "start_noise_multiplier", "target_epsilon", "mechanism"),
-    *("mechanism_parameters", "privacy_view", "budget_epsilon", "secure_aggregation", "secure_masks"),
-    *("colluding_clients", "delta", "comparison", "variant_rounds"),
-    *("generated_answers", "max_new_tokens"),
-    *("variant_clients", "dedup", "dedup_block_size", "dedup_records"),
-    *("dedup_epsilon_bound", "dedup_utility_bound", "integral_epsilon"),
-    *OUTSIDE_KEYS,
-}
-
 
 _NUM_LABELS = 8
 

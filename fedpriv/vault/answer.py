@@ -22,6 +22,7 @@ from fedpriv.accounting.views import Release
 from fedpriv.adapters import Adapter
 from fedpriv.adapters import difference
 from fedpriv.aggregation import is_irrelevant
+from fedpriv.config import Fact
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import trace_without_message
@@ -61,14 +62,6 @@ _secure = SecureSource()
 
 # Characters of a refusal, which may quote what a coordinator sent.
 _LONGEST_REASON = 300
-
-# The run's keys that decide what is computed, besides those in a request.
-_MODEL_KEYS = (
-    *("model", "task", "labels", "max_length", "seed", "aggregation", "rank", "alpha", "target_modules", "layers"),
-    *("normalize_features", "train"),
-    *("system_prompt", "prompt_template", "answers"),
-    *("evaluation_noise_multiplier", "test_fraction"),
-)
 
 
 class _Decoded(NamedTuple):
@@ -334,7 +327,7 @@ def _evaluation(request: Request, config: RunConfig, _holder: Holder, client: in
 
 def _key(config: RunConfig, client: int, run: str, round_: int, digest: str) -> Key:
     """The key of a release, which depends on all that the release does, except the data and the noise."""
-    model = json.dumps({name: getattr(config, name) for name in _MODEL_KEYS}, sort_keys=True)
+    model = json.dumps({name: getattr(config, name) for name in config.keys_with(Fact.RELEASE)}, sort_keys=True)
     request = hashlib.sha256(f"{digest} {model}".encode()).hexdigest()
     return Key(run=run, client=str(client), round=round_, request=request)
 

@@ -79,7 +79,8 @@ def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, 
         "node_keys": str(coordinator.vaults),
     }
     values = configuration.parse_overrides(overrides)
-    values |= {key: _absolute(values[key]) for key in configuration.LOCATION_KEYS if values.get(key)}
+    locations = configuration.RunConfig.keys_with(configuration.Fact.LOCATION)
+    values |= {key: _absolute(values[key]) for key in locations if values.get(key)}
     if Path(str(values.get("test_data", ""))).expanduser().is_file():
         values["test_data"] = _absolute(values["test_data"])
     original = _original_configuration(Path(values["resume"])) if values.get("resume") else {}

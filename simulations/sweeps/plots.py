@@ -11,9 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from fedpriv.config import Fact, RunConfig
 from fedpriv.runs.figures import format_bytes
 from simulations.sweeps.plan import Metric, Sweep, metric_of
-from simulations.sweeps.result import PRIVACY_KEYS, settings
+from simulations.sweeps.result import settings
 
 _INK, _GRID = "#1d2126", "#d5d9de"
 _COLOURS = ("#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#2379ad", "#5a5a5a", "#6f6a00")
@@ -31,7 +32,7 @@ def write(frame: pd.DataFrame, sweep: Sweep, out: Path) -> list[Path]:
     if done.empty:
         return []
     figures: dict[str, Figure] = {}
-    if any(key in sweep.keys for key in PRIVACY_KEYS):
+    if any(key in sweep.keys for key in RunConfig.keys_with(Fact.PRIVACY)):
         figures[f"{metric.name}-against-epsilon"] = _metric_against(
             done, sweep, "epsilon_local_max", f"local epsilon at delta {_range(done['delta_max'])}"
         )
@@ -56,7 +57,7 @@ def _metric_against(done: pd.DataFrame, sweep: Sweep, x: str, label: str, *, log
     metric = metric_of(sweep)
     figure, axes = _axes(sweep.title, label, metric)
     done, keys = settings(done, sweep)
-    private = (*PRIVACY_KEYS, "privacy")
+    private = (*RunConfig.keys_with(Fact.PRIVACY), "privacy")
     others = [key for key in keys if key != x and not (x == "epsilon_local_max" and key in private)]
     positions = _position_of_infinity(done[x].astype(float))
     for index, (name, line) in enumerate(_lines(done, others)):

@@ -17,6 +17,7 @@ import pandas as pd
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, group
+from fedpriv.config import Fact, RunConfig
 from fedpriv.data.federated import holdings
 from fedpriv.ledger import reader
 from fedpriv.runs import LANGUAGE_KEYS, files
@@ -89,9 +90,6 @@ class FinishedSweep:
         return f"{done} of {len(self._table)} runs finished, together {spent}"
 
 
-# Keys that decide how private a run is; the finished run's epsilon stands for them.
-PRIVACY_KEYS = ("target_epsilon", "noise_multiplier", "budget_epsilon")
-
 # Of them, a run that was not tested has chance alone.
 _ACCURACIES = ("accuracy", "accuracy_initial", "accuracy_non_private", "chance_accuracy")
 # What older runs of a sweep that is continued do not have.
@@ -140,7 +138,7 @@ def settings(frame: pd.DataFrame, sweep: Sweep) -> tuple[pd.DataFrame, list[str]
     That one is called `privacy`, with values such as `epsilon 2`, `z 1.5` or `no noise`.
     """
     keys = [key for key in sweep.keys if key != "seed"]
-    private = [key for key in keys if key in PRIVACY_KEYS]
+    private = [key for key in keys if key in RunConfig.keys_with(Fact.PRIVACY)]
     if len(private) < 2:
         return frame, keys
     keys = ["privacy" if key == private[0] else key for key in keys if key not in private[1:]]

@@ -40,7 +40,7 @@ def test_all_wrong_keys_are_told_at_once(file):
 def test_all_keys_that_do_not_fit_are_told_at_once(file):
     code, lines = check(file, 'partition = "natural"\nweight_decay = 0.1\nvariant_rounds = [99]\n')
     assert code == 2
-    assert [line.split(" ")[0] for line in lines] == ["partition", "variant_rounds", "weight_decay"]
+    assert [line.split(" ")[0] for line in lines] == ["partition", "weight_decay", "variant_rounds"]
 
 
 def test_problems_of_a_sweep_s_runs_are_told_once_each(file):

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from fedpriv.config import KEYS, OUTSIDE_KEYS, RunConfig
+from fedpriv.config import KEYS, Fact, RunConfig
 
 
 def test_digest_ignores_where_results_go_but_not_the_seed():
@@ -75,7 +75,7 @@ FOR_SGD_ALONE = (
 )
 
 
-@pytest.mark.parametrize("key", sorted(set(KEYS) - {*OUTSIDE_KEYS, "aggregation"}))
+@pytest.mark.parametrize("key", sorted(set(KEYS) - {*RunConfig.keys_with(Fact.OUTSIDE), "aggregation"}))
 def test_digest_depends_on_every_key_but_those_outside(key):
     base = RunConfig(optimizer="adamw", aggregation="cmfl" if key == "audit" else "flora")
     if key in FOR_SGD_ALONE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import pytest
 
 from fedpriv.config import KEYS, RunConfig
+from simulations.api import run
 from simulations.keys import RunKeys, SweepKeys
 
 # Arguments of their own.
-ARGUMENTS = {"out", "resume"}
+ARGUMENTS = inspect.signature(run).parameters.keys() & set(KEYS)
 
 # What a run takes beyond its key's type, since a file could hold nothing else.
-PATHS = {"model", "data", "test_data", "node_keys", "ledger"}
+PATHS = {"model", "data", "test_data", "mechanism_parameters", "node_keys", "ledger"}
 ALSO: dict[str, Any] = {**dict.fromkeys(PATHS, Path), "budget_epsilon": float}
 
 

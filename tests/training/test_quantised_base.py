@@ -16,7 +16,7 @@ from fedpriv.adapters._arithmetic import Product
 from fedpriv.adapters._base_formats import is_quantised, quantise
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
-from fedpriv.config._checks import RULES_ON_QUANTISED
+from fedpriv.config._federation import RULES_ON_QUANTISED
 from fedpriv.data.records import collate
 from fedpriv.errors import InputError
 from fedpriv.training._admission import _records_are_independent, in_format

