@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.adapters import Adapter
-from fedpriv.adapters import Merged
-from fedpriv.config import AuditSection
-from fedpriv.config import DataSection
-from fedpriv.config import RunConfig
+from fedpriv.adapters import Adapter, Merged
+from fedpriv.config import AuditSection, DataSection, RunConfig
 from fedpriv.data import turns_of
 from fedpriv.data.records import usable
 from fedpriv.runs import RunWriter, Sample

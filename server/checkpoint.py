@@ -24,14 +24,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 import fedpriv
-from fedpriv.adapters import Adapter
-from fedpriv.adapters import Merged
-from fedpriv.adapters import merged_from_tensors
-from fedpriv.adapters import merged_to_tensors
+from fedpriv.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
 from fedpriv.aggregation import GlobalModel
-from fedpriv.config import Fact
-from fedpriv.config import KEYS
-from fedpriv.config import RunConfig
+from fedpriv.config import KEYS, Fact, RunConfig
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration

@@ -22,8 +22,7 @@ from flwr.serverapp import Grid
 from fedpriv import protocol
 from fedpriv.accounting.views import rho_bar
 from fedpriv.adapters import Adapter
-from fedpriv.config import FederationSection
-from fedpriv.config import RunConfig
+from fedpriv.config import FederationSection, RunConfig
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger.receipts import ReceiptLog, from_text

@@ -14,11 +14,8 @@ from fedpriv.ledger.entries import DataSet
 from fedpriv.vault.settings import VaultSettings
 
 if TYPE_CHECKING:
-from fedpriv.accounting.filters import CommittedPlan
-from fedpriv.accounting.filters import GaussianFilter
-from fedpriv.accounting.filters import RenyiFilter
-from fedpriv.accounting.filters import Rule
-from fedpriv.data import OwnRecord
+    from fedpriv.accounting.filters import CommittedPlan, GaussianFilter, RenyiFilter, Rule
+    from fedpriv.data import OwnRecord
     from fedpriv.vault import Choice
 
 

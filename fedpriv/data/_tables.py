@@ -7,14 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedpriv.adapters import hub_problem
-from fedpriv.adapters import quiet_hub
-from fedpriv.config import DataSection
-from fedpriv.config import RunConfig
-from fedpriv.data._text import TextData
-from fedpriv.data._text import as_text
-from fedpriv.data._text import from_messages
-from fedpriv.data._text import response_of
+from fedpriv.adapters import hub_problem, quiet_hub
+from fedpriv.config import DataSection, RunConfig
+from fedpriv.data._text import TextData, as_text, from_messages, response_of
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:

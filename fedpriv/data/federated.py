@@ -17,23 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedpriv.config import DataSection
-from fedpriv.config import EMBEDDED
-from fedpriv.config import Fact
-from fedpriv.config import ON_NODES
-from fedpriv.config import RunConfig
+from fedpriv.config import EMBEDDED, ON_NODES, DataSection, Fact, RunConfig
 from fedpriv.data import _own as own
 from fedpriv.data import hospital
-from fedpriv.data._tables import instructions
-from fedpriv.data._tables import labels_of
-from fedpriv.data._tables import load_table
-from fedpriv.data._tables import require_columns
-from fedpriv.data._tables import to_text
-from fedpriv.data._tables import values_of
-from fedpriv.data._text import DataSource
-from fedpriv.data._text import FederatedData
-from fedpriv.data._text import TextData
-from fedpriv.data._text import response_of
+from fedpriv.data._tables import instructions, labels_of, load_table, require_columns, to_text, values_of
+from fedpriv.data._text import DataSource, FederatedData, TextData, response_of
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fedpriv.config import RunConfig
+from fedpriv.config import DataSection, RunConfig
 from fedpriv.data._text import TextData
 from fedpriv.data.chat import ChatFormat, Row
 from fedpriv.errors import InputError
@@ -252,7 +252,7 @@ class PlainText:
         return f"text {getattr(tokenizer, 'eos_token_id', None)}" if self.ends else ""
 
 
-def chat_format_of(config: RunConfig) -> ChatFormat:
+def chat_format_of(config: DataSection) -> ChatFormat:
     """The format of a run's prompts."""
     return ChatFormat(
         system_prompt=config.system_prompt,

@@ -20,12 +20,8 @@ from fedpriv.files import replace_file
 from fedpriv.ledger.statement import ADJACENCY, DOES_NOT_COVER
 from fedpriv.publishing import _card_texts
 from fedpriv.publishing._card_texts import Form, markdown
-from fedpriv.publishing.saved import GLOBAL
-from fedpriv.publishing.saved import SavedVariant
-from fedpriv.publishing.saved import find
-from fedpriv.publishing.saved import names_in
-from fedpriv.runs import RunFolder
-from fedpriv.runs import files
+from fedpriv.publishing.saved import GLOBAL, SavedVariant, find, names_in
+from fedpriv.runs import RunFolder, files
 from fedpriv.runs.figures import figures, format_delta
 
 FILE = "README.md"

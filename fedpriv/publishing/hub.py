@@ -26,14 +26,9 @@ from fedpriv.ledger import reader
 from fedpriv.ledger.entries import LedgerConnection
 from fedpriv.publishing import card
 from fedpriv.publishing.card import why_not_private
-from fedpriv.publishing.saved import SavedVariant
-from fedpriv.publishing.saved import tensor_file
-from fedpriv.runs import ClientRow
-from fedpriv.runs import files
-from fedpriv.runs import read_rows
-from fedpriv.variants.folders import ADAPTER_CONFIG
-from fedpriv.variants.folders import Described
-from fedpriv.variants.folders import TENSORS
+from fedpriv.publishing.saved import SavedVariant, tensor_file
+from fedpriv.runs import ClientRow, files, read_rows
+from fedpriv.variants.folders import ADAPTER_CONFIG, TENSORS, Described
 
 _KEPT = ("version", "base_model", "base_weights", "pooling", "labels", "reading")
 

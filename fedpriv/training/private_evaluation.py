@@ -13,7 +13,6 @@ from torch import Tensor
 from fedpriv.accounting.events import Event
 from fedpriv.adapters import Adapter, Merged, lora
 from fedpriv.config import RunConfig
-from fedpriv.data import TextData
 from fedpriv.data.records import Item, Records, num_tokens, usable
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.sources import RandomSource

@@ -28,13 +28,15 @@ from fedpriv.training._isolation import isolated
 from fedpriv.training._losses import class_sum_losses, predictions
 from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
-from fedpriv.training.local_update import COUNTS
-from fedpriv.training.local_update import ClientUpdate
-from fedpriv.training.local_update import OBJECTIVES
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.local_update import UpdateTask
-from fedpriv.training.local_update import noise_request
-from fedpriv.training.local_update import planned_event
+from fedpriv.training.local_update import (
+    COUNTS,
+    OBJECTIVES,
+    ClientUpdate,
+    UpdateSpec,
+    UpdateTask,
+    noise_request,
+    planned_event,
+)
 from fedpriv.training.model import TrainingModel, rank_of
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.private_evaluation import counted

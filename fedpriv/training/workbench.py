@@ -12,13 +12,8 @@ import torch
 
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base, quantise
 from fedpriv.aggregation.rules import RULES
-from fedpriv.config import Fact
-from fedpriv.config import ON_NODES
-from fedpriv.config import RunConfig
-from fedpriv.data import DataSource
-from fedpriv.data import FederatedData
-from fedpriv.data import TextData
-from fedpriv.data import federated
+from fedpriv.config import ON_NODES, Fact, RunConfig
+from fedpriv.data import DataSource, FederatedData, TextData, federated
 from fedpriv.data.chat import ChatFormat
 from fedpriv.data.records import (
     Encode,

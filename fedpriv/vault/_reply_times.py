@@ -25,12 +25,9 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import chain_of
 from fedpriv.protocol import Broadcast
-from fedpriv.training import PoissonSampler
-from fedpriv.training import private_evaluation
-from fedpriv.training.local_update import COUNTS
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.rehearsal import rehearse
-from fedpriv.training.rehearsal import synthetic_records
+from fedpriv.training import PoissonSampler, private_evaluation
+from fedpriv.training.local_update import COUNTS, UpdateSpec
+from fedpriv.training.rehearsal import rehearse, synthetic_records
 from fedpriv.training.stacked import caching_pays_off
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault.holder import NodeHolder

@@ -19,20 +19,17 @@ from torch import Tensor
 
 from fedpriv import protocol
 from fedpriv.accounting.views import Release
-from fedpriv.adapters import Adapter
-from fedpriv.adapters import difference
+from fedpriv.adapters import Adapter, difference
 from fedpriv.aggregation import is_irrelevant
-from fedpriv.config import Fact
-from fedpriv.config import RunConfig
+from fedpriv.config import Fact, RunConfig
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import trace_without_message
 from fedpriv.ledger.entries import Key
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.protocol import Broadcast, EvaluationRelease, UploadRelease
-from fedpriv.training import private_evaluation
+from fedpriv.training import PoissonSampler, private_evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.private_evaluation import NoisedCounts
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault import _charging, _records, _reply_times, _summed

@@ -13,7 +13,17 @@ import torch
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.views import default_delta
-from fedpriv.data.tables import load_table
+from fedpriv.data import load_table
+from fedpriv.integral import (
+    HIDDEN,
+    PrivateSchedule,
+    TrainingSchedule,
+    disjoint_subsamples,
+    perceptron,
+    select,
+    train_privately,
+    train_stacked,
+)
 from fedpriv.integral.attack import (
     AttackPlan,
     Game,
@@ -24,12 +34,8 @@ from fedpriv.integral.attack import (
     recommended_mean,
     trainer,
 )
-from fedpriv.integral.networks import HIDDEN, perceptron
 from fedpriv.integral.procedure import Data, SelectionSettings, evaluate, recommend
-from fedpriv.integral.selection import select
-from fedpriv.integral.subsamples import disjoint_subsamples
 from fedpriv.integral.tabular import Scaling, prepare
-from fedpriv.integral.training import PrivateSchedule, TrainingSchedule, train_privately, train_stacked
 from fedpriv.mechanisms.sources import SeededSource
 from simulations.studies.harness import Line, run_missing
 

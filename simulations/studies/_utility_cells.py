@@ -14,11 +14,10 @@ import torch
 
 from fedpriv.accounting.recipe import START_SHARE, WeightedClients, learning_rate, start_noise_multiplier
 from fedpriv.config import RunConfig, parse
+from fedpriv.data import TextData
 from fedpriv.data.records import Records
-from fedpriv.data.text import TextData
 from fedpriv.errors import InputError
-from fedpriv.training import baselines
-from fedpriv.training.caches import Body
+from fedpriv.training import Body, baselines
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate
 from fedpriv.training.workbench import Workbench, workbench
 from simulations.studies import corpora

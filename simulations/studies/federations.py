@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from fedpriv.accounting.recipe import LearningRate
-from fedpriv.adapters.arithmetic import B_SUFFIX, INNER_SUFFIX
+from fedpriv.adapters import B_SUFFIX, INNER_SUFFIX
 from fedpriv.config import RunConfig
 from fedpriv.data.records import BatchShape, Item
 from fedpriv.protocol import Registration
-from fedpriv.runs.rows import RoundRow
-from fedpriv.training.caches import Body, FeatureCache
+from fedpriv.runs import RoundRow
+from fedpriv.training import Body, FeatureCache
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
 from server.observer import RunProgress

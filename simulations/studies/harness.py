@@ -31,7 +31,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from fedpriv.errors import InputError
-from fedpriv.runs.writer import environment
+from fedpriv.runs import environment
 
 Line = Mapping[str, Any]
 """The results of one cell."""

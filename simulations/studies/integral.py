@@ -16,24 +16,8 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from fedpriv.data import load_table
-from fedpriv.integral import HIDDEN
-from fedpriv.integral import PrivateSchedule
-from fedpriv.integral import TrainingSchedule
-from fedpriv.integral import disjoint_subsamples
-from fedpriv.integral import perceptron
-from fedpriv.integral import select
-from fedpriv.integral import train_privately
-from fedpriv.integral import train_stacked
-from simulations.studies._integral_runs import EPSILON
-from simulations.studies._integral_runs import attack_all
-from simulations.studies._integral_runs import attack_useful
-from simulations.studies._integral_runs import select_all
-from simulations.studies.harness import Line
-from simulations.studies.harness import fill
-from simulations.studies.harness import lines
-from simulations.studies.harness import parser
-from simulations.studies.harness import table
+from simulations.studies._integral_runs import EPSILON, attack_all, attack_useful, select_all
+from simulations.studies.harness import Line, fill, lines, parser, table
 
 # Table 2 of the paper: recurrence and test accuracy; section 4: how many models there were in all.
 PUBLISHED = {

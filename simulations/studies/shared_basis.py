@@ -25,15 +25,9 @@ from fedpriv.dedup.planning import DedupSettings
 from fedpriv.dedup.validation import PrivateRecords
 from fedpriv.variants import folders
 from fedpriv.variants.blocks import layout_of
-from fedpriv.variants.shared_basis import BasisOptions
-from fedpriv.variants.shared_basis import Encoded
-from fedpriv.variants.shared_basis import few_bits
-from fedpriv.variants.shared_basis import fit
-from fedpriv.variants.shared_basis import flattened
-from fedpriv.variants.shared_basis import restore_error
+from fedpriv.variants.shared_basis import BasisOptions, Encoded, few_bits, fit, flattened, restore_error
 from fedpriv.variants.store import Store
-from simulations.studies.harness import parser
-from simulations.studies.harness import table
+from simulations.studies.harness import parser, table
 
 UTILITY_BOUND = 0.01
 BLOCK_SIZE = 64

@@ -21,18 +21,10 @@ from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.variants import folders
 from fedpriv.variants.store import Store
-from simulations.studies.dedup import check
-from simulations.studies.dedup import data
-from simulations.studies.dedup import run
-from simulations.studies.dedup import scenarios
-from simulations.studies.dedup import train
+from simulations.studies.dedup import check, data, run, scenarios, train
 from simulations.studies.dedup.cells import cells
 from simulations.studies.dedup.data import IMAGE_SIZES
-from simulations.studies.dedup.dp_sgd import DpSgdSchedule
-from simulations.studies.dedup.dp_sgd import add_clipped_gradients
-from simulations.studies.dedup.dp_sgd import clipped_sum
-from simulations.studies.dedup.dp_sgd import losses
-from simulations.studies.dedup.dp_sgd import train_privately
+from simulations.studies.dedup.dp_sgd import DpSgdSchedule, add_clipped_gradients, clipped_sum, losses, train_privately
 from simulations.studies.dedup.networks import encoder, load, network, to_arrays, whole
 from simulations.studies.dedup.records import TokenRecords, Vectors
 from simulations.studies.dedup.report import page as study_page

@@ -10,21 +10,20 @@ import numpy as np
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, group
-from fedpriv.adapters import lora
-from fedpriv.adapters.arithmetic import Adapter
-from fedpriv.aggregation.fedavg import weighted_average, weights_by_size
+from fedpriv.adapters import Adapter, lora
+from fedpriv.aggregation import weighted_average, weights_by_size
+from fedpriv.audit import calibrated_scores, lira_scores, loss_scores, membership, plot_roc
 from fedpriv.audit.black_box import CanaryPlan, audit_run, audited_client, record_losses
-from fedpriv.audit.harness import update_spec
-from fedpriv.audit.membership import calibrated_scores, lira_scores, loss_scores, membership, plot_roc
 from fedpriv.config import parse
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training import PoissonSampler
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.sampling import PoissonSampler
 from fedpriv.training.stacked import execute_stacked
 from fedpriv.training.workbench import Workbench
+from simulations.studies.audit.harness import update_spec
 from simulations.studies.harness import Line
 
 DELTA = 1e-5

@@ -24,8 +24,11 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
-from fedpriv.audit import f_dp, inclusions, one_run_audit
-from fedpriv.audit._bounds import ladder, num_correct, one_run_epsilon
+from fedpriv.audit import f_dp, inclusions, ladder, num_correct, one_run_audit, one_run_epsilon
+from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
+from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.training import PoissonSampler, stacked
+from fedpriv.training.clipping import Parts, add_clipped, clipped_rows
 from simulations.studies.audit import harness
 from simulations.studies.audit.harness import (
     HEAD,
@@ -39,14 +42,6 @@ from simulations.studies.audit.harness import (
     records_of,
     update_spec,
 )
-from fedpriv.mechanisms.registry import MECHANISMS
-from fedpriv.mechanisms.registry import NoiseRequest
-from fedpriv.mechanisms.sources import RandomSource
-from fedpriv.training import stacked
-from fedpriv.training.clipping import Parts
-from fedpriv.training.clipping import add_clipped
-from fedpriv.training.clipping import clipped_rows
-from fedpriv.training.sampling import PoissonSampler
 from simulations.studies.harness import Line
 
 SEEDS = range(20)

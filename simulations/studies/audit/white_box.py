@@ -9,15 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.accountants import epsilon_of, total_loss
 from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.composition.conversion import total_loss
+from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
-from fedpriv.audit import f_dp
-from fedpriv.audit.bounds import Array, ladder, num_correct, one_run_audit, one_run_epsilon
-from fedpriv.audit.canaries import inclusions
-from fedpriv.audit.harness import A, B, Setup, ideal_scores, matched_scores, observe, observe_clients, update_spec
+from fedpriv.audit import f_dp, inclusions, ladder, num_correct, one_run_audit, one_run_epsilon
+from simulations.studies.audit.harness import (
+    A,
+    B,
+    Setup,
+    ideal_scores,
+    matched_scores,
+    observe,
+    observe_clients,
+    update_spec,
+)
 from simulations.studies.harness import Line
 
 DELTA, CONFIDENCE = 1e-5, 0.95

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
+
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
-from fedpriv.dedup.saliency import Saliency
-from fedpriv.dedup.saliency import measure
+from fedpriv.dedup.saliency import Saliency, measure
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
 from fedpriv.dedup.work import Outcome
 from fedpriv.errors import InputError
@@ -25,9 +24,7 @@ from fedpriv.variants import folders
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
-from simulations.studies.dedup.cells import DedupCell
-from simulations.studies.dedup.cells import SEARCH_OF_ROW
-from simulations.studies.dedup.cells import cells
+from simulations.studies.dedup.cells import SEARCH_OF_ROW, DedupCell, cells
 from simulations.studies.dedup.data import Split, Task, records
 from simulations.studies.dedup.dp_sgd import losses
 from simulations.studies.dedup.networks import Architecture, load, network

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedpriv.errors import InputError
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.store import Store
-from fedpriv.errors import InputError
 from simulations.benchmarks.dedup_loading import KINDS, Report, Workload, bench, restore_all
 from simulations.studies.dedup.cells import cells
 from simulations.studies.dedup.data import records

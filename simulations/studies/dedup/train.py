@@ -27,15 +27,9 @@ from fedpriv.accounting.events import Event
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.variants import folders
-from fedpriv.variants.composition import History
-from fedpriv.variants.composition import Upload
+from fedpriv.variants.composition import History, Upload
 from fedpriv.variants.folders import Described
-from simulations.studies.dedup.data import Split
-from simulations.studies.dedup.data import TEXT_SIZES
-from simulations.studies.dedup.data import Task
-from simulations.studies.dedup.data import is_text
-from simulations.studies.dedup.data import prepare
-from simulations.studies.dedup.data import records
+from simulations.studies.dedup.data import TEXT_SIZES, Split, Task, is_text, prepare, records
 from simulations.studies.dedup.dp_sgd import train_privately, train_publicly
 from simulations.studies.dedup.networks import load, network, to_arrays
 from simulations.studies.dedup.records import Pass, Tensors, together
