@@ -180,7 +180,7 @@ class _Clients:
     def of(model: TrainingModel, tasks: Sequence[UpdateTask]) -> _Clients:
         spec = tasks[0].spec
         if spec.objective not in OBJECTIVES:
-            raise ValueError(f"objective = {spec.objective}: must be one of {', '.join(OBJECTIVES)} in a stack")
+            raise ValueError(f"objective = {spec.objective!r}: must be one of {', '.join(OBJECTIVES)} in a stack")
         if any(task.spec != spec for task in tasks):
             raise ValueError("tasks: all of one stack must have the same specification")
         if any(not same_merged(task.merged, tasks[0].merged) for task in tasks):

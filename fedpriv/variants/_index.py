@@ -2,8 +2,6 @@
 
 Every change is one transaction, after the rows that it names are on the disk; so a writer that is killed leaves the old
 index or the new one. A seal, the SHA-256 of the state and of every model's digests, is checked when it is read.
-
-Source: https://www.sqlite.org/atomiccommit.html
 """
 
 from __future__ import annotations

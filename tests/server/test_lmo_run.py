@@ -11,7 +11,7 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledLmo
-from fedpriv.accounting.lmo.parameters import from_json
+from fedpriv.accounting.lmo.parameters import LmoParameters
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
 from fedpriv.ledger import statement
@@ -45,7 +45,7 @@ def test_the_ledger_holds_lmo_noise_for_all_values_of_the_adapter_and_its_epsilo
             events = [release.event for release in ledger.releases(client["data_set"])]
             assert {type(event) for event in events} == {SubsampledLmo}
             for event in events:
-                assert event.parameters == from_json(UNIFORM).scaled(0.5)
+                assert event.parameters == LmoParameters.from_json(UNIFORM).scaled(0.5)
                 assert event.dimension == sum(tensor.numel() for tensor in values.values())
                 assert event.sensitivity == pytest.approx(3**0.5), "split, with a head"
                 assert event.sampling_probability == 8 / client["num_records"]

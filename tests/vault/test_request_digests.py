@@ -9,7 +9,6 @@ import pytest
 
 from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
-from fedpriv.ledger.entries import entries
 from fedpriv.ledger.reader import reading
 from fedpriv.training import workbench
 from fedpriv.training.private_evaluation import EvaluationSpec
@@ -60,4 +59,4 @@ def test_a_request_has_the_digest_that_it_had_before(tiny_bert, tmp_path, monkey
     )
     assert not response.code, response.reason
     with reading(settings.ledger) as db:
-        assert [entry.request for entry in entries(db) if entry.request] == [BEFORE[round_]] * 2
+        assert [entry.request for entry in db.entries() if entry.request] == [BEFORE[round_]] * 2
