@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from scipy.interpolate import PchipInterpolator
 
 from fedpriv.accounting.accountants import (
     FINEST_INTERVAL,
@@ -34,6 +35,9 @@ from fedpriv.accounting.events import check_known
 # count and delta for pld (one q with its counts takes about 0.15 s), if q and count have more values than the last two.
 _RDP_NODES = 32
 _PLD_NODES, _FEW = (300, 20, 33), (50, 5)
+
+# An interpolated epsilon is trusted if the exact one is this close to it (relative) and not below the second number.
+_TRUSTED_ERROR, _SMALL_EPSILON = 1e-3, 0.05
 
 # The largest value discretization interval used instead of the finest one.
 _COARSEST_INTERVAL = 1e-2
@@ -107,8 +111,9 @@ def _release(event: Event, sampling_probability: float) -> Event:
 def _by_rdp(events: Sequence[Event], deltas: Array) -> Array:
     """[clients] bounds from Renyi curves at all orders, where few probabilities differ; else at the best order alone.
 
-    Any order gives a bound. The search starts at the best one for a curve between those of the nodes around the
-    client's q, and goes on to lower and higher orders as long as they are better: epsilon falls and then rises.
+    Any order gives a bound. The search starts at the best one for a curve interpolated at the client's q. It goes on to
+    lower and to higher orders, as long as they are better, where that curve says little: if its epsilon is not the
+    exact one, or is a small difference of large terms, or if it is unknown at the next order.
     """
     bounds = np.empty(len(events))
     for rows in _alike(events):
@@ -121,10 +126,15 @@ def _by_rdp(events: Sequence[Event], deltas: Array) -> Array:
         if (nodes[below] == q).all():
             found = _to_epsilon(count * curves[below], ORDERS, delta).min(axis=1)
         else:
-            best = _to_epsilon(count * _between(curves, nodes, below, q), ORDERS, delta).argmin(axis=1)
+            expected = _to_epsilon(count * _interpolated(curves, nodes, below, q), ORDERS, delta)
+            best = expected.argmin(axis=1)
             found = _at_orders(alike, best, delta)
+            error = np.abs(found - expected.min(axis=1))
+            is_open = (error > _TRUSTED_ERROR * found) | (found < _SMALL_EPSILON)
             for step in (-1, 1):
-                moving, indices = np.arange(len(alike)), best
+                next_one = np.clip(best + step, 0, len(ORDERS) - 1)
+                moving = np.flatnonzero(is_open | np.isinf(expected[np.arange(len(alike)), next_one]))
+                indices = best[moving]
                 while moving.size:
                     indices = np.clip(indices + step, 0, len(ORDERS) - 1)
                     further = _at_orders([alike[k] for k in moving.tolist()], indices, delta[moving])
@@ -144,13 +154,12 @@ def _at_orders(alike: Sequence[Event], indices: _Rows, deltas: Array) -> Array:
     return _to_epsilon(divergences[:, None], ORDERS[indices][:, None], deltas)[:, 0]
 
 
-def _between(curves: Array, nodes: Array, below: _Rows, q: Array) -> Array:
-    """[clients, orders] curves between those of each client's nodes: powers of q, which small divergences are."""
-    above = np.minimum(below + 1, len(nodes) - 1)
-    width = np.log(nodes[above] / nodes[below])
-    share = np.log(q / nodes[below]) / np.where(width > 0, width, 1.0)
-    logs = np.log(np.minimum(curves, 1e300))  # infinite ones would have no difference
-    return np.asarray(np.exp(logs[below] + share[:, None] * (logs[above] - logs[below])))
+def _interpolated(curves: Array, nodes: Array, below: _Rows, q: Array) -> Array:
+    """[clients, orders] curves between those of each client's nodes, infinite where one of the two is."""
+    above, is_finite = np.minimum(below + 1, len(nodes) - 1), np.isfinite(curves)
+    logs = np.log(np.where(is_finite, np.maximum(curves, 1e-300), 1.0))
+    found = np.exp(PchipInterpolator(np.log(nodes), logs)(np.log(q)))
+    return np.where(is_finite[below] & is_finite[above], found, math.inf)
 
 
 def _to_epsilon(divergences: Array, orders: npt.ArrayLike, deltas: Array) -> Array:
