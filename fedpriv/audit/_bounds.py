@@ -165,7 +165,10 @@ def one_run_epsilon(
     Each number of guesses is treated as the only one: a caller that tries several must divide the level.
 
     Args:
-        num_canaries, num_guesses, num_correct, delta: as for `one_run_p_value`.
+        num_canaries: as for `one_run_p_value`.
+        num_guesses: as there.
+        num_correct: as there.
+        delta: as there.
         confidence: in (0, 1).
     """
     r, v = np.broadcast_arrays(np.asarray(num_guesses, dtype=float), np.asarray(num_correct, dtype=float))
