@@ -17,8 +17,9 @@ from fedpriv.data._text import TextData
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import Records, tokenize
 from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training import private_evaluation
 from fedpriv.training.evaluation import evaluate
-from fedpriv.training.local_update import UpdateSpec, UpdateTask
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.private_evaluation import (
     EvaluationSpec,
@@ -120,13 +121,20 @@ def test_a_record_that_fails_adds_nothing_and_stops_no_other(model, data, read, 
     assert counts_of(model, TextData((odd[0],), (odd[1],)), read).tolist() == moved.tolist()
 
 
-def test_the_noise_is_that_of_the_event_and_of_no_other_scale(model):
-    spec = EvaluationSpec(noise_multiplier=3.0)
-    exact = torch.tensor([20.0, 7.0], dtype=torch.float64)
-    draws = [noised(exact, UpdateSpec.counts(3.0), SeededSource(0, draw, "evaluation")) for draw in range(4000)]
-    pairs = [(NoisedCounts.of(sums), event) for sums, event in draws]
-    values = np.array([[pair.hits - 20, pair.misses - 7] for pair, _ in pairs])
-    assert {event for _, event in pairs} == {planned_event(spec)}
+def test_the_noise_of_a_release_is_that_of_its_event_and_of_no_other_scale(model, data, read, monkeypatch):
+    spec, records = UpdateSpec.counts(3.0), read(data)
+    monkeypatch.setattr(private_evaluation, "count", lambda *_: torch.tensor([20.0, 7.0], dtype=torch.float64))
+
+    def released(draw: int) -> ClientUpdate:
+        source = SeededSource(0, draw, "evaluation")
+        sampler = spec.sampler(NUM, source)
+        task = UpdateTask(adapter=model.initial, data=records, spec=spec, round=1, sampler=sampler, noise=source)
+        return local_update(model, task)
+
+    updates = [released(draw) for draw in range(4000)]
+    pairs = [NoisedCounts.of(update.noised) for update in updates]
+    values = np.array([[pair.hits - 20, pair.misses - 7] for pair in pairs])
+    assert {update.event for update in updates} == {planned_event(EvaluationSpec(noise_multiplier=3.0))}
     # Variances of 4,000 normal values, and their correlation: five standard errors, once in 1.7 million.
     standard_error = math.sqrt(2 / 4000)
     for scale, accepted in ((3.0, True), (2.0, False), (4.5, False)):
