@@ -109,12 +109,7 @@ def _release(event: Event, sampling_probability: float) -> Event:
 
 
 def _by_rdp(events: Sequence[Event], deltas: Array) -> Array:
-    """[clients] bounds from Renyi curves at all orders, where few probabilities differ; else at the best order alone.
-
-    Any order gives a bound. The search starts at the best one for a curve interpolated at the client's q. It goes on to
-    lower and to higher orders, as long as they are better, where that curve says little: if its epsilon is not the
-    exact one, or is a small difference of large terms, or if it is unknown at the next order.
-    """
+    """[clients] bounds by Renyi curves at all orders where few probabilities differ, else at the best order alone."""
     bounds = np.empty(len(events))
     for rows in _alike(events):
         alike, delta = [events[row] for row in rows], deltas[rows]
@@ -127,22 +122,38 @@ def _by_rdp(events: Sequence[Event], deltas: Array) -> Array:
             found = _to_epsilon(count * curves[below], ORDERS, delta).min(axis=1)
         else:
             expected = _to_epsilon(count * _interpolated(curves, nodes, below, q), ORDERS, delta)
-            best = expected.argmin(axis=1)
-            found = _at_orders(alike, best, delta)
-            error = np.abs(found - expected.min(axis=1))
-            is_open = (error > _TRUSTED_ERROR * found) | (found < _SMALL_EPSILON)
-            for step in (-1, 1):
-                next_one = np.clip(best + step, 0, len(ORDERS) - 1)
-                moving = np.flatnonzero(is_open | np.isinf(expected[np.arange(len(alike)), next_one]))
-                indices = best[moving]
-                while moving.size:
-                    indices = np.clip(indices + step, 0, len(ORDERS) - 1)
-                    further = _at_orders([alike[k] for k in moving.tolist()], indices, delta[moving])
-                    is_better = further < found[moving]
-                    moving, indices = moving[is_better], indices[is_better]
-                    found[moving] = further[is_better]
+            found = _searched(alike, expected, delta)
         bounds[rows] = np.minimum(found, [event.max_loss for event in alike])
     return bounds
+
+
+def _searched(alike: Sequence[Event], expected: Array, deltas: Array) -> Array:
+    """[clients] bounds at the best order that a search finds; any order gives a bound.
+
+    It starts at the best one for a curve interpolated at the client's q. It goes on to lower and to higher orders, as
+    long as they are better, where that curve says little: if its epsilon is not the exact one, or is a small difference
+    of large terms, or if it is unknown at the next order.
+
+    Args:
+        alike: [clients], which differ in q and count alone.
+        expected: [clients, orders], epsilons of interpolated curves.
+        deltas: [clients].
+    """
+    clients, best = np.arange(len(alike)), expected.argmin(axis=1)
+    found = _at_orders(alike, best, deltas)
+    error = np.abs(found - expected[clients, best])
+    is_open = (error > _TRUSTED_ERROR * found) | (found < _SMALL_EPSILON)
+    for step in (-1, 1):
+        following = np.clip(best + step, 0, len(ORDERS) - 1)
+        moving = np.flatnonzero(is_open | np.isinf(expected[clients, following]))
+        indices = best[moving]
+        while moving.size:
+            indices = np.clip(indices + step, 0, len(ORDERS) - 1)
+            further = _at_orders([alike[k] for k in moving.tolist()], indices, deltas[moving])
+            is_better = further < found[moving]
+            moving, indices = moving[is_better], indices[is_better]
+            found[moving] = further[is_better]
+    return found
 
 
 def _at_orders(alike: Sequence[Event], indices: _Rows, deltas: Array) -> Array:
@@ -158,7 +169,10 @@ def _interpolated(curves: Array, nodes: Array, below: _Rows, q: Array) -> Array:
     """[clients, orders] curves between those of each client's nodes, infinite where one of the two is."""
     above, is_finite = np.minimum(below + 1, len(nodes) - 1), np.isfinite(curves)
     logs = np.log(np.where(is_finite, np.maximum(curves, 1e-300), 1.0))
-    found = np.exp(PchipInterpolator(np.log(nodes), logs)(np.log(q)))
+    log_nodes, distinct = np.unique(np.log(nodes), return_index=True)  # probabilities may differ in their last bits
+    if len(distinct) < 2:
+        return curves[below]
+    found = np.exp(PchipInterpolator(log_nodes, logs[distinct])(np.log(q)))
     return np.where(is_finite[below] & is_finite[above], found, math.inf)
 
 

@@ -50,9 +50,9 @@ def check(events, deltas, accountant, rows, rounding=0.0):
 @pytest.mark.parametrize("z", [(1.0,), (0.6, 2.5), (0.3,), (8.0,)])
 def test_rdp_bounds_are_never_below_the_exact_epsilon_and_close_to_it(z):
     events, deltas = draw(3000, seed=1, z=z)
-    bounds, exact = check(events, deltas, "rdp", range(100))
+    bounds, exact = check(events, deltas, "rdp", range(300))
     positive = exact > 1e-3
-    excess = bounds[:100][positive] / exact[positive] - 1
+    excess = bounds[:300][positive] / exact[positive] - 1
     assert np.median(excess) < 1e-4
     assert excess.max() < 0.005
 
@@ -83,6 +83,12 @@ def test_the_conversion_to_epsilon_is_that_of_dp_accounting():
     deltas = np.exp(generator.uniform(-25, -0.1, 50))
     converted = many_clients._to_epsilon(np.tile(curve, (50, 1)), orders, deltas).min(axis=1)
     assert converted == pytest.approx([rdp.compute_epsilon(ORDERS, curve, delta)[0] for delta in deltas], rel=1e-9)
+
+
+@pytest.mark.parametrize("q", [64e-10, 1e-5, 0.1])
+def test_probabilities_that_differ_in_their_last_bits_are_accounted_for(q):
+    """More of them than there are nodes, between which their curves are interpolated."""
+    check([event(q * (1 + k * 2**-52), count=70) for k in range(60)], [1e-6] * 60, "rdp", range(0, 60, 20))
 
 
 @pytest.mark.slow
