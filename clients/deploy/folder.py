@@ -26,7 +26,7 @@ from fedpriv.deployment.command_line import read_settings, validated
 from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import InputError
 from fedpriv.files import new_folder
-from fedpriv.ledger import recovery
+from fedpriv.ledger import receipts
 from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import chains_of
@@ -212,7 +212,7 @@ def replace_vault_key(node: Node, sources: Sequence[Path]) -> None:
 
     Args:
         node: that is stopped.
-        sources: of receipts, besides those in the node's folder and its counter file; see `recovery.missing`.
+        sources: of receipts, besides those in the node's folder and its counter file; see `receipts.missing`.
 
     Raises:
         InputError: the old key or a source cannot be used, or the ledger lacks what the old key has signed.
@@ -223,7 +223,7 @@ def replace_vault_key(node: Node, sources: Sequence[Path]) -> None:
     watch = ReceiptWatch.signed_by(old, vault)
     if vault.ledger.exists():
         with reading(vault.ledger) as db:
-            if (chains := chains_of(db)) and (watch.lost(chains) or any(recovery.missing(db, sources, watch.signers))):
+            if (chains := chains_of(db)) and (watch.lost(chains) or any(receipts.missing(db, sources, watch.signers))):
                 raise InputError(
                     f"{vault.ledger}: lacks charges that the node has signed; first run `fedpriv ledger recover` on it "
                     f"with --key {keys.public_path(old)}, see `doctor`"

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fedpriv.audit._bounds import num_correct as num_correct
     from fedpriv.audit._bounds import one_run_audit as one_run_audit
     from fedpriv.audit._bounds import one_run_epsilon as one_run_epsilon
-    from fedpriv.audit._canaries import inclusions as inclusions
     from fedpriv.audit._membership import Membership as Membership
     from fedpriv.audit._membership import calibrated_scores as calibrated_scores
     from fedpriv.audit._membership import lira_scores as lira_scores
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from fedpriv.audit.black_box import CanaryPlan as CanaryPlan
     from fedpriv.audit.black_box import audit_run as audit_run
     from fedpriv.audit.black_box import audited_client as audited_client
+    from fedpriv.audit.black_box import inclusions as inclusions
     from fedpriv.audit.f_dp import gaussian_epsilon as gaussian_epsilon
     from fedpriv.audit.f_dp import gaussian_mu as gaussian_mu
 else:

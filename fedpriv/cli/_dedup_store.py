@@ -58,7 +58,7 @@ def list_(store: StorePath) -> Result:
 
     Example: fedpriv dedup list store
     """
-    from fedpriv.variants.contents import stored_models
+    from fedpriv.variants.kept import stored_models
     from fedpriv.variants.store import Store
 
     with Store(store, read_only=True) as opened:
@@ -77,12 +77,12 @@ def remove(
 
     Example: fedpriv dedup remove store client-2 client-3
     """
-    from fedpriv.variants import contents
+    from fedpriv.variants import kept
     from fedpriv.variants.store import Store
 
     _check_store(store)
     with Store(store) as opened:
-        contents.remove(opened, names)
+        kept.remove(opened, names)
         left = opened.names
     return Result({"removed": names, "left": left}, [f"{len(left)} variants left: {', '.join(left) or 'none'}"])
 

@@ -193,7 +193,7 @@ def recover(
     Example: fedpriv ledger recover node.sqlite --from receipts.jsonl --from coordinator.receipts --reason "new disk"
     """
     from fedpriv.deployment import keys
-    from fedpriv.ledger import reader, recovery, statement
+    from fedpriv.ledger import reader, receipts, statement
     from fedpriv.ledger.ledger import Ledger
 
     if reason is not None and not reason.strip():
@@ -202,7 +202,7 @@ def recover(
     signers = (keys.read_public_line(key, None), *keys.read_lines(key.with_suffix(keys.EARLIER)))
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
-        found = [each for each in recovery.missing(db, sources, signers) if each]
+        found = [each for each in receipts.missing(db, sources, signers) if each]
     if reason is not None and found:
         with Ledger(path) as ledger:
             ledger.recover(found, reason.strip())

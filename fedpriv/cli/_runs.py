@@ -1,16 +1,23 @@
-"""`fedpriv report`, `status` and `watch`: a run as its folder shows it."""
+"""`fedpriv report`, `status`, `watch`, `predict`, `export`, `card` and `push`: a run's folder, and its models."""
 
 from __future__ import annotations
 
+import csv
+import io
 import logging
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpriv.cli._command import AsJson, entries, show
+from fedpriv.cli._command import AsJson, ModelName, Result, SavedModel, VariantName, entries, show, table
 from fedpriv.errors import InputError
+
+if TYPE_CHECKING:
+    from fedpriv.publishing.saved import LoadedVariant
 
 
 def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")], as_json: AsJson = False) -> None:
@@ -77,3 +84,228 @@ def watch(
         sys.stdout.flush()
 
     serve_folder(folder, (host, port), insecure=insecure, on_ready=tell)
+
+
+License = Annotated[
+    str, typer.Option("--license", help="The Hub's identifier of a license, such as apache-2.0; by default none.")
+]
+
+
+def export(
+    source: SavedModel,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")],
+    variant: VariantName = "",
+    model: ModelName = "",
+) -> Result:
+    """Write a run's model as a folder that loads without fedpriv and answers as `fedpriv predict` does.
+
+    A classifier of pooled texts becomes a sentence-transformers model, any other a transformers model, with the
+    adapter merged in float32. Its README.md shows how to use it.
+
+    Example: fedpriv export results/20261121-042553-embedded model-for-everyone
+    """
+    from fedpriv.publishing import saved
+    from fedpriv.publishing.export import check_new, form_of
+    from fedpriv.publishing.export import export as export_to
+
+    check_new(out)
+    found = saved.find(source, variant=variant, model=model)
+    form = form_of(found)
+    export_to(saved.load(found), out)
+    values = {"out": str(out), "variant": found.name, "library": form}
+    return Result(values, [f"{out}: {found.name} as a {form} model; {out / 'README.md'} shows how to use it"])
+
+
+def card(
+    source: SavedModel,
+    variant: VariantName = "",
+    write: Annotated[bool, typer.Option("--write", help="Write README.md into the variant's folder instead.")] = False,
+    license: License = "",
+) -> Result:
+    """Print the model card of a run's variant, or write it again: its cost and its purpose, in the Hub's format.
+
+    Example: fedpriv card results/20261121-042553-embedded
+    """
+    from fedpriv.publishing import card as cards
+    from fedpriv.publishing import saved
+
+    found = saved.find(source, variant=variant)
+    if write:
+        path = str(cards.write_one(found, license=license))
+        return Result({"variant": found.name, "card": path}, [path])
+    text = cards.text(found, license=license)
+    return Result({"variant": found.name, "card": text}, [text.rstrip("\n")])
+
+
+def push(
+    source: SavedModel,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="OWNER/NAME of the repository on the Hub.")],
+    variant: VariantName = "",
+    yes: Annotated[bool, typer.Option("--yes", help="Upload; without it, only show what would be.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="A new repository can be read by everybody.")] = False,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="Where the run was charged; by default the ledger of its configuration, or else its own."),
+    ] = None,
+    public_data: Annotated[
+        bool, typer.Option("--public-data", help="The records are public, as the run's configuration says too.")
+    ] = False,
+    license: License = "",
+) -> Result:
+    """Upload a variant to the Hugging Face Hub. Without --yes it lists the files, and what they cost every holder.
+
+    The global models of a private run may go out. A holder's own variant needs that holder's permission in the ledger,
+    see `fedpriv ledger permit`. Neither configuration, ledger nor provenance is uploaded.
+
+    Example: fedpriv push results/20261121-042553-embedded clinic/letters
+
+    Example: fedpriv push results/20261121-042553-embedded clinic/letters --variant client-2 --yes
+    """
+    from fedpriv.publishing import hub, saved
+
+    hub.check_name(name)
+    found = saved.find(source, variant=variant)
+    reason = hub.why_publishable(found, ledger=ledger, public_data=public_data)
+    contents = hub.contents(found, license=license)
+    sizes = [{"file": path, "bytes": len(content)} for path, content in contents.items()]
+    holders = _holders(found)
+    address = hub.upload(name, contents, public=public) if yes else None
+    values: dict[str, Any] = {"variant": found.name, "name": name, "uploaded": yes, "address": address}
+    values |= {"allowed": reason, "files": sizes, "holders": holders}
+    lines = [
+        f"{found.name} to {name}, {'public' if public else 'private'} if it is new",
+        f"allowed: {reason}",
+        *("", *table(sizes, ("file", "bytes"))),
+        *("", "what the run, and with it this variant, has cost every holder:"),
+        *table(holders, ("client", "epsilon_local", "epsilon_rho", "epsilon_aggregate", "delta")),
+        *("", f"uploaded: {address}" if yes else "nothing was uploaded; add --yes to do it"),
+    ]
+    return Result(values, lines)
+
+
+def _holders(found: Any) -> list[dict[str, Any]]:
+    from fedpriv.runs import files
+
+    clients = files.read_values(found.run / files.SUMMARY)["clients"]
+    keys = ("client", "epsilon_local", "epsilon_rho", "epsilon_aggregate", "delta")
+    return [{key: client.get(key) for key in keys} for client in clients]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """The texts, and for a table its columns, {name: values}."""
+
+    texts: list[str]
+    pairs: list[str] | None
+    columns: dict[str, list[str]] | None = None
+
+
+def predict(
+    source: SavedModel,
+    asked: Annotated[str, typer.Argument(metavar="TEXT|FILE", help="A text, or a .csv, .jsonl or .parquet file.")],
+    text: Annotated[str, typer.Option(help="Column of a file with the texts.")] = "text",
+    pair: Annotated[
+        str, typer.Option(help="For a model of text pairs: the second text, or a file's column with it.")
+    ] = "",
+    variant: VariantName = "",
+    model: ModelName = "",
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Longest answer of a language model; by default the run's.", min=1)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="CSV to write instead of printing; must not exist.")] = None,
+) -> Result:
+    """Ask a run's model: classes with their probabilities, or a language model's answers.
+
+    A file gives a CSV: its columns, and what was predicted. Each text is computed by itself, in float32, so that no
+    other text changes its answer.
+
+    Example: fedpriv predict results/20261121-042553-embedded 'a rash on the left knee'
+
+    Example: fedpriv predict results/20261121-042553-embedded letters.csv --text letter --out answers.csv
+    """
+    from fedpriv.publishing import saved
+
+    if out is not None and out.exists():
+        raise InputError(f"out = {str(out)!r}: exists; name another file")
+    found = saved.find(source, variant=variant, model=model)
+    asking = _asked(asked, text, pair)
+    if out is not None and asking.columns is None:
+        raise InputError(f"out = {str(out)!r}: is for the answers to a file; a single text's are printed")
+    new = _predicted(saved.load(found), asking, max_new_tokens)
+    rows = [dict(zip(new, values, strict=True)) for values in zip(*new.values(), strict=True)]
+    values: dict[str, Any] = {"variant": found.name, "task": found.task, "labels": list(found.labels)}
+    if asking.columns is None:
+        return Result(values | _as_object(rows[0], found.labels), _lines(rows[0], found.labels))
+    table = _csv({**asking.columns, **new})
+    if out is not None:
+        from fedpriv.files import write_new
+
+        write_new(out, table.encode())
+        values |= {"out": str(out), "num_texts": len(rows)}
+        return Result(values, [f"{out}: {len(rows)} texts answered by {found.name}"])
+    return Result(values | {"predictions": [_as_object(row, found.labels) for row in rows]}, [table.rstrip("\n")])
+
+
+def _asked(asked: str, text: str, pair: str) -> _Asked:
+    """The texts of the command line, or of the file that it names."""
+    from fedpriv.data import FORMATS, load_table, suffix_of
+
+    if "\n" in asked or not (suffix_of(Path(asked)) in FORMATS or _is_file(asked)):
+        return _Asked(texts=[asked], pairs=[pair] if pair else None)
+    table = load_table(asked, key="FILE")
+    for option, name in (("--text", text), *([("--pair", pair)] if pair else [])):
+        if name not in table.column_names:
+            raise InputError(f"{option} {name}: {asked} has the columns {', '.join(table.column_names)}")
+    columns = {name: ["" if value is None else str(value) for value in table[name]] for name in table.column_names}
+    return _Asked(texts=columns[text], pairs=columns[pair] if pair else None, columns=columns)
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a name, or no name at all
+        return False
+
+
+def _predicted(loaded: LoadedVariant, asking: _Asked, max_new_tokens: int | None) -> dict[str, list[Any]]:
+    """{column: values} of what the model says; refuses columns that the table has already."""
+    from fedpriv.publishing import saved
+
+    labels = loaded.saved.labels
+    names = ["predicted_label", *(f"probability_{label}" for label in labels)] if labels else ["answer"]
+    if taken := sorted(set(names) & set(asking.columns or {})):
+        raise InputError(f"FILE: has a column {taken[0]} already; rename it, since the answers are written there")
+    if not labels:
+        if asking.pairs is not None:
+            raise InputError(f"--pair: {loaded.saved.name} is a language model, which takes one prompt")
+        return {"answer": saved.generate(loaded, asking.texts, max_new_tokens=max_new_tokens)}
+    found = saved.classify(loaded, asking.texts, asking.pairs)
+    best = [labels[max(range(len(labels)), key=row.__getitem__)] for row in found]
+    return {names[0]: best, **dict(zip(names[1:], map(list, zip(*found, strict=True)), strict=True))}
+
+
+def _as_object(row: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
+    if not labels:
+        return row
+    return {"label": row["predicted_label"], "probabilities": {label: row[f"probability_{label}"] for label in labels}}
+
+
+def _lines(row: dict[str, Any], labels: Sequence[str]) -> list[str]:
+    if not labels:
+        return [_printable(row["answer"])]
+    width = max(map(len, labels))
+    ordered = sorted(labels, key=lambda label: -row[f"probability_{label}"])
+    return [f"{_printable(label):<{width}}  {row[f'probability_{label}']:.4f}" for label in ordered]
+
+
+def _printable(text: str) -> str:
+    """The text without characters that a terminal would obey."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+
+
+def _csv(columns: dict[str, list[Any]]) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+    return file.getvalue()

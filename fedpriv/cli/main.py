@@ -10,12 +10,10 @@ import typer
 
 import fedpriv
 from fedpriv.cli import _audit, _config, _data, _dedup, _integral, _ledger, _serve, lmo
-from fedpriv.cli._account import account, calibrate, repeat_and_select
 from fedpriv.cli._command import command
-from fedpriv.cli._communication import communication
+from fedpriv.cli._costs import account, calibrate, communication, repeat_and_select
 from fedpriv.cli._plan import plan
-from fedpriv.cli._publish import card, export, predict, push
-from fedpriv.cli._runs import report, status, watch
+from fedpriv.cli._runs import card, export, predict, push, report, status, watch
 from fedpriv.errors import LedgerError, StoreError
 from fedpriv.texts import printable
 

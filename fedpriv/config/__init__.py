@@ -13,10 +13,11 @@ from fedpriv.exports import lazy_exports
 if TYPE_CHECKING:
     from fedpriv.config._federation import LINEAR_RULES as LINEAR_RULES
     from fedpriv.config._federation import Aggregation as Aggregation
+    from fedpriv.config._federation import AuditSection as AuditSection
+    from fedpriv.config._federation import BaseFormat as BaseFormat
     from fedpriv.config._federation import FederationSection as FederationSection
-    from fedpriv.config._machine import BaseFormat as BaseFormat
-    from fedpriv.config._machine import MachineSection as MachineSection
-    from fedpriv.config._machine import Track as Track
+    from fedpriv.config._federation import MachineSection as MachineSection
+    from fedpriv.config._federation import Track as Track
     from fedpriv.config._model_and_data import EMBEDDED as EMBEDDED
     from fedpriv.config._model_and_data import ON_NODES as ON_NODES
     from fedpriv.config._model_and_data import DataSection as DataSection
@@ -43,6 +44,5 @@ if TYPE_CHECKING:
     from fedpriv.config._values import to_toml as to_toml
     from fedpriv.config._values import with_mechanism_parameters as with_mechanism_parameters
     from fedpriv.config._values import with_overrides as with_overrides
-    from fedpriv.config._variants import AuditSection as AuditSection
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,4 +1,4 @@
-"""The section of a configuration on rounds, clients, and how uploads become the next global model."""
+"""The sections of a configuration on rounds and clients, on the variants that a run keeps, and on its machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedpriv.config._section import ConfigSection, Count, Fact, Maybe, Positive, Sizes
+from fedpriv.config._section import ConfigSection, Count, Fact, Maybe, NonNegative, Positive, Sizes
 
 LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora", "rolora", "fedsvd", "fed-sb")
 """Aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step."""
@@ -110,3 +110,122 @@ class FederationSection(ConfigSection, title="Federation"):
                 f"aggregation = {self.aggregation} is no weighted sum of the uploads; use sgd, 1, none and same, or "
                 f"one of {', '.join(LINEAR_RULES)}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantsSection(ConfigSection, title="Variants and deduplication"):
+    """The variants that a run keeps, and how the server stores them."""
+
+    variant_rounds: Sizes = ()
+    """rounds whose global models are kept as variants, such as `[5, 10]`, in addition to the final one"""
+    variant_clients: bool = True
+    """whether each client's last upload is kept as a variant"""
+    dedup: Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis"] = ""
+    """the search algorithm with which the server deduplicates the variants into shared blocks after the last round:
+    `drd`, `dred`, `greedy`, `mcts`, `dedup` or `mistique`; or `shared-basis`, by which they are stored as sums of
+    common components; empty leaves this to `fedpriv dedup run`. See [docs/deduplication.md](deduplication.md)"""
+    dedup_block_size: Count = 256
+    """number of values in a block; `fedpriv dedup run` chooses one by the size of the model instead, unless it is
+    given"""
+    dedup_records: Annotated[int, Field(ge=0)] = 0
+    """number of test records for validation, drawn with the seed; 0 uses all. Every validation is a pass over them.
+    `fedpriv dedup run` has `--validation-records` and `--seed` for it"""
+    dedup_epsilon_bound: NonNegative = 0.5
+    """the largest permitted rise of a variant's epsilon"""
+    dedup_utility_bound: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """the largest permitted fall of a variant's accuracy on the validation records"""
+    integral_epsilon: Annotated[NonNegative | None, Maybe] = None
+    """compares the clients' uploads of the last round by what they add to the model: finds those that agree within this
+    distance in every weight, and keeps their mean as a variant ([docs/integral.md](integral.md)). This is not
+    differential privacy; empty compares none"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditSection(ConfigSection, title="Variants and deduplication"):
+    """The questions that a language model is asked before and after, and canaries that test the run's epsilon."""
+
+    generated_answers: Annotated[int, Field(ge=0)] = 50
+    """how many test prompts a language model answers before and after"""
+    max_new_tokens: Count = 96
+    """the most tokens of an answer"""
+    audit: Annotated[Literal["", "tokens", "mislabelled"], Fact.RELOADS] = ""
+    """inserts canaries into every client's data, each with probability 1/2, and tests the run's epsilon by what its
+    final model reveals about them: `tokens` (random tokens and labels) or `mislabelled` (the client's last records). In
+    simulations only; see [docs/audit.md](audit.md)"""
+    audit_canaries: Annotated[int, Field(ge=2), Fact.RELOADS] = 50
+    """the number of canaries of each client"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentSection(ConfigSection, title="Execution"):
+    """How a run is repeated, and what it is compared with."""
+
+    seed: Annotated[int, Field(ge=0), Fact.RELEASE | Fact.RECORDS | Fact.RELOADS] = 0
+    """seed of the initial adapter, the selection of clients, the partition and the test split; with `simulate`, of
+    everything"""
+    simulate: Annotated[bool, Fact.RELOADS] = False
+    """noise and sampling use the seed, so that a run can be reproduced to the bit; the run is marked *not private*"""
+    comparison: Annotated[bool | None, Maybe] = None
+    """a second run with z = 0 and the same clipping; on by default wherever it is allowed: with synthetic or public
+    data, or `simulate`"""
+    baselines: Annotated[bool | None, Maybe, Fact.RELOADS] = None
+    """plain classifiers [next to the run's accuracy](configuration.md#what-an-accuracy-is-compared-with); on by default
+    for classifiers wherever public data are tested on: the embedded corpus, or `public_data`. With `data = "on-nodes"`,
+    true if the server's own `test_data` are public: a cross-validation on these. Refused without a test set, and where
+    it would train on private records"""
+
+    @property
+    def noise_source(self) -> str:
+        """`seeded` in a run marked `simulate`, otherwise `secure`."""
+        return "seeded" if self.simulate else "secure"
+
+
+BaseFormat = Literal["auto", "float32", "bfloat16", "nf4"]
+"""Formats of the frozen weights."""
+
+Track = Literal["none", "mlflow", "tensorboard", "wandb"]
+"""Trackers that show a run's figures while it goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
+    """The machine's part in a run: formats, memory, devices, processes and folders."""
+
+    base_dtype: BaseFormat = "auto"
+    """the format in which the frozen base computes: `float32`, `bfloat16`, `nf4` ([4
+    bits](architecture.md#the-frozen-base-in-4-bits), for less memory; needs the extra `quantized` and the rule
+    `dp-lora`, `ffa-lora`, `rolora` or `fedsvd`), or `auto`, which is bfloat16 on a GPU, and on a CPU bfloat16 where a
+    pass of synthetic records takes a fifth less time in it on this machine (narrow models, of less than 128, stay in
+    float32). Adapters, heads, gradients, noise and sums are float32 or float64 in any case. In a deployment each node
+    decides for itself what `auto` is. `config.toml` and `environment.json` of a run hold what it came to, and a resumed
+    run keeps it"""
+    prefix_cache: bool = True
+    """whether to cache the states below the first trainable layer"""
+    activation_checkpointing: bool = False
+    """whether the layers from the first trainable one on keep their inputs alone and run again in the backward pass:
+    less memory for long records, up to half more time, the same bits"""
+    memory_limit_mb: Count = 1024
+    """memory limit for one pass, in MiB, and the same again for the prefix cache"""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """where the model runs: `cpu`, `cuda` or `cuda:1`; `auto` uses a GPU if there is one; on a node `vault.toml`
+    decides, and its `auto` is the CPU unless `device_couples_records = true`."""
+    engine: Literal["stacked", "in-process", "ray", "flower"] = "stacked"
+    """`stacked`: the clients of a round share passes of the frozen base; `in-process`: one client at a time; `ray`: one
+    actor per core or GPU, each stacking its share (needs the extra `ray`). The results are the same except for
+    rounding. `flower` is set by `flwr run`"""
+    ray_address: Annotated[str, Fact.HIDDEN] = ""
+    """an existing Ray cluster, such as `auto` or `head:6379` ([ray_cluster.md](ray_cluster.md)); empty takes
+    `RAY_ADDRESS`, and without that starts one on this machine"""
+    ray_workers: Annotated[int, Field(ge=0)] = 0
+    """maximum number of actors; 0 means one per GPU, or one per core if there is no GPU"""
+    track: Annotated[Track, Fact.OUTSIDE] = "none"
+    """where the figures are also shown: `mlflow`, `tensorboard` or `wandb`, each with the extra of that name; see
+    [trackers](trackers.md). A resumed run may change it"""
+    ledger: Annotated[str, Fact.LOCATION | Fact.BY_SWEEP] = ""
+    """an SQLite file in which spending accumulates over runs; simulated nodes keep their ledgers next to it, in
+    `<ledger>.nodes/`. By default a new one in the run's folder, with nothing spent before"""
+    out: Annotated[str, Fact.LOCATION | Fact.BY_SWEEP | Fact.ARGUMENT] = ""
+    """the folder for the results; it must be new or empty"""
+    resume: Annotated[str, Fact.LOCATION | Fact.ARGUMENT] = ""
+    """the folder of an interrupted run, or one of its checkpoints, to continue from; all other keys must be unchanged.
+    `python -m simulations run --resume DIR` reads them from there"""

@@ -17,14 +17,16 @@ from fedpriv.config._federation import (
     ONE_FACTOR_RULES,
     PARTIAL_RULES,
     RULES_ON_QUANTISED,
+    AuditSection,
+    ExperimentSection,
     FederationSection,
+    MachineSection,
+    VariantsSection,
 )
-from fedpriv.config._machine import MachineSection
 from fedpriv.config._model_and_data import ON_NODES, DataSection, ModelSection
 from fedpriv.config._recipes import RecipeSection, with_recipe
 from fedpriv.config._section import Fact
 from fedpriv.config._update_and_privacy import Phase, PrivacySection, UpdateSection
-from fedpriv.config._variants import AuditSection, ExperimentSection, VariantsSection
 from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedpriv.accounting import events
-from fedpriv.dedup._basis_pipeline import store_by_basis
-from fedpriv.dedup._block_pipeline import store_by_blocks
+from fedpriv.dedup._pipelines import store_by_basis, store_by_blocks
 from fedpriv.dedup.algorithms import SHARED_BASIS
 from fedpriv.dedup.planning import DedupSettings, check_options
 from fedpriv.dedup.validation import PrivateValidation

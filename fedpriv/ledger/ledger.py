@@ -42,8 +42,7 @@ from fedpriv.ledger.entries import (
     RunRecord,
 )
 from fedpriv.ledger.reader import as_ledger_errors, check_version, verify
-from fedpriv.ledger.receipts import Chain, chain_of, chains_of
-from fedpriv.ledger.recovery import Missing
+from fedpriv.ledger.receipts import Chain, Missing, chain_of, chains_of
 
 _FLOAT_COLUMNS = ("rho_bar", "aggregate_scale", "delta")
 

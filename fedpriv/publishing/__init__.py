@@ -16,11 +16,11 @@ from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
     from fedpriv.publishing._card_texts import markdown as markdown
-    from fedpriv.publishing.prediction import classify as classify
-    from fedpriv.publishing.prediction import generate as generate
     from fedpriv.publishing.saved import LoadedVariant as LoadedVariant
     from fedpriv.publishing.saved import SavedVariant as SavedVariant
+    from fedpriv.publishing.saved import classify as classify
     from fedpriv.publishing.saved import find as find
+    from fedpriv.publishing.saved import generate as generate
     from fedpriv.publishing.saved import load as load
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -24,8 +24,7 @@ from fedpriv.errors import InputError
 from fedpriv.files import new_folder
 from fedpriv.publishing import _card_texts, card
 from fedpriv.publishing._card_texts import Form
-from fedpriv.publishing.prediction import ends_of
-from fedpriv.publishing.saved import LoadedVariant, SavedVariant
+from fedpriv.publishing.saved import LoadedVariant, SavedVariant, ends_of
 from fedpriv.runs import files
 
 _NAMES = "sentence_transformers.models"

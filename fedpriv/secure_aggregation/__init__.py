@@ -31,11 +31,11 @@ from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
     from fedpriv.secure_aggregation import server as server
-    from fedpriv.secure_aggregation._agreement import Identity as Identity
-    from fedpriv.secure_aggregation._agreement import make_identity as make_identity
-    from fedpriv.secure_aggregation._agreement import verify_once as verify_once
+    from fedpriv.secure_aggregation._masks import Identity as Identity
+    from fedpriv.secure_aggregation._masks import make_identity as make_identity
     from fedpriv.secure_aggregation._masks import to_centred as to_centred
     from fedpriv.secure_aggregation._masks import to_words as to_words
+    from fedpriv.secure_aggregation._masks import verify_once as verify_once
     from fedpriv.secure_aggregation._masks import word_dtype as word_dtype
     from fedpriv.secure_aggregation._session import Session as Session
     from fedpriv.secure_aggregation._session import Sessions as Sessions

@@ -19,13 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.deployment import keys
-from fedpriv.secure_aggregation._agreement import KEY_BYTES, SEED_BYTES, Sign, Verify, public_half
 from fedpriv.secure_aggregation._masks import (
+    KEY_BYTES,
+    SEED_BYTES,
     Route,
     Shares,
+    Sign,
+    Verify,
     Words,
     commitments,
     pairwise_mask,
+    public_half,
     seal,
     self_mask,
     split,

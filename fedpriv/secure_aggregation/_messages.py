@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.secure_aggregation._agreement import DIGEST_BYTES, KEY_BYTES, Verify, agree, context, derive, digest
+from fedpriv.secure_aggregation._masks import DIGEST_BYTES, KEY_BYTES, Verify, agree, context, derive, digest
 from fedpriv.secure_aggregation._terms import ProtocolError, Terms, TooFewError
 
 # The public keys that agree on zero do so with every private key, and so with this one.

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from fedpriv.deployment import keys
 from fedpriv.secure_aggregation import _client as node
 from fedpriv.secure_aggregation import _wire
-from fedpriv.secure_aggregation._agreement import Sign, Verify
-from fedpriv.secure_aggregation._masks import Words
+from fedpriv.secure_aggregation._masks import Sign, Verify, Words
 from fedpriv.secure_aggregation._terms import ProtocolError, Terms
 
 State = node.Advertised | node.Shared | node.Masked | node.Confirmed

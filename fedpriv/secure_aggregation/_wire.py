@@ -13,8 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from fedpriv.secure_aggregation._agreement import DIGEST_BYTES, KEY_BYTES, SEED_BYTES
-from fedpriv.secure_aggregation._masks import COMMITMENT_BYTES, SEALED_BYTES
+from fedpriv.secure_aggregation._masks import COMMITMENT_BYTES, DIGEST_BYTES, KEY_BYTES, SEALED_BYTES, SEED_BYTES
 from fedpriv.secure_aggregation._messages import Advertisement, Complaint, Reveal
 from fedpriv.secure_aggregation._terms import MAX_CLIENT, MAX_PARTICIPANTS, ProtocolError, parsed_object, shown
 

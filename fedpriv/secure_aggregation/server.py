@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 
 from fedpriv.deployment import keys
 from fedpriv.secure_aggregation import _wire
-from fedpriv.secure_aggregation._agreement import DIGEST_BYTES, Verify, public_half
 from fedpriv.secure_aggregation._masks import (
+    DIGEST_BYTES,
     Route,
+    Verify,
     Words,
     combine,
     pairwise_mask,
+    public_half,
     self_mask,
     share_hash,
     to_centred,

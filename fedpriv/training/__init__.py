@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from fedpriv.training._decoding import with_adapter as with_adapter
     from fedpriv.training._live_bytes import peak_of_pass as peak_of_pass
     from fedpriv.training._losses import predictions as predictions
-    from fedpriv.training._metrics import class_figures as class_figures
-    from fedpriv.training._metrics import log_perplexity_change as log_perplexity_change
-    from fedpriv.training._metrics import mean_estimate as mean_estimate
-    from fedpriv.training._metrics import require_rouge as require_rouge
-    from fedpriv.training._metrics import rouge_l as rouge_l
     from fedpriv.training._sampling import PoissonSampler as PoissonSampler
     from fedpriv.training._shapes import Pass as Pass
     from fedpriv.training.clipping import clipped_rows as clipped_rows
     from fedpriv.training.evaluation import Evaluation as Evaluation
+    from fedpriv.training.evaluation import class_figures as class_figures
     from fedpriv.training.evaluation import evaluate as evaluate
+    from fedpriv.training.evaluation import log_perplexity_change as log_perplexity_change
+    from fedpriv.training.evaluation import mean_estimate as mean_estimate
+    from fedpriv.training.evaluation import require_rouge as require_rouge
+    from fedpriv.training.evaluation import rouge_l as rouge_l
     from fedpriv.training.local_update import ClientUpdate as ClientUpdate
     from fedpriv.training.local_update import Execute as Execute
     from fedpriv.training.local_update import UpdateSpec as UpdateSpec

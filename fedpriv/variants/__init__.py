@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from fedpriv.variants.blocks import BlockLayout as BlockLayout
     from fedpriv.variants.blocks import layout_of as layout_of
     from fedpriv.variants.composition import publication_cost as publication_cost
-    from fedpriv.variants.contents import StoredModel as StoredModel
-    from fedpriv.variants.contents import stored_models as stored_models
     from fedpriv.variants.folders import Described as Described
-    from fedpriv.variants.loading import StoreRegistry as StoreRegistry
+    from fedpriv.variants.kept import StoredModel as StoredModel
+    from fedpriv.variants.kept import stored_models as stored_models
     from fedpriv.variants.store import Share as Share
     from fedpriv.variants.store import Store as Store
     from fedpriv.variants.store import Variant as Variant

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import sync_folder
-from fedpriv.variants._damage import damaged_rows, damaged_tensors, problems
 from fedpriv.variants._index import FILE, Digests, State
 from fedpriv.variants._manifests import (
     CATALOGUE,
@@ -37,7 +36,7 @@ from fedpriv.variants._manifests import (
     numbers_by_digest,
     rows_of,
 )
-from fedpriv.variants._opening import LOCK, OLD_FOLDERS, check_folder, opened
+from fedpriv.variants._opening import LOCK, OLD_FOLDERS, check_folder, damaged_rows, damaged_tensors, opened, problems
 from fedpriv.variants._rows import OpenRows, RowFile, Wanted, read_rows
 from fedpriv.variants.blocks import BlockLayout, Tensors, layout_of
 from fedpriv.variants.folders import Described

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.variants.blocks import BlockLayout
-from fedpriv.variants.loading import StoreRegistry, memory_for_models, targets_in
 from fedpriv.variants.store import Store
 from simulations.benchmarks._bounded_memory import (
     Group,
@@ -39,6 +38,7 @@ from simulations.benchmarks._bounded_memory import (
     used_bytes,
 )
 from simulations.benchmarks._plain_files import MappedFiles, PlainFiles
+from simulations.benchmarks._store_registry import StoreRegistry, memory_for_models, targets_in
 
 
 class Workload(Protocol):

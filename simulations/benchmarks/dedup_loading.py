@@ -50,11 +50,11 @@ from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.errors import InputError, StoreError
 from fedpriv.variants import folders
 from fedpriv.variants.blocks import BlockLayout, layout_of
-from fedpriv.variants.loading import named_view, targets_in
 from fedpriv.variants.store import Store
 from simulations.benchmarks._bounded_memory import kind_of, read_speed, temporary_group
 from simulations.benchmarks._dedup_process import ARMS, Arm, ArmFigures, ArmJob, Workload, digest, in_a_process
 from simulations.benchmarks._plain_files import read_header
+from simulations.benchmarks._store_registry import named_view, targets_in
 
 BATCH, TOKENS = 1, 16
 RECORDS_PER_QUERY = 8

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from fedpriv.adapters import read
-from fedpriv.audit import _canaries as canaries
+from fedpriv.audit import black_box as canaries
 from fedpriv.audit.black_box import CanaryPlan, audit_run, audited_client, record_losses
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource

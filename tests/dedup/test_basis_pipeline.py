@@ -12,7 +12,7 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
-from fedpriv.dedup._basis_pipeline import REPEATED, TOO_FEW_BYTES
+from fedpriv.dedup._pipelines import INTERRUPTED, TOO_FEW_BYTES
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings, choose_members
 from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
@@ -21,9 +21,9 @@ from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.composition import History, Upload
 from fedpriv.variants.folders import Described
-from fedpriv.variants.loading import StoreRegistry
 from fedpriv.variants.store import Store
 from fedpriv.variants.store import Variant as StoreVariant
+from simulations.benchmarks._store_registry import StoreRegistry
 from tests.stores import basis_sizes, content_of, damage_index
 
 SIZE = 400
@@ -347,7 +347,7 @@ def test_a_private_validation_that_was_interrupted_is_not_asked_again(tensors, t
     interrupted(tmp_path / "s", tensors, 3, evaluator=Linear(records), private=private())
     (begun,) = charged
     outcomes = stored(tmp_path / "s", rounds(), tensors, Linear(records), private=private())
-    assert (outcomes[begun].bases, outcomes[begun].untouched) == ((), REPEATED)
+    assert (outcomes[begun].bases, outcomes[begun].untouched) == ((), INTERRUPTED)
     assert outcomes[begun].epsilon_after == outcomes[begun].epsilon_before
     assert charged.count(begun) == 1
     assert any(begun in outcome.bases for outcome in outcomes.values())

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.dedup.algorithms import ALGORITHMS, BudgetSpent
-from fedpriv.dedup.algorithms._dynamic import LEAST_BATCH, shortest_range
+from fedpriv.dedup.algorithms._in_order import LEAST_BATCH, shortest_range
 from fedpriv.errors import InputError
 
 DYNAMIC = ("drd", "dred")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from fedpriv.adapters import LoraSettings, attach, trainable
 from fedpriv.cli._command import command
-from fedpriv.cli._communication import communication
+from fedpriv.cli._costs import communication
 from fedpriv.errors import InputError
 from fedpriv.plan.communication import (
     _PRESETS,

@@ -27,7 +27,7 @@ from transformers import (
     RobertaModel,
 )
 
-from fedpriv.publishing import export, prediction, saved
+from fedpriv.publishing import export, saved
 from tests.chats import chat_model
 from tests.cli.command_line import as_json, fedpriv
 from tests.served import LABELS, save_run
@@ -105,7 +105,7 @@ def causal_run(instructs: bool, folder: Path) -> Path:
 def test_the_parts_of_an_export_give_the_models_probabilities(kind, normalize, tiny_bert, tmp_path):
     run, out = encoder_run(kind, normalize, tiny_bert, tmp_path), tmp_path / "out"
     fedpriv("export", run, out)
-    expected = torch.tensor(prediction.classify(saved.load(saved.find(run)), TEXTS))
+    expected = torch.tensor(saved.classify(saved.load(saved.find(run)), TEXTS))
     modules = [each["path"] for each in json.loads((out / "modules.json").read_text())]
     assert ("2_Normalize" in modules) == normalize
     model, tokenizer = AutoModel.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
@@ -134,10 +134,10 @@ def test_an_exported_language_model_answers_alike(tmp_path):
     loaded = saved.load(saved.find(run))
     model = AutoModelForCausalLM.from_pretrained(out).eval()
     assert (model.dtype, model.generation_config.do_sample) == (torch.float32, False)
-    prompt = prediction._prompt_tokens(loaded, PROMPTS[0], 1)
+    prompt = saved._prompt_tokens(loaded, PROMPTS[0], 1)
     output = model.generate(input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)))
     text = loaded.tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True).strip()
-    assert text == prediction.generate(loaded, PROMPTS[:1])[0]
+    assert text == saved.generate(loaded, PROMPTS[:1])[0]
     assert text == as_json("predict", run, PROMPTS[0])["answer"]
 
 
@@ -185,9 +185,9 @@ def test_the_example_of_every_readme_answers_without_fedpriv_as_predict_does(tin
     for name, found in json.loads(done.stdout.splitlines()[-1]).items():
         loaded = saved.load(saved.find(runs[name]))
         if name.startswith("causal"):
-            assert found["said"] == "".join(f"{answer}\n" for answer in prediction.generate(loaded, PROMPTS)), name
+            assert found["said"] == "".join(f"{answer}\n" for answer in saved.generate(loaded, PROMPTS)), name
             continue
-        expected = torch.tensor(prediction.classify(loaded, TEXTS))
+        expected = torch.tensor(saved.classify(loaded, TEXTS))
         said = [line.rsplit(" ", 1) for line in found["said"].splitlines()]
         assert [label for label, _ in said] == [LABELS[best] for best in expected.argmax(dim=1)], name
         torch.testing.assert_close(
@@ -200,7 +200,7 @@ def test_the_example_of_every_readme_answers_without_fedpriv_as_predict_does(tin
 def test_a_classifier_with_its_own_pooling_becomes_a_transformers_model(tiny_bert, tmp_path):
     run, out = encoder_run("deberta", False, tiny_bert, tmp_path), tmp_path / "out"
     fedpriv("export", run, out)
-    expected = torch.tensor(prediction.classify(saved.load(saved.find(run)), TEXTS[:1]))
+    expected = torch.tensor(saved.classify(saved.load(saved.find(run)), TEXTS[:1]))
     model = AutoModelForSequenceClassification.from_pretrained(out).eval()
     inputs = AutoTokenizer.from_pretrained(out)(TEXTS[0], return_tensors="pt")
     torch.testing.assert_close(model(**inputs).logits.softmax(dim=1), expected.float(), atol=1e-5, rtol=0)

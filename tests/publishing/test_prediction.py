@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedpriv.adapters import load, load_base
-from fedpriv.publishing import prediction, saved
+from fedpriv.publishing import saved
 from tests.cli.command_line import as_json, fedpriv
 from tests.served import LABELS, save_run
 
@@ -32,12 +32,12 @@ def test_it_answers_as_the_loaded_adapter_does(run, loaded, tiny_bert):
     inputs = tokenizer(TEXTS, truncation=True, max_length=32, padding=True, return_tensors="pt")
     expected = model(**inputs).logits.softmax(dim=1)
     assert (expected.std(dim=0) > 0.01).all(), "the check would be blind"
-    torch.testing.assert_close(torch.tensor(prediction.classify(loaded, TEXTS)), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(torch.tensor(saved.classify(loaded, TEXTS)), expected, atol=1e-6, rtol=0)
 
 
 def test_no_other_text_changes_an_answer_by_a_bit(loaded):
-    together = prediction.classify(loaded, TEXTS)
-    assert [prediction.classify(loaded, [text])[0] for text in TEXTS] == together
+    together = saved.classify(loaded, TEXTS)
+    assert [saved.classify(loaded, [text])[0] for text in TEXTS] == together
 
 
 def test_a_file_gives_its_columns_with_the_answers(run, tmp_path):
@@ -58,7 +58,7 @@ def test_a_file_gives_its_columns_with_the_answers(run, tmp_path):
 def test_a_variant_that_was_copied_elsewhere_needs_no_run(run, loaded, tiny_bert, tmp_path):
     alone = shutil.copytree(run / "variants" / "global", tmp_path / "alone" / "global")
     found = as_json("predict", alone, TEXTS[0], "--model", tiny_bert)
-    expected = dict(zip(LABELS, prediction.classify(loaded, TEXTS[:1])[0], strict=True))
+    expected = dict(zip(LABELS, saved.classify(loaded, TEXTS[:1])[0], strict=True))
     assert found["probabilities"] == expected
 
 

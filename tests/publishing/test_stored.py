@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedpriv.publishing import hub, prediction, saved
+from fedpriv.publishing import hub, saved
 from fedpriv.publishing.saved import find
 from fedpriv.variants import folders
 from fedpriv.variants.blocks import layout_of
@@ -107,7 +107,7 @@ def test_what_would_be_pushed_are_the_four_files_that_load(run, tmp_path):
         (folder / name).write_bytes(content)
     loaded = saved.load(find(folder, model=str(find(store).model)))
     expected = saved.load(find(store))
-    assert prediction.classify(loaded, TEXTS) == prediction.classify(expected, TEXTS)
+    assert saved.classify(loaded, TEXTS) == saved.classify(expected, TEXTS)
     assert json.loads(contents["fedpriv.json"]) == json.loads(before["fedpriv.json"])
     assert as_json("push", store, "a/b")["allowed"].startswith("made of releases that the ledger has paid for")
 

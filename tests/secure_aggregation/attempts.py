@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedpriv.secure_aggregation import server
-from fedpriv.secure_aggregation._agreement import Identity, make_identity, verify_once
-from fedpriv.secure_aggregation._masks import Words
+from fedpriv.secure_aggregation._masks import Identity, Words, make_identity, verify_once
 from fedpriv.secure_aggregation._session import Session
 from fedpriv.secure_aggregation._terms import Participant, Terms, smallest_threshold
 

@@ -11,7 +11,7 @@ import pytest
 
 from fedpriv.secure_aggregation import _client as node_side
 from fedpriv.secure_aggregation import _wire
-from fedpriv.secure_aggregation._agreement import verify_once
+from fedpriv.secure_aggregation._masks import verify_once
 from fedpriv.secure_aggregation._messages import advertised
 from fedpriv.secure_aggregation._session import Session, Sessions
 from fedpriv.secure_aggregation._terms import ProtocolError, TooFewError, smallest_threshold

@@ -10,7 +10,7 @@ import pytest
 
 from fedpriv.secure_aggregation import _client as node_side
 from fedpriv.secure_aggregation import _masks, _wire, server
-from fedpriv.secure_aggregation._agreement import verify_once
+from fedpriv.secure_aggregation._masks import verify_once
 from fedpriv.secure_aggregation._messages import Complaint, advertised
 from fedpriv.secure_aggregation._terms import ProtocolError, TooFewError
 from tests.secure_aggregation.attempts import Attempt, attempted, begin, make_terms, make_values, node

@@ -16,8 +16,15 @@ import pytest
 from scipy import stats
 
 from fedpriv.secure_aggregation import _client as node_side
-from fedpriv.secure_aggregation._agreement import public_half, verify_once
-from fedpriv.secure_aggregation._masks import Words, combine, pairwise_mask, self_mask, to_centred
+from fedpriv.secure_aggregation._masks import (
+    Words,
+    combine,
+    pairwise_mask,
+    public_half,
+    self_mask,
+    to_centred,
+    verify_once,
+)
 from fedpriv.secure_aggregation._messages import Reveal, mask_private_key
 from fedpriv.secure_aggregation._terms import ProtocolError
 from tests.secure_aggregation.attempts import make_terms, node

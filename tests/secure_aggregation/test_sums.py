@@ -14,7 +14,7 @@ import pytest
 
 from fedpriv.secure_aggregation import _client as node_side
 from fedpriv.secure_aggregation import _wire, server
-from fedpriv.secure_aggregation._agreement import verify_once
+from fedpriv.secure_aggregation._masks import verify_once
 from fedpriv.secure_aggregation._terms import Terms, TooFewError, smallest_threshold
 from tests.secure_aggregation.attempts import Attempt, make_terms, make_values, node
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fedpriv.deployment import keys
-from fedpriv.secure_aggregation._agreement import make_identity, verify_once
+from fedpriv.secure_aggregation._masks import make_identity, verify_once
 from fedpriv.secure_aggregation._terms import ProtocolError, smallest_threshold, terms_from_text
 from tests.secure_aggregation.attempts import make_terms, node, with_participant
 

@@ -16,7 +16,7 @@ import fedpriv.adapters
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.runs import _rows as rows
-from fedpriv.training._metrics import rouge_l
+from fedpriv.training.evaluation import rouge_l
 from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
 from simulations.engines import federation
@@ -193,7 +193,7 @@ def test_a_run_that_stops_early_is_judged_by_its_last_model(finished, values, tm
 
 
 def test_without_the_package_for_scores_the_error_says_what_to_install(values, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedpriv.training._metrics.find_spec", lambda name: None)
+    monkeypatch.setattr("fedpriv.training.evaluation.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"rouge-score, which is not installed; pip install fedpriv\[llm\], or use 0"):
         run(values, tmp_path / "out")
     assert not (tmp_path / "out").exists()

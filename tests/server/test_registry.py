@@ -28,7 +28,7 @@ from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
 from fedpriv.variants import folders
-from fedpriv.variants.contents import remove
+from fedpriv.variants.kept import remove
 from fedpriv.variants.store import Store
 from server import registry
 from server.observer import LogObserver

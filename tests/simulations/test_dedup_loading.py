@@ -17,13 +17,13 @@ from torch import nn
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.variants.blocks import layout_of
-from fedpriv.variants.loading import StoreRegistry, targets_in
 from fedpriv.variants.store import Store
 from simulations.benchmarks import _bounded_memory
 from simulations.benchmarks import dedup_loading as measuring
 from simulations.benchmarks._bounded_memory import drop, num_cached_pages, read_speed, temporary_group
 from simulations.benchmarks._dedup_process import StoreArm, check_loads, digest, give_up, plain_arm
 from simulations.benchmarks._plain_files import MappedFiles, PlainFiles
+from simulations.benchmarks._store_registry import StoreRegistry, targets_in
 from simulations.benchmarks.dedup_loading import ARMS, Report, bench, restore_all
 from tests.simulations.workloads import LARGE, Greedy, Reading, Workload, network
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn import metrics
 
-from fedpriv.training._metrics import accuracy_standard_error, confusion_matrix, macro_f1, majority_share
+from fedpriv.training.evaluation import accuracy_standard_error, confusion_matrix, macro_f1, majority_share
 
 
 @pytest.mark.parametrize("num_classes", [2, 3, 21])

@@ -11,7 +11,7 @@ import torch
 
 from fedpriv.adapters import LoraSettings, attach
 from fedpriv.adapters._base_models import load_base
-from fedpriv.audit._canaries import random_token_canaries
+from fedpriv.audit.black_box import random_token_canaries
 from fedpriv.config import parse
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.errors import InputError

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fedpriv.training._metrics import TokenLosses, log_perplexity_change, mean_estimate
+from fedpriv.training.evaluation import TokenLosses, log_perplexity_change, mean_estimate
 
 
 def draw(num: int, seed: int) -> tuple[TokenLosses, TokenLosses]:

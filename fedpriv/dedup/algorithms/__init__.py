@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fedpriv.dedup.algorithms._dynamic import drd, dred
-from fedpriv.dedup.algorithms._greedy import dedup, greedy
+from fedpriv.dedup.algorithms._in_order import (
+    Accept,
+    BlockSearchResult,
+    BudgetSpent,
+    Positions,
+    dedup,
+    drd,
+    dred,
+    greedy,
+)
 from fedpriv.dedup.algorithms._mcts import mcts
-from fedpriv.dedup.algorithms._trials import Accept, BlockSearchResult, BudgetSpent, Positions
 from fedpriv.dedup.algorithms.mistique import mistique
 from fedpriv.errors import InputError
 
@@ -40,7 +47,7 @@ ALGORITHMS: dict[str, Search] = {
 """{name of a search: the search}, for blocks that a variant may take from its base."""
 
 SHARED_BASIS = "shared-basis"
-"""Not a search: variants are stored by a basis of their values, see `fedpriv.dedup._basis_pipeline`."""
+"""Not a search: variants are stored by a basis of their values, see `fedpriv.dedup._pipelines`."""
 
 METHODS = (*ALGORITHMS, SHARED_BASIS)
 """Everything by which variants can be stored."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fedpriv.dedup.algorithms._trials import (
+from fedpriv.dedup.algorithms._in_order import (
     Accept,
     BlockSearchResult,
     Positions,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.dedup.algorithms._trials import (
+from fedpriv.dedup.algorithms._in_order import (
     Accept,
     BlockSearchResult,
     Positions,

@@ -10,8 +10,8 @@ from torch import nn
 from fedpriv.adapters.lora import trainable
 from fedpriv.errors import InputError
 from fedpriv.variants.blocks import layout_of
-from fedpriv.variants.loading import StoreRegistry, named_view
 from fedpriv.variants.store import Store
+from simulations.benchmarks._store_registry import StoreRegistry, named_view
 
 
 def parameter(*shape: int) -> nn.Parameter:

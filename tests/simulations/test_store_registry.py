@@ -14,8 +14,8 @@ from torch import nn
 from fedpriv.errors import InputError
 from fedpriv.variants._rows import OpenRows, Wanted, read_rows
 from fedpriv.variants.blocks import layout_of
-from fedpriv.variants.loading import StoreRegistry, _distinct_bytes, memory_for_models
 from fedpriv.variants.store import Store
+from simulations.benchmarks._store_registry import StoreRegistry, _distinct_bytes, memory_for_models
 
 SIZE = 64
 NUM_MODELS = 4

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedpriv.errors import InputError
-from fedpriv.variants._manifests import Manifest
+from fedpriv.variants import Manifest
 from fedpriv.variants.blocks import BlockLayout, TensorSpec
 from fedpriv.variants.cache import BoundedCache, CacheStatistics, NoRoomError
 from fedpriv.variants.store import Store

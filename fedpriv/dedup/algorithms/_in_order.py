@@ -1,14 +1,146 @@
-"""Dynamic-range deduplication: large ranges of unimportant blocks first, halved when validation fails."""
+"""Searches that replace blocks in saliency order, and the parts that all searches share.
+
+Greedy-N and Dedup take batches of a fixed size: Greedy-N tries each on its own, Dedup stops at the first that fails.
+Dynamic ranges start with large ranges of unimportant blocks, and halve one when its validation fails.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
-from fedpriv.dedup.algorithms._trials import Accept, BlockSearchResult, Trials, check_whole, run_search
 from fedpriv.errors import InputError
+
+Positions = frozenset[int]
+Accept = Callable[[Positions], bool]
+
+
+class BudgetSpent(Exception):  # noqa: N818 - not an error: the search ends with the result so far
+    """Raised by `accept` instead of an answer: no further validation is allowed, so the search ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSearchResult:
+    """The result of a search.
+
+    Attributes:
+        replaced: positions in saliency order whose blocks are replaced; a set that passed validation, or empty.
+        num_validations: calls of `accept` that returned an answer; a call that raised does not count.
+    """
+
+    replaced: Positions
+    num_validations: int
+
+
+class Trials:
+    """The validations of one search: keeps only sets that passed, and counts every answer once."""
+
+    def __init__(self, accept: Accept) -> None:
+        self._accept = accept
+        self._largest: Positions = frozenset()
+        self._num_validations = 0
+
+    @property
+    def result(self) -> BlockSearchResult:
+        """The largest set that passed so far, the earliest among equals; the last one if sets only grow."""
+        return BlockSearchResult(replaced=self._largest, num_validations=self._num_validations)
+
+    def passes(self, positions: Positions) -> bool:
+        """Whether the model with exactly these positions replaced passes validation."""
+        passed = self._accept(positions)
+        self._num_validations += 1
+        if passed and len(positions) > len(self._largest):
+            self._largest = positions
+        return passed
+
+    def extend(self, positions: range | Positions) -> bool:
+        """Replace these positions too, or roll them back if validation fails; whether it passed."""
+        return self.passes(self._largest.union(positions))
+
+
+def run_search(accept: Accept, walk: Callable[[Trials], None]) -> BlockSearchResult:
+    """The result of `walk` when it returns or when the budget of validations is spent."""
+    trials = Trials(accept)
+    with suppress(BudgetSpent):
+        walk(trials)
+    return trials.result
+
+
+def batches(num_blocks: int, batch: int) -> list[range]:
+    """The positions in saliency order, `batch` at a time; the last batch may be shorter."""
+    return [range(begin, min(begin + batch, num_blocks)) for begin in range(0, num_blocks, batch)]
+
+
+def check_whole(name: str, value: int, minimum: int) -> None:
+    """Refuse a value that is not a whole number of at least `minimum`.
+
+    Raises:
+        InputError: with the name, the value and the bound.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise InputError(f"{name} = {value!r}: must be a whole number >= {minimum}")
+
+
+def check_number(name: str, value: float, low: float, high: float = math.inf) -> None:
+    """Refuse a value that is not a finite number in [low, high].
+
+    Raises:
+        InputError: with the name, the value and the bounds.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or math.isinf(value):
+        bounds = f"must lie in [{low:g}, {high:g}]" if high < math.inf else f"must be finite and >= {low:g}"
+        raise InputError(f"{name} = {value!r}: {bounds}")
+
+
+def greedy(num_blocks: int, accept: Accept, *, batch: int = 20) -> BlockSearchResult:
+    """Try every batch once in saliency order; a batch that fails is rolled back, and the next one follows.
+
+    Always takes ceil(num_blocks / batch) validations.
+
+    Args:
+        num_blocks: positions in saliency order, 0 the least salient; >= 0.
+        accept: whether the model with exactly these positions replaced passes validation; may raise `BudgetSpent`.
+        batch: N, blocks for each validation, >= 1.
+
+    Raises:
+        InputError: a number is out of range.
+
+    Source: Guan et al. 2025, section 5.1.2, Greedy-N.
+    """
+    return _in_batches(num_blocks, accept, batch, until_failure=False)
+
+
+def dedup(num_blocks: int, accept: Accept, *, batch: int = 20) -> BlockSearchResult:
+    """Replace batches in saliency order; the first one that fails is rolled back and ends the search.
+
+    Args:
+        num_blocks: positions in saliency order, 0 the least salient; >= 0.
+        accept: whether the model with exactly these positions replaced passes validation; may raise `BudgetSpent`.
+        batch: N, blocks for each validation, >= 1.
+
+    Raises:
+        InputError: a number is out of range.
+
+    Source: Zhou et al. 2022, as Guan et al. 2025 describe it in section 3.2, step 3.
+    """
+    return _in_batches(num_blocks, accept, batch, until_failure=True)
+
+
+def _in_batches(num_blocks: int, accept: Accept, batch: int, *, until_failure: bool) -> BlockSearchResult:
+    check_whole("num_blocks", num_blocks, 0)
+    check_whole("batch", batch, 1)
+
+    def walk(trials: Trials) -> None:
+        for positions in batches(num_blocks, batch):
+            if not trials.extend(positions) and until_failure:
+                return
+
+    return run_search(accept, walk)
+
 
 Stopping = Literal["listing", "published"]
 
