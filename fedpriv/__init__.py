@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from fedpriv import training as training
     from fedpriv import variants as variants
     from fedpriv import vault as vault
+    from fedpriv.apps import run as run
+    from fedpriv.apps import sweep as sweep
     from fedpriv.config import RunConfig as RunConfig
     from fedpriv.errors import InputError as InputError
     from fedpriv.errors import LedgerError as LedgerError

@@ -15,3 +15,7 @@ class LedgerError(RuntimeError):
 
 class StoreError(RuntimeError):
     """A store of variants is damaged, in use or not writable; command lines print it and exit with 1."""
+
+
+class FlowerError(RuntimeError):
+    """Flower failed or refused; command lines print it and exit with 1."""

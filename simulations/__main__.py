@@ -153,19 +153,19 @@ def run(
 
     Examples:
 
-        python -m simulations run
+        fedpriv run
 
-        python -m simulations run -c rounds=5 -c noise_multiplier=3.0
+        fedpriv run -c rounds=5 -c noise_multiplier=3.0
 
-        python -m simulations run --recipe dp-lora-paper
+        fedpriv run --recipe dp-lora-paper
 
-        python -m simulations run simulations/configs/medquad.toml --out /tmp/medquad
+        fedpriv run simulations/configs/medquad.toml --out /tmp/medquad
 
-        python -m simulations run --resume /tmp/medquad
+        fedpriv run --resume /tmp/medquad
     """
     with _failures_in_one_line("interrupted; --resume continues after the last finished round"):
         keys = _keys(override, engine=engine, recipe=recipe)
-        api.federate(config, keys, out=out, resume=resume, console=Console())
+        api.federate(config, keys, out=out, resume=resume)
 
 
 @app.command(epilog=_RECIPES)
@@ -187,14 +187,14 @@ def sweep(
 
     Examples:
 
-        python -m simulations sweep simulations/configs/sweeps/epsilon.toml
+        fedpriv sweep simulations/configs/sweeps/epsilon.toml
 
-        python -m simulations sweep my-sweep.toml -c data=letters.csv --max-parallel 1 --out /tmp/my-sweep
+        fedpriv sweep my-sweep.toml -c data=letters.csv --max-parallel 1 --out /tmp/my-sweep
     """
     finished = False
     with _failures_in_one_line("interrupted; finished runs are kept, start again to continue"):
         keys = _keys(override, engine=engine, recipe=recipe)
-        finished = api.sweep_all(config, keys, out=out, max_parallel=max_parallel, console=Console()).is_finished
+        finished = api.sweep_all(config, keys, out=out, max_parallel=max_parallel).is_finished
     if not finished:
         raise typer.Exit(1)
 

@@ -1,4 +1,4 @@
-"""Runs and sweeps from Python: what notebooks and scripts call, and `python -m simulations` too."""
+"""Runs and sweeps on this machine, as `fedpriv.run`, `fedpriv.sweep` and the command line start them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -15,75 +15,16 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from fedpriv import config as configuration
+from fedpriv.apps import CHECKOUT
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.plan import preflight
 from fedpriv.runs.files import CONFIG, run_folder_of
-from simulations.keys import RunKeys, SweepKeys
 
 if TYPE_CHECKING:
-    from fedpriv.runs.show import Run
     from simulations.sweeps.result import FinishedSweep
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
-
-
-def run(
-    config: str | Path | None = None,
-    /,
-    *,
-    out: str | Path | None = None,
-    resume: str | Path | None = None,
-    progress: bool = True,
-    **keys: Unpack[RunKeys],
-) -> Run:
-    """The finished run of one federation, simulated on this machine; its folder has tables, adapters and a report.
-
-    Args:
-        config: a TOML file; without one, the embedded default.
-        out: folder for the results, new or empty; by default a new one in the clone's results/.
-        resume: the folder of an interrupted run, or one of its checkpoints. It keeps its configuration, so nothing
-            else may be given with it.
-        progress: whether to show the rounds, in the terminal or below the notebook's cell.
-        keys: of the configuration, see docs/configuration.md; they go before the file's.
-
-    Raises:
-        InputError: one line that names the key, the value and what would be right.
-        LedgerError: the ledger cannot be used, so nothing was released.
-        TooFewClientsError: fewer clients answered a round than `min_clients`.
-    """
-    from fedpriv.runs.show import open_run  # deferred, as all that takes long to load
-
-    return open_run(federate(config, keys, out=out, resume=resume, console=_console(progress)))
-
-
-def sweep(
-    config: str | Path | None = None,
-    /,
-    *,
-    grid: Mapping[str, Iterable[Any]] | None = None,
-    runs: Sequence[Mapping[str, Any]] | None = None,
-    out: str | Path | None = None,
-    max_parallel: int | None = None,
-    progress: bool = True,
-    **keys: Unpack[SweepKeys],
-) -> FinishedSweep:
-    """A sweep: one run for each point of a grid, with its tables and plots. A run that fails does not stop the others.
-
-    Args:
-        config: a TOML file of run keys, which may have a [grid] and [[runs]] of its own.
-        grid: {key: its values}; every combination is a run.
-        runs: {key: value} of what varies otherwise; each is combined with the grid.
-        out: folder of the sweep. Called again with the same one, it runs only what is unfinished. By default
-            results/sweeps/NAME of the file, or a new one.
-        max_parallel: runs at a time; by default one per core. 1 needs no Ray.
-        progress: whether to show the runs, in the terminal or below the notebook's cell.
-        keys: of every run, see docs/configuration.md; they go before the file's.
-
-    Raises:
-        InputError: one line that names the key, the value and what would be right; before anything is run.
-    """
-    return sweep_all(config, keys, grid=grid, runs=runs, out=out, max_parallel=max_parallel, console=_console(progress))
+RESULTS = (CHECKOUT or Path.cwd()) / "results"
 
 
 def federate(
@@ -92,9 +33,10 @@ def federate(
     *,
     out: str | Path | None = None,
     resume: str | Path | None = None,
-    console: Console,
+    progress: bool = True,
 ) -> Path:
-    """Run what `run` describes, show it on the console, and return the run's folder."""
+    """Run what `fedpriv.run` describes, and return the run's folder."""
+    console = _console(progress)
     if resume is None:
         resolved = _resolved(config, keys, out)
     elif config is not None or out is not None or keys:
@@ -121,9 +63,10 @@ def sweep_all(
     runs: Sequence[Mapping[str, Any]] | None = None,
     out: str | Path | None = None,
     max_parallel: int | None = None,
-    console: Console,
+    progress: bool = True,
 ) -> FinishedSweep:
-    """Run what `sweep` describes, and show it on the console."""
+    """Run what `fedpriv.sweep` describes."""
+    console = _console(progress)
     from simulations.sweeps import command, plan
 
     path = None if config is None else Path(config)

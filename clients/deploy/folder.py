@@ -34,9 +34,6 @@ from fedpriv.vault import settings as vault_settings
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import NodeLimits, VaultSettings, models_text
 
-# This checkout, whose bundle a run sends.
-ROOT = Path(__file__).resolve().parents[2]
-
 DEFAULT_PORT = 9094
 FILE = "node.toml"
 

@@ -19,12 +19,12 @@ from pathlib import Path
 import tomli_w
 
 from clients.deploy import separate_users
-from clients.deploy.folder import ROOT, Node
+from clients.deploy.folder import Node
 from clients.deploy.separate_users import Users
+from fedpriv.apps import CHECKOUT, FLOWER_APP
 from fedpriv.deployment.checks import check_port_free
 from fedpriv.deployment.command_line import Unit, unit_name
 from fedpriv.deployment.flower import (
-    FlowerError,
     environment,
     program_folder,
     python_path,
@@ -34,7 +34,7 @@ from fedpriv.deployment.flower import (
     signals_handled_by,
 )
 from fedpriv.deployment.users import User, owner_of
-from fedpriv.errors import InputError
+from fedpriv.errors import FlowerError, InputError
 from fedpriv.files import replace_file
 
 # Where Flower's processes on this machine find each other.
@@ -56,7 +56,7 @@ _END_SECONDS = 30.0
 
 def program(node: Node) -> list[str]:
     """The program to start, without the arguments of Flower's SuperNode; it runs approved bundles only."""
-    return [sys.executable, "-m", "clients.deploy.approved_supernode", str(node.approved)]
+    return [sys.executable, "-m", f"{__package__}.approved_supernode", str(node.approved)]
 
 
 def command(node: Node, key: Path) -> list[str]:
@@ -151,7 +151,7 @@ def _run(node: Node, users: Users, environ: Mapping[str, str], say: Callable[[st
 
 def variables(node: Node) -> dict[str, str]:
     """The variables by which the SuperNode is told of its home and of this checkout's modules."""
-    return {**settings(node.flower_home), "PYTHONPATH": python_path(ROOT)}
+    return {**settings(node.flower_home), **python_path(CHECKOUT)}
 
 
 def _environment(node: Node) -> dict[str, str]:
@@ -299,8 +299,8 @@ def units(node: Node) -> list[Unit]:
             name=unit_name("supernode", folder),
             description=f"fedpriv SuperNode of {folder}",
             command=command(node, separate_users.client_key(node)),
-            prepared_by=[sys.executable, "-m", "clients.deploy", "prepare", str(folder)],
-            folder=ROOT,
+            prepared_by=[sys.executable, "-m", __package__, "prepare", str(folder)],
+            folder=FLOWER_APP,
             user=client.name,
             variables={"HOME": str(node.flower_home), "PATH": path, **variables(node)},
             writable=[node.flower_home],

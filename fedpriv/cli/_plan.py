@@ -101,9 +101,7 @@ def _plan_budget(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Also write each client's releases, for `python -m clients.deploy register DIR --plan FILE`."
-        ),
+        typer.Option(help="Also write each client's releases, for `fedpriv node register DIR --plan FILE`."),
     ] = None,
 ) -> Result:
     """A run within a budget: its values, and a page of them."""

@@ -9,22 +9,23 @@ from typing import Annotated
 import typer
 
 import fedpriv
-from fedpriv.cli import _audit, _config, _data, _dedup, _integral, _ledger, _serve, lmo
+from fedpriv.cli import _audit, _config, _data, _dedup, _integral, _ledger, _programs, _serve, lmo
 from fedpriv.cli._command import command
 from fedpriv.cli._costs import account, calibrate, communication, repeat_and_select
 from fedpriv.cli._plan import plan
+from fedpriv.cli._programs import ProgramGroup
 from fedpriv.cli._runs import card, export, predict, push, report, status, watch
-from fedpriv.errors import LedgerError, StoreError
+from fedpriv.errors import FlowerError, LedgerError, StoreError
 from fedpriv.texts import printable
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(cls=ProgramGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 for of_costs in (account, calibrate, repeat_and_select, plan):
     command(app)(of_costs)
 app.command()(report)
 command(app)(communication)
 app.command()(status)
 app.command()(watch)
-for of_models in (predict, export, card, push):
+for of_models in (predict, export, card, push, _programs.app):
     command(app)(of_models)
 app.add_typer(_config.app, name="config")
 app.add_typer(_data.app, name="data")
@@ -40,11 +41,7 @@ app.add_typer(_serve.app, name="serve")
 def fedpriv_command(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False
 ) -> None:
-    """Federated LoRA fine-tuning under differential privacy, and what it costs every data holder.
-
-    Runs start in a clone of the repository, where `python -m simulations` and
-    the kits of `server.deploy` and `clients.deploy` are.
-    """
+    """Federated LoRA fine-tuning under differential privacy, and what it costs every data holder."""
     if version:
         typer.echo(fedpriv.__version__)
     elif context.invoked_subcommand is None:
@@ -62,6 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         typer.echo(f"error: {printable(error)}", err=True)
         sys.exit(2)
-    except (LedgerError, StoreError, OSError) as error:
+    except (FlowerError, LedgerError, StoreError, OSError) as error:
         typer.echo(f"error: {printable(error)}", err=True)
         sys.exit(1)

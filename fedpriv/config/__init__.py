@@ -44,5 +44,7 @@ if TYPE_CHECKING:
     from fedpriv.config._values import to_toml as to_toml
     from fedpriv.config._values import with_mechanism_parameters as with_mechanism_parameters
     from fedpriv.config._values import with_overrides as with_overrides
+    from fedpriv.config.keys import RunKeys as RunKeys
+    from fedpriv.config.keys import SweepKeys as SweepKeys
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

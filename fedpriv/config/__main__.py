@@ -71,7 +71,7 @@ def written(root: Path) -> dict[Path, str]:
     return {
         project: _for_flower(project.read_text(encoding="utf-8")),
         page: _for_readers(page.read_text(encoding="utf-8")),
-        root / "simulations" / "keys.py": _for_editors(),
+        root / "fedpriv" / "config" / "keys.py": _for_editors(),
     }
 
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Set
 from io import BytesIO
 from pathlib import Path
 
-from fedpriv.deployment.flower import FlowerError, environment, program_folder
-from fedpriv.errors import InputError
+from fedpriv.deployment.flower import environment, program_folder
+from fedpriv.errors import FlowerError, InputError
 from fedpriv.files import replace_file
 
 # Flower's own, whose lines an operator reads.
@@ -115,15 +115,24 @@ def _within(folder: Path, folders: Set[Path]) -> Iterator[Path]:
             yield from _within(path, folders)
 
 
-def bundle_digest(checkout: Path) -> str:
-    """SHA-256 of the bundle that `flwr run` would send from this checkout in its current state.
+def bundle_digest(app: Path) -> str:
+    """SHA-256 of the bundle that `flwr run` would send from this folder of a Flower app in its current state.
 
     Raises:
-        FlowerError: the checkout cannot be bundled.
+        FlowerError: the app cannot be bundled.
+    """
+    return hashlib.sha256(bundle_of(app)).hexdigest()
+
+
+def bundle_of(app: Path) -> bytes:
+    """The bundle that `flwr run` would send from this folder of a Flower app in its current state.
+
+    Raises:
+        FlowerError: the app cannot be bundled.
     """
     with tempfile.TemporaryDirectory(prefix="fedpriv-bundle-") as folder:
         done = subprocess.run(
-            [str(program_folder() / "flwr"), "build", "--app", str(checkout)],
+            [str(program_folder() / "flwr"), "build", "--app", str(app)],
             cwd=folder,
             env=environment(Path(folder) / "flower"),
             capture_output=True,
@@ -133,12 +142,12 @@ def bundle_digest(checkout: Path) -> str:
         bundles = list(Path(folder).glob("*.fab"))
         if done.returncode or len(bundles) != 1:
             raise FlowerError(f"flwr build: {' '.join((done.stderr or done.stdout).split())}")
-        return hashlib.sha256(bundles[0].read_bytes()).hexdigest()
+        return bundles[0].read_bytes()
 
 
 def note_on(checkout: Path) -> str:
     """A line on bundled files that differ from the last commit; empty if none does, or without git or a repository."""
-    if shutil.which("git") is None:
+    if shutil.which("git") is None or not (checkout / ".git").exists():
         return ""
     done = subprocess.run(
         ["git", "status", "--porcelain", "--", "clients", "server", "pyproject.toml", "README.md", "LICENSE"],

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from cryptography import x509
 
-from fedpriv.deployment.flower import FlowerError
-from fedpriv.errors import InputError, LedgerError
+from fedpriv.errors import FlowerError, InputError, LedgerError
 
 CA_CERTIFICATE = "ca.crt"
 """The file with the certificate of the federation's authority, in a coordinator's folder and in each node's."""

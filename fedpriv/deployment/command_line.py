@@ -17,8 +17,7 @@ import typer
 from pydantic import ValidationError
 
 from fedpriv import config
-from fedpriv.deployment.flower import FlowerError
-from fedpriv.errors import InputError, LedgerError
+from fedpriv.errors import FlowerError, InputError, LedgerError
 from fedpriv.files import write_new
 
 Settings = TypeVar("Settings")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.deployment.users import User
+from fedpriv.errors import FlowerError
 
 CONNECTION = "federation"
 
@@ -41,10 +42,6 @@ _EXIT_CODES: Mapping[int, str] = {
 _SHARE = 0.1
 
 
-class FlowerError(RuntimeError):
-    """Flower failed or refused; one line with the reason. Command lines print it and exit with 1."""
-
-
 def environment(home: Path, **extra: str) -> dict[str, str]:
     """The environment of Flower's programs: this virtual environment first; no installing, update checks or telemetry.
 
@@ -66,9 +63,11 @@ def settings(home: Path) -> dict[str, str]:
     }
 
 
-def python_path(checkout: Path) -> str:
-    """The PYTHONPATH with which a program finds this checkout's modules first."""
-    return os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+def python_path(checkout: Path | None) -> dict[str, str]:
+    """The PYTHONPATH with which a program finds a checkout's modules first; none where there is no checkout."""
+    if checkout is None:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def program_folder() -> Path:

@@ -19,14 +19,11 @@ from pydantic.dataclasses import dataclass
 from fedpriv.deployment import keys
 from fedpriv.deployment.checks import CA_CERTIFICATE
 from fedpriv.deployment.command_line import read_settings, validated
-from fedpriv.deployment.flower import CONNECTION, FlowerError, flwr
+from fedpriv.deployment.flower import CONNECTION, flwr
 from fedpriv.deployment.keys import NODE, VAULT, Kind
-from fedpriv.errors import InputError
+from fedpriv.errors import FlowerError, InputError
 from fedpriv.files import new_folder, replace_file
 from server.deploy import certificates
-
-# This checkout, which a run bundles for the nodes.
-ROOT = Path(__file__).resolve().parents[2]
 
 DEFAULT_PORT = 9093
 

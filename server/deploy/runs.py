@@ -14,19 +14,20 @@ from typing import Any
 import tomli_w
 
 from fedpriv import config as configuration
+from fedpriv.apps import FLOWER_APP
 from fedpriv.deployment import approvals
 from fedpriv.deployment.flower import (
     CONNECTION,
-    FlowerError,
     environment,
     flwr,
     plain,
     program_folder,
     signals_handled_by,
 )
+from fedpriv.errors import FlowerError
 from fedpriv.runs.files import CONFIG, run_folder_of
 from fedpriv.runs.show import check_installed
-from server.deploy.folder import ROOT, Coordinator
+from server.deploy.folder import Coordinator
 
 COMPLETED = "finished:completed"
 
@@ -105,8 +106,8 @@ def _submit(coordinator: Coordinator, values: dict[str, Any], say: Callable[[str
 
     A file passes the values: Flower's own `key=value` pairs cannot nest quotes.
     """
-    approvals.approve(coordinator.approved, approvals.bundle_digest(ROOT))
-    if note := approvals.note_on(ROOT):
+    approvals.approve(coordinator.approved, approvals.bundle_digest(FLOWER_APP))
+    if note := approvals.note_on(FLOWER_APP):
         say(note)
     with tempfile.TemporaryDirectory(prefix="fedpriv-run-") as folder:
         file = Path(folder) / "run.toml"
@@ -119,7 +120,7 @@ def _follow(coordinator: Coordinator, run_id: str) -> None:
     shown = str if sys.stdout.isatty() else plain
     with subprocess.Popen(
         [str(program_folder() / "flwr"), "log", run_id, CONNECTION, "--stream"],
-        cwd=ROOT,
+        cwd=FLOWER_APP,
         env=environment(coordinator.flower_home, PYTHONUNBUFFERED="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -153,7 +154,7 @@ def _end(coordinator: Coordinator, run_id: str) -> tuple[str, str]:
 
 
 def _flwr(coordinator: Coordinator, *arguments: str) -> dict[str, Any]:
-    return flwr(coordinator.flower_home, arguments, folder=ROOT)
+    return flwr(coordinator.flower_home, arguments, folder=FLOWER_APP)
 
 
 def _interrupt(number: int, frame: object) -> None:

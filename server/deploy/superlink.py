@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from fedpriv.apps import CHECKOUT, FLOWER_APP
 from fedpriv.deployment.checks import (
     Check,
     check_disk,
@@ -29,7 +30,6 @@ from fedpriv.deployment.checks import (
 from fedpriv.deployment.command_line import Unit, unit_name
 from fedpriv.deployment.flower import (
     CONNECTION,
-    FlowerError,
     environment,
     flwr,
     python_path,
@@ -37,9 +37,9 @@ from fedpriv.deployment.flower import (
 )
 from fedpriv.deployment.keys import VAULT
 from fedpriv.deployment.users import owner_of
-from fedpriv.errors import InputError
+from fedpriv.errors import FlowerError, InputError
 from server.deploy import certificates
-from server.deploy.folder import ROOT, Coordinator
+from server.deploy.folder import Coordinator
 
 WARN_BEFORE = timedelta(days=14)
 
@@ -59,12 +59,12 @@ _MIN_DISK_BYTES = 2**30
 
 def command(coordinator: Coordinator) -> list[str]:
     """The command that starts the SuperLink, behind its door."""
-    return [sys.executable, "-m", "server.deploy.guarded_superlink", str(coordinator.folder)]
+    return [sys.executable, "-m", f"{__package__}.guarded_superlink", str(coordinator.folder)]
 
 
 def variables(coordinator: Coordinator) -> dict[str, str]:
     """The SuperLink's environment, with this checkout's modules."""
-    return environment(coordinator.flower_home, PYTHONPATH=python_path(ROOT))
+    return environment(coordinator.flower_home, **python_path(CHECKOUT))
 
 
 def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
@@ -183,8 +183,8 @@ def units(coordinator: Coordinator) -> list[Unit]:
         Unit(
             name=unit_name("superlink", folder),
             description=f"fedpriv SuperLink of {folder}",
-            command=[sys.executable, "-m", "server.deploy", "start", str(folder)],
-            folder=ROOT,
+            command=[sys.executable, "-m", __package__, "start", str(folder)],
+            folder=FLOWER_APP,
             user=owner_of(folder).name,
             variables={"PYTHONUNBUFFERED": "1", "FEDPRIV_CACHE": str(folder / "cache")},
             writable=[folder],

@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -17,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fedpriv.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
+from fedpriv.apps import CHECKOUT
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.errors import InputError
@@ -31,8 +31,6 @@ from fedpriv.training.workbench import load_model, workbench
 _PAUSE_SECONDS = 0.5
 # An actor has a source of its own: a secure stream never leaves the process that keyed it.
 _secure = SecureSource()
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Ray sets it for what runs as a submitted job.
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -263,17 +261,19 @@ def connect(address: str = "", *, num_cpus: int | None = None) -> Any:
     try:
         import ray
     except ModuleNotFoundError:
-        raise InputError("Ray is not installed: pip install -e '.[federation,ray]'; or use one process") from None
+        raise InputError("Ray is not installed: pip install 'fedpriv[ray]'; or use one process") from None
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
             _check_reachable(address)
             # A submitted job has brought its code, and may not bring it twice.
             is_job = _JOB in os.environ
-            code = {} if is_job else {"working_dir": str(ROOT), "excludes": [".venv", ".git", "results"]}
+            brings = CHECKOUT is not None and not is_job
+            code = {"working_dir": str(CHECKOUT), "excludes": [".venv", ".git", "results"]} if brings else {}
             ray.init(address=address, runtime_env=code, **quiet)
         else:
-            environment = {"env_vars": {"PYTHONPATH": str(ROOT), **_ENVIRONMENT}}
+            path = {"PYTHONPATH": str(CHECKOUT)} if CHECKOUT else {}
+            environment = {"env_vars": {**path, **_ENVIRONMENT}}
             # `local`, since without an address Ray would join any cluster that it finds on this machine.
             ray.init("local", num_cpus=num_cpus, include_dashboard=False, runtime_env=environment, **quiet)
     except (OSError, ValueError, RuntimeError) as error:

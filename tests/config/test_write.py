@@ -94,7 +94,7 @@ def test_a_key_of_a_new_section_appears_wherever_keys_are_without_another_edit(c
         [sys.executable, "-c", USE], cwd=clone, env=environment, capture_output=True, text=True, check=True
     )
     *paths, line = done.stdout.splitlines()
-    assert sorted(paths) == ["docs/configuration.md", "pyproject.toml", "simulations/keys.py"]
+    assert sorted(paths) == ["docs/configuration.md", "fedpriv/config/keys.py", "pyproject.toml"]
     found = json.loads(line)
     assert found["flower"] == "4,5"
     assert found["toml"]
@@ -110,4 +110,4 @@ def test_a_key_of_a_new_section_appears_wherever_keys_are_without_another_edit(c
     row = "| `extra_sizes` | list of integers >= 1 | [3] | the [sizes](data.md) of something |"
     assert row in (clone / "docs/configuration.md").read_text()
     assert '\nextra_sizes = "3"\n' in (clone / "pyproject.toml").read_text()
-    assert "\n    extra_sizes: Sequence[int]\n" in (clone / "simulations/keys.py").read_text()
+    assert "\n    extra_sizes: Sequence[int]\n" in (clone / "fedpriv/config/keys.py").read_text()

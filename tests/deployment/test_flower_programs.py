@@ -12,8 +12,7 @@ import pytest
 
 from clients.deploy.folder import _split_address
 from fedpriv.deployment import flower
-from fedpriv.deployment.flower import FlowerError
-from fedpriv.errors import InputError
+from fedpriv.errors import FlowerError, InputError
 from server.deploy.folder import _join_address
 
 ROOT = Path(__file__).resolve().parents[2]

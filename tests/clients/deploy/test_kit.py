@@ -19,8 +19,7 @@ from clients.deploy import supernode
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.deployment import approvals, keys
-from fedpriv.deployment.flower import FlowerError
-from fedpriv.errors import InputError
+from fedpriv.errors import FlowerError, InputError
 from fedpriv.vault.settings import NodeLimits, read_models
 from simulations.sites import run_in_process
 from tests.tiny import LABELS
@@ -29,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_in_process(app, "python -m clients.deploy", *arguments)
+    return run_in_process(app, "fedpriv node", *arguments)
 
 
 def options(ca: Path, **more: object) -> list[object]:

@@ -16,8 +16,7 @@ import tomli_w
 
 from clients.deploy import separate_users, supernode
 from clients.deploy.folder import Node
-from fedpriv.deployment.flower import FlowerError
-from fedpriv.errors import InputError
+from fedpriv.errors import FlowerError, InputError
 
 READY = "vault: vault listens on"
 

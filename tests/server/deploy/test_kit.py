@@ -19,8 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from fedpriv.config import parse, to_toml
 from fedpriv.deployment import keys
-from fedpriv.deployment.flower import FlowerError
-from fedpriv.errors import InputError
+from fedpriv.errors import FlowerError, InputError
 from server.deploy import certificates, folder, runs, superlink
 from server.deploy.__main__ import app
 from server.deploy.folder import Coordinator
@@ -35,7 +34,7 @@ def certificate(coordinator: Coordinator, hosts: Sequence[str], days: int, **opt
 
 
 def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_in_process(app, "python -m server.deploy", *arguments)
+    return run_in_process(app, "fedpriv coordinator", *arguments)
 
 
 @pytest.fixture

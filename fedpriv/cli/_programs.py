@@ -1,0 +1,75 @@
+"""`fedpriv run`, `sweep`, `init`, `node`, `coordinator` and `app`: the programs above the library, loaded when used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from typer.core import TyperGroup
+
+from fedpriv.cli._command import Result
+from fedpriv.errors import InputError
+
+# {name: (module of the programs, its command or none for all of them, what --help lists)}
+_PROGRAMS = {
+    "run": ("simulations.__main__", "run", "Run one federation on this machine: tables, adapters, summary and report."),
+    "sweep": ("simulations.__main__", "sweep", "Run many federations, one for each point of a grid."),
+    "init": ("simulations.__main__", "init", "Write a commented configuration for a table of records."),
+    "node": (
+        "clients.deploy.__main__",
+        "",
+        "Take part in a federation as a data holder: init, doctor, start, ...",
+    ),
+    "coordinator": ("server.deploy.__main__", "", "Coordinate a federation: init, register, doctor, start, run, ..."),
+}
+
+
+class ProgramGroup(TyperGroup):
+    """The commands of an app, and those of the programs, which come first."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*_PROGRAMS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return _Deferred(cmd_name) if cmd_name in _PROGRAMS else super().get_command(ctx, cmd_name)
+
+
+class _Deferred(click.Command):
+    """A command that stands for one of a program until it is started, asked for help or completed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, help=_PROGRAMS[name][2])
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        return self._loaded().make_context(info_name, args, parent=parent, **extra)
+
+    def _loaded(self) -> click.Command:
+        from fedpriv.apps import program
+
+        module, name, _ = _PROGRAMS[str(self.name)]
+        found = typer.main.get_command(program(module).app)
+        if not name:
+            return found
+        assert isinstance(found, click.Group)
+        return found.commands[name]
+
+
+def app(folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder.")]) -> Result:
+    """Write the Flower app into a folder, for those who want to change it: `flwr run DIR` runs it.
+
+    Nodes run what their operators approved, and this copy has the digest of the original until it is changed.
+
+    Example: fedpriv app my-federation
+    """
+    from fedpriv.apps import FLOWER_APP
+    from fedpriv.deployment import approvals
+
+    if folder.exists():
+        raise InputError(f"DIR = {str(folder)!r}: exists; name a new folder")
+    approvals.install(approvals.bundle_of(FLOWER_APP), folder.absolute())
+    digest = approvals.bundle_digest(folder.absolute())
+    return Result({"folder": str(folder), "bundle": digest}, [f"{folder}: the Flower app; its bundle is {digest}"])

@@ -1,0 +1,53 @@
+"""Puts the programs of the top-level folders into the wheel, under names that no folder of a user's has.
+
+`fedpriv/_apps` gets `simulations`, `clients` and `server` with their imports of each other renamed, and `flower_app`,
+the files from which a Flower bundle is built, as they are. fedpriv/apps.py finds both.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+_PROGRAMS = ("simulations", "clients", "server")
+_LEFT_OUT = ("simulations/benchmarks", "simulations/studies", "simulations/sites.py", "simulations/tiny_bert.py")
+_IMPORT = re.compile(rf"^(\s*)(from|import) (?=(?:{'|'.join(_PROGRAMS)})\b)", re.MULTILINE)
+_APPS = "fedpriv/_apps"
+
+
+class Programs(BuildHookInterface[Any]):
+    """Adds the programs to the wheel, not to an editable install, which finds them in the clone."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "editable":
+            return
+        root, made = Path(self.root), Path(tempfile.mkdtemp(prefix="fedpriv-wheel-"))
+        for file in sorted(_programs(root)):
+            text = _IMPORT.sub(r"\1\2 fedpriv._apps.", file.read_text(encoding="utf-8"))
+            place = made / file.relative_to(root)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text, encoding="utf-8")
+            build_data["force_include"][str(place)] = f"{_APPS}/{file.relative_to(root).as_posix()}"
+        for file in _flower_app(root):
+            build_data["force_include"][str(file)] = f"{_APPS}/flower_app/{file.relative_to(root).as_posix()}"
+
+
+def _programs(root: Path) -> Iterator[Path]:
+    """The source and the configurations of the programs, less what only the repository needs."""
+    for folder in _PROGRAMS:
+        for file in (root / folder).rglob("*"):
+            name = file.relative_to(root).as_posix()
+            if file.suffix in {".py", ".toml"} and not any(name.startswith(left) for left in _LEFT_OUT):
+                yield file
+
+
+def _flower_app(root: Path) -> Iterator[Path]:
+    """The files from which `flwr build` makes the bundle."""
+    yield from (root / name for name in ("pyproject.toml", "LICENSE"))
+    for folder in ("clients", "server"):
+        yield from (root / folder).glob("*.py")
