@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -89,7 +90,14 @@ def _written(planned: Sweep, out: Path, errors: dict[str, str]) -> FinishedSweep
     result.write_tables(frame, pivoted, out)
     drawn = tuple(plots.write(frame, planned, out))
     return result.FinishedSweep(
-        folder=out, title=planned.title, plots=drawn, spending=spent, errors=errors, _table=frame, _pivot=pivoted
+        folder=out,
+        title=planned.title,
+        plots=drawn,
+        spending=spent,
+        errors=errors,
+        _table=frame,
+        _pivot=pivoted,
+        _figures=partial(plots.figures_of, frame, planned),
     )
 
 

@@ -22,15 +22,22 @@ _MARKERS = "os^DvPX"  # fewer than colours, so that their combinations repeat la
 
 
 def write(frame: pd.DataFrame, sweep: Sweep, out: Path) -> list[Path]:
-    """Draw the plots that suit the varied keys, as PNG and SVG, and return the paths of the PNGs.
+    """Write the plots of a sweep as PNG and SVG, and return the paths of the PNGs."""
+    paths = []
+    for name, figure in figures_of(frame, sweep).items():
+        for suffix in (".svg", ".png"):
+            figure.savefig(out / f"{name}{suffix}", dpi=160, bbox_inches="tight")
+        paths.append(out / f"{name}.png")
+    return paths
 
-    Runs that were not tested are in none of them.
-    """
+
+def figures_of(frame: pd.DataFrame, sweep: Sweep) -> dict[str, Figure]:
+    """Draw the plots that suit the varied keys, by name; runs that were not tested are in none of them."""
     metric = metric_of(sweep)
     done = frame[frame["status"] == "done"]
     done = done[done[metric.name].notna()] if len(done) else done
     if done.empty:
-        return []
+        return {}
     figures: dict[str, Figure] = {}
     if any(key in sweep.keys for key in RunConfig.keys_with(Fact.PRIVACY)):
         figures[f"{metric.name}-against-epsilon"] = _metric_against(
@@ -41,12 +48,7 @@ def write(frame: pd.DataFrame, sweep: Sweep, out: Path) -> list[Path]:
             figures[f"{metric.name}-against-{key}"] = _metric_against(done, sweep, key, label, log=True)
     if done["bytes_up"].nunique() > 1:
         figures[f"bytes-against-{metric.name}"] = _bytes_against_metric(done, sweep)
-    paths = []
-    for name, figure in figures.items():
-        for suffix in (".svg", ".png"):
-            figure.savefig(out / f"{name}{suffix}", dpi=160, bbox_inches="tight")
-        paths.append(out / f"{name}.png")
-    return paths
+    return figures
 
 
 def _metric_against(done: pd.DataFrame, sweep: Sweep, x: str, label: str, *, log: bool = False) -> Figure:

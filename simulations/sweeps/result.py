@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import html
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 
@@ -19,12 +19,16 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, group
 from fedpriv.config import Fact, RunConfig
 from fedpriv.data.federated import holdings
+from fedpriv.errors import InputError
 from fedpriv.ledger import reader
 from fedpriv.runs import LANGUAGE_KEYS, files
 from fedpriv.runs.figures import format_epsilon
 from fedpriv.runs.files import LEDGER, read_config
 from fedpriv.runs.show import Run, open_run, page_part
 from simulations.sweeps.plan import Sweep, metric_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -47,6 +51,7 @@ class FinishedSweep:
     errors: Mapping[str, str]
     _table: pd.DataFrame = field()
     _pivot: pd.DataFrame | None = field()
+    _figures: Callable[[], Mapping[str, Figure]] = field()
 
     @property
     def table(self) -> pd.DataFrame:
@@ -60,6 +65,20 @@ class FinishedSweep:
         None if only the seed varies, or no run is finished.
         """
         return None if self._pivot is None else self._pivot.copy()
+
+    def plot(self, name: str = "") -> Figure:
+        """A figure of the sweep, which a notebook shows and `savefig` writes; by default the first of `plots`.
+
+        Args:
+            name: of a plot, such as `accuracy-against-epsilon`.
+
+        Raises:
+            InputError: there is no such plot, or no run was tested.
+        """
+        figures = self._figures()
+        if (name or next(iter(figures), "")) not in figures:
+            raise InputError(f"plot = {name!r}: must be one of {', '.join(figures) or 'none, since no run was tested'}")
+        return figures[name or next(iter(figures))]
 
     @property
     def runs(self) -> tuple[Run, ...]:

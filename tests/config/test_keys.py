@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 
-from fedpriv.config import KEYS, RunConfig, RunKeys, SweepKeys
 from fedpriv import run
+from fedpriv.config import KEYS, RunConfig, RunKeys, SweepKeys
 
 # Arguments of their own.
 ARGUMENTS = inspect.signature(run).parameters.keys() & set(KEYS)

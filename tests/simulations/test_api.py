@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.colors import to_hex
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
@@ -109,6 +110,23 @@ def test_a_sweep_has_a_row_a_run_and_the_cost_of_all_of_them(swept):
     assert "<table" in swept._repr_html_()
 
 
+def test_figures_are_those_of_matplotlib_in_colours_that_white_paper_shows(finished, swept):
+    drawn = {
+        colour
+        for what in ("loss", "epsilon")
+        for line in finished.plot(what).axes[0].lines
+        if (colour := line.get_color())
+    }
+    assert drawn
+    assert not any(to_hex(colour).startswith("#0102") for colour in drawn), "a placeholder is left"
+    assert swept.plot().axes[0].get_xlabel() == "LoRA rank"
+    for wrong in ("speed", "perplexity"):
+        with pytest.raises(InputError, match=f"plot = '{wrong}'"):
+            finished.plot(wrong)
+    with pytest.raises(InputError, match="against-rank"):
+        swept.plot("accuracy-against-epsilon")
+
+
 def test_no_text_of_a_sweep_can_run_in_a_notebook(tmp_path):
     attack = "<img src=x onerror=alert(1)>"
     page = FinishedSweep(
@@ -119,6 +137,7 @@ def test_no_text_of_a_sweep_can_run_in_a_notebook(tmp_path):
         errors={attack: attack},
         _table=pd.DataFrame({attack: [attack], "status": ["failed"]}, index=[attack]),
         _pivot=None,
+        _figures=dict,
     )._repr_html_()
     assert "<img" not in page
     assert page.count("&lt;img") == 6

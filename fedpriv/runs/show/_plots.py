@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba, to_rgba_array
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -35,12 +37,18 @@ Label = tuple[str, float, float, str]  # text, x, y, colour
 
 def accuracy_plot(frame: pd.DataFrame, *, references: Mapping[str, float], name: str = "accuracy") -> str:
     """Test accuracy over rounds, each run a line, and what it has to beat as dotted ones, by name."""
+    figure = accuracy_figure(frame, references)
+    return to_svg(figure, name=name, description=describe(frame, "Test accuracy", format_percent))
+
+
+def accuracy_figure(frame: pd.DataFrame, references: Mapping[str, float]) -> Figure:
+    """The figure of `accuracy_plot`, in placeholder colours."""
     figure, axes = _axes([*_labels_of(frame), *references], _percent_tick)
     labels = _draw_lines(axes, frame)
     labels += _draw_references(axes, references, float(frame.index.max()))
     axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(1.0, axes.get_ylim()[1]))
     _draw_labels(axes, labels)
-    return to_svg(figure, name=name, description=describe(frame, "Test accuracy", format_percent))
+    return figure
 
 
 def evaluation_plot(frame: pd.DataFrame, *, references: Mapping[str, float], name: str = "evaluation") -> str:
@@ -70,9 +78,14 @@ def evaluation_plot(frame: pd.DataFrame, *, references: Mapping[str, float], nam
 
 def loss_plot(frame: pd.DataFrame, *, title: str = "Test loss", name: str = "loss") -> str:
     """Test loss, or another quantity of that name, over rounds, each run a line."""
+    return to_svg(loss_figure(frame), name=name, description=describe(frame, title, format_number))
+
+
+def loss_figure(frame: pd.DataFrame) -> Figure:
+    """The figure of `loss_plot`, in placeholder colours."""
     figure, axes = _axes(_labels_of(frame), format_number)
     _draw_labels(axes, _draw_lines(axes, frame))
-    return to_svg(figure, name=name, description=describe(frame, title, format_number))
+    return figure
 
 
 def epsilon_plot(frame: pd.DataFrame, *, title: str, name: str, limits: Mapping[str, float] | None = None) -> str:
@@ -84,6 +97,11 @@ def epsilon_plot(frame: pd.DataFrame, *, title: str, name: str, limits: Mapping[
         name: a word that is unique on the page.
         limits: {name: epsilon} of what may be spent, as dotted lines; finite and > 0.
     """
+    return to_svg(epsilon_figure(frame, limits), name=name, description=describe(frame, title, format_bound))
+
+
+def epsilon_figure(frame: pd.DataFrame, limits: Mapping[str, float] | None = None) -> Figure:
+    """The figure of `epsilon_plot`, in placeholder colours."""
     banded = "highest" in frame
     labels = list(frame.columns) if banded else _labels_of(frame, "client ")
     limits = limits or {}
@@ -99,7 +117,7 @@ def epsilon_plot(frame: pd.DataFrame, *, title: str, name: str, limits: Mapping[
         axes.text(0.5, 0.5, f"ε = {INFINITY}: no bound", transform=axes.transAxes, ha="center", color=INK)
     else:
         _draw_labels(axes, drawn)
-    return to_svg(figure, name=name, description=describe(frame, title, format_bound))
+    return figure
 
 
 def traffic_plot(frame: pd.DataFrame, *, title: str, name: str) -> str:
@@ -260,6 +278,21 @@ def to_svg(figure: Figure, *, name: str, description: str) -> str:
     for sentinel, css in _CSS.items():
         body = body.replace(sentinel, css)
     return _open_tag(body, description) + body[body.index(">") + 1 :]
+
+
+def coloured(figure: Figure) -> Figure:
+    """Give a figure that was drawn in placeholder colours those that are readable on white."""
+    colours = {to_rgba(sentinel): css.rpartition(" ")[2].rstrip(")") for sentinel, css in _CSS.items()}
+    for artist in figure.findobj():
+        for kind in ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor"):
+            found = getattr(artist, f"get_{kind}", None)
+            set_to = getattr(artist, f"set_{kind}", None)
+            if found is None or set_to is None:
+                continue
+            now = np.atleast_2d(to_rgba_array(found()))
+            if len(now) == 1 and (new := colours.get((*now[0][:3], 1.0))):
+                set_to(to_rgba(new, now[0][3]))
+    return figure
 
 
 def _open_tag(body: str, description: str) -> str:

@@ -31,7 +31,7 @@ from fedpriv.runs.figures import (
 )
 from fedpriv.runs.show import _plots
 from fedpriv.runs.show import _tables as tables
-from fedpriv.runs.show._tables import TextTable
+from fedpriv.runs.show._tables import TextTable, accuracies_to_beat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,19 +260,11 @@ def quality_panels(
         compared = comparison if comparison is not None and len(comparison) and column in comparison else None
         frame = _plots.compared_lines(rounds, compared, column, name)
         if column == "test_accuracy":
-            svg = _plots.accuracy_plot(frame, references=_references(summary))
+            svg = _plots.accuracy_plot(frame, references=accuracies_to_beat(summary))
         else:
             svg = _plots.loss_plot(frame, title=title, name=column.removeprefix("test_"))
         panels.append(panel(title, said, svg, frame, format_value))
     return panels
-
-
-def _references(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The accuracies that a run has to beat, by name: chance only where the largest class is not known."""
-    largest = summary.get("majority_accuracy")
-    guess = {"chance": summary.get("chance_accuracy")} if largest is None else {"largest class": largest}
-    named = {**guess, "linear probe": summary.get("probe_accuracy")}
-    return {name: accuracy for name, accuracy in named.items() if accuracy is not None}
 
 
 def _evaluation_panel(run: RunFolder, name: str) -> Panel:
@@ -281,7 +273,7 @@ def _evaluation_panel(run: RunFolder, name: str) -> Panel:
         "Of the final model, on records that the holders set aside; the bar is the 95% interval, which covers the "
         "noise of their counts."
     )
-    svg = _plots.evaluation_plot(evaluated, references=_references(run.summary))
+    svg = _plots.evaluation_plot(evaluated, references=accuracies_to_beat(run.summary))
     return panel("Private evaluation", note, svg, evaluated, format_percent)
 
 

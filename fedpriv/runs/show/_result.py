@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -18,7 +18,10 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.statement import entries_frame
 from fedpriv.runs import ClientRow, RoundRow, RunFolder, column_types, files, parse_epsilon
 from fedpriv.runs.figures import MISSING, counts_next_tokens, figures, format_epsilon, format_percent
-from fedpriv.runs.show._tables import TextTable, accuracy_table, client_table, language_table
+from fedpriv.runs.show._tables import TextTable, accuracies_to_beat, accuracy_table, client_table, language_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # What a report compares the run with: its row, and the end of its keys in the summary.
 _BESIDE = (
@@ -141,6 +144,33 @@ class Run:
                 rows[name] = figures
         frame = pd.DataFrame.from_dict(rows, orient="index", dtype=float).rename_axis("model")
         return frame.dropna(axis="columns", how="all").assign(note=[notes.get(name, "") for name in rows])
+
+    def plot(self, what: str = "accuracy", *, view: View = "local") -> Figure:
+        """A figure over rounds, which a notebook shows and `savefig` writes.
+
+        Args:
+            what: `accuracy`, `loss` or `perplexity` on the test set, or `epsilon` of every client.
+            view: of the epsilon.
+
+        Raises:
+            InputError: there is no such plot, or the run did not measure it.
+        """
+        from fedpriv.runs.show import _plots  # deferred: matplotlib takes a second to load
+
+        folder = self._read
+        if what == "epsilon":
+            self.epsilon(view)  # which refuses a view that does not hold
+            return _plots.coloured(_plots.epsilon_figure(_plots.epsilon_lines(folder.clients, folder.rounds, view)))
+        column = f"test_{what}"
+        if what not in ("accuracy", "loss", "perplexity"):
+            raise InputError(f"plot = {what!r}: must be accuracy, loss, perplexity or epsilon")
+        if column not in folder.rounds or folder.rounds[column].isna().all():
+            raise InputError(f"plot = {what!r}: was not measured by this run")
+        name = "with DP" if folder.summary["private"] else "this run"
+        lines = _plots.compared_lines(folder.rounds, folder.comparison_rounds, column, name)
+        if what != "accuracy":
+            return _plots.coloured(_plots.loss_figure(lines))
+        return _plots.coloured(_plots.accuracy_figure(lines, accuracies_to_beat(folder.summary)))
 
     def _shown(self, view: View) -> float:
         """The epsilon for a table: NaN where the view does not hold."""

@@ -377,3 +377,11 @@ def _largest_fall(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 def _accuracy(outcome: Mapping[str, Any], key: str) -> str:
     return format_percent(None if outcome[key] is None else outcome[key] / outcome["num_records"])
+
+
+def accuracies_to_beat(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The accuracies that a run has to beat, by name: chance only where the largest class is not known."""
+    largest = summary.get("majority_accuracy")
+    guess = {"chance": summary.get("chance_accuracy")} if largest is None else {"largest class": largest}
+    named = {**guess, "linear probe": summary.get("probe_accuracy")}
+    return {name: accuracy for name, accuracy in named.items() if accuracy is not None}
