@@ -7,7 +7,8 @@ starts them goes through `program`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -40,16 +41,27 @@ def program(module: str) -> ModuleType:
     Raises:
         InputError: a package is missing, or another folder of this name is found instead.
     """
-    try:
+    with naming_extras():
         found = import_module(module if CHECKOUT else f"{__package__}._apps.{module}")
+    if CHECKOUT and not Path(str(found.__file__)).is_relative_to(CHECKOUT):
+        raise InputError(f"{found.__file__}: stands in the way of {CHECKOUT / module.replace('.', '/')}; rename it")
+    return found
+
+
+@contextmanager
+def naming_extras() -> Iterator[None]:
+    """Turn the error of a package that is not installed into one that names the extra which brings it.
+
+    Raises:
+        InputError: an optional package is missing.
+    """
+    try:
+        yield
     except ModuleNotFoundError as error:
         missing = str(error.name).partition(".")[0]
         if missing not in _EXTRAS:
             raise
-        raise InputError(f"{missing}: is not installed; pip install 'fedpriv[{_EXTRAS[missing]}]'") from None
-    if CHECKOUT and not Path(str(found.__file__)).is_relative_to(CHECKOUT):
-        raise InputError(f"{found.__file__}: stands in the way of {CHECKOUT / module.replace('.', '/')}; rename it")
-    return found
+        raise InputError(f"{missing}: is not installed; run pip install 'fedpriv[{_EXTRAS[missing]}]'") from None
 
 
 def run(
@@ -78,7 +90,8 @@ def run(
     """
     from fedpriv.runs.show import open_run  # deferred, as all that takes long to load
 
-    folder = program("simulations.api").federate(config, keys, out=out, resume=resume, progress=progress)
+    with naming_extras():
+        folder = program("simulations.api").federate(config, keys, out=out, resume=resume, progress=progress)
     return open_run(folder)
 
 
@@ -111,6 +124,7 @@ def sweep(
     Raises:
         InputError: one line that names the key, the value and what would be right; before anything is run.
     """
-    return program("simulations.api").sweep_all(
-        config, keys, grid=grid, runs=runs, out=out, max_parallel=max_parallel, progress=progress
-    )
+    with naming_extras():
+        return program("simulations.api").sweep_all(
+            config, keys, grid=grid, runs=runs, out=out, max_parallel=max_parallel, progress=progress
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,17 +12,27 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.apps import FLOWER_APP
+from fedpriv.deployment import approvals
+from simulations.sites import free_port, wait_until
+
 ROOT = Path(__file__).resolve().parents[1]
 ACCOUNT = "account --noise-multiplier 1.88 --sampling-probability 0.16 --steps 30 --delta 1e-5"
+
+# What a user's folder may hold under the names of the repository's.
+TRAP = "raise SystemExit('this is not fedpriv')\n"
 
 pytestmark = pytest.mark.slow
 
 
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
+
+
 def run(folder: Path, *command: object, code: int = 0) -> str:
     """What a command prints, on both streams, outside the repository and its path."""
-    environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
     words = list(map(str, command))
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == code, said[-3000:]
     return said
@@ -35,29 +46,108 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def installed(wheel: Path) -> Path:
-    """The folder of programs of a new environment that has the wheel and what it depends on, nothing else."""
-    venv.create(wheel.parent / "empty", with_pip=True)
-    programs = wheel.parent / "empty" / "bin"
-    run(wheel.parent, programs / "python", "-m", "pip", "install", "--quiet", wheel)
+def installed_with(wheel: Path, name: str, extras: str) -> Path:
+    """The folder of programs of a new environment that has the wheel with these extras, and nothing else."""
+    venv.create(wheel.parent / name, with_pip=True)
+    programs = wheel.parent / name / "bin"
+    run(wheel.parent, programs / "python", "-m", "pip", "install", "--quiet", f"{wheel}{extras}")
     return programs
 
 
-def test_the_wheel_holds_the_library_and_nothing_else(wheel):
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    return installed_with(wheel, "empty", "")
+
+
+@pytest.fixture(scope="module")
+def everything(wheel: Path) -> Path:
+    return installed_with(wheel, "all", "[all]")
+
+
+@pytest.fixture
+def trapped(tmp_path: Path) -> Path:
+    """A user's folder in which every name of the repository's folders is taken."""
+    (tmp_path / "server.py").write_text(TRAP)
+    for name in ("clients", "simulations"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(TRAP)
+    return tmp_path
+
+
+def test_the_wheel_holds_the_library_and_its_programs(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"fedpriv"}
-    assert {"fedpriv/py.typed", "fedpriv/serving/http/page.html"} <= set(names)
+    assert {"fedpriv/py.typed", "fedpriv/serving/http/page.html", "fedpriv/_apps/simulations/api.py"} <= set(names)
+    assert not [name for name in names if "/benchmarks/" in name or "/studies/" in name or name.endswith(".pyc")]
+    assert wheel.stat().st_size < 3 * 2**20
 
 
-def test_the_commands_work_where_nothing_else_is_installed(installed):
-    shown = run(installed, installed / "fedpriv", "--help")
-    assert "clone" in shown, "the help has to say where simulations and nodes are started"
-    assert "2.327" in run(installed, installed / "fedpriv", *ACCOUNT.split())
-    assert "accounting" in run(installed, installed / "python", "-c", "import fedpriv; print(dir(fedpriv))")
+def test_a_clone_and_the_wheel_give_one_bundle(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    assert approvals.bundle_digest(tmp_path / "fedpriv/_apps/flower_app") == approvals.bundle_digest(FLOWER_APP)
 
 
-def test_what_needs_more_says_so_in_one_line(installed, tmp_path):
-    said = run(tmp_path, installed / "fedpriv", "serve", "run", tmp_path, code=2)
-    assert "pip install 'fedpriv[serve]'" in said
+def test_the_commands_work_where_nothing_else_is_installed(installed, trapped):
+    assert "coordinator" in run(trapped, installed / "fedpriv", "--help")
+    assert "2.327" in run(trapped, installed / "fedpriv", *ACCOUNT.split())
+    assert "accounting" in run(trapped, installed / "python", "-c", "import fedpriv; print(dir(fedpriv))")
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"), [("serve run .", "serve"), ("run", "federation"), ("coordinator doctor .", "federation")]
+)
+def test_what_needs_more_says_so_in_one_line(installed, tmp_path, command, extra):
+    said = run(tmp_path, installed / "fedpriv", *command.split(), code=2)
+    assert f"pip install 'fedpriv[{extra}]'" in said
     assert len(said.strip().splitlines()) == 1
+
+
+def test_runs_and_sweeps_start_anywhere(everything, trapped):
+    small = ["rounds=1", "-c", "lora_rounds=0", "-c", "comparison=false", "-c", "baselines=false"]
+    run(trapped, everything / "fedpriv", "run", "-c", *small, "--out", "first")
+    assert json.loads((trapped / "first/summary.json").read_text())["accuracy"] > 0.3
+    assert "cardiology" in run(trapped, everything / "fedpriv", "predict", "first", "a stabbing pain in the chest")
+    code = "from fedpriv import run; print(run(rounds=1, lora_rounds=0, comparison=False, baselines=False, out='two'))"
+    assert "Run('two'" in run(trapped, everything / "python", "-P", "-c", code)
+    (trapped / "grid.toml").write_text("rounds = 1\nlora_rounds = 0\n[grid]\ntarget_epsilon = [2.0, 4.0]\n")
+    options = ["-c", "comparison=false", "-c", "baselines=false", "--max-parallel", "2", "--out", "swept"]
+    assert "2 of 2" in run(trapped, everything / "fedpriv", "sweep", "grid.toml", *options)
+
+
+@pytest.mark.deployment
+def test_two_nodes_with_vaults_and_a_coordinator_carry_out_a_run(everything, trapped):
+    fedpriv, port = everything / "fedpriv", free_port()
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*words: object) -> Path:
+        log = trapped / f"{len(started)}.log"
+        with log.open("wb") as file:
+            command = list(map(str, (fedpriv, *words)))
+            variables = environment() | {"PYTHONUNBUFFERED": "1"}
+            started.append(subprocess.Popen(command, cwd=trapped, env=variables, stdout=file, stderr=file))
+        return log
+
+    run(trapped, fedpriv, "coordinator", "init", "c", "--address", "127.0.0.1", "--port", port)
+    try:
+        log = start("coordinator", "start", "c")
+        wait_until(lambda: "SuperLink answers" in log.read_text(), "SuperLink", 90)
+        for client in (0, 1):
+            node, address = f"n{client}", f"127.0.0.1:{port}"
+            told = ["--superlink", address, "--ca", "c/ca.crt", "--partition-id", client, "--port", free_port()]
+            run(trapped, fedpriv, "node", "init", node, *told)
+            assert approvals.bundle_digest(FLOWER_APP) in run(
+                trapped, fedpriv, "node", "approve", node, "--this-checkout"
+            )
+            keys = (f"{node}/node.key.pub", f"{node}/vault.key.pub")
+            run(trapped, fedpriv, "coordinator", "register", "c", client, *keys)
+            start("node", "start", node)
+        wait_until(lambda: "nodes online: 2" in log.read_text(), "two nodes", 120)
+        values = ("num_clients=2", "min_clients=2", "rounds=1", "lora_rounds=0", f"out={trapped / 'first'}")
+        options = [word for value in values for word in ("-c", value)]
+        run(trapped, fedpriv, "coordinator", "run", "c", *options)
+    finally:
+        for process in reversed(started):
+            process.terminate()
+            process.wait(timeout=60)
+    (summary,) = trapped.rglob("summary.json")
+    assert json.loads(summary.read_text())["num_clients"] == 2

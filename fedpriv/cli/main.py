@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import fedpriv
+from fedpriv.apps import naming_extras
 from fedpriv.cli import _audit, _config, _data, _dedup, _integral, _ledger, _programs, _serve, lmo
 from fedpriv.cli._command import command
 from fedpriv.cli._costs import account, calibrate, communication, repeat_and_select
@@ -55,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: of the command line, without the program's name; by default this process's own.
     """
     try:
-        app(arguments, prog_name="fedpriv")
+        with naming_extras():
+            app(arguments, prog_name="fedpriv")
     except ValueError as error:
         typer.echo(f"error: {printable(error)}", err=True)
         sys.exit(2)
