@@ -1,6 +1,6 @@
 """Puts the programs of the top-level folders into the wheel, under names that no folder of a user's has.
 
-`fedpriv/_apps` gets `simulations`, `clients` and `server` with their imports of each other renamed, and `flower_app`,
+`fedpriv/_apps` gets `simulations`, `clients` and `server` with their imports of each other renamed, and `flower-app`,
 the files from which a Flower bundle is built, as they are. fedpriv/apps.py finds both.
 """
 
@@ -34,7 +34,7 @@ class Programs(BuildHookInterface[Any]):
             place.write_text(text, encoding="utf-8")
             build_data["force_include"][str(place)] = f"{_APPS}/{file.relative_to(root).as_posix()}"
         for file in _flower_app(root):
-            build_data["force_include"][str(file)] = f"{_APPS}/flower_app/{file.relative_to(root).as_posix()}"
+            build_data["force_include"][str(file)] = f"{_APPS}/flower-app/{file.relative_to(root).as_posix()}"
 
 
 def _programs(root: Path) -> Iterator[Path]:

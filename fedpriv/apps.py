@@ -25,7 +25,7 @@ _INSTALLED = Path(__file__).parent / "_apps"
 CHECKOUT: Path | None = None if _INSTALLED.is_dir() else _INSTALLED.parents[1]
 """The clone of the repository that this is; None where fedpriv was installed from a wheel."""
 
-FLOWER_APP: Path = CHECKOUT or _INSTALLED / "flower_app"
+FLOWER_APP: Path = CHECKOUT or _INSTALLED / "flower-app"
 """The folder of the Flower app: what `flwr build` reads. A clone and the wheel of its commit give the same bundle."""
 
 # {package that a program may lack: the extra that brings it}

@@ -84,7 +84,7 @@ def test_the_wheel_holds_the_library_and_its_programs(wheel):
 
 def test_a_clone_and_the_wheel_give_one_bundle(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    assert approvals.bundle_digest(tmp_path / "fedpriv/_apps/flower_app") == approvals.bundle_digest(FLOWER_APP)
+    assert approvals.bundle_digest(tmp_path / "fedpriv/_apps/flower-app") == approvals.bundle_digest(FLOWER_APP)
 
 
 def test_the_commands_work_where_nothing_else_is_installed(installed, trapped):

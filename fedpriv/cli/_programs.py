@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,8 +70,12 @@ def app(folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder."
     from fedpriv.apps import FLOWER_APP
     from fedpriv.deployment import approvals
 
-    if folder.exists():
+    place = folder.absolute()
+    if place.exists():
         raise InputError(f"DIR = {str(folder)!r}: exists; name a new folder")
-    approvals.install(approvals.bundle_of(FLOWER_APP), folder.absolute())
-    digest = approvals.bundle_digest(folder.absolute())
+    if not re.fullmatch("[A-Za-z][A-Za-z0-9-]{0,31}", place.name):
+        raise InputError(f"DIR = {str(folder)!r}: Flower takes names of letters, digits and hyphens alone, at most 32")
+    bundle = approvals.bundle_of(FLOWER_APP)
+    approvals.install(bundle, place)
+    digest = hashlib.sha256(bundle).hexdigest()
     return Result({"folder": str(folder), "bundle": digest}, [f"{folder}: the Flower app; its bundle is {digest}"])
