@@ -26,8 +26,6 @@ INLINE = re.compile(r"`([^`\n]+)`")
 APPS = {
     "fedpriv": "fedpriv.cli.main",
     "python -m simulations": "simulations.__main__",
-    "fedpriv coordinator": "server.deploy.__main__",
-    "fedpriv node": "clients.deploy.__main__",
 }
 # `fedpriv serve FOLDER` means `fedpriv serve run FOLDER`.
 BY_DEFAULT = {"serve": "run"}

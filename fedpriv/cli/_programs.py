@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import click
 import typer
@@ -29,35 +29,30 @@ _PROGRAMS = {
 
 
 class ProgramGroup(TyperGroup):
-    """The commands of an app, and those of the programs, which come first."""
+    """The commands of an app, and those of the programs, which come first; --help of the app loads no program."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*_PROGRAMS, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return _Deferred(cmd_name) if cmd_name in _PROGRAMS else super().get_command(ctx, cmd_name)
+        if cmd_name not in _PROGRAMS:
+            return super().get_command(ctx, cmd_name)
+        return click.Command(cmd_name, help=_PROGRAMS[cmd_name][2])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, _loaded(name) if name in _PROGRAMS else command, rest
 
 
-class _Deferred(click.Command):
-    """A command that stands for one of a program until it is started, asked for help or completed."""
+def _loaded(name: str) -> click.Command:
+    """The command of a program, or the group of all its commands."""
+    from fedpriv.apps import program
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name, help=_PROGRAMS[name][2])
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        return self._loaded().make_context(info_name, args, parent=parent, **extra)
-
-    def _loaded(self) -> click.Command:
-        from fedpriv.apps import program
-
-        module, name, _ = _PROGRAMS[str(self.name)]
-        found = typer.main.get_command(program(module).app)
-        if not name:
-            return found
-        assert isinstance(found, click.Group)
-        return found.commands[name]
+    module, of_program, _ = _PROGRAMS[name]
+    found = typer.main.get_command(program(module).app)
+    return found.commands[of_program] if of_program and isinstance(found, click.Group) else found
 
 
 def app(folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder.")]) -> Result:
