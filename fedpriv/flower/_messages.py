@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedpriv.errors import InputError
 from fedpriv.vault import RefusedError, RetiredError
-from fedpriv.vault.frames import FAILED, REFUSED, RETIRED, Response, Scalar, check_arrays
+from fedpriv.vault.frames import FAILED, MAX_ARRAYS_BYTES, REFUSED, RETIRED, Response, Scalar, check_arrays
 
 log = logging.getLogger("flwr")
 
@@ -26,6 +26,9 @@ NUM_EXAMPLES = "num-examples"
 # Where Flower's strategies say which round it is, and the largest number that a ledger holds.
 _ROUND = "server-round"
 _MAX_ROUND = 2**63 - 1
+
+# Characters of all arrays' names: JSON writes at most six for one, and a stored header holds 2^20.
+_MAX_NAMES = 2**17
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,6 +95,9 @@ def parameters_of(content: RecordDict) -> Parameters:
         if array.dtype not in (np.float16, np.float32, np.float64):
             raise RefusedError(f"{name}: is {array.dtype}; only float16, float32 and float64 are noised")
     found = Parameters(record=record, arrays=arrays)
+    size, names = sum(array.nbytes for array in arrays.values()), sum(map(len, arrays))
+    if size > MAX_ARRAYS_BYTES // 2 or names > _MAX_NAMES:
+        raise RefusedError(f"arrays: are {size} bytes; at most {MAX_ARRAYS_BYTES // 2} can be stored")
     if not found.num_values:
         raise RefusedError("arrays: hold no value")
     if not found.is_finite:

@@ -177,9 +177,7 @@ class LedgerMod:
             def make(is_new: bool) -> Response:
                 if not is_new:
                     raise RefusedError(f"round {key.round}: was charged, and its reply is lost; make a new request")
-                reply = call_next(message, context)
-                trained = _trained(reply, received)
-                return response_of(trained, account, metrics_of(reply, self._metrics))
+                return response_of(*_trained(message, context, call_next, received, self._metrics), account)
 
             release = Release(event=self._event_of(context), rho_bar=1.0)
             return paid_reply(message, received, account.pay(key, release, self._noise_source, make))
@@ -223,7 +221,7 @@ class UpdateMod:
         self._account_of, self._clip_norm, self._noise_multiplier = account_of, clip_norm, noise_multiplier
         self._metrics, self._uncovered = check_names("metrics", metrics), check_names("uncovered", uncovered)
         try:
-            self.event(1)
+            self._noised(torch.zeros(1, dtype=torch.float64), SecureSource())
         except ValueError as error:
             raise InputError(str(error)) from None
 
@@ -247,7 +245,7 @@ class UpdateMod:
                 if is_new:
                     update, metrics = app_update(message, context, call_next, received, self._metrics)
                 noised = self._noised(update, source)
-                return response_of(received.moved(noised), account, metrics)
+                return response_of(received.moved(noised), metrics, account)
 
             release = Release(event=self.event(received.num_values), rho_bar=1.0)
             return paid_reply(message, received, account.pay(key_of(message, account), release, source.name, make))
@@ -285,7 +283,7 @@ def key_of(message: Message, account: Account) -> Key:
     )
 
 
-def response_of(parameters: Parameters, account: Account, metrics: Mapping[str, Scalar]) -> Response:
+def response_of(parameters: Parameters, metrics: Mapping[str, Scalar], account: Account) -> Response:
     """The response to store: parameters, the registered N_k, and numbers that the operator allows."""
     fields = {**metrics, NUM_EXAMPLES: account.data_set.num_records}
     return Response(record=parameters.record, fields=fields, arrays=parameters.arrays)
@@ -296,18 +294,24 @@ def paid_reply(message: Message, received: Parameters, response: Response) -> Me
     return reply_of(message, response, {name: array.shape for name, array in received.arrays.items()})
 
 
-def _trained(reply: Message, received: Parameters) -> Parameters:
-    """The app's parameters under the received record's name.
+def _trained(
+    message: Message, context: Context, call_next: ClientAppCallable, received: Parameters, allowed: Collection[str]
+) -> tuple[Parameters, dict[str, Scalar]]:
+    """The app's parameters under the received record's name, and the numbers that may leave.
+
+    Args:
+        message, context, call_next, received, allowed: as for `app_update`.
 
     Raises:
         ValueError: the reply holds none that may leave; the text is for this node's log alone.
     """
     try:
+        reply = call_next(message, context)
         trained = parameters_of(reply.content)
-    except RefusedError as error:
+    except RefusedError as error:  # its text would leave
         raise ValueError(f"the app's reply: {error}") from None
     trained.difference(received)
-    return Parameters(record=received.record, arrays=trained.arrays)
+    return Parameters(record=received.record, arrays=trained.arrays), metrics_of(reply, allowed)
 
 
 def app_update(

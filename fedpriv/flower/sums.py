@@ -54,7 +54,7 @@ log = logging.getLogger("flwr")
 # Messages of the exchanges around a train message, and the record in which each message holds its texts.
 REGISTER, ADVERTISE, SHARE = "query.sum_register", "query.sum_advertise", "query.sum_share"
 CHECK, CONFIRM, REVEAL = "query.sum_check", "query.sum_confirm", "query.sum_reveal"
-SUM = "sum"
+SUM = "fedpriv-sum"
 VECTOR = "vector"
 
 # By node: the nodes of a simulation share a process.

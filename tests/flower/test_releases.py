@@ -15,6 +15,7 @@ from fedpriv.accounting import SubsampledGaussian, epsilon_of
 from fedpriv.errors import InputError
 from fedpriv.flower import Account, LedgerMod, UpdateMod, local_dp_event
 from fedpriv.ledger import reading
+from fedpriv.vault import RefusedError
 from fedpriv.vault.frames import FAILED, REFUSED, RETIRED
 from tests.flower.nodes import START, Node, arrays_of, difference
 
@@ -27,6 +28,10 @@ def moved(received):
 
 def broken(received):
     raise ValueError("record 17 is empty")
+
+
+def refusing(received):
+    raise RefusedError("record 17 is empty")
 
 
 def update_node(folder, train=moved, *, budget=None, clip_norm=1.0, noise_multiplier=4.0, **options):
@@ -137,6 +142,14 @@ def test_records_and_rounds_that_make_no_sense_are_refused_before_the_charge(mak
     assert (node.num_charges, node.calls) == (0, 0)
 
 
+@BOTH
+def test_parameters_that_could_not_be_stored_are_refused_before_the_charge(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedpriv.flower._messages.MAX_ARRAYS_BYTES", 20)
+    node = make(tmp_path)
+    assert "at most 10 can be stored" in node.ask().error.reason
+    assert (node.num_charges, node.calls) == (0, 0)
+
+
 @pytest.mark.parametrize("scale", [1e30, 3e38])
 def test_with_huge_parameters_the_update_is_clipped_all_the_same(scale, tmp_path):
     start = {"weight": np.float32([scale, 0.0]), "bias": np.float32(1.0)}
@@ -202,13 +215,17 @@ def test_the_charge_is_on_disk_when_the_app_starts(make, tmp_path):
     assert phases == ["registered", "charged"]
 
 
+class Killed(BaseException):
+    """The process ends: nothing catches it."""
+
+
 def killed(received):
-    raise KeyboardInterrupt
+    raise Killed
 
 
 def test_after_a_crash_there_is_noise_alone_and_the_app_is_not_asked_again(tmp_path):
     node = update_node(tmp_path, killed, clip_norm=100.0, noise_multiplier=1e-3)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         node.ask()
     first, second = node.ask(), node.ask()
     assert first.content == second.content
@@ -218,7 +235,7 @@ def test_after_a_crash_there_is_noise_alone_and_the_app_is_not_asked_again(tmp_p
 
 def test_after_a_crash_a_ledger_alone_has_nothing_to_send(tmp_path):
     node = ledger_node(tmp_path, killed)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         node.ask()
     assert node.ask().error.code == REFUSED
     assert (node.num_charges, node.calls) == (1, 1)
@@ -233,13 +250,14 @@ def test_a_ledger_that_cannot_be_used_lets_nothing_out(make, tmp_path):
 
 
 def test_what_an_app_says_of_its_records_stays_on_the_node(tmp_path):
-    for train in (broken, lambda received: {name: array * np.nan for name, array in received.items()}):
+    for train in (broken, refusing, lambda received: {name: array * np.nan for name, array in received.items()}):
         error = ledger_node(tmp_path / train.__name__, train).ask().error
         assert (error.code, error.reason) == (FAILED, "failed; this node's log says why")
 
 
 def test_values_out_of_range_are_refused_at_once(tmp_path):
-    for options in ({"noise_multiplier": 0.0}, {"clip_norm": math.nan}, {"metrics": "loss"}):
+    wrong = ({"noise_multiplier": 0.0}, {"clip_norm": math.nan}, {"clip_norm": 1e-150}, {"metrics": "loss"})
+    for options in wrong:
         with pytest.raises(InputError, match=next(iter(options))):
             update_node(tmp_path, **options)
     with pytest.raises(InputError, match="num_records = 0"):
