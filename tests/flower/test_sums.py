@@ -146,7 +146,7 @@ def test_with_too_few_left_the_model_stays_and_nothing_is_unmasked(tmp_path):
 def test_what_a_node_sends_is_a_masked_vector_and_its_registered_number(tmp_path):
     nodes = federation(tmp_path)
     nodes.run(SumStrategy(fed_avg(), **NOISE_OFF), rounds=1)
-    first = nodes.replies("train")[0].content
+    first = next(each.content for each in nodes.replies("train") if each.metadata.src_node_id == 2)
     assert list(first) == [SUM, "metrics"]
     assert dict(first.metric_records["metrics"]) == {"num-examples": SIZES[2]}
     values = first.array_records[SUM][VECTOR].numpy()
@@ -262,6 +262,20 @@ def test_evaluation_is_the_apps_own_and_must_be_allowed(tmp_path):
         with task_identity(1):
             (reply,) = nodes.grid.send_and_receive([Message(RecordDict({"config": ConfigRecord({})}), 2, "evaluate")])
         assert reply.has_error() == (not allowed)
+
+
+def test_a_strategy_that_sends_different_messages_is_refused(tmp_path):
+    strategy = fed_avg()
+    one_for_all = strategy.configure_train
+
+    def configure(*arguments):
+        for number, message in enumerate(one_for_all(*arguments)):
+            message.content = RecordDict({**message.content, "extra": ConfigRecord({"number": number})})
+            yield message
+
+    strategy.configure_train = configure
+    with pytest.raises(InputError, match="different messages"):
+        federation(tmp_path).run(SumStrategy(strategy, **NOISE_OFF), rounds=1)
 
 
 def test_strategies_of_single_updates_and_numbers_out_of_range_are_refused(tmp_path):
