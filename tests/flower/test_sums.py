@@ -18,7 +18,7 @@ from fedpriv.errors import InputError
 from fedpriv.flower import Account, SumMod, SumStrategy
 from fedpriv.flower.sums import CONFIRM, REVEAL, SUM, VECTOR
 from fedpriv.ledger import reading
-from fedpriv.secure_aggregation import make_identity
+from fedpriv.secure_aggregation import make_identity, terms_from_text
 from fedpriv.vault.frames import REFUSED
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
@@ -165,7 +165,10 @@ def test_a_noised_sum_is_charged_for_the_noise_of_all_and_for_its_own_alone(tmp_
         assert (release.event.count, release.event.unit, release.num_readers) == (2, "client", 1)
         # A power of two as the grid of the largest client; a scale of others may round it a little coarser.
         assert release.event.effective_noise_multiplier == pytest.approx(1.0, rel=1e-4)
-        assert release.aggregate_scale >= 1
+        # Of three survivors one is this node, and one reads the sum; the third may be the smallest of all others.
+        own = SIZES[context.node_id]
+        smallest = min(size for size in SIZES.values() if size != own)
+        assert release.aggregate_scale == pytest.approx(np.hypot(own, smallest) / own)
         local, shared = (epsilon_of([release.seen_by(view)], 1e-5).epsilon for view in ("local", "aggregate"))
         assert shared <= local
     assert nodes.account(nodes.contexts[0]).data_set.num_records == 30
@@ -225,6 +228,19 @@ def test_a_sum_with_fewer_honest_clients_than_agreed_is_none(node, server, tmp_p
     nodes = federation(tmp_path, NOISE_OFF, **node)
     with task_identity(1):
         assert not SumStrategy(fed_avg(), **NOISE_OFF, **server).start(nodes.grid, record(START), num_rounds=1).arrays
+    assert not nodes.calls
+
+
+def test_a_node_masks_nothing_under_other_terms_than_it_signed(tmp_path):
+    def coarser(message: Message) -> None:
+        if message.metadata.message_type == "train":
+            record = message.content.config_records[SUM]
+            terms = terms_from_text(str(record["terms"]))
+            record["terms"] = replace(terms, grid_exponent=terms.grid_exponent - 1).text()
+
+    nodes = federation(tmp_path, NOISED, altered=coarser)
+    with task_identity(1):
+        assert not SumStrategy(fed_avg(), **NOISED).start(nodes.grid, record(START), num_rounds=1).arrays
     assert not nodes.calls
 
 
