@@ -49,5 +49,6 @@ if TYPE_CHECKING:
     from fedpriv.training.per_sample import per_sample_gradients as per_sample_gradients
     from fedpriv.training.per_sample import trainable_layers as trainable_layers
     from fedpriv.training.stacked import stacked_updates as stacked_updates
+    from fedpriv.training.summing import noised_sum as noised_sum
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

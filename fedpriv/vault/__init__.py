@@ -19,14 +19,20 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from fedpriv.vault._charging import AlreadyReleasedError as AlreadyReleasedError
     from fedpriv.vault._charging import Choice as Choice
     from fedpriv.vault._charging import NodePolicy as NodePolicy
     from fedpriv.vault._charging import RefusedError as RefusedError
     from fedpriv.vault._charging import RetiredError as RetiredError
+    from fedpriv.vault._charging import charge as charge
     from fedpriv.vault._charging import choose_rule as choose_rule
+    from fedpriv.vault._charging import registered_data_set as registered_data_set
     from fedpriv.vault._charging import rule_note as rule_note
+    from fedpriv.vault._charging import store_reply as store_reply
     from fedpriv.vault._guard import check_instruction as check_instruction
     from fedpriv.vault._guard import check_limits as check_limits
+    from fedpriv.vault._summed import check_grid as check_grid
+    from fedpriv.vault._summed import check_policy as check_policy
     from fedpriv.vault.settings import NodeLimits as NodeLimits
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -171,7 +171,7 @@ def part_of(
     if own.sampling_probability != spec.probability(own.num_records):
         raise RefusedError(f"terms: sampling_probability = {own.sampling_probability}: is not that of the request")
     bound = spec.clip_norm * num_included(spec, own.num_records)
-    _check_grid(terms, client, bound)
+    check_grid(terms, client, bound)
     sealed = str(request.fields.get(protocol.SEALED, ""))
     if config.masks:
         session = _session_of(terms, client, sealed)
@@ -213,7 +213,7 @@ def check_policy(terms: Terms, client: int, policy: NodePolicy) -> None:
         )
 
 
-def _check_grid(terms: Terms, client: int, bound: float) -> None:
+def check_grid(terms: Terms, client: int, bound: float) -> None:
     """Refuse a grid on which the node's noise would be too coarse, or its part no integers that add up.
 
     On such a grid a vector would be no sum of integers, and whether there is one at all could depend on the records.

@@ -1,0 +1,1 @@
+"""A ledger and an exact epsilon for an app with Flower's LocalDpMod."""

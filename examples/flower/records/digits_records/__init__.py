@@ -1,0 +1,1 @@
+"""Record-level differential privacy in the train function of an app."""

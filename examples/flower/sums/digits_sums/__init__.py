@@ -1,0 +1,1 @@
+"""Secure sums for an app with plain FedAvg."""

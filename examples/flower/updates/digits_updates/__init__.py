@@ -1,0 +1,1 @@
+"""Client-level differential privacy for an app that stays as it is."""

@@ -1,0 +1,375 @@
+"""Replies of a Flower app that are paid for: charged to a ledger before the app runs, and stored before they leave.
+
+`LedgerMod` stands around code that adds noise by itself: Flower's LocalDpMod, Opacus, or the steps of
+`fedpriv.training` in the app's own train function. `UpdateMod` clips and noises the update of any app.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp.typing import ClientAppCallable
+from torch import Tensor
+
+from fedpriv.accounting import Event, PrivacySpent, Release, SubsampledGaussian, epsilon_of
+from fedpriv.accounting.views import PlannedView
+from fedpriv.errors import InputError
+from fedpriv.flower._messages import (
+    NUM_EXAMPLES,
+    Parameters,
+    check_names,
+    check_type,
+    metrics_of,
+    parameters_of,
+    refusing,
+    reply_of,
+    request_digest,
+    round_of,
+)
+from fedpriv.ledger import DataSet, Key, reading
+from fedpriv.mechanisms import MECHANISMS, NoiseRequest, SecureSource
+from fedpriv.mechanisms.registry import FOR_SUMS
+from fedpriv.training import clipped_rows
+from fedpriv.vault import AlreadyReleasedError, NodePolicy, RefusedError, charge, registered_data_set, store_reply
+from fedpriv.vault.frames import Response, Scalar, pack_response, unpack_response
+
+log = logging.getLogger("flwr")
+
+# Any two updates of norm C are at most 2 C apart: the server knows who takes part, so a client's data are replaced.
+REPLACEMENT_FACTOR = 2.0
+
+# What LocalDpMod's norms in the arrays' own type may be off by: clipped float32 updates of 10^7 values stay below it.
+_CLIPPING_MARGIN = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """A data holder's account: a ledger, and the budget that its releases may use.
+
+    All values are the operator's, from its node's configuration or a file of its own, never from a message.
+
+    Attributes:
+        ledger: file of the node's ledger, created on first use.
+        client: the holder's name in it.
+        num_records: N_k >= 1, registered on first use and constant from then on.
+        budget_epsilon: the most that all runs may cost together; None sets no bound.
+        delta: of the budget, in (0, 1); None means 1/(10 N_k), at most 1e-5.
+        budget_view: `local`, or `aggregate` for sums of `fedpriv.flower.sums`.
+
+    Raises:
+        InputError, ValueError: the budget or delta is out of range.
+    """
+
+    ledger: Path
+    client: str
+    num_records: int
+    budget_epsilon: float | None = None
+    delta: float | None = None
+    budget_view: PlannedView = "local"
+
+    def __post_init__(self) -> None:
+        if self.num_records < 1:
+            raise InputError(f"num_records = {self.num_records}: must be at least 1")
+        _ = self._policy  # checks budget and delta
+
+    @cached_property
+    def _policy(self) -> NodePolicy:
+        return NodePolicy(
+            ledger=self.ledger,
+            budget_epsilon=self.budget_epsilon,
+            delta=self.delta,
+            limits=None,
+            budget_view=self.budget_view,
+        )
+
+    @property
+    def data_set(self) -> DataSet:
+        """The registered data set; one is registered if there is none yet.
+
+        Raises:
+            LedgerError: the ledger cannot be used.
+        """
+        found = registered_data_set(self._policy, self.client, self.num_records)
+        assert found is not None, "an account has a ledger"
+        return found
+
+    def spent(self) -> PrivacySpent:
+        """The cost of everything charged so far, on the `local` view.
+
+        Raises:
+            LedgerError: the ledger cannot be used.
+        """
+        data_set = self.data_set
+        with reading(self.ledger) as db:
+            return epsilon_of([release.event for release in db.releases(data_set.id)], data_set.delta)
+
+    def pay(self, key: Key, release: Release, noise_source: str, make: Callable[[bool], Response]) -> Response:
+        """The response to a request, charged before it is made and stored before it is returned.
+
+        The same key gets the stored response again, and nothing is made.
+
+        Args:
+            key: of the request.
+            release: to charge.
+            noise_source: for the ledger, `secure`, or where the noise is from.
+            make: makes the response; its argument says whether the charge is new. If not, an earlier attempt ended
+                before it stored a response, and records must not be read again.
+
+        Raises:
+            RefusedError: the budget does not allow the release; see `fedpriv.vault.charge`.
+            LedgerError: the ledger cannot be used.
+        """
+        try:
+            is_new, _ = charge(self._policy, key, release, self.data_set, noise_source=noise_source)
+        except AlreadyReleasedError as answered:
+            return unpack_response(answered.content)
+        return unpack_response(store_reply(self._policy, key, release.event, pack_response(make(is_new))))
+
+
+AccountOf = Callable[[Context], Account]
+"""The account of the node in whose context a mod runs."""
+
+
+class LedgerMod:
+    """A Flower mod that charges each train message with a fixed event before the app runs, and stores the reply.
+
+    It adds no noise: the mods behind it and the app must give what the event says. The reply's arrays leave as the app
+    made them; its numbers are replaced by the registered N_k. If the app fails, the server learns that it did.
+
+    Args:
+        account_of: gives the node's account.
+        event_of: gives what one train message costs on this node.
+        noise_source: `secure`, or where the noise is from, for the ledger.
+        metrics: names of numbers in the app's replies that leave all the same; no epsilon covers them.
+        uncovered: types of messages, such as `evaluate`, that the app answers by itself; no epsilon covers them.
+    """
+
+    def __init__(
+        self,
+        account_of: AccountOf,
+        event_of: Callable[[Context], Event],
+        *,
+        noise_source: str = "secure",
+        metrics: Collection[str] = (),
+        uncovered: Collection[str] = (),
+    ) -> None:
+        self._account_of, self._event_of, self._noise_source = account_of, event_of, noise_source
+        self._metrics, self._uncovered = check_names("metrics", metrics), check_names("uncovered", uncovered)
+
+    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        """The paid reply to a message, or an error."""
+
+        def answer() -> Message:
+            if not check_type(message, self._uncovered):
+                return call_next(message, context)
+            received = parameters_of(message.content)
+            account = self._account_of(context)
+            key = key_of(message, account)
+
+            def make(is_new: bool) -> Response:
+                if not is_new:
+                    raise RefusedError(f"round {key.round}: was charged, and its reply is lost; make a new request")
+                return response_of(*_trained(message, context, call_next, received, self._metrics), account)
+
+            release = Release(event=self._event_of(context), rho_bar=1.0)
+            return paid_reply(message, received, account.pay(key, release, self._noise_source, make))
+
+        return refusing(message, answer)
+
+
+class UpdateMod:
+    """A Flower mod that releases the app's update under client-level differential privacy, or nothing.
+
+    Only the difference to the received parameters is released: clipped to C as a whole, with exact discrete Gaussian
+    noise of standard deviation z C on every value. It is charged before the app runs and stored before it leaves; the
+    same message again gets the same reply. All else in the app's reply is dropped. If the app fails, or returns other
+    arrays or values that are not finite, its update counts as zero, and the reply is noise like any other.
+
+    Guarantee: replacing all data of the client costs what the charged event says, by the reply's content. How long the
+    app takes, and what it does besides its reply, is not covered.
+
+    Args:
+        account_of: gives the node's account.
+        clip_norm: C, finite, > 0, in units of the parameters.
+        noise_multiplier: z > 0, the noise over C; any two updates are up to 2 C apart, so the event has z / 2.
+        metrics: names of numbers in the app's replies that leave all the same; no epsilon covers them.
+        uncovered: types of messages, such as `evaluate`, that the app answers by itself; no epsilon covers them.
+
+    Raises:
+        InputError: clip_norm or noise_multiplier is out of range.
+    """
+
+    def __init__(
+        self,
+        account_of: AccountOf,
+        *,
+        clip_norm: float,
+        noise_multiplier: float,
+        metrics: Collection[str] = (),
+        uncovered: Collection[str] = (),
+    ) -> None:
+        if not noise_multiplier > 0:
+            raise InputError(f"noise_multiplier = {noise_multiplier}: must be > 0")
+        self._account_of, self._clip_norm, self._noise_multiplier = account_of, clip_norm, noise_multiplier
+        self._metrics, self._uncovered = check_names("metrics", metrics), check_names("uncovered", uncovered)
+        try:
+            self._noised(torch.zeros(1, dtype=torch.float64), SecureSource())
+        except ValueError as error:
+            raise InputError(str(error)) from None
+
+    def event(self, num_values: int) -> Event:
+        """The cost of one release of so many values; rounding to the mechanism's grid adds a little for each."""
+        (event,) = MECHANISMS[FOR_SUMS].planned_events(self._request(num_values))
+        return event
+
+    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        """The paid reply to a message, or an error."""
+
+        def answer() -> Message:
+            if not check_type(message, self._uncovered):
+                return call_next(message, context)
+            received = parameters_of(message.content)
+            account = self._account_of(context)
+            source = SecureSource()
+
+            def make(is_new: bool) -> Response:
+                update, metrics = torch.zeros(received.num_values, dtype=torch.float64), dict[str, Scalar]()
+                if is_new:
+                    update, metrics = app_update(message, context, call_next, received, self._metrics)
+                noised = self._noised(update, source)
+                return response_of(received.moved(noised), metrics, account)
+
+            release = Release(event=self.event(received.num_values), rho_bar=1.0)
+            return paid_reply(message, received, account.pay(key_of(message, account), release, source.name, make))
+
+        return refusing(message, answer)
+
+    def _request(self, num_values: int) -> NoiseRequest:
+        return NoiseRequest(
+            noise_multiplier=self._noise_multiplier,
+            clip_norm=self._clip_norm,
+            sensitivity_factor=REPLACEMENT_FACTOR,
+            dimension=num_values,
+            sampling_probabilities=(1.0,),
+            unit="client",
+        )
+
+    def _noised(self, update: Tensor, source: SecureSource) -> Tensor:
+        clipped = clipped_update(update, self._clip_norm).unsqueeze(0)
+        noised, _ = MECHANISMS[FOR_SUMS].add_noise(clipped, self._request(len(update)), [source])
+        return noised[0]
+
+
+def key_of(message: Message, account: Account) -> Key:
+    """The key of the release that a message asks for.
+
+    Raises:
+        RefusedError: the message's round is none.
+    """
+    content = message.content
+    return Key(
+        run=str(message.metadata.run_id),
+        client=account.client,
+        round=round_of(content),
+        request=request_digest(message.metadata.message_type, content),
+    )
+
+
+def response_of(parameters: Parameters, metrics: Mapping[str, Scalar], account: Account) -> Response:
+    """The response to store: parameters, the registered N_k, and numbers that the operator allows."""
+    fields = {**metrics, NUM_EXAMPLES: account.data_set.num_records}
+    return Response(record=parameters.record, fields=fields, arrays=parameters.arrays)
+
+
+def paid_reply(message: Message, received: Parameters, response: Response) -> Message:
+    """The reply that a stored response makes, with arrays of the received shapes."""
+    return reply_of(message, response, {name: array.shape for name, array in received.arrays.items()})
+
+
+def _trained(
+    message: Message, context: Context, call_next: ClientAppCallable, received: Parameters, allowed: Collection[str]
+) -> tuple[Parameters, dict[str, Scalar]]:
+    """The app's parameters under the received record's name, and the numbers that may leave.
+
+    Args:
+        message, context, call_next, received, allowed: as for `app_update`.
+
+    Raises:
+        ValueError: the reply holds none that may leave; the text is for this node's log alone.
+    """
+    try:
+        reply = call_next(message, context)
+        trained = parameters_of(reply.content)
+    except RefusedError as error:  # its text would leave
+        raise ValueError(f"the app's reply: {error}") from None
+    trained.difference(received)
+    return Parameters(record=received.record, arrays=trained.arrays), metrics_of(reply, allowed)
+
+
+def app_update(
+    message: Message, context: Context, call_next: ClientAppCallable, received: Parameters, allowed: Collection[str]
+) -> tuple[Tensor, dict[str, Scalar]]:
+    """The app's update, float64 [values], and the numbers that may leave; zero and none if the app failed.
+
+    Args:
+        message: received; the app may change it.
+        context: of the node.
+        call_next: the app.
+        received: parameters of the message, read before the app runs.
+        allowed: names of numbers that the operator lets leave.
+    """
+    try:
+        reply = call_next(message, context)
+        return parameters_of(reply.content).difference(received), metrics_of(reply, allowed)
+    except Exception:  # a record may have caused it, so the reply is noise like any other
+        log.exception("the app failed; its update counts as zero")
+        return torch.zeros(received.num_values, dtype=torch.float64), {}
+
+
+def clipped_update(update: Tensor, clip_norm: float) -> Tensor:
+    """The update, clipped to `clip_norm` as a whole, float64 [values]; zero if a value is not finite."""
+    return clipped_rows(update.unsqueeze(0), clip_norm, [slice(0, len(update))])[0]
+
+
+class LocalDp(Protocol):
+    """The part of Flower's LocalDpMod that decides its noise."""
+
+    clipping_norm: float
+    sensitivity: float
+    epsilon: float
+    delta: float
+
+
+def local_dp_event(mod: LocalDp, count: int = 1) -> SubsampledGaussian:
+    """The cost of releases through Flower's LocalDpMod: Gaussian noise on the whole clipped update of one client.
+
+    The mod adds N(0, s^2) with s = sensitivity sqrt(2 ln(1.25 / delta)) / epsilon, the classical bound, which is proven
+    for epsilon < 1 alone. Here the Gaussian itself is accounted, at any epsilon. Two updates clipped to C are up to 2 C
+    apart, whatever sensitivity the mod was given, so the noise multiplier is s / (2 C), less 0.1 % since the mod clips
+    in the arrays' own type. Unit: the client, whose data may all be replaced.
+
+    Args:
+        mod: the LocalDpMod.
+        count: number of releases, >= 1.
+
+    Raises:
+        InputError: the mod's epsilon or delta is 0, so its noise has no finite size; or it adds none.
+
+    Source: Dwork and Roth 2014, Theorem 3.22, for the mod's s.
+    """
+    if not (mod.epsilon > 0 and 0 < mod.delta < 1 and mod.sensitivity > 0):
+        raise InputError(
+            f"LocalDpMod: sensitivity = {mod.sensitivity}, epsilon = {mod.epsilon}, delta = {mod.delta}: must be > 0, "
+            "and delta below 1"
+        )
+    stddev = mod.sensitivity * math.sqrt(2 * math.log(1.25 / mod.delta)) / mod.epsilon
+    multiplier = stddev / (2 * mod.clipping_norm * (1 + _CLIPPING_MARGIN))
+    return SubsampledGaussian(noise_multiplier=multiplier, sampling_probability=1.0, count=count, unit="client")
