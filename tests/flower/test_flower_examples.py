@@ -1,4 +1,4 @@
-"""The examples in examples/flower give plain Flower's numbers with noise off, in process and under `flwr run`."""
+"""The examples in docs/examples/flower give plain Flower's numbers with noise off, in process and under `flwr run`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from simulations.engines.grid import LocalGrid
 from tests.integration.test_flower_engine import flower_environment, flwr, status
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples" / "flower"
+EXAMPLES = ROOT / "docs" / "examples" / "flower"
 ROUNDS, NUM_CLIENTS = 2, 4
 
 # {example: (what is edited so that there is next to no noise, by how much a weight may then differ)}. A ledger takes no
