@@ -99,6 +99,6 @@ class Registry(MutableMapping[str, Entry], Generic[Entry]):
 
 
 def imported(place: str) -> Any:
-    """What stands at a place `module:name`."""
+    """The object at a place `module:name`."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)

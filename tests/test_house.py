@@ -146,7 +146,8 @@ FLOORS = (
     ("lmo", "mechanisms"),
     ("accounting",),
     ("accounting/lmo", "dedup/algorithms", "files.py", "texts.py"),
-    ("__init__.py", "accounting/composition", "errors.py", "exports.py"),
+    ("__init__.py", "accounting/composition", "exports.py"),
+    ("errors.py",),
 )
 
 
