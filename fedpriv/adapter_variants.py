@@ -58,7 +58,9 @@ class AdapterEvaluator:
         by_address = {p.data_ptr(): (name, p) for name, p in self.model.peft_model.named_parameters()}
         stored = get_peft_model_state_dict(self.model.peft_model)
         if any(name.endswith(INNER_SUFFIX) for name in stored):
-            raise InputError("aggregation = fed-sb: its variants hold B R, which the run's model cannot validate")
+            raise InputError(
+                "aggregation: the run trained R, and its variants hold B R, which its model cannot validate"
+            )
         self._parameters = {name: by_address[tensor.data_ptr()] for name, tensor in stored.items()}
 
     @classmethod

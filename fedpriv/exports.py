@@ -7,17 +7,22 @@ A package lists its exports once, where type checkers and editors look for them:
     else:
         __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
 
-Importing a package is therefore cheap, and accounting never loads torch.
+Importing a package is therefore cheap, and accounting never loads torch. A `Registry` does the same for the kinds of
+one thing, such as mechanisms: its names are known before any of them is loaded.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from fedpriv.errors import InputError
+
+Entry = TypeVar("Entry")
 
 
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -47,3 +52,53 @@ def listed_imports(source: str) -> dict[str, tuple[str, str]]:
     blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
     imports = (node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom))
     return {alias.asname or alias.name: (node.module or "", alias.name) for node in imports for alias in node.names}
+
+
+class Registry(MutableMapping[str, Entry], Generic[Entry]):
+    """The kinds of one thing by name; another one is added at run time.
+
+    Args:
+        key: of the configuration, whose values are the names.
+        entries: {name: the entry, or its place as `module:name`, from which it is imported on first use}.
+    """
+
+    def __init__(self, key: str, entries: Mapping[str, Entry | str]) -> None:
+        self._key = key
+        self._entries: dict[str, Any] = dict(entries)
+
+    def __getitem__(self, name: str) -> Entry:
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            entry = self._entries[name] = imported(entry)
+        found: Entry = entry
+        return found
+
+    def __setitem__(self, name: str, entry: Entry) -> None:
+        if name in self._entries:
+            raise ValueError(f"{self._key} = {name!r}: is registered already; delete it first")
+        self._entries[name] = entry
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def named(self, name: str) -> Entry:
+        """The entry with this name.
+
+        Raises:
+            InputError: the name is unknown; the message lists the known ones.
+        """
+        if name not in self._entries:
+            raise InputError(f"{self._key} = {name[:60]!r}: must be one of {', '.join(self)}")
+        return self[name]
+
+
+def imported(place: str) -> Any:
+    """The object at a place `module:name`."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)

@@ -18,7 +18,6 @@ from fedpriv import protocol
 from fedpriv.accounting.events import Event
 from fedpriv.adapters import Adapter, Merged
 from fedpriv.aggregation import GlobalModel, fresh_start, recentred, started
-from fedpriv.aggregation.rules import RULES
 from fedpriv.aggregation.server_optimizers import ServerOptimizer, server_step
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
@@ -85,7 +84,7 @@ class RuleStrategy(Strategy):
         self.absences = Absences(nodes) if absences is None else absences
         self._last_finished = resumed.round if resumed else None
         self._config = config
-        self._rule = RULES[config.aggregation]
+        self._rule = config.rule
         self._run = run
         self._nodes = nodes
         self._evaluate = evaluate

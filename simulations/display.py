@@ -214,7 +214,7 @@ def _rounds(config: RunConfig) -> str:
     """A line that says how many rounds train the head and how many train all, in order."""
     phases = {phase.name: phase for phase in config.phases}
     trained = "A and B" if config.task == "CAUSAL_LM" else "A, B and head"
-    if config.aggregation == "ffa-lora":
+    if config.rule.trains == "lora-b":
         trained = trained.replace("A and B", "B").replace("A, B", "B")
     parts = ["1 round for the head's start"] if "start" in phases else []
     if head := phases.get("head"):

@@ -1,4 +1,4 @@
-"""What docs/python.md and the packages show in Python runs, and prints what they say it prints."""
+"""What docs/python.md, training.md, aggregation.md and the packages show in Python runs, and prints what they say."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from fedpriv import aggregation
+from fedpriv.exports import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,6 +55,28 @@ def test_the_lines_on_the_library_print_what_stands_beside_them(blocks, tmp_path
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "python.md", "exec"), {"__name__": "__main__"})
     assert printed.getvalue().splitlines() == beside
+
+
+def python_of(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.M | re.S)
+
+
+def test_the_lines_on_a_model_of_ones_own_print_what_stands_beside_them():
+    (code,) = python_of("training.md")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "training.md", "exec"), {})
+    assert printed.getvalue().splitlines() == re.findall(r"^print\(.*\)  # (.*)$", code, re.M)
+
+
+def test_the_lines_on_a_rule_of_ones_own_register_it(monkeypatch):
+    (code,) = python_of("aggregation.md")
+    rules = Registry("aggregation", {})
+    monkeypatch.setattr(aggregation, "RULES", rules, raising=False)
+    exec(compile(code, "aggregation.md", "exec"), {})
+    uploads = [{"a": torch.tensor([value])} for value in (1.0, 2.0, 9.0)]
+    found = rules["median"].aggregate(aggregation.GlobalModel(initial={}, adapter={}), uploads, [0.2, 0.3, 0.5])
+    assert found.adapter == {"a": torch.tensor([2.0])}
 
 
 @pytest.mark.slow

@@ -146,12 +146,15 @@ FLOORS = (
     ("audit", "dedup", "integral", "protocol.py"),
     ("training", "variants"),
     ("ledger", "secure_aggregation"),
-    ("aggregation", "data", "deployment"),
-    ("adapters", "config"),
+    ("data", "deployment"),
+    ("config",),
+    ("aggregation",),
+    ("adapters",),
     ("lmo", "mechanisms"),
     ("accounting",),
     ("accounting/lmo", "dedup/algorithms", "files.py", "texts.py"),
-    ("__init__.py", "accounting/composition", "errors.py", "exports.py"),
+    ("__init__.py", "accounting/composition", "exports.py"),
+    ("errors.py",),
 )
 
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
 from fedpriv.aggregation._fedavg import GlobalModel
-
-if TYPE_CHECKING:
-    from fedpriv.config import FederationSection
 
 # As in the experiments of Reddi et al. 2021, and Flower's defaults; the second moment starts at tau^2, the least that
 # Algorithm 2 allows.
@@ -61,6 +58,25 @@ def _adaptive(first: Tensor, second: Tensor) -> tuple[Tensor, dict[str, Tensor]]
 SERVER_OPTIMIZERS: Mapping[str, Rule] = {"sgd": _sgd, "momentum": _momentum, "adam": _adam, "yogi": _yogi}
 
 
+class _Settings(Protocol):
+    """A configuration's keys on the server's steps, of which docs/configuration.md says what they mean."""
+
+    @property
+    def rounds(self) -> int: ...
+    @property
+    def server_optimizer(self) -> str: ...
+    @property
+    def server_learning_rate(self) -> float: ...
+    @property
+    def server_rate_decay(self) -> str: ...
+    @property
+    def server_momentum(self) -> float: ...
+    @property
+    def lora_server_optimizer(self) -> str: ...
+    @property
+    def lora_server_learning_rate(self) -> float: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimizer:
     """The server's steps towards the aggregated model.
@@ -78,7 +94,7 @@ class ServerOptimizer:
     of_lora: ServerOptimizer | None = None
 
     @staticmethod
-    def of(config: FederationSection, round_: int = 1) -> ServerOptimizer:
+    def of(config: _Settings, round_: int = 1) -> ServerOptimizer:
         """The optimizer that a run's configuration asks for in a round, from 1.
 
         Rates that fall linearly do so from the configured ones in round 1 to 1 / rounds of them in the last round.

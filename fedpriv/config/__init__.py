@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.config._federation import LINEAR_RULES as LINEAR_RULES
-    from fedpriv.config._federation import Aggregation as Aggregation
     from fedpriv.config._federation import AuditSection as AuditSection
     from fedpriv.config._federation import BaseFormat as BaseFormat
     from fedpriv.config._federation import FederationSection as FederationSection

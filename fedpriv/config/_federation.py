@@ -7,22 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from fedpriv.aggregation.rules import RULES, Rule
 from fedpriv.config._section import ConfigSection, Count, Fact, Maybe, NonNegative, Positive, Sizes
-
-LINEAR_RULES = ("dp-lora", "fedavg", "ffa-lora", "rolora", "fedsvd", "fed-sb")
-"""Aggregation rules whose global model is the weighted sum of the uploads, from which a server optimizer may step."""
-
-# The rules with rounds that train some of the tensors.
-PARTIAL_RULES = ("rolora", "fedsvd")
-# The rules that neither train, decompose nor add to the frozen weights, which may then be in 4 bits.
-RULES_ON_QUANTISED = ("dp-lora", "ffa-lora", "rolora", "fedsvd")
-# The rules whose uploads hold one factor of the map alone; the others are frozen in every model.
-ONE_FACTOR_RULES = ("ffa-lora", "fed-sb")
-
-Aggregation = Literal[
-    "dp-lora", "fedavg", "t-fedavg", "cmfl", "ffa-lora", "rolora", "fedsvd", "fed-sb", "fedex-lora", "flora"
-]
-"""The aggregation rules of fedpriv/aggregation/rules.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +41,10 @@ class FederationSection(ConfigSection, title="Federation"):
     node_keys: Annotated[str, Fact.LOCATION] = ""
     """folder with the public key of each node's vault as `PARTITION-ID.pub`; a node whose registration is not signed
     with its key does not take part"""
-    aggregation: Annotated[Aggregation, Fact.RELEASE | Fact.RELOADS] = "dp-lora"
+    aggregation: Annotated[str, Fact.RELEASE | Fact.RELOADS] = "dp-lora"
     """how uploads become the next global model, and with it what is trained: `dp-lora`, `ffa-lora`, `rolora`, `fedsvd`,
-    `fed-sb`, `fedex-lora`, `flora` on LoRA adapters; `fedavg`, `t-fedavg`, `cmfl` on full weight matrices.
+    `fed-sb`, `fedex-lora`, `flora` on LoRA adapters; `fedavg`, `t-fedavg`, `cmfl` on full weight matrices; or
+    [one of your own](aggregation.md#a-rule-of-your-own).
     [docs/aggregation.md](aggregation.md) explains what each rule averages, what it costs and which to use"""
     client_ranks: Annotated[Sizes, Fact.RELOADS] = ()
     """with `flora`: one rank per client, such as `[4, 8, 16]`; otherwise all clients use `rank`"""
@@ -67,8 +54,8 @@ class FederationSection(ConfigSection, title="Federation"):
     `records` with `secure_aggregation`"""
     server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "momentum"
     """the server's step from the weighted sum of the uploads: `sgd`, `momentum`, `adam` or `yogi`
-    ([formulas](aggregation.md#server-optimizers)); with rules other than `dp-lora`, `ffa-lora`, `rolora`, `fedsvd`,
-    `fed-sb` and `fedavg`, `sgd` only. It costs no privacy on any view"""
+    ([formulas](aggregation.md#server-optimizers)); with rules that are no weighted sum, `sgd` only. It costs no privacy
+    on any view"""
     server_learning_rate: Positive = 1.0
     """the rate of the server's step; with rules that are no weighted sum, 1 only"""
     server_rate_decay: Literal["none", "linear"] = "none"
@@ -91,24 +78,35 @@ class FederationSection(ConfigSection, title="Federation"):
     """maximum L2 distance of an upload from the broadcast, over all trained tensors; larger ones are refused. Empty
     sets no limit. With a limit the server measures every upload, so the `aggregate` view does not hold"""
 
+    @property
+    def rule(self) -> Rule:
+        """The aggregation rule.
+
+        Raises:
+            InputError: its name is unknown.
+        """
+        return RULES.named(self.aggregation)
+
     def _check_aggregation(self) -> None:
-        if self.client_ranks and self.aggregation != "flora":
+        if self.client_ranks and not self.rule.restarts:
             raise ValueError(
                 f"client_ranks = {list(self.client_ranks)}: aggregation = {self.aggregation} averages tensors of one "
-                "shape; clients of different ranks need flora"
+                f"shape; clients of different ranks need {RULES.names_of(lambda rule: rule.restarts)}"
             )
-        if self.aggregation == "t-fedavg" and self.upload_codec not in ("float32", "ternary"):
-            raise ValueError(f"upload_codec = {self.upload_codec}: t-fedavg sends ternary codes; leave the key out")
+        if self.rule.ternary and self.upload_codec not in ("float32", "ternary"):
+            raise ValueError(
+                f"upload_codec = {self.upload_codec}: {self.aggregation} sends ternary codes; leave it out"
+            )
 
     def _check_server_optimizer(self) -> None:
         plain = self.server_optimizer == "sgd" and self.server_learning_rate == 1
         plain = plain and self.lora_server_optimizer == "same" and self.server_rate_decay == "none"
-        if not plain and self.aggregation not in LINEAR_RULES:
+        if not plain and not self.rule.linear:
             raise ValueError(
                 f"server_optimizer = {self.server_optimizer}, server_learning_rate = {self.server_learning_rate}, "
                 f"server_rate_decay = {self.server_rate_decay}, lora_server_optimizer = {self.lora_server_optimizer}: "
                 f"aggregation = {self.aggregation} is no weighted sum of the uploads; use sgd, 1, none and same, or "
-                f"one of {', '.join(LINEAR_RULES)}"
+                f"one of {RULES.names_of(lambda rule: rule.linear)}"
             )
 
 

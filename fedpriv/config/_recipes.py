@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fedpriv.aggregation.rules import RULES
 from fedpriv.config._section import ConfigSection
 from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
@@ -79,7 +80,6 @@ _PRESETS: Mapping[Recipe, Mapping[str, Any]] = {
 # Keys that ask for what `fedpriv` has no part in, and the values with which they do not.
 _ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
     "task": ("SEQ_CLS",),
-    "aggregation": ("dp-lora", "ffa-lora", "rolora", "fedsvd", "fed-sb"),
     "optimizer": ("sgd",),
     "local_steps": (1,),
     "noise_on": ("gradients",),
@@ -130,6 +130,8 @@ def _implied(values: Mapping[str, Any]) -> Recipe:
     if values.get("prompt_column") or values.get("messages_column"):
         return "instruction"
     foreign = any(key in values and values[key] not in known for key, known in _ONLY_IN_FEDPRIV.items())
+    rule = values.get("aggregation")
+    foreign = foreign or (rule is not None and not (rule in list(RULES) and RULES[rule].sums_lora))
     name = values.get("mechanism")
     foreign = foreign or (name is not None and not (name in list(MECHANISMS) and MECHANISMS[name].noise_adds_up))
     return "dp-lora-paper" if foreign else "fedpriv"

@@ -12,11 +12,8 @@ from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
+from fedpriv.aggregation.rules import RULES
 from fedpriv.config._federation import (
-    LINEAR_RULES,
-    ONE_FACTOR_RULES,
-    PARTIAL_RULES,
-    RULES_ON_QUANTISED,
     AuditSection,
     ExperimentSection,
     FederationSection,
@@ -223,27 +220,28 @@ class RunConfig(
             raise ValueError(f"task = {self.task}: prompts with responses need CAUSAL_LM; leave task out")
 
     def _check_variants(self) -> None:
-        if self.integral_epsilon is not None and self.aggregation in ONE_FACTOR_RULES:
+        if self.integral_epsilon is not None and self.rule.has_one_factor:
             raise ValueError(
                 f"integral_epsilon: it compares products of uploaded factors; aggregation = {self.aggregation} uploads "
                 "one factor alone; use dp-lora"
             )
-        if self.dedup and self.aggregation == "fed-sb":
+        if self.dedup and self.rule.trains == "lora-r":
             raise ValueError(
-                f"dedup = {self.dedup}: aggregation = fed-sb trains R alone, and its variants, which hold B R and A, "
-                "do not fit the model that would validate them; use dp-lora"
+                f"dedup = {self.dedup}: aggregation = {self.aggregation} trains R alone, and its variants, which hold "
+                "B R and A, do not fit the model that would validate them; use dp-lora"
             )
         if max(self.variant_rounds, default=0) > self.rounds:
             raise ValueError(f"variant_rounds = {list(self.variant_rounds)}: the run has {self.rounds} rounds")
 
     def _check_rule(self) -> None:
         """Refuse an optimizer, a format or a mechanism that does not fit the aggregation rule."""
-        if self.aggregation in PARTIAL_RULES and self.optimizer != "sgd":
+        if self.rule.is_partial and self.optimizer != "sgd":
             raise ValueError(f"optimizer = {self.optimizer}: aggregation = {self.aggregation} needs sgd")
-        if self.base_dtype == "nf4" and self.aggregation not in RULES_ON_QUANTISED:
+        if self.base_dtype == "nf4" and not self.rule.keeps_frozen_weights:
             raise ValueError(
                 f"base_dtype = nf4: aggregation = {self.aggregation} trains, decomposes or adds to the frozen weights, "
-                f"which must not be in 4 bits then; use bfloat16, or one of {', '.join(RULES_ON_QUANTISED)}"
+                f"which must not be in 4 bits then; use bfloat16, or one of "
+                f"{RULES.names_of(lambda rule: rule.keeps_frozen_weights)}"
             )
         if self.client_ranks and MECHANISMS.named(self.mechanism).cost_depends_on_dimension:
             raise ValueError(
@@ -251,7 +249,7 @@ class RunConfig(
                 "use gaussian"
             )
 
-    def _check_fedsvd(self) -> None:
+    def _check_finish(self) -> None:
         adaptive = ("adam", "yogi")
         remedies = {
             "server_optimizer": (self.server_optimizer in adaptive, "sgd or momentum"),
@@ -259,10 +257,10 @@ class RunConfig(
             "train": (self.train == "auto", "all or head, since auto may choose adam"),
         }
         for key, (is_adaptive, remedy) in remedies.items():
-            if self.aggregation == "fedsvd" and is_adaptive:
+            if self.rule.finish and is_adaptive:
                 raise ValueError(
-                    f"{key} = {getattr(self, key)}: aggregation = fedsvd rotates B after every round, and the squares "
-                    f"of single values, which adam and yogi keep, cannot follow; use {remedy}"
+                    f"{key} = {getattr(self, key)}: aggregation = {self.aggregation} rotates B after every round, and "
+                    f"the squares of single values, which adam and yogi keep, cannot follow; use {remedy}"
                 )
 
     def _check_secure_aggregation(self) -> None:
@@ -275,10 +273,10 @@ class RunConfig(
         for key, needed in (("mechanism", FOR_SUMS), ("upload_codec", "float32"), ("max_update_norm", None)):
             if (value := getattr(self, key)) != needed:
                 raise ValueError(f"{key} = {value}: secure_aggregation = true needs {needed or 'none'}")
-        if self.aggregation not in LINEAR_RULES:
+        if not self.rule.linear:
             raise ValueError(
                 f"aggregation = {self.aggregation}: not a weighted sum of the uploads; secure_aggregation = true needs "
-                f"one of {', '.join(LINEAR_RULES)}"
+                f"one of {RULES.names_of(lambda rule: rule.linear)}"
             )
         if self.noise_on == "gradients" and (self.local_steps, self.optimizer) != (1, "sgd"):
             raise ValueError(
@@ -309,7 +307,7 @@ class RunConfig(
             raise ValueError(
                 "audit: its canaries go into the clients' data, which are on their nodes; audit a simulation instead"
             )
-        if self.aggregation in ("fedex-lora", "flora"):
+        if self.rule.merges:
             raise ValueError(f"audit: the global model of aggregation = {self.aggregation} is more than one adapter")
         if self.noise_on == "upload":
             raise ValueError("audit: canaries are records; noise_on = upload protects whole clients")

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from fedpriv.aggregation.rules import RULES
 from fedpriv.config._run_config import RunConfig
 from fedpriv.mechanisms.registry import MECHANISMS
 
@@ -64,6 +65,7 @@ def _properties() -> dict[str, Any]:
     """{key: its schema}, in the order of the groups."""
     known = _without_null(TypeAdapter(RunConfig).json_schema())["properties"]
     known["mechanism"]["enum"] = list(MECHANISMS)
+    known["aggregation"]["enum"] = list(RULES)
     found = {}
     for group, keys in groups().items():
         for key, text in keys.items():

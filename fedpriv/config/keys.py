@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from fedpriv.config import Aggregation, BaseFormat, Recipe, Track, Train
+from fedpriv.config import BaseFormat, Recipe, Track, Train
 
 
 class _CommonKeys(TypedDict, total=False):
@@ -63,7 +63,7 @@ class _CommonKeys(TypedDict, total=False):
     round_seconds: float
     registration_seconds: float
     node_keys: str | Path
-    aggregation: Aggregation
+    aggregation: str
     client_ranks: Sequence[int]
     client_weights: Literal["auto", "records", "root-records"]
     server_optimizer: Literal["sgd", "momentum", "adam", "yogi"]

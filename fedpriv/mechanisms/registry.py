@@ -6,12 +6,12 @@ To add a mechanism, write a file with an object `MECHANISM` and a line in `MECHA
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fedpriv.errors import InputError
+from fedpriv.exports import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,45 +146,8 @@ class Mechanism(Protocol):
         """
 
 
-class _MechanismRegistry(MutableMapping[str, Mechanism]):
-    """Mechanisms by name, each imported on first use, so that listing the names does not import torch.
-
-    Args:
-        modules: {name: module that defines the mechanism as `MECHANISM`}.
-    """
-
-    def __init__(self, modules: Mapping[str, str]) -> None:
-        self._entries: dict[str, Mechanism | str] = dict(modules)
-
-    def __getitem__(self, name: str) -> Mechanism:
-        entry = self._entries[name]
-        if isinstance(entry, str):
-            entry = self._entries[name] = import_module(entry).MECHANISM
-        return entry
-
-    def __setitem__(self, name: str, mechanism: Mechanism) -> None:
-        if name in self._entries:
-            raise ValueError(f"mechanism = {name!r}: is registered already; delete it first")
-        self._entries[name] = mechanism
-
-    def __delitem__(self, name: str) -> None:
-        del self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def named(self, name: str) -> Mechanism:
-        """The mechanism with this name.
-
-        Raises:
-            InputError: the name is unknown; the message lists the known ones.
-        """
-        if name not in self._entries:
-            raise InputError(f"mechanism = {name[:60]!r}: must be one of {', '.join(self)}")
-        return self[name]
+class _Mechanisms(Registry[Mechanism]):
+    """Mechanisms by name, and the check of their parameters."""
 
     def checked_parameters(self, name: str, parameters: str, noise_multiplier: float) -> str:
         """The parameters of the mechanism with this name in their canonical form; see `Mechanism.checked`.
@@ -197,12 +160,13 @@ class _MechanismRegistry(MutableMapping[str, Mechanism]):
         return self.named(name).checked(parameters, noise_multiplier)
 
 
-MECHANISMS = _MechanismRegistry(
+MECHANISMS = _Mechanisms(
+    "mechanism",
     {
-        "gaussian": "fedpriv.mechanisms.gaussian",
-        "discrete-gaussian": "fedpriv.mechanisms.discrete_gaussian",
-        "lmo": "fedpriv.mechanisms.lmo",
-    }
+        "gaussian": "fedpriv.mechanisms.gaussian:MECHANISM",
+        "discrete-gaussian": "fedpriv.mechanisms.discrete_gaussian:MECHANISM",
+        "lmo": "fedpriv.mechanisms.lmo:MECHANISM",
+    },
 )
 """Every mechanism by its name in a configuration."""
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from fedpriv.adapters import check_model
-from fedpriv.config import LINEAR_RULES, ON_NODES, RunConfig, with_mechanism_parameters
+from fedpriv.config import ON_NODES, RunConfig, with_mechanism_parameters
 from fedpriv.data import federated
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS
@@ -114,7 +114,7 @@ def objections_to_aggregate(config: RunConfig) -> tuple[str, ...]:
         local_steps=config.local_steps,
         optimizer=config.optimizer,
         noise_on=config.noise_on,
-        linear=config.aggregation in LINEAR_RULES and config.upload_codec == "float32",
+        linear=config.rule.linear and config.upload_codec == "float32",
         secure_aggregation=config.secure_aggregation,
         norms_limited=config.max_update_norm is not None,
         mechanism=config.mechanism,

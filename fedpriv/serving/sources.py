@@ -137,8 +137,10 @@ def _source(
 
 def _servable(config: RunConfig) -> RunConfig:
     """The configuration, of which nothing but the base and its adapters is used."""
-    if config.aggregation == "t-fedavg":
-        raise InputError("aggregation = t-fedavg: its variants are whole weights, which do not share passes of a base")
+    if config.rule.ternary:
+        raise InputError(
+            f"aggregation = {config.aggregation}: its variants are whole weights, which do not share passes of a base"
+        )
     if config.text_pair_column:
         raise InputError(f"text_pair_column = {config.text_pair_column!r}: pairs of texts are not served")
     return config

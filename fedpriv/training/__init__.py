@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from fedpriv.training.local_update import UpdateTask as UpdateTask
     from fedpriv.training.local_update import planned_event as planned_event
     from fedpriv.training.model import TrainingModel as TrainingModel
+    from fedpriv.training.own_models import OwnModel as OwnModel
+    from fedpriv.training.own_models import private_step as private_step
     from fedpriv.training.per_sample import per_sample_gradients as per_sample_gradients
     from fedpriv.training.per_sample import trainable_layers as trainable_layers
     from fedpriv.training.stacked import stacked_updates as stacked_updates

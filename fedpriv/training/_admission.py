@@ -22,6 +22,7 @@ from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.errors import InputError
 from fedpriv.training._isolation import raising_failures, refusing
 from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
+from fedpriv.training.independence import dependence
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.rehearsal import synthetic_records
@@ -140,15 +141,7 @@ def _records_are_independent(model: TrainingModel, *, cached: bool = False) -> b
 def _independent(model: TrainingModel, num_expected: float, *, cached: bool) -> bool:
     records, others = (_synthetic(model, num_expected, seed=seed) for seed in (0, 1))
     gradients = partial(_gradients, model, num_expected=num_expected, cached=cached)
-    everyone = list(range(len(records)))
-    kept = everyone[::2]
-    expected = gradients(records.items(kept))
-    permuted = gradients(records.items(kept[::-1])).flip(0)
-    joined = gradients(records.items(everyone))[kept]
-    replaced = gradients([((records if i in kept else others), i) for i in everyone])[kept]
-    shortest = gradients(records.items(kept[:1]))
-    pairs = [(permuted, expected), (joined, expected), (replaced, expected), (shortest, expected[:1])]
-    return all(_equal(model, one, other) for one, other in pairs)
+    return dependence(gradients, records.items(), others.items(), partial(_equal, model)) is None
 
 
 def _synthetic(model: TrainingModel, num_expected: float, *, seed: int) -> Records:

@@ -249,7 +249,7 @@ def bits_of_head(model: _Model, rows: int) -> Hashable | None:
     stack = _random_stack(
         {n: p.shape for n, p in model.peft_model.named_parameters() if n in (layer.weight, layer.bias)}, rows
     )
-    features = torch.randn(layer.module.in_features, generator=torch.Generator().manual_seed(0)).repeat(rows, 1)
+    features = torch.randn(layer.module.weight.shape[1], generator=torch.Generator().manual_seed(0)).repeat(rows, 1)
     batch = {"labels": torch.zeros(rows, dtype=torch.int64)}
     return bits_of(rows, {model.head: layer}, stack, lambda: predictions(layer.module(features), batch).losses)
 

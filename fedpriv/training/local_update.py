@@ -13,7 +13,6 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.adapters import Adapter, Merged
 from fedpriv.adapters.pooling import BIAS_SCALE
-from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
@@ -110,7 +109,7 @@ class UpdateSpec:
         """
         if config.learning_rate == "auto":
             raise ValueError("learning_rate = auto: has not been derived yet")
-        rule = RULES[config.aggregation]
+        rule = config.rule
         derived: dict[str, Any] = {
             "num_rounds": config.rounds,
             "codec": "ternary" if rule.ternary else config.upload_codec,

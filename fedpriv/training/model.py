@@ -147,7 +147,7 @@ class TrainingModel:
 
         self.head = self._find_head()
         if self.head is not None:
-            width = self.layers[self.head].module.in_features
+            width = self.layers[self.head].module.weight.shape[1]
             self.features = FeatureCache(
                 self._head_inputs, self.body_passes, width=width, memory_limit=memory_limit, tell=self._told
             )

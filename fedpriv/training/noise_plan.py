@@ -29,7 +29,6 @@ from fedpriv.accounting.recipe import (
 )
 from fedpriv.accounting.views import default_delta, smallest_aggregate_scales
 from fedpriv.adapters import Adapter
-from fedpriv.aggregation.rules import RULES
 from fedpriv.config import FederationSection, RunConfig, UpdateSection
 from fedpriv.errors import InputError
 from fedpriv.training.local_update import planned_event, trained_names
@@ -198,7 +197,7 @@ def start_noise(config: RunConfig, sizes: Sequence[int]) -> float:
 
 def _num_lora_values(config: FederationSection, initial: Adapter) -> int:
     """The number of values of A and B that the rule's rounds train; 1 if there are none."""
-    turns = RULES[config.aggregation].turns
+    turns = config.rule.turns
     trained = {name for turn in turns for name in trained_names(initial, turn)}
     return max(1, sum(initial[name].numel() for name in trained if ".lora_" in name))
 

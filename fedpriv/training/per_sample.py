@@ -1,8 +1,9 @@
 """Exact per-sample gradients of every trainable layer from one forward and one backward pass.
 
 Every trainable leaf `nn.Linear` is hooked: its input x and the gradient g of its output give the gradient of record n
-as the sum over tokens of g x^T. Autograd computes gradients of outputs only, so the frozen base costs as much as in
-plain LoRA training, and no weight gradient of the whole batch is ever formed.
+as the sum over tokens of g x^T. For an `nn.Embedding` x is the token's row of the identity, so g is added to the row
+that the token names. Autograd computes gradients of outputs only, so the frozen base costs as much as in plain LoRA
+training, and no weight gradient of the whole batch is ever formed.
 """
 
 from __future__ import annotations
@@ -30,13 +31,31 @@ class TrainableLayer:
         bias: name of the bias; None if there is none or it is frozen.
     """
 
-    module: nn.Linear
+    module: nn.Linear | nn.Embedding
     weight: str | None
     bias: str | None
 
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """{parameter name: parameter} of those that are trained."""
+        named = zip((self.weight, self.bias), self.weight_and_bias, strict=True)
+        return {name: parameter for name, parameter in named if name is not None and parameter is not None}
 
-def trainable_layers(model: nn.Module) -> dict[str, TrainableLayer]:
-    """The trainable layers of a peft model, by module name.
+    @property
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """Both, trained or frozen; None if there is no bias."""
+        return self.module.weight, self.module.bias if isinstance(self.module, nn.Linear) else None
+
+
+def trainable_layers(
+    model: nn.Module, kinds: Sequence[type[nn.Linear | nn.Embedding]] = (nn.Linear,)
+) -> dict[str, TrainableLayer]:
+    """The trainable layers of a model, by module name.
+
+    Args:
+        model: a peft model, or any module whose trainable leaves are of the kinds.
+        kinds: of layers that may be trained. An embedding may be tied to layers that a model does not show, so one who
+            admits it must compare the gradients with those of autograd.
 
     Raises:
         ValueError: a trainable parameter does not support per-sample gradients (names it), is an untied output
@@ -57,11 +76,14 @@ def trainable_layers(model: nn.Module) -> dict[str, TrainableLayer]:
         if not parameter.requires_grad:
             continue
         name, module = owners[id(parameter)]
-        if type(module) is not nn.Linear:
+        if type(module) not in kinds:
             raise ValueError(
-                f"{names[id(parameter)]}: a trainable parameter of a {type(module).__name__}, which has no "
-                "per-sample gradient here; train LoRA on linear layers and a linear head only"
+                f"{names[id(parameter)]}: a trainable parameter of a {type(module).__name__}, which has no per-sample "
+                f"gradient here; freeze it, and train {' and '.join(kind.__name__ for kind in kinds)} layers, such as "
+                "LoRA and a linear head"
             )
+        if isinstance(module, nn.Embedding):
+            _refuse_coupling_options(name, module)
         if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
             raise ValueError(
                 f"{name}: has hooks or a forward pass of its own, which its per-sample gradient would miss"
@@ -69,9 +91,19 @@ def trainable_layers(model: nn.Module) -> dict[str, TrainableLayer]:
         layers[name] = TrainableLayer(
             module=module,
             weight=names[id(module.weight)] if module.weight.requires_grad else None,
-            bias=names[id(module.bias)] if module.bias is not None and module.bias.requires_grad else None,
+            bias=names[id(bias)]
+            if (bias := getattr(module, "bias", None)) is not None and bias.requires_grad
+            else None,
         )
     return layers
+
+
+def _refuse_coupling_options(name: str, module: nn.Embedding) -> None:
+    """Refuse options by which one record's tokens change the rows or the gradients of others."""
+    for option in ("max_norm", "scale_grad_by_freq"):
+        value = getattr(module, option)
+        if value:
+            raise ValueError(f"{name}: {option} = {value} lets a record's tokens change those of others; leave it out")
 
 
 def _refuse_output_embeddings(model: nn.Module) -> None:
@@ -121,10 +153,10 @@ def recorded(
     activations = _Activations()
 
     def forward_of(name: str, layer: TrainableLayer) -> Callable[[Tensor], Tensor]:
+        plain: Callable[..., Tensor] = type(layer.module).forward
+
         def forward(x: Tensor) -> Tensor:
-            output = (
-                layer.module.__class__.forward(layer.module, x) if stack is None else _stacked(name, layer, x, stack)
-            )
+            output = plain(layer.module, x) if stack is None else _stacked(name, layer, x, stack)
             # Without gradients it is the first run of a layer that is run again.
             if name not in wanted or not torch.is_grad_enabled():
                 return output
@@ -153,10 +185,12 @@ def _stacked(name: str, layer: TrainableLayer, x: Tensor, stack: Stack) -> Tenso
     """The layer's output with each record's own parameters, in float32 whatever precision the base uses."""
     if len(x) != len(stack.owners):
         raise ValueError(f"{name}: its input's first dimension is {len(x)}, not the batch's {len(stack.owners)}")
-    weight, bias = (
-        stack.parameters[key] if key is not None else parameter.unsqueeze(0) if parameter is not None else None
-        for key, parameter in ((layer.weight, layer.module.weight), (layer.bias, layer.module.bias))
-    )
+    fixed, fixed_bias = layer.weight_and_bias
+    weight = fixed.unsqueeze(0) if layer.weight is None else stack.parameters[layer.weight]
+    bias = fixed_bias.unsqueeze(0) if fixed_bias is not None else None
+    bias = bias if layer.bias is None else stack.parameters[layer.bias]
+    if isinstance(layer.module, nn.Embedding):
+        return weight[(stack.owners if len(weight) > 1 else 0 * stack.owners).view(-1, *[1] * (x.dim() - 1)), x]
     return _linear(x.to(weight.dtype), weight, bias, stack.owners)
 
 
@@ -224,8 +258,8 @@ def per_sample_gradients(
         collected.collect(outside, values.sum(), None, [anchor] if blocks else [])
     result = collected.gradients
     for layer in wanted.values():  # a layer that the pass did not use has zero gradient
-        for key, parameter in ((layer.weight, layer.module.weight), (layer.bias, layer.module.bias)):
-            if key is not None and key not in result:
+        for key, parameter in layer.parameters.items():
+            if key not in result:
                 result[key] = parameter.new_zeros((collected.num, *parameter.shape))
     return result, values.detach()
 
@@ -258,7 +292,7 @@ class _Collected:
         gradients = torch.autograd.grad(value, [*outputs, *others], upstream, allow_unused=True)
         for (name, (inputs, output)), gradient in zip(recorded_layers.items(), gradients, strict=False):
             g = torch.zeros_like(output) if gradient is None else gradient
-            found = _layer_gradients(self.layers[name], inputs.to(g.dtype), g)
+            found = _layer_gradients(self.layers[name], inputs, g)
             if not found.keys().isdisjoint(self.gradients):
                 raise ValueError(f"{name}: called twice in one forward pass, so its gradients would mix")
             self.gradients.update(found)
@@ -288,11 +322,22 @@ def _only(layers: Mapping[str, TrainableLayer], trained: Collection[str]) -> dic
 
 
 def _layer_gradients(layer: TrainableLayer, x: Tensor, g: Tensor) -> PerSample:
-    """Per-sample gradients of one layer from its input [batch, ..., in] and output gradient [batch, ..., out]."""
-    x, g = x.reshape(len(x), -1, x.shape[-1]), g.reshape(len(g), -1, g.shape[-1])
+    """Per-sample gradients of one layer from its input [batch, ..., in], or tokens, and that of its output, g."""
+    g = g.reshape(len(g), -1, g.shape[-1])
+    if isinstance(layer.module, nn.Embedding):
+        return {name: _row_gradients(layer.module, x.reshape(len(x), -1), g) for name in layer.parameters}
+    x = x.to(g.dtype).reshape(len(x), -1, x.shape[-1])
     result = {}
     if layer.weight is not None:
         result[layer.weight] = torch.bmm(g.transpose(1, 2), x)
     if layer.bias is not None:
         result[layer.bias] = g.sum(dim=1)
     return result
+
+
+def _row_gradients(module: nn.Embedding, tokens: Tensor, g: Tensor) -> Tensor:
+    """[batch, rows, width] The sum of g [batch, tokens, width] over the tokens [batch, tokens] that name each row."""
+    if module.padding_idx is not None:
+        g = g * (tokens != module.padding_idx).unsqueeze(2)
+    total = g.new_zeros((len(tokens), module.num_embeddings, module.embedding_dim))
+    return total.scatter_add_(1, tokens.unsqueeze(2).expand_as(g), g)  # raises where a token is out of range

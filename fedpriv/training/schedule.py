@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
-from fedpriv.aggregation.rules import RULES
 from fedpriv.config import Phase, RunConfig
 from fedpriv.training.local_update import UpdateSpec
 
@@ -50,7 +49,7 @@ class RunSchedule:
                 spec = replace(everything, trains="head", centred=config.head_start)
                 specs = [(spec, phase.num_rounds)]
             else:
-                specs = _in_turn(_joint(phase, everything), RULES[config.aggregation].turns, phase.num_rounds)
+                specs = _in_turn(_joint(phase, everything), config.rule.turns, phase.num_rounds)
             phases += [PhaseRounds(name=phase.name, spec=spec, num_rounds=count) for spec, count in specs]
         return RunSchedule(tuple(phases))
 

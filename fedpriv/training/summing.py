@@ -6,7 +6,7 @@ Public numbers give a federation's grid and the weight of each client's upload, 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 
 import torch
@@ -132,6 +132,7 @@ def noised_sum(
     noise_multiplier: float,
     sampling_probability: float,
     source: RandomSource,
+    charge: Callable[[Event], object] | None = None,
 ) -> tuple[Tensor, Event]:
     """The sum of per-sample gradients, each clipped to C as a whole, with N(0, (z C)^2) added, float32
     [values]; and its event.
@@ -146,22 +147,26 @@ def noised_sum(
         noise_multiplier: z >= 0; 0 adds nothing, and the event costs infinity.
         sampling_probability: q in [0, 1], from the sampler that drew the records.
         source: of randomness, for the noise.
+        charge: is given the event before the first piece is computed; what it raises ends the call.
 
     Raises:
         ValueError: a value is out of range.
 
     Source: Abadi et al. 2016, Algorithm 1.
     """
-    total = like.new_zeros((1, len(like)), dtype=torch.float64)
-    whole_row = (slice(0, len(like)),)
-    for piece in rows:
-        owners = torch.zeros(len(piece), dtype=torch.int64, device=total.device)
-        add_clipped(total, piece, owners, clip_norm, whole_row)
     request = NoiseRequest(
         noise_multiplier=noise_multiplier,
         clip_norm=clip_norm,
         dimension=len(like),
         sampling_probabilities=(sampling_probability,),
     )
-    noised, (event,) = MECHANISMS["gaussian"].add_noise(total, request, [source])
+    mechanism = MECHANISMS["gaussian"]
+    if charge is not None:
+        charge(*mechanism.planned_events(request))
+    total = like.new_zeros((1, len(like)), dtype=torch.float64)
+    whole_row = (slice(0, len(like)),)
+    for piece in rows:
+        owners = torch.zeros(len(piece), dtype=torch.int64, device=total.device)
+        add_clipped(total, piece, owners, clip_norm, whole_row)
+    noised, (event,) = mechanism.add_noise(total, request, [source])
     return noised[0].float(), event

@@ -11,7 +11,6 @@ from functools import cached_property, partial
 import torch
 
 from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base, quantise
-from fedpriv.aggregation.rules import RULES
 from fedpriv.config import ON_NODES, Fact, RunConfig
 from fedpriv.data import DataSource, FederatedData, TextData, federated
 from fedpriv.data.chat import ChatFormat
@@ -63,7 +62,7 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         encoder.check(base.tokenizer, model=config.model, max_length=config.max_length)
     else:
         check_max_length(base.tokenizer, config.max_length, pairs=bool(config.text_pair_column))
-    rule = RULES[config.aggregation]
+    rule = config.rule
     settings = LoraSettings(
         rank=config.rank,
         alpha=config.alpha,

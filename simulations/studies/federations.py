@@ -166,7 +166,7 @@ class FeatureStore:
         if model.features is None or model.head is None:
             return
         base = f"{config.model} {config.max_length} {config.normalize_features} {model.base_dtype_name}".encode()
-        width = model.layers[model.head].module.in_features
+        width = model.layers[model.head].module.weight.shape[1]
         # The cache's constructor takes it, and nothing public has it.
         compute = self._remembered(model._head_inputs, base)
         model.features = FeatureCache(compute, model.body_passes, width=width, memory_limit=model.memory_limit)

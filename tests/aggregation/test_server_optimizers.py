@@ -11,7 +11,7 @@ import torch
 from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.aggregation.rules import RULES
 from fedpriv.aggregation.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_step
-from fedpriv.config import LINEAR_RULES, parse
+from fedpriv.config import parse
 from fedpriv.errors import InputError
 
 ROUNDS = 6
@@ -148,10 +148,6 @@ def test_a_tensor_that_a_round_did_not_train_rests_with_its_moments(optimizer, l
     assert not torch.equal(both.adapter["A"], drawn(0)["A"])
     for moment, tensors in alone.optimizer_state.items():
         assert torch.equal(both.optimizer_state[moment]["A"], tensors["A"])
-
-
-def test_the_configuration_knows_the_linear_rules():
-    assert set(LINEAR_RULES) == {name for name, rule in RULES.items() if rule.linear}
 
 
 @pytest.mark.parametrize(

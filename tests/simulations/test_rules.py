@@ -123,7 +123,7 @@ def test_r_alone_is_sent_between_factors_that_never_move(small_run, tmp_path):
 def test_variants_that_the_runs_model_could_not_validate_are_refused_before_the_run(small_run):
     with pytest.raises(InputError, match="dedup = greedy: aggregation = fed-sb trains R alone"):
         parse({**small_run, "aggregation": "fed-sb", "dedup": "greedy"})
-    with pytest.raises(InputError, match="aggregation = fed-sb: its variants hold B R"):
+    with pytest.raises(InputError, match="aggregation: the run trained R, and its variants hold B R"):
         AdapterEvaluator(workbench(parse({**small_run, "aggregation": "fed-sb"})))
 
 

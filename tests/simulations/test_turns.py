@@ -156,7 +156,9 @@ def test_without_noise_fedsvd_is_training_b_with_a_frozen_orthonormal_a(small_ru
     losses = {}
     for name, finish in (("turning", rebased), ("frozen", None), ("stale", without_moments)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(RULES, "fedsvd", replace(RULES["fedsvd"], finish=finish))
+            changed = replace(RULES["fedsvd"], finish=finish)
+            patch.delitem(RULES, "fedsvd")
+            patch.setitem(RULES, "fedsvd", changed)
             federation.run(parse(values_of(small_run, "fedsvd", tmp_path / name, **changes)), LogObserver())
         losses[name] = pd.read_csv(tmp_path / name / "rounds.csv").test_loss.tolist()
     assert losses["turning"] == pytest.approx(losses["frozen"], rel=1e-5)

@@ -1,0 +1,383 @@
+"""Private steps of a model of one's own: any module whose trained leaves are linear layers or embeddings, any loss.
+
+The clipped gradient of a record bounds its influence only if no other record changes it. So a model is tried when it
+is built, on records that are public, and one whose records touch each other is refused with the layer that couples
+them. Every pass of a step has the same number of rows, filled with public records: what else was drawn changes no bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from fedpriv.accounting.events import Event
+from fedpriv.adapters import Adapter
+from fedpriv.errors import InputError
+from fedpriv.mechanisms.sources import RandomSource, SecureSource
+from fedpriv.training._coordinates import VectorLayout
+from fedpriv.training._isolation import isolated
+from fedpriv.training._pass_sizes import bits_of, candidates
+from fedpriv.training._sampling import PoissonSampler
+from fedpriv.training.independence import LOSSES, Change, culprit, dependence
+from fedpriv.training.per_sample import Stack, per_sample_gradients, trainable_layers
+from fedpriv.training.summing import noised_sum
+
+log = logging.getLogger(__name__)
+
+# Tensors with one row per record, or a tuple, list or dictionary of such.
+_Batch = Any
+
+# The share of a row's largest value that may be rounding, in passes of other lengths or on a GPU.
+_TOLERANCE = 1e-4
+
+# Two records to watch and two to replace; more than so many see nothing new.
+_FEWEST, _MOST = 4, 8
+
+_EFFECTS = {
+    "repeated": "draws random numbers or keeps a state, so the same records have other results in every pass",
+    "permuted": "couples records: the result of one depends on their order",
+    "joined": "couples records: the result of one changes when others join",
+    "replaced": "couples records: the result of one changes when others are replaced",
+    "dropped": "couples records: the result of one changes when others are left out",
+}
+
+_REMEDIES: dict[type[nn.Module], str] = {
+    nn.modules.batchnorm._BatchNorm: "call .eval() on it, or use GroupNorm or LayerNorm",
+    nn.modules.dropout._DropoutNd: "call .eval() on it",
+    nn.MultiheadAttention: "let it see one record's tokens alone: batch_first=True, and [records, tokens, width]",
+}
+
+
+class OwnModel:
+    """A module whose records are known not to touch each other, ready for private steps.
+
+    Guarantee: a record's gradient in a step depends on this record, the parameters and the public records alone; on a
+    CPU to the bit, on a GPU up to rounding. A trial finds this out: what couples records only when they hold what no
+    public record holds goes unseen.
+
+    Args:
+        module: on its device, with what is not trained frozen; trained are Linear and Embedding layers, each called at
+            most once in a pass.
+        losses: takes a batch, lets the module compute it, and returns one loss for each record, [records].
+        public: public or made-up records, at least four and not all equal, in the form of the private ones: tensors
+            with one row per record, or a tuple, list or dictionary of them. They try the module and fill passes.
+        rows: of a pass, at most; >= 1.
+
+    Raises:
+        InputError: a trained layer is of another kind; or records touch each other, or a pass fails, draws random
+            numbers or keeps a state. One line names the layer and what would help.
+    """
+
+    def __init__(self, module: nn.Module, losses: Callable[[Any], Tensor], public: Any, *, rows: int = 32) -> None:
+        if rows < 1:
+            raise InputError(f"rows = {rows}: must be at least 1")
+        self._module, self._losses = module, losses
+        try:
+            self._layers = trainable_layers(module, (nn.Linear, nn.Embedding))
+        except ValueError as error:
+            raise InputError(f"module: {error}") from None
+        self.parameters = {name: p for layer in self._layers.values() for name, p in layer.parameters.items()}
+        if not self.parameters:
+            raise InputError("module: trains no parameter; a Linear or Embedding layer must require gradients")
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        self.layout = VectorLayout.of(shapes, [list(shapes)])
+        if num_records(public) < _FEWEST or not _differ(public):
+            raise InputError(f"public: {num_records(public)} records; must be >= {_FEWEST}, and not all equal")
+        self._device = next(iter(self.parameters.values())).device
+        self._public = tree_map(lambda tensor: tensor.to(self._device), public)
+        self._rows = 1
+        with _refusing_failures(), _left_as_it_is(module):
+            self._try(rows)
+        self._tried = self._state()
+
+    def gradient_rows(self, records: Any, positions: Sequence[int]) -> Iterator[Tensor]:
+        """Gradients of the records at the positions, in pieces [records, values]; a record that fails has none."""
+        for begin in range(0, len(positions), self._rows):
+            compute = partial(self._in_pass, records)
+            for chunk, rows in isolated(compute, positions[begin : begin + self._rows]):
+                if rows is not None:
+                    yield rows[: len(chunk), 1:]
+
+    def check_fits(self, records: Any) -> None:
+        """Refuse records of another form than the public ones, and a module that has changed since it was tried.
+
+        No content of a record decides this, so it may precede the charge.
+
+        Raises:
+            InputError: names what differs.
+        """
+        num_records(records)
+        of_records, of_public = map(_form, (records, self._public))
+        if of_records != of_public:
+            raise InputError(f"records: are {of_records}; must be {of_public}, as the public ones")
+        if self._state() != self._tried:
+            raise InputError(
+                "module: layers, modes, trained parameters or threads are others than when it was tried; build a new "
+                "OwnModel"
+            )
+
+    def _state(self) -> Hashable:
+        """Everything that the trial's verdict depends on and a program may change."""
+        modes = tuple((name, type(layer), layer.training) for name, layer in self._module.named_modules())
+        trained = tuple((name, id(p), p.requires_grad) for name, p in self._module.named_parameters())
+        return modes, trained, torch.get_num_threads()
+
+    def _in_pass(self, records: _Batch, positions: Sequence[int]) -> Tensor:
+        """[rows, 1 + values] The results of the records at the positions and, after them, of what fills the pass."""
+        fill = [k % num_records(self._public) for k in range(self._rows - len(positions))]
+        chosen = list(positions)
+        batch = tree_map(lambda own, public: torch.cat([own[chosen].to(public), public[fill]]), records, self._public)
+        return self._results(batch)
+
+    def _results(self, batch: _Batch) -> Tensor:
+        """[records, 1 + values] Loss and gradient of each record in one pass of the batch."""
+        compute = partial(self._losses_of, batch)
+        with torch.enable_grad():
+            gradients, losses = per_sample_gradients(self._layers, compute, self._stack(num_records(batch)))
+        rows = self.layout.flatten(gradients)
+        return torch.cat([losses.unsqueeze(1).to(rows.dtype), rows], dim=1)
+
+    def _stack(self, rows: int) -> Stack:
+        """The parameters for a pass, in which a product with few outputs rounds a row the same in every place."""
+        parameters = {name: parameter.detach().unsqueeze(0) for name, parameter in self.parameters.items()}
+        return Stack(parameters=parameters, owners=torch.zeros(rows, dtype=torch.int64, device=self._device))
+
+    def _losses_of(self, batch: _Batch) -> Tensor:
+        losses, num = self._losses(batch), num_records(batch)
+        if losses.shape != (num,):
+            raise InputError(
+                f"losses: returns shape {list(losses.shape)} for {num} records; must be [{num}], one for each, as "
+                "reduction='none' gives"
+            )
+        return losses
+
+    def _try(self, rows: int) -> None:
+        """Refuse the module if its records touch each other; else find the number of rows of a pass.
+
+        Args:
+            rows: at most.
+        """
+        num = min(_MOST, num_records(self._public))
+        finite = _rows_of(self._public, range(num))
+        pool = tree_map(lambda tensor: torch.cat([tensor, _not_finite(tensor)]), finite)
+        records, turned, broken = list(range(num)), [*range(1, num), 0], list(range(num, 2 * num))
+
+        def together(items: Sequence[int]) -> Tensor:
+            return self._results(_rows_of(pool, items))
+
+        def in_passes(items: Sequence[int]) -> Tensor:
+            pieces = [items[k : k + self._rows] for k in range(0, len(items), self._rows)]
+            return torch.cat([self._in_pass(pool, piece)[: len(piece)] for piece in pieces])
+
+        results = together(records)
+        if not results.isfinite().all() or not results[:, 1:].any():
+            raise InputError("losses: are not finite on the public records, or no trained parameter has a gradient")
+        self._refuse(pool, records, turned, dependence(together, records, turned, _close))
+        self._rows = self._most_rows(rows)
+        for others in (turned, broken):
+            self._refuse(pool, records, others, dependence(in_passes, records, others, self._equal))
+        self._refuse_missed_gradients(finite, results[:, 1:].sum(dim=0))
+
+    def _equal(self, one: Tensor, other: Tensor) -> bool:
+        return torch.equal(one, other) if one.device.type == "cpu" else _close(one, other)
+
+    def _most_rows(self, limit: int) -> int:
+        """The rows of a pass: as many as give a record the same bits in every place; on a GPU, as many as may be."""
+        if self._device.type != "cpu":
+            return limit
+        for size in reversed(candidates(limit)):
+            compute = partial(self._losses_of, _rows_of(self._public, [0] * size))
+            if bits_of(size, self._layers, self._stack(size), compute) is not None:
+                return size
+        log.warning("a record's place in a pass changes its last bits here, so each has a pass of its own: slow")
+        return 1
+
+    def _refuse(self, pool: _Batch, records: Sequence[int], others: Sequence[int], change: Change[int] | None) -> None:
+        if change is None:
+            return
+        layer = culprit(
+            self._module,
+            lambda items: self._losses_of(_rows_of(pool, items)),
+            records,
+            others,
+            change,
+            equal=self._equal,
+            close=_close,
+        )
+        raise InputError(f"{self._named(layer)}: {_EFFECTS[change.name]}; {self._remedy(layer)}")
+
+    def _named(self, layer: str | None) -> str:
+        if layer is None:
+            return f"the backward pass of {type(self._module).__name__}"
+        if layer == LOSSES:
+            return LOSSES
+        kind = type(self._module.get_submodule(layer)).__name__
+        return f"{layer} ({kind})" if layer else kind
+
+    def _remedy(self, layer: str | None) -> str:
+        if layer == LOSSES:
+            return "return one loss for each record, as reduction='none' gives, from this record alone"
+        module = self._module.get_submodule(layer or "")
+        fitting = (text for kind, text in _REMEDIES.items() if isinstance(module, kind))
+        return next(fitting, "compute each record by itself")
+
+    def _refuse_missed_gradients(self, batch: _Batch, found: Tensor) -> None:
+        """Refuse a trained parameter that the module also uses outside of the layer's own pass, as tied weights are.
+
+        Args:
+            batch: of records.
+            found: [values], the sum of their gradients.
+        """
+        with torch.enable_grad():
+            total = self._losses_of(batch).sum()
+            expected = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
+        for (name, own), whole in zip(self.layout.unflatten_one(found).items(), expected, strict=True):
+            if not _close(own.reshape(1, -1), (torch.zeros_like(own) if whole is None else whole).reshape(1, -1)):
+                raise InputError(
+                    f"{name}: is used outside of its layer, as tied weights are, so gradients per record would miss a "
+                    "part; freeze it or untie it"
+                )
+
+
+def private_step(
+    model: OwnModel,
+    records: Any,
+    sampler: PoissonSampler,
+    *,
+    clip_norm: float,
+    noise_multiplier: float,
+    noise: RandomSource | None = None,
+    charge: Callable[[Event], object] | None = None,
+) -> tuple[Adapter, Event]:
+    """The noised gradient {parameter name: tensor} of one step of DP-SGD, and the event that pays for it.
+
+    It is (sum_i clip(g_i) + N(0, (z C)^2)) / B over a Poisson sample, with B the expected batch size; an empty sample
+    gives noise alone, at the same cost. It is also the parameters' `grad`, for any optimizer's step.
+
+    Guarantee: under add-or-remove adjacency of one record, the event bounds the privacy loss of what is returned. How
+    long the step takes depends on the sample.
+
+    Args:
+        model: tried, see `OwnModel`.
+        records: the private ones, in the form of the model's public ones.
+        sampler: draws the batch; its q is that of the event.
+        clip_norm: C, finite, > 0, gradient units.
+        noise_multiplier: z >= 0; 0 adds nothing, and the event costs infinity.
+        noise: source of the noise; a `SecureSource` by default.
+        charge: records the event durably before a record is touched, as `Ledger.charge` can; what it raises ends the
+            step. Without it the caller must account for the event before anything else learns the gradient.
+
+    Raises:
+        InputError: the records have another form than the public ones, or the module has changed since it was tried.
+        ValueError: clip_norm or noise_multiplier is out of range.
+
+    Source: Abadi et al. 2016, Algorithm 1.
+    """
+    model.check_fits(records)
+
+    def drawn() -> Iterator[Tensor]:  # after the charge
+        yield from model.gradient_rows(records, sampler.draw(num_records(records)))
+
+    like = model.layout.flatten_one({name: parameter.detach() for name, parameter in model.parameters.items()})
+    noised, event = noised_sum(
+        drawn(),
+        like,
+        clip_norm=clip_norm,
+        noise_multiplier=noise_multiplier,
+        sampling_probability=sampler.sampling_probability,
+        source=noise or SecureSource(),
+        charge=charge,
+    )
+    gradient = model.layout.unflatten_one(noised / sampler.expected_batch_size)
+    for name, parameter in model.parameters.items():
+        parameter.grad = gradient[name].to(parameter.dtype)
+    return gradient, event
+
+
+def num_records(batch: Any) -> int:
+    """The number of rows of a batch's tensors.
+
+    Raises:
+        InputError: it has none, a leaf is no tensor, or the tensors' numbers of rows differ.
+    """
+    leaves = tree_leaves(batch)
+    lengths = {len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else -1 for leaf in leaves}
+    if len(lengths) != 1 or -1 in lengths:
+        raise InputError("records: must be tensors with one row per record, or a tuple, list or dictionary of them")
+    return lengths.pop()
+
+
+def _form(batch: _Batch) -> str:
+    """The structure of a batch, with the shapes and formats of a record's tensors."""
+    leaves, spec = tree_flatten(batch)
+    rows = ", ".join(f"{leaf.dtype} {list(leaf.shape[1:])}".removeprefix("torch.") for leaf in leaves)
+    return f"{spec.type.__name__ if spec.type else 'tensor'} of {rows}"
+
+
+def _rows_of(batch: _Batch, positions: Sequence[int]) -> _Batch:
+    return tree_map(lambda tensor: tensor[list(positions)], batch)
+
+
+def _differ(batch: _Batch) -> bool:
+    """Whether some record differs from the first one."""
+    return any(bool((leaf != leaf[:1]).any()) for leaf in tree_leaves(batch))
+
+
+def _not_finite(tensor: Tensor) -> Tensor:
+    """Records that no arithmetic hides, where the tensor has floating-point values."""
+    return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Whether rows [records, values] are equal up to rounding."""
+    bound = _TOLERANCE * other.abs().amax(dim=1, keepdim=True) + torch.finfo(torch.float32).tiny
+    return bool(((one - other).abs() <= bound).all())
+
+
+@contextmanager
+def _refusing_failures() -> Iterator[None]:
+    """Within this context a failure refuses the module: no private record has caused it."""
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:  # a stranger's module raises anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"module: a pass of the public records fails ({reason})") from error
+
+
+@contextmanager
+def _left_as_it_is(module: nn.Module) -> Iterator[None]:
+    """Within this context trained parameters are moved, so that no gradient vanishes; then all is as it was before.
+
+    Raises:
+        InputError: a pass changed a buffer, in which records would be kept.
+    """
+    generator = torch.Generator().manual_seed(0)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    kept = {tensor: tensor.detach().clone() for tensor in (*trained, *module.buffers())}
+    with torch.random.fork_rng():
+        try:
+            with torch.no_grad():
+                for parameter in trained:
+                    moves = 0.05 * torch.randn(parameter.shape, generator=generator)
+                    parameter.add_(moves.to(parameter.device, parameter.dtype))
+            yield
+            for name, buffer in module.named_buffers():
+                if not torch.equal(buffer, kept[buffer]):
+                    layer, _, state = name.rpartition(".")
+                    kind = type(module.get_submodule(layer)).__name__
+                    raise InputError(
+                        f"{layer or 'module'} ({kind}): keeps {state} of a pass's records; call .eval() on it"
+                    )
+        finally:
+            with torch.no_grad():
+                for tensor, before in kept.items():
+                    tensor.copy_(before)
