@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fedpriv import variants as variants
     from fedpriv import vault as vault
     from fedpriv.config import RunConfig as RunConfig
+    from fedpriv.errors import DiskFullError as DiskFullError
     from fedpriv.errors import InputError as InputError
     from fedpriv.errors import LedgerError as LedgerError
     from fedpriv.errors import StoreError as StoreError

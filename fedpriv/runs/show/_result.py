@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 
@@ -23,12 +23,26 @@ from fedpriv.runs.show._tables import TextTable, accuracy_table, client_table, l
 # What a report compares the run with: its row, and the end of its keys in the summary.
 _BESIDE = (
     ("without noise", "{}_non_private"),
+    ("each alone", "alone_{}"),
     ("linear probe", "probe_{}"),
     ("TF-IDF", "tfidf_{}"),
     ("largest class", "majority_{}"),
     ("untrained", "{}_initial"),
 )
 _METRICS = ("accuracy", "perplexity", "rouge_l")
+
+
+class Report(pd.DataFrame):
+    """A data frame that is shown whole: pandas would cut columns and notes to the width of a terminal."""
+
+    _SHOWN: ClassVar[dict[str, Any]] = {"na_rep": "", "float_format": "{:.4g}".format}
+
+    def __repr__(self) -> str:
+        return self.to_string(**self._SHOWN)
+
+    def _repr_html_(self) -> str:
+        with pd.option_context("display.max_colwidth", None):
+            return self.to_html(**self._SHOWN)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -123,7 +137,7 @@ class Run:
             raise InputError(f"view = 'aggregate': does not hold for this run: {reasons}")
         return parse_epsilon(epsilon)
 
-    def report(self) -> pd.DataFrame:
+    def report(self) -> Report:
         """The run's figures and those of what it has to beat, a row each; what was not measured has no column.
 
         The epsilons and their delta are the run's. `note` says what the others are, and what they cost.
@@ -140,7 +154,7 @@ class Run:
             if any(value is not None for value in figures.values()):
                 rows[name] = figures
         frame = pd.DataFrame.from_dict(rows, orient="index", dtype=float).rename_axis("model")
-        return frame.dropna(axis="columns", how="all").assign(note=[notes.get(name, "") for name in rows])
+        return Report(frame.dropna(axis="columns", how="all").assign(note=[notes.get(name, "") for name in rows]))
 
     def _shown(self, view: View) -> float:
         """The epsilon for a table: NaN where the view does not hold."""
