@@ -144,10 +144,10 @@ class Books:
         if view != self._config.privacy_view or part == "before" or not self.accounts.num_releases(client):
             return cost.epsilon
         budget, target = self._budgets[client], self._config.target_epsilon
-        is_above = target is not None and target < cost.epsilon < math.inf
-        if is_above and cost.is_guarantee and self._keeps_plan(client, part):
-            cost = replace(cost, epsilon=target)
-        return cost.epsilon if budget is None else min(cost.epsilon, budget)
+        epsilon = cost.epsilon
+        if target is not None and target < epsilon < math.inf and cost.is_guarantee and self._keeps_plan(client, part):
+            epsilon = target
+        return epsilon if budget is None else min(epsilon, budget)
 
     def _keeps_plan(self, client: int, part: Part) -> bool:
         """Whether this part holds no more than the noise was calibrated for, on the run's view too.

@@ -258,7 +258,7 @@ def _permission(
     found = db.permission(data_sets.get(client, ""), str(summary.get("run_id")))
     if found is None:
         raise InputError(
-            f"variant: shows what {_named(client, names)} uploaded, and {path} has no permission of that holder; once you have "
-            f"it: fedpriv ledger permit {path} --client {client} --reason '...'"
+            f"variant: shows what {_named(client, names)} uploaded, and {path} has no permission of that holder; once "
+            f"you have it: fedpriv ledger permit {path} --client {client} --reason '...'"
         )
     return f"{_named(client, names)}: permitted by entry {found.number} of the ledger: {found.note}"

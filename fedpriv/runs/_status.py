@@ -85,8 +85,8 @@ class RunStatus:
         budget_epsilon: of all clients, or of each.
         epsilon_local_max, epsilon_rho_max, epsilon_aggregate_max: the largest over all clients at `delta_max`; None as
             long as nothing is known, and for `aggregate` if `aggregate_view_holds` is False.
-        epsilon_this_run_max, epsilon_before_max: what this run has spent on the run's view, and what stood in the account
-            before it; None where nothing did.
+        epsilon_this_run_max, epsilon_before_max: what this run has spent on the run's view, and what stood in the
+            account before it; None where nothing did.
         seconds: what the rounds took, or the whole run once it is finished.
         checkpoint_round: the round of the last checkpoint.
         num_unreadable_events: lines of events.jsonl that hold no event; one still being written does not count.

@@ -263,8 +263,7 @@ def test_a_statement_is_found_by_name_and_no_name_stands_for_another_clients_num
 
     def called(*names: str) -> None:
         content = {
-            str(k): {"data_set": row["data_set"], "name": name}
-            for k, (row, name) in enumerate(zip(rows, names, strict=True))
+            row["client"]: {"data_set": row["data_set"], "name": name} for row, name in zip(rows, names, strict=True)
         }
         (path.parent / "registrations.json").write_text(json.dumps(content))
 

@@ -54,9 +54,8 @@ def test_of_several_budgets_the_smallest_is_named():
 
 
 def test_views_that_do_not_hold_are_left_out():
-    assert (
-        views_text({"local": 1.0, "rho": 2.0, "aggregate": None}, "rho", ("target", 3.0)) == "2.00 of 3 rho, 1.00 local"
-    )
+    epsilons = {"local": 1.0, "rho": 2.0, "aggregate": None}
+    assert views_text(epsilons, "rho", ("target", 3.0)) == "2.00 of 3 rho, 1.00 local"
 
 
 def test_a_target_stands_with_what_this_run_spent_and_a_budget_with_the_whole_of_a_shared_account():

@@ -38,11 +38,13 @@ class Report(pd.DataFrame):
     _SHOWN: ClassVar[dict[str, Any]] = {"na_rep": "", "float_format": "{:.4g}".format}
 
     def __repr__(self) -> str:
-        return self.to_string(**self._SHOWN)
+        text: str = self.to_string(**self._SHOWN)
+        return text
 
     def _repr_html_(self) -> str:
         with pd.option_context("display.max_colwidth", None):
-            return self.to_html(**self._SHOWN)
+            page: str = self.to_html(**self._SHOWN)
+        return page
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

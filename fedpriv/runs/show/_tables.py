@@ -141,7 +141,7 @@ def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
 def _range_alone(summary: Mapping[str, Any]) -> str:
     """The range of the accuracies of the holders' own models, of which the row shows the mean."""
     low, high = (summary.get(f"alone_accuracy_{end}") for end in ("min", "max"))
-    return "" if low is None or high is None else f"{low:.4f} to {high:.4f}, own records, no privacy"
+    return "" if low is None or high is None else f"{low:.4f} to {high:.4f} on own records"
 
 
 def _macro_f1(summary: Mapping[str, Any]) -> str:
