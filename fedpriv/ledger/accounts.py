@@ -73,7 +73,9 @@ class Accounts:
         return self._cache[key]
 
     def final(self, view: View, *, part: Part = "whole") -> dict[int, PrivacySpent | None]:
-        """The cost of a part of every client's account by pld, to be reported once, at the end; None as in `epsilon_of`.
+        """The cost of a part of every client's account by pld, to be reported once, at the end.
+
+        None as in `epsilon_of`.
 
         Equal histories are computed once. If more than 32 differ, the costs are upper bounds, marked as such: those of
         `many_clients.epsilons` for a history of equal releases, rdp for any other.
