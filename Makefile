@@ -54,7 +54,7 @@ $(SUPPLY)/installed:
 llm: $(VENV)/installed-llm
 
 run: $(VENV)/installed-run
-	$(BIN)/python -m simulations run
+	$(BIN)/fedpriv run
 
 # Types are checked beside the tests, which wait at times for processes of their own.
 test: style

@@ -1,6 +1,6 @@
 """Federations on this machine: both sides in one process, or on a Ray cluster.
 
->>> from simulations import run, sweep                                            # doctest: +SKIP
+>>> from fedpriv import run, sweep                                            # doctest: +SKIP
 >>> result = run(rounds=10, target_epsilon=4.0, out="results/first")              # doctest: +SKIP
 >>> result.clients[["num_records", "epsilon_local", "delta"]]                     # doctest: +SKIP
 """

@@ -153,15 +153,15 @@ def run(
 
     Examples:
 
-        python -m simulations run
+        fedpriv run
 
-        python -m simulations run -c rounds=5 -c noise_multiplier=3.0
+        fedpriv run -c rounds=5 -c noise_multiplier=3.0
 
-        python -m simulations run --recipe dp-lora-paper
+        fedpriv run --recipe dp-lora-paper
 
-        python -m simulations run simulations/configs/medquad.toml --out /tmp/medquad
+        fedpriv run simulations/configs/medquad.toml --out /tmp/medquad
 
-        python -m simulations run --resume /tmp/medquad
+        fedpriv run --resume /tmp/medquad
     """
     with _failures_in_one_line("interrupted before the run began; nothing was written"):
         keys = _keys(override, engine=engine, recipe=recipe)
@@ -187,9 +187,9 @@ def sweep(
 
     Examples:
 
-        python -m simulations sweep simulations/configs/sweeps/epsilon.toml
+        fedpriv sweep simulations/configs/sweeps/epsilon.toml
 
-        python -m simulations sweep my-sweep.toml -c data=letters.csv --max-parallel 1 --out /tmp/my-sweep
+        fedpriv sweep my-sweep.toml -c data=letters.csv --max-parallel 1 --out /tmp/my-sweep
     """
     finished = False
     with _failures_in_one_line("interrupted; finished runs are kept, start again to continue"):

@@ -1,4 +1,4 @@
-"""`python -m simulations init`: a commented configuration for a table of records, from three questions or flags."""
+"""`fedpriv init`: a commented configuration for a table of records, from three questions or flags."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def init(
 
     Examples:
 
-        python -m simulations init letters.csv
+        fedpriv init letters.csv
 
-        python -m simulations init letters.csv --text text --label department --holder hospital --epsilon 4
+        fedpriv init letters.csv --text text --label department --holder hospital --epsilon 4
     """
     try:
         asks = sys.stdin.isatty()
@@ -104,7 +104,7 @@ def init(
         Console(stderr=True).print(f"[bold red]error[/] {escape(printable(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
     typer.echo(f"{place}: text {answers.text!r}, label {answers.label!r}, holder {answers.holder or 'dealt out'!r}")
-    typer.echo(f"next: python -m simulations run {shlex.quote(str(place))}")
+    typer.echo(f"next: fedpriv run {shlex.quote(str(place))}")
 
 
 def _proposed(table: datasets.Dataset) -> tuple[str, str, str]:
@@ -141,7 +141,7 @@ def _to_toml(answers: _Answers, *, folder: Path) -> str:
     within = answers.budget if answers.budget is not None else float("inf")
     epsilon = answers.epsilon if answers.epsilon is not None else min(_DEFAULT_EPSILON, within)
     parts = [
-        "# Written by `python -m simulations init`. docs/configuration.md explains every key, and",
+        "# Written by `fedpriv init`. docs/configuration.md explains every key, and",
         "# `fedpriv config check` says what is wrong with this file after a change.",
         "",
         "# The records, which stay where they are, and their columns.",

@@ -26,8 +26,8 @@ INLINE = re.compile(r"`([^`\n]+)`")
 APPS = {
     "fedpriv": "fedpriv.cli.main",
     "python -m simulations": "simulations.__main__",
-    "python -m server.deploy": "server.deploy.__main__",
-    "python -m clients.deploy": "clients.deploy.__main__",
+    "fedpriv coordinator": "server.deploy.__main__",
+    "fedpriv node": "clients.deploy.__main__",
 }
 # `fedpriv serve FOLDER` means `fedpriv serve run FOLDER`.
 BY_DEFAULT = {"serve": "run"}
@@ -150,9 +150,9 @@ def test_the_pages_show_enough_for_the_checks_to_see():
         "fedpriv account --stepps 3",
         ".venv/bin/fedpriv ledger show",
         "fedpriv account --noise-multiplier loud --sampling-probability 1 --steps 1 --delta 1e-5",
-        "python -m simulations run -c rouns=3",
-        "python -m simulations run -c rounds=none",
-        "python -m server.deploy run ~/federation -c rouns=3",
+        "fedpriv run -c rouns=3",
+        "fedpriv run -c rounds=none",
+        "fedpriv coordinator run ~/federation -c rouns=3",
     ],
 )
 def test_a_wrong_command_would_be_found(wrong):

@@ -1,4 +1,4 @@
-"""`python -m clients.deploy ...`: a data holder's node, from its key to taking part in runs."""
+"""`fedpriv node ...`: a data holder's node, from its key to taking part in runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The node's folder."
 def deploy() -> None:
     """A data holder's node in a federation: its keys, its data, its policy, and the code that it approves.
 
-    Example: python -m clients.deploy init ~/node --superlink fl.example.org:9093 --ca ca.crt --partition-id 0
+    Example: fedpriv node init ~/node --superlink fl.example.org:9093 --ca ca.crt --partition-id 0
     """
 
 
@@ -65,7 +65,7 @@ def init(
 
     With --data, labels and a budget are required; on a terminal they are asked for.
 
-    Example: python -m clients.deploy init ~/node --superlink fl.example.org:9093 --ca ca.crt --partition-id 0
+    Example: fedpriv node init ~/node --superlink fl.example.org:9093 --ca ca.crt --partition-id 0
     --data records.csv --text-column note --label-column department --labels cardiology,neurology --budget-epsilon 4
     """
     own: dict[str, object] = {}
@@ -111,7 +111,7 @@ def _tell(made: Made, quoted: str) -> None:
     if node.vault.budget_view == "aggregate":
         steps.append(f"approve-peer {quoted} PARTITION-ID KEYFILE")
     for command in (*steps, f"approve {quoted} --this-checkout", f"doctor {quoted}", f"start {quoted}"):
-        typer.echo(f"next: python -m clients.deploy {command}")
+        typer.echo(f"next: fedpriv node {command}")
 
 
 def _tell_keys(node: Node) -> None:
@@ -167,9 +167,9 @@ def register(
     before anything is released; it then stays. A further plan may follow plans at any time: its epsilon and delta are
     added to theirs.
 
-    Example: python -m clients.deploy register ~/node --plan plan.json
+    Example: fedpriv node register ~/node --plan plan.json
 
-    Example: python -m clients.deploy register ~/node --disjoint "admissions of 2027 only"
+    Example: fedpriv node register ~/node --disjoint "admissions of 2027 only"
     """
     vault = Node.read(dir_).vault
     if disjoint is None:
@@ -195,7 +195,7 @@ def begin_counter(dir_: Folder) -> None:
     Every charge is noted there before anything is released, and a ledger that is behind it is refused. It belongs on
     another disk or machine than the ledger, on one that no backup or snapshot of the ledger puts back.
 
-    Example: python -m clients.deploy begin-counter ~/node
+    Example: fedpriv node begin-counter ~/node
     """
     vault = Node.read(dir_).vault
     watch = ReceiptWatch.of(vault)
@@ -214,7 +214,7 @@ def approve_model(
 ) -> None:
     """Allow a model and its tokenizer to run on this node, as their files are now.
 
-    Example: python -m clients.deploy approve-model ~/node all-MiniLM-L6-v2
+    Example: fedpriv node approve-model ~/node all-MiniLM-L6-v2
     """
     approval = admission.approve_model(Node.read(dir_).vault, model, name=name, replace_old=replace)
     state = "is approved" if approval.is_new else "was approved before"
@@ -230,7 +230,7 @@ def approve(
 ) -> None:
     """Allow a bundle of code to run on this node.
 
-    Example: python -m clients.deploy approve ~/node --this-checkout
+    Example: fedpriv node approve ~/node --this-checkout
     """
     if this_checkout == (fab_hash is not None):
         raise InputError("approve: give either FAB_HASH or --this-checkout")
@@ -254,7 +254,7 @@ def approve_peer(
     Take the key from that holder, through a channel that both trust, and not from the coordinator: anyone who gives
     you a key of its own in another's name learns your part. It holds from the next sum on; delete the file to end it.
 
-    Example: python -m clients.deploy approve-peer ~/node 2 clara.pub
+    Example: fedpriv node approve-peer ~/node 2 clara.pub
     """
     vault = Node.read(dir_).vault
     is_new = admission.approve_peer(vault, partition_id, key, replace_old=replace)
@@ -277,7 +277,7 @@ def new_key_(
     public line, and a ledger that lacks what it has signed gets no new key. Then hand vault.key.pub to the coordinator
     and to each peer: nothing that the new key signs counts before. With --node it is node.key, for Flower alone.
 
-    Example: python -m clients.deploy new-key ~/node
+    Example: fedpriv node new-key ~/node
     """
     node = Node.read(dir_)
     if of_node:
@@ -287,14 +287,14 @@ def new_key_(
         typer.echo(f"approve-peer --replace at each peer: {node.public_keys[1]}")
     _tell_keys(node)
     id_ = node.vault.partition_id
-    typer.echo(f"there: python -m server.deploy register DIR {id_} NODE_KEY VAULT_KEY --replace")
+    typer.echo(f"there: fedpriv coordinator register DIR {id_} NODE_KEY VAULT_KEY --replace")
 
 
 @app.command()
 def start(dir_: Folder) -> None:
     """Run the node's vault and its SuperNode in the foreground until SIGINT or SIGTERM.
 
-    Example: python -m clients.deploy start ~/node
+    Example: fedpriv node start ~/node
     """
     raise typer.Exit(supernode.start(Node.read(dir_), typer.echo))
 
@@ -305,7 +305,7 @@ def units(dir_: Folder, out: UnitFolder = None) -> None:
 
     The vault has no network, and the SuperNode, as `client_user` of vault.toml, neither records nor ledger.
 
-    Example: python -m clients.deploy units ~/node --out /etc/systemd/system
+    Example: fedpriv node units ~/node --out /etc/systemd/system
     """
     give_units(supernode.units(Node.read(dir_)), out)
 
@@ -314,7 +314,7 @@ def units(dir_: Folder, out: UnitFolder = None) -> None:
 def prepare(dir_: Folder) -> None:
     """Make the folder ready for a SuperNode as `client_user`; the SuperNode's unit runs this as root.
 
-    Example: python -m clients.deploy prepare ~/node
+    Example: fedpriv node prepare ~/node
     """
     supernode.prepare(Node.read(dir_))
 
@@ -325,7 +325,7 @@ def doctor(dir_: Folder) -> None:
 
     The records are not opened.
 
-    Example: python -m clients.deploy doctor ~/node
+    Example: fedpriv node doctor ~/node
     """
     raise typer.Exit(0 if print_checks(node_doctor.checks(Node.read(dir_))) else 1)
 
@@ -334,7 +334,7 @@ def doctor(dir_: Folder) -> None:
 def health(dir_: Folder) -> None:
     """Exit code 0 if the node's vault and its SuperNode are there; it is quick enough to be asked every minute.
 
-    Example: python -m clients.deploy health ~/node
+    Example: fedpriv node health ~/node
     """
     raise typer.Exit(0 if print_checks(node_doctor.health(Node.read(dir_))) else 1)
 
@@ -343,11 +343,11 @@ def health(dir_: Folder) -> None:
 def reopen(dir_: Folder) -> None:
     """Let a node that closed itself take part again, and say why it had closed.
 
-    Example: python -m clients.deploy reopen ~/node
+    Example: fedpriv node reopen ~/node
     """
     typer.echo(f"the node had closed: {node_doctor.reopen(Node.read(dir_).vault)}")
     typer.echo("it is open again")
 
 
 if __name__ == "__main__":
-    run_command_line(app, "python -m clients.deploy")
+    run_command_line(app, "fedpriv node")

@@ -99,7 +99,7 @@ def check_keys(node: Node) -> Iterator[Check]:
     path, name = node.vault.key, node.vault.client_user
     found = _check_key(path, keys.VAULT)
     if not path.exists():
-        detail = f"{path}: is missing; run `python -m clients.deploy new-key {node.folder}`, then `start`"
+        detail = f"{path}: is missing; run `fedpriv node new-key {node.folder}`, then `start`"
         found = Check(path.name, False, detail)
     elif path.stat().st_uid != node.folder.stat().st_uid:
         found = Check(path.name, False, f"{path}: must belong to the owner of {node.folder}, who runs the vault")

@@ -10,12 +10,12 @@ from importlib import import_module
 import click
 import typer
 
-# {program: the module with its typer app}; the page of `python -m server.deploy` is server-deploy.md.
+# {program: the module with its typer app}; the page of `fedpriv coordinator` is server-deploy.md.
 PROGRAMS = {
     "fedpriv": "fedpriv.cli.main",
     "python -m simulations": "simulations.__main__",
-    "python -m server.deploy": "server.deploy.__main__",
-    "python -m clients.deploy": "clients.deploy.__main__",
+    "fedpriv coordinator": "server.deploy.__main__",
+    "fedpriv node": "clients.deploy.__main__",
 }
 
 

@@ -274,7 +274,7 @@ def register(
 
     A node registers its first data set by itself. Any further one needs your statement that it shares no record with
     the earlier ones: otherwise records that have already paid would start again at zero. This command sees no records;
-    `python -m clients.deploy register` on the node compares them with those of earlier data sets first.
+    `fedpriv node register` on the node compares them with those of earlier data sets first.
 
     Example: fedpriv ledger register node.sqlite --client 2 --num-records 5000 --disjoint "admissions of 2027 only"
     """

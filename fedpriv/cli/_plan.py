@@ -102,7 +102,7 @@ def _plan_budget(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Also write each client's releases, for `python -m clients.deploy register DIR --plan FILE`."
+            help="Also write each client's releases, for `fedpriv node register DIR --plan FILE`."
         ),
     ] = None,
 ) -> Result:

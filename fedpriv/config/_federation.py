@@ -228,4 +228,4 @@ class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
     """the folder for the results; it must be new or empty"""
     resume: Annotated[str, Fact.LOCATION | Fact.ARGUMENT] = ""
     """the folder of an interrupted run, or one of its checkpoints, to continue from; all other keys must be unchanged.
-    `python -m simulations run --resume DIR` reads them from there"""
+    `fedpriv run --resume DIR` reads them from there"""

@@ -243,8 +243,8 @@ def resume_command(run_dir: Path, engine: str) -> str:
     """
     path = str(run_dir.absolute())
     if engine == "flower":
-        return f"python -m server.deploy run COORDINATOR -c {shlex.quote(f'resume={path}')}"
-    return f"python -m simulations run --resume {shlex.quote(path)}"
+        return f"fedpriv coordinator run COORDINATOR -c {shlex.quote(f'resume={path}')}"
+    return f"fedpriv run --resume {shlex.quote(path)}"
 
 
 def _last_change(run_dir: Path) -> float:

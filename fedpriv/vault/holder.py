@@ -129,7 +129,7 @@ def run_of(run_config: Mapping[str, Scalar], holder: Holder) -> RunConfig:
         # Without it there would be no receipts, by which a restored ledger is noticed, nor a registration that counts.
         if holder.identity_key is None:
             raise RefusedError(
-                "vault.key: this node has none; its operator must stop it and run `python -m clients.deploy new-key`"
+                "vault.key: this node has none; its operator must stop it and run `fedpriv node new-key`"
             )
         return _of_node(config, holder.settings, holder.policy)
     if config.data == ON_NODES:

@@ -211,7 +211,7 @@ class ReceiptWatch:
         if path is None:
             return
         if not path.is_file():
-            reason = "is missing; put it back, or see `python -m clients.deploy begin-counter`"
+            reason = "is missing; put it back, or see `fedpriv node begin-counter`"
         elif not os.access(path, os.R_OK | os.W_OK):
             reason = "cannot be written"
         elif not any(map(self._is_own, ReceiptLog(path).read())):

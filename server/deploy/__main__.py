@@ -1,4 +1,4 @@
-"""`python -m server.deploy ...`: a federation's coordinator, from certificates to runs."""
+"""`fedpriv coordinator ...`: a federation's coordinator, from certificates to runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Days = Annotated[int, typer.Option(help="Number of days for which the server cer
 def deploy() -> None:
     """The coordinator of a federation across machines: TLS, registered nodes, runs.
 
-    Example: python -m server.deploy init ~/federation --address fl.example.org
+    Example: fedpriv coordinator init ~/federation --address fl.example.org
     """
 
 
@@ -46,7 +46,7 @@ def init(
 
     The authority's key is encrypted. Without --ca-passphrase-file its passphrase is random, and printed once.
 
-    Example: python -m server.deploy init ~/federation --address fl.example.org --address 10.0.0.5
+    Example: fedpriv coordinator init ~/federation --address fl.example.org --address 10.0.0.5
     """
     passphrase = _new_passphrase(ca_passphrase_file)
     coordinator = folders.make(folder, addresses=address, port=port, days=days, passphrase=passphrase)
@@ -54,9 +54,9 @@ def init(
     _tell_passphrase(ca_passphrase_file, passphrase)
     typer.echo(f"send to every node: {coordinator.ca_certificate} and the address {coordinator.address}")
     quoted = shlex.quote(str(folder))
-    typer.echo(f"next: python -m server.deploy start {quoted}")
-    typer.echo(f"then, for each node: python -m server.deploy register {quoted} PARTITION_ID NODE_KEY VAULT_KEY")
-    typer.echo(f"then: python -m server.deploy run {quoted} -c rounds=10")
+    typer.echo(f"next: fedpriv coordinator start {quoted}")
+    typer.echo(f"then, for each node: fedpriv coordinator register {quoted} PARTITION_ID NODE_KEY VAULT_KEY")
+    typer.echo(f"then: fedpriv coordinator run {quoted} -c rounds=10")
 
 
 def _new_passphrase(file: Path | None) -> str:
@@ -83,7 +83,7 @@ def _first_line(file: Path) -> str:
 def start(folder: Folder) -> None:
     """Run the SuperLink in the foreground until SIGINT or SIGTERM; report how many nodes are online.
 
-    Example: python -m server.deploy start ~/federation
+    Example: fedpriv coordinator start ~/federation
     """
     raise typer.Exit(superlink.start(Coordinator.read(folder), typer.echo))
 
@@ -92,7 +92,7 @@ def start(folder: Folder) -> None:
 def units(folder: Folder, out: UnitFolder = None) -> None:
     """Print the systemd unit of the SuperLink, or write it into a folder.
 
-    Example: python -m server.deploy units ~/federation --out /etc/systemd/system
+    Example: fedpriv coordinator units ~/federation --out /etc/systemd/system
     """
     give_units(superlink.units(Coordinator.read(folder)), out)
 
@@ -107,7 +107,7 @@ def register(
 ) -> None:
     """Admit a node while the SuperLink is running; repeating it for the same node does no harm.
 
-    Example: python -m server.deploy register ~/federation 0 node.key.pub vault.key.pub
+    Example: fedpriv coordinator register ~/federation 0 node.key.pub vault.key.pub
     """
     is_new = folders.register(Coordinator.read(folder), partition_id, node_key, vault_key, replace_old=replace)
     typer.echo(f"node {partition_id} {'is registered' if is_new else 'was registered before'}")
@@ -120,7 +120,7 @@ def run(
 ) -> None:
     """Start a run on the registered nodes and follow it to its end; Ctrl-C stops it. Exit code 0 if it completes.
 
-    Example: python -m server.deploy run ~/federation -c rounds=5 -c noise_multiplier=1.2
+    Example: fedpriv coordinator run ~/federation -c rounds=5 -c noise_multiplier=1.2
     """
     completed = runs.run(Coordinator.read(folder), override or [], typer.echo)
     raise typer.Exit(0 if completed else 1)
@@ -137,7 +137,7 @@ def renew(
 
     On a terminal it asks for the passphrase of ca.key.
 
-    Example: python -m server.deploy renew ~/federation --ca-key /media/stick/ca.key
+    Example: fedpriv coordinator renew ~/federation --ca-key /media/stick/ca.key
     """
     coordinator = Coordinator.read(folder)
     key = ca_key or coordinator.ca_key
@@ -165,7 +165,7 @@ def _passphrase(file: Path | None) -> str:
 def encrypt_key(folder: Folder, ca_passphrase_file: PassphraseFile = None) -> None:
     """Encrypt the ca.key of a folder that an earlier version made; the passphrase is found as for `init`.
 
-    Example: python -m server.deploy encrypt-key ~/federation
+    Example: fedpriv coordinator encrypt-key ~/federation
     """
     coordinator = Coordinator.read(folder)
     passphrase = _new_passphrase(ca_passphrase_file)
@@ -177,7 +177,7 @@ def encrypt_key(folder: Folder, ca_passphrase_file: PassphraseFile = None) -> No
 def health(folder: Folder) -> None:
     """Exit code 0 if the SuperLink answers; it is quick, for a monitor that asks every minute.
 
-    Example: python -m server.deploy health ~/federation
+    Example: fedpriv coordinator health ~/federation
     """
     coordinator = Coordinator.read(folder)
     found = check_tls(coordinator.local_host, coordinator.port, coordinator.ca_certificate)
@@ -188,10 +188,10 @@ def health(folder: Folder) -> None:
 def doctor(folder: Folder) -> None:
     """Check this machine: versions, certificate, SuperLink, nodes, disk. Exit code 0 if all checks pass.
 
-    Example: python -m server.deploy doctor ~/federation
+    Example: fedpriv coordinator doctor ~/federation
     """
     raise typer.Exit(0 if print_checks(superlink.checks(Coordinator.read(folder))) else 1)
 
 
 if __name__ == "__main__":
-    run_command_line(app, "python -m server.deploy")
+    run_command_line(app, "fedpriv coordinator")

@@ -64,12 +64,12 @@ def test_a_clock_behind_the_file_system_does_not_make_a_run_older_than_now(write
 @pytest.mark.parametrize("engine", ["stacked", "in-process", "ray"])
 def test_a_simulation_is_resumed_by_the_simulations_command(write_run: WriteRun, engine: str) -> None:
     folder = write_run("my run", seconds_ago=1000, engine=engine)
-    assert status(folder).resume_command == f"python -m simulations run --resume '{folder}'"
+    assert status(folder).resume_command == f"fedpriv run --resume '{folder}'"
 
 
 def test_a_deployment_is_resumed_by_its_own_command(write_run: WriteRun) -> None:
     folder = write_run(seconds_ago=1000, engine="flower")
-    assert status(folder).resume_command == f"python -m server.deploy run COORDINATOR -c resume={folder}"
+    assert status(folder).resume_command == f"fedpriv coordinator run COORDINATOR -c resume={folder}"
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(write_run: WriteRun) -> None:

@@ -1,4 +1,4 @@
-"""`python -m simulations init` writes a configuration that `config check` accepts and `run` runs."""
+"""`fedpriv init` writes a configuration that `config check` accepts and `run` runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_columns_are_proposed_and_the_file_is_what_a_run_takes(letters, tmp_path
     assert (config.text_column, config.label_column, config.client_column) == ("body", "ward", "hospital")
     assert (config.target_epsilon, config.data) == (2.3, str(letters))
     preflight.check(config)
-    assert "python -m simulations run letters.toml" in said
+    assert "fedpriv run letters.toml" in said
 
 
 def test_what_to_run_next_can_be_pasted_into_a_shell(letters, tmp_path):

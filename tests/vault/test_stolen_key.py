@@ -215,7 +215,7 @@ def test_a_vault_without_a_key_of_its_own_takes_part_in_nothing_and_says_what_to
     try:
         for answer in (site.advertise(VICTIM, terms), site.ask(VICTIM, REGISTER, {})):
             assert answer.code == REFUSED
-            assert "stop it and run `python -m clients.deploy new-key`" in answer.reason
+            assert "stop it and run `fedpriv node new-key`" in answer.reason
     finally:
         for path in moved:
             path.rename(site.vaults[VICTIM].folder / path.name)

@@ -94,7 +94,7 @@ def charged(node: Node, round_: int) -> None:
 
 
 def begun(node: Node):
-    return run_in_process(app, "python -m clients.deploy", "begin-counter", node.folder)
+    return run_in_process(app, "fedpriv node", "begin-counter", node.folder)
 
 
 @pytest.mark.parametrize("counted", [False, True])
@@ -105,7 +105,7 @@ def test_a_restored_ledger_is_noticed_and_recovered(node, tmp_path, counted):
         with (node.folder / "vault.toml").open("a") as file:
             file.write(tomli_w.dumps({"counter_file": str(counter)}))
         node = Node.read(node.folder)
-        assert "is missing; put it back, or see `python -m clients.deploy begin-counter`" in failed(node)["newest"]
+        assert "is missing; put it back, or see `fedpriv node begin-counter`" in failed(node)["newest"]
         assert begun(node).returncode == 0
         assert f"counter_file = {counter}: exists; a new one would forget" in begun(node).stderr
     charged(node, 1)
@@ -195,7 +195,7 @@ def test_what_the_file_holds_is_not_looked_at(node):
 def test_a_closed_node_stays_closed_until_it_is_opened(node):
     node.vault.closed.write_text("its child process was killed\n")
     assert "its child process was killed" in failed(node)["open"]
-    done = run_in_process(app, "python -m clients.deploy", "reopen", node.folder)
+    done = run_in_process(app, "fedpriv node", "reopen", node.folder)
     assert (done.returncode, "the node had closed: its child process was killed" in done.stdout) == (0, True)
     assert failed(node) == {}
     with pytest.raises(InputError, match="the node is open"):
@@ -218,7 +218,7 @@ def test_a_vaults_key_that_is_missing_or_that_the_supernodes_user_can_read(node,
     with pytest.raises(InputError, match="user nobody can read it"):
         supernode.prepare(named)
     node.vault.key.unlink()
-    assert f"run `python -m clients.deploy new-key {node.folder}`" in failed(node)["vault.key"]
+    assert f"run `fedpriv node new-key {node.folder}`" in failed(node)["vault.key"]
     with pytest.raises(InputError, match="new-key"):
         supernode.prepare(node)
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_in_process(app, "python -m clients.deploy", *arguments)
+    return run_in_process(app, "fedpriv node", *arguments)
 
 
 def options(ca: Path, **more: object) -> list[object]:

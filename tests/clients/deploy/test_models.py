@@ -84,7 +84,7 @@ def test_a_hub_name_without_the_hub_is_one_line(vault, monkeypatch):
 
 
 def test_the_command_says_digest_and_size(vault, model):
-    done = run_in_process(app, "python -m clients.deploy", "approve-model", vault.folder, model)
+    done = run_in_process(app, "fedpriv node", "approve-model", vault.folder, model)
     assert done.returncode == 0, done.stderr
     (known,) = read_models(vault.models)
     assert f"{model} is approved: digest {known.digest}, " in done.stdout

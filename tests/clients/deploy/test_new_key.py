@@ -25,7 +25,7 @@ from tests.cli.command_line import fedpriv
 
 
 def new_key(node: Node, *options: object, code: int = 0) -> str:
-    done = run_in_process(app, "python -m clients.deploy", "new-key", node.folder, *options)
+    done = run_in_process(app, "fedpriv node", "new-key", node.folder, *options)
     assert done.returncode == code, done.stderr
     return done.stdout or done.stderr
 

@@ -35,7 +35,7 @@ def key(tmp_path):
 
 
 def approve(node: Node, client: int, file: Path) -> str:
-    done = run_in_process(app, "python -m clients.deploy", "approve-peer", node.folder, client, file)
+    done = run_in_process(app, "fedpriv node", "approve-peer", node.folder, client, file)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -64,7 +64,7 @@ def test_what_would_let_one_holder_stand_for_two_is_refused(node, key, tmp_path,
     files = {"clara": key("clara"), "new": key("new"), "none": tmp_path / "none.pub"}
     files |= dict(zip(("supernode", "own"), node.public_keys, strict=True))
     approve(node, 2, files["clara"])
-    done = run_in_process(app, "python -m clients.deploy", "approve-peer", node.folder, client, files[name])
+    done = run_in_process(app, "fedpriv node", "approve-peer", node.folder, client, files[name])
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert reason in done.stderr
     assert approved_peers(node.vault.peers).keys() == {2}
@@ -72,7 +72,7 @@ def test_what_would_let_one_holder_stand_for_two_is_refused(node, key, tmp_path,
 
 def test_a_peer_that_exchanged_its_key_is_approved_again(node, key):
     approve(node, 2, key("clara"))
-    done = run_in_process(app, "python -m clients.deploy", "approve-peer", node.folder, 2, key("new"), "--replace")
+    done = run_in_process(app, "fedpriv node", "approve-peer", node.folder, 2, key("new"), "--replace")
     assert "is approved as a peer" in done.stdout
     assert approved_peers(node.vault.peers) == {2: keys.public_line(key("other").with_name("new"))}
 

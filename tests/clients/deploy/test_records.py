@@ -26,7 +26,7 @@ ROWS = [("a b", LABELS[0]), ("a", LABELS[0]), ("c", LABELS[1]), ("", LABELS[2]),
 def init(folder: Path, ca: Path, data: Path, *more: object) -> subprocess.CompletedProcess[str]:
     place = ("--superlink", "127.0.0.1:9093", "--ca", ca, "--partition-id", 1)
     columns = ("--data", data, "--text-column", "note", "--label-column", "department")
-    return run_in_process(kit.app, "python -m clients.deploy", "init", folder, *place, *columns, *more)
+    return run_in_process(kit.app, "fedpriv node", "init", folder, *place, *columns, *more)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_ledger_that_was_there_before_keeps_what_it_registered(tmp_path, ca, d
 
 
 def registered(node: Path, *more: object) -> subprocess.CompletedProcess[str]:
-    return run_in_process(kit.app, "python -m clients.deploy", "register", node, *more)
+    return run_in_process(kit.app, "fedpriv node", "register", node, *more)
 
 
 def test_records_that_an_earlier_data_set_held_are_not_registered_again(tmp_path, ca, data):

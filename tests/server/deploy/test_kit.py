@@ -35,7 +35,7 @@ def certificate(coordinator: Coordinator, hosts: Sequence[str], days: int, **opt
 
 
 def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_in_process(app, "python -m server.deploy", *arguments)
+    return run_in_process(app, "fedpriv coordinator", *arguments)
 
 
 @pytest.fixture
