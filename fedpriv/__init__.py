@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fedpriv.apps import run as run
     from fedpriv.apps import sweep as sweep
     from fedpriv.config import RunConfig as RunConfig
+    from fedpriv.errors import DiskFullError as DiskFullError
     from fedpriv.errors import InputError as InputError
     from fedpriv.errors import LedgerError as LedgerError
     from fedpriv.errors import StoreError as StoreError

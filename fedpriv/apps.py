@@ -86,6 +86,7 @@ def run(
     Raises:
         InputError: one line that names the key, the value and what would be right.
         LedgerError: the ledger cannot be used, so nothing was released.
+        DiskFullError: the disk is full; one line with the command that resumes the run.
         TooFewClientsError: fewer clients answered a round than `min_clients`.
     """
     from fedpriv.runs.show import open_run  # deferred, as all that takes long to load

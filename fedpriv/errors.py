@@ -9,6 +9,10 @@ class TooFewClientsError(RuntimeError):
     """Fewer clients answered a round than the run needs; command lines print it and exit with 1."""
 
 
+class DiskFullError(RuntimeError):
+    """A run cannot write its folder or ledger for want of space; command lines print it and exit with 1."""
+
+
 class LedgerError(RuntimeError):
     """A ledger cannot be used, so nothing may be released; command lines print it and exit with 1."""
 

@@ -94,9 +94,6 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
     # A run that goes on has its noise: shares of a target that are calibrated again differ in their last digits.
     if resumed is None or config.digest != resumed.digest:
         config = calibrated(config, sizes, bench.initial)
-    if config.computes_baselines:
-        observer.progressed(RunProgress(what="training the baselines"))
-    plain = _baselines(config, bench) if config.computes_baselines else None
     with ExitStack() as stack:
         if resumed:
             writer = checkpoint.reopened_folder(config, resumed)
@@ -104,7 +101,7 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
             writer = RunWriter.created(Path(config.out).absolute(), config)
             stack.enter_context(marked_alive(writer.path))
         stack.enter_context(following_run(writer.path, config, observer.notice))
-        _carry_out(grid, config, bench, nodes, resumed, plain, writer, observer)
+        _carry_out(grid, config, bench, nodes, resumed, writer, observer)
     return writer.path
 
 
@@ -114,7 +111,6 @@ def _carry_out(
     bench: Workbench,
     nodes: Nodes,
     resumed: Checkpoint | None,
-    plain: Baselines | None,
     writer: RunWriter,
     observer: Observer,
 ) -> None:
@@ -144,6 +140,7 @@ def _carry_out(
     observer.progressed(RunProgress(what="keeping the variants"))
     registry.keep(config, bench, writer, outcome, series.registrations, uploads)
     integral = registry.keep_recurring(config, bench, writer, outcome, series.registrations, uploads)
+    plain = _baselines(config, bench, observer) if config.computes_baselines else None
     observer.progressed(RunProgress(what="accounting by pld"))
     summary = summarize(config, bench, outcome, comparison, plain)
     summary |= spoken | {"ledger_head": head, "integral": integral}
@@ -162,9 +159,10 @@ def _carry_out(
     observer.finished(writer.path, summary)
 
 
-def _baselines(config: RunConfig, bench: Workbench) -> Baselines | None:
+def _baselines(config: RunConfig, bench: Workbench, observer: Observer) -> Baselines | None:
     from fedpriv.training import baselines  # deferred: scikit-learn is not needed without them
 
+    observer.progressed(RunProgress(what="training the baselines"))
     return baselines.compute(config, bench)
 
 

@@ -18,7 +18,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import Release, View
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.ledger.accounts import Accounts
+from fedpriv.ledger.accounts import Accounts, Part
 from fedpriv.ledger.entries import RELEASED, Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
@@ -134,24 +134,31 @@ class Books:
         It is computed by rdp. On the run's `privacy_view` it is at most the budget, which pld has shown to be kept, and
         at most the target, as long as the client has released nothing beyond what the noise was calibrated for.
         """
-        cost = self.accounts.epsilon_of(client, view, "rdp")
+        return self._so_far(client, view, "whole")
+
+    def _so_far(self, client: int, view: View, part: Part) -> float | None:
+        """`epsilon_so_far` of a part of the client's account."""
+        cost = self.accounts.epsilon_of(client, view, "rdp", part=part)
         if cost is None:
             return None
-        if view != self._config.privacy_view or not self.accounts.num_releases(client):
+        if view != self._config.privacy_view or part == "before" or not self.accounts.num_releases(client):
             return cost.epsilon
         budget, target = self._budgets[client], self._config.target_epsilon
-        if target is not None and target < cost.epsilon < math.inf and cost.is_guarantee and self._keeps_plan(client):
-            cost = replace(cost, epsilon=target)
-        return cost.epsilon if budget is None else min(cost.epsilon, budget)
+        epsilon = cost.epsilon
+        if target is not None and target < epsilon < math.inf and cost.is_guarantee and self._keeps_plan(client, part):
+            epsilon = target
+        return epsilon if budget is None else min(epsilon, budget)
 
-    def _keeps_plan(self, client: int) -> bool:
-        """Whether the client has released no more, ever, than the noise was calibrated for, on the run's view too.
+    def _keeps_plan(self, client: int, part: Part) -> bool:
+        """Whether this part holds no more than the noise was calibrated for, on the run's view too.
 
         A round that asks further clients in place of those that failed may have more uploads than were calibrated for,
         and an earlier run had: then less of the noise in them is the client's to count on.
         """
         planned = [*self.costs.events(client, 0, self._config.rounds), *self.costs.reserved]
-        return self.accounts.is_part_of(client, planned, self._config.privacy_view, self.costs.calibrated_scale)
+        return self.accounts.is_part_of(
+            client, planned, self._config.privacy_view, self.costs.calibrated_scale, part=part
+        )
 
     @overload
     def largest_so_far(self, view: Literal["local", "rho"]) -> float: ...
@@ -163,6 +170,28 @@ class Books:
         """The largest `epsilon_so_far` over all clients; None if the view does not hold for one of them."""
         costs = [self.epsilon_so_far(client, view) for client in self.sizes]
         return None if None in costs else max(cost for cost in costs if cost is not None)
+
+    def largest_part(self, part: Part) -> float | None:
+        """The largest cost of a part of an account on the run's view, as `epsilon_so_far`; None where one lacks it.
+
+        None too where no earlier run has released anything, so that this run is the whole of every account.
+        """
+        if not self.accounts.has_earlier:
+            return None
+        costs = [self._so_far(client, self._config.privacy_view, part) for client in self.sizes]
+        return None if None in costs else max(cost for cost in costs if cost is not None)
+
+    @property
+    def rounds_charged_again(self) -> list[int]:
+        """The rounds of this run that a client was charged for more than once, each time for another release."""
+        if self._ledger is None:
+            return []
+        rounds = Counter(
+            (client, key.round)
+            for client, data_set in self._data_sets.items()
+            for key, _ in self._ledger.releases_of(data_set, self._run)
+        )
+        return sorted({round_ for (_, round_), num_charges in rounds.items() if num_charges > 1})
 
     @cached_property
     def rounds_allowed(self) -> dict[int, int]:

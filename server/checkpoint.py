@@ -69,7 +69,7 @@ class Checkpoint:
 def write(run_folder: Path, checkpoint: Checkpoint) -> None:
     """Write the checkpoint, keep the one before it, and delete older ones.
 
-    The folder gets its name once everything in it is on disk.
+    The folder gets its name once everything in it is on disk; of one that cannot be written nothing is left.
     """
     parent = run_folder / files.CHECKPOINTS
     name = files.checkpoint_name(checkpoint.round)
@@ -93,12 +93,16 @@ def write(run_folder: Path, checkpoint: Checkpoint) -> None:
         "tensors": hashlib.sha256(tensors).hexdigest(),
     }
     text = json.dumps(state, indent=2).encode()
-    for name, content in ((_TENSORS, tensors), (_STATE, text), (f"{_STATE}.sha256", _digest_line(text))):
-        with (temporary / name).open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    _sync(temporary)
+    try:
+        for name, content in ((_TENSORS, tensors), (_STATE, text), (f"{_STATE}.sha256", _digest_line(text))):
+            with (temporary / name).open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        _sync(temporary)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)
     _sync(parent)

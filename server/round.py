@@ -328,6 +328,8 @@ def round_row(
         epsilon_local_max=books.largest_so_far("local"),
         epsilon_rho_max=books.largest_so_far("rho"),
         epsilon_aggregate_max=books.largest_so_far("aggregate"),
+        epsilon_this_run_max=books.largest_part("this run"),
+        epsilon_before_max=books.largest_part("before"),
         bytes_up=sum(row.bytes_up for row in clients),
         bytes_down=sum(row.bytes_down for row in clients),
         seconds=seconds,

@@ -147,6 +147,7 @@ class Series:
             strategy=strategy,
             names=self.names,
             seconds=time.monotonic() - started,
+            rounds_charged_again=self.books.rounds_charged_again,
             test=test(strategy.model),  # as after the last round, unless the run was resumed after it
             untrained=self._start(choices),
             evaluation=evaluation,

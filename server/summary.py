@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from fedpriv.accounting.views import VIEWS
 from fedpriv.adapters import A_SUFFIX, B_SUFFIX
 from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
+from fedpriv.ledger.accounts import Part
 from fedpriv.plan.preflight import objections_to_aggregate
 from fedpriv.runs import ClientRow, RoundRow
 from fedpriv.training import class_figures, log_perplexity_change
@@ -36,7 +38,10 @@ _STANDARD_ERRORS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesOutcome:
-    """One series of rounds; `test` and `untrained` are of its last and first model, if the server has a test set."""
+    """One series of rounds; `test` and `untrained` are of its last and first model, if the server has a test set.
+
+    `rounds_charged_again` is that of its books, which the ledger must be open for.
+    """
 
     run_id: str
     rows: list[RoundRow]
@@ -44,6 +49,7 @@ class SeriesOutcome:
     strategy: RuleStrategy
     names: Mapping[int, str]
     seconds: float
+    rounds_charged_again: list[int]
     test: Evaluation | None = None
     untrained: Evaluation | None = None
     evaluation: PrivateEvaluation | None = None
@@ -60,11 +66,13 @@ def summarize(
     accounts, rows = outcome.strategy.books.accounts, outcome.rows
     costs = {f"epsilon_{view}": accounts.final(view) for view in VIEWS}
     known = [cost for by_client in costs.values() for cost in by_client.values() if cost is not None]
-    costs["epsilon_local_this_run"] = accounts.final("local", this_run_only=True)
-    clients = [_client(client, costs, outcome) for client in outcome.strategy.books.sizes]
+    costs["epsilon_local_this_run"] = accounts.final("local", part="this run")
+    alone = baselines.alone if baselines else {}
+    clients = [_client(client, costs, outcome, alone.get(client)) for client in outcome.strategy.books.sizes]
     labels = bench.data.label_names or (config.answers if outcome.test else ())
     unmoved = unmoved_tensors(outcome.strategy.model)
     largest = {view: _largest(costs[f"epsilon_{view}"].values()) for view in VIEWS}
+    parts: dict[str, Part] = {"this_run": "this run", "before": "before"} if accounts.has_earlier else {}
     caveat = outcome.strategy.books.costs.caveat
     evaluation = outcome.evaluation
     estimate = evaluation.estimate if evaluation else None
@@ -79,6 +87,11 @@ def summarize(
         **quality(rows, outcome.test, labels, baselines),
         **perplexities(outcome.untrained, outcome.test, comparison.test if comparison else None),
         **{f"epsilon_{view}_max": epsilon for view, epsilon in largest.items()},
+        **{
+            f"epsilon_{name}_max": _largest(accounts.final(config.privacy_view, part=part).values())
+            for name, part in parts.items()
+        },
+        "rounds_charged_again": outcome.rounds_charged_again,
         "delta_max": max(accounts.deltas.values()),
         "num_readers": accounts.num_readers,
         "aggregate_objections": list(objections_to_aggregate(config)),
@@ -112,7 +125,7 @@ def summarize(
     }
 
 
-def _client(client: int, costs: _CostsByView, outcome: SeriesOutcome) -> dict[str, Any]:
+def _client(client: int, costs: _CostsByView, outcome: SeriesOutcome, alone: float | None) -> dict[str, Any]:
     books, evaluation = outcome.strategy.books, outcome.evaluation
     up = evaluation.bytes_up.get(client, 0) if evaluation else 0
     down = evaluation.bytes_down.get(client, 0) if evaluation else 0
@@ -120,6 +133,7 @@ def _client(client: int, costs: _CostsByView, outcome: SeriesOutcome) -> dict[st
         "client": client,
         "name": outcome.names[client],
         "num_records": books.sizes[client],
+        "alone_accuracy": alone,
         "rounds": books.accounts.num_releases(client) - books.num_evaluations[client],
         **{name: cost.epsilon if (cost := by_client[client]) else None for name, by_client in costs.items()},
         "delta": books.accounts.deltas[client],
@@ -175,11 +189,15 @@ def quality(
     """
     confusion = test.confusion if test else None
     figures = class_figures(confusion)
+    alone = list(baselines.alone.values()) if baselines else []
     return figures | {
         "confusion_matrix": [list(row) for row in confusion] if confusion else None,
         "labels": list(labels) if confusion else None,
         "probe_accuracy": baselines.probe_accuracy if baselines else None,
         "tfidf_accuracy": baselines.tfidf_accuracy if baselines else None,
+        "alone_accuracy": fmean(alone) if alone else None,
+        "alone_accuracy_min": min(alone, default=None),
+        "alone_accuracy_max": max(alone, default=None),
         "baselines": asdict(baselines) if baselines else None,
         "warnings": warnings_of(
             accuracy=rows[-1].test_accuracy,

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from fedpriv import config as configuration
 from fedpriv.config import KEYS, RECIPES, schema
-from fedpriv.errors import InputError, LedgerError, TooFewClientsError
+from fedpriv.errors import DiskFullError, InputError, LedgerError, TooFewClientsError
 from fedpriv.texts import printable
 from simulations import api
 from simulations.initial import init
@@ -163,7 +163,7 @@ def run(
 
         fedpriv run --resume /tmp/medquad
     """
-    with _failures_in_one_line("interrupted; --resume continues after the last finished round"):
+    with _failures_in_one_line("interrupted before the run began; nothing was written"):
         keys = _keys(override, engine=engine, recipe=recipe)
         api.federate(config, keys, out=out, resume=resume)
 
@@ -208,11 +208,11 @@ def _failures_in_one_line(interrupted: str) -> Iterator[None]:
     except InputError as error:
         console.print(f"[bold red]error[/] {escape(printable(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
-    except (LedgerError, TooFewClientsError) as error:
+    except (DiskFullError, LedgerError, TooFewClientsError) as error:
         console.print(f"[bold red]failed[/] {escape(printable(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        console.print(interrupted)
+    except KeyboardInterrupt as error:
+        console.print(printable(error) or interrupted, soft_wrap=True, markup=False, highlight=False)
         raise typer.Exit(130) from None
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -17,9 +20,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from fedpriv import config as configuration
 from fedpriv.apps import CHECKOUT
 from fedpriv.config import RunConfig
-from fedpriv.errors import InputError
+from fedpriv.errors import DiskFullError, InputError
 from fedpriv.plan import preflight
-from fedpriv.runs.files import CONFIG, run_folder_of
+from fedpriv.runs.files import CONFIG, checkpoints, is_finished, run_folder_of
 
 if TYPE_CHECKING:
     from simulations.sweeps.result import FinishedSweep
@@ -45,14 +48,51 @@ def federate(
         resolved = _resumed(Path(resume).expanduser().absolute())
     _check_simulated(resolved)
     preflight.check(resolved)  # before the imports below, which take longer
+    if not console.is_terminal:
+        console.print("starting")
     with console.status("starting"):  # which takes seconds, and on a cold disk many
         from simulations.display import TerminalObserver
         from simulations.engines import federation, flower_private
 
     flower_private.leave_output_to_display()
-    with TerminalObserver(console) as observer:
+    folder = run_folder_of(Path(resolved.resume)) if resolved.resume else Path(resolved.out)
+    with _ends_in_one_line(folder, resolved.engine), TerminalObserver(console) as observer:
         federation.run(resolved, observer)
     return Path(resolved.out)
+
+
+@contextmanager
+def _ends_in_one_line(folder: Path, engine: str) -> Iterator[None]:
+    """Say of a run that is interrupted, or that a full disk ends, where it is and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; {_how_to_go_on(folder, engine)}") from None
+    except Exception as error:
+        if not _is_for_want_of_space(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise DiskFullError(f"the disk is full ({reason}); make room, then: {_how_to_go_on(folder, engine)}") from None
+
+
+def _how_to_go_on(folder: Path, engine: str) -> str:
+    """The folder of a run that ended too early, and the command that resumes it."""
+    from fedpriv.runs import resume_command
+
+    if is_finished(folder):
+        return f"{folder} holds the finished run; fedpriv report {shlex.quote(str(folder))} writes its page"
+    if not folder.exists():
+        return "nothing was written"
+    if not checkpoints(folder):
+        return f"{folder} holds no finished round; remove it, and start again"
+    return f"{folder} holds the run up to its last finished round; resume it: {resume_command(folder, engine)}"
+
+
+def _is_for_want_of_space(error: Exception) -> bool:
+    """Whether an error says that a disk or a quota is full, of the system, SQLite, safetensors or a ledger."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return any(words in str(error).lower() for words in ("no space left", "disk is full", "quota exceeded"))
 
 
 def sweep_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ _LONGEST_BAR, _SHORTEST_BAR = 24, 6
 
 
 class TerminalObserver:
-    """Shows a run on a rich console; where nothing can be rewritten it prints a line for each round.
+    """Shows a run on a rich console; where nothing can be rewritten it prints a line for each round, and in between.
 
     A context manager: whatever ends the run, the cursor is where it belongs.
     """
@@ -122,7 +123,7 @@ class TerminalObserver:
         self._now = progress
         if self._screen is None:
             self._screen = _screen_of(self._console, self.lines)
-        else:
+        elif not self._screen.keeps_lines:
             self._screen.update()
 
     def round_done(self, row: RoundRow) -> None:
@@ -134,10 +135,13 @@ class TerminalObserver:
         self._now = RunProgress(what="")
         self._round_began = time.monotonic()
         is_last = self._config is not None and row.round == self._config.rounds
-        if self._screen is None or is_last:
+        keeps_lines = self._screen is None or self._screen.keeps_lines
+        if keeps_lines or is_last:
             line = f"round {row.round}: {self._figures} | {format_seconds(row.seconds)}"
             # A pipe has no width.
-            self._console.print(line, soft_wrap=self._screen is None, highlight=False, markup=False)
+            self._console.print(line, soft_wrap=keeps_lines, highlight=False, markup=False)
+        if self._screen is not None:
+            self._screen.update()
         if is_last:
             self._figures = ""
 
@@ -160,7 +164,9 @@ class TerminalObserver:
             return []
         limit = limit_of(self._config.target_epsilon, self._config.budget_epsilon)
         epsilons = {"local": row.epsilon_local_max, "rho": row.epsilon_rho_max, "aggregate": row.epsilon_aggregate_max}
-        views = views_text(epsilons, self._config.privacy_view, limit[1] if limit else None)
+        this_run, before = row.epsilon_this_run_max, row.epsilon_before_max
+        parts = None if this_run is None or before is None else (this_run, before)
+        views = views_text(epsilons, self._config.privacy_view, limit, parts)
         return [f"ε ≤ {views} by rdp, δ {format_delta(self._delta)}"]
 
     def lines(self) -> str:
@@ -228,21 +234,29 @@ def _rounds(config: RunConfig) -> str:
 
 # A notebook keeps every version of its output until it is drawn.
 _NOTEBOOK_SECONDS = 0.5
+# A pipe is silent for no longer than this.
+_PIPE_SECONDS = 8.0
 _PER_SECOND = 4
 
 
 class _Screen(Protocol):
-    """Where lines are rewritten."""
+    """Where the state of a run is shown.
+
+    Attributes:
+        keeps_lines: whether a line stays, as in a pipe or a file, instead of being rewritten.
+    """
+
+    keeps_lines: bool
 
     def update(self) -> None:
-        """Something changed; it need not be shown at once."""
+        """The lines changed, or where lines stay, one was printed."""
 
     def stop(self) -> None:
-        """Take the lines away."""
+        """Take the lines away, and show no more."""
 
 
-def _screen_of(console: Console, lines: Callable[[], str]) -> _Screen | None:
-    """A screen that shows the lines from now on; None where nothing can be rewritten, as in a pipe or a file.
+def _screen_of(console: Console, lines: Callable[[], str]) -> _Screen:
+    """A screen that shows the lines from now on.
 
     Args:
         console: in whose place they are shown.
@@ -251,10 +265,36 @@ def _screen_of(console: Console, lines: Callable[[], str]) -> _Screen | None:
     if console.is_jupyter:
         return _Notebook(lines)
     # Colours may be forced upon a pipe; lines that are rewritten would litter it.
-    return _Terminal(console, lines) if console.is_terminal and console.file.isatty() else None
+    return _Terminal(console, lines) if console.is_terminal and console.file.isatty() else _Pipe(console, lines)
+
+
+class _Pipe:
+    """Prints the first line whenever nothing was printed for a while, so that a log shows that the run lives."""
+
+    keeps_lines = True
+
+    def __init__(self, console: Console, lines: Callable[[], str]) -> None:
+        self._console, self._lines = console, lines
+        self._printed, self._stopped = time.monotonic(), threading.Event()
+        threading.Thread(target=self._print, daemon=True).start()
+
+    def _print(self) -> None:
+        while not self._stopped.wait(max(0.0, self._printed + _PIPE_SECONDS - time.monotonic())):
+            if time.monotonic() - self._printed >= _PIPE_SECONDS:
+                self.update()
+                line, *_ = self._lines().split("\n")
+                self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    def update(self) -> None:
+        self._printed = time.monotonic()
+
+    def stop(self) -> None:
+        self._stopped.set()
 
 
 class _Terminal:
+    keeps_lines = False
+
     def __init__(self, console: Console, lines: Callable[[], str]) -> None:
         self._live = Live(
             get_renderable=lambda: Text(lines()), console=console, refresh_per_second=_PER_SECOND, transient=True
@@ -270,6 +310,8 @@ class _Terminal:
 
 class _Notebook:
     """rich's own needs ipywidgets in a notebook, and leaves nothing in one that is executed without a browser."""
+
+    keeps_lines = False
 
     def __init__(self, lines: Callable[[], str]) -> None:
         display: Any = import_module("IPython.display").display  # a notebook has it

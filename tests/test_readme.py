@@ -23,7 +23,7 @@ README = (ROOT / "README.md").read_text()
 
 # {a line to type: the test that runs it}. A line that the README gains is missing here, and fails.
 RUN_BY = {
-    "git clone <this repository> && cd fedpriv": "a person",
+    'git clone "${REPOSITORY:?set it to the address of this repository}" fedpriv && cd fedpriv': "a person",
     "make run": "test_what_make_run_starts_ends_with_a_report",
     "make test": ".ci/run",
     ".venv/bin/fedpriv data check messages.csv --text text --label department --client hospital": "test_own_data",

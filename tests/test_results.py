@@ -65,6 +65,15 @@ def test_the_report_has_a_row_for_each_model_and_the_cost_of_the_private_one_alo
     assert report.loc["without noise", "note"] == "z = 0, clipping kept"
 
 
+def test_a_report_is_printed_whole_however_narrow_the_terminal(folder):
+    quality = {"probe_accuracy": 0.9, "baselines": {"num_trained_on": 20_000, "num_available": 60_614, "folds": None}}
+    report = change(folder, macro_f1=0.85, **quality).report()
+    with pd.option_context("display.width", 40, "display.max_colwidth", 10, "display.max_columns", 3):
+        for text in (repr(report), report._repr_html_()):
+            assert all(column in text for column in (*report.columns, "20,000 of 60,614 records, no privacy"))
+            assert "..." not in text
+
+
 def test_a_view_that_does_not_hold_is_refused_with_its_reason_and_no_bound_is_infinite(folder):
     with pytest.raises(InputError, match=r"aggregate.*local_steps = 3: needs 1"):
         fedpriv.open_run(folder).epsilon("aggregate")

@@ -70,7 +70,11 @@ def show_ledger(
         rows = statement.spending(db, names=known, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
         gaps = statement.gaps(db)
     lines = [*_spent(rows, view), *statement.gap_lines(**gaps)]
-    lines += [f"client {row['client']}: enforced by {row['enforced_by']}" for row in rows if row["enforced_by"]]
+    lines += [
+        f"{statement.label(row['client'], row['name'])}: enforced by {row['enforced_by']}"
+        for row in rows
+        if row["enforced_by"]
+    ]
     if any(row["enforced_by"] for row in rows):
         lines.append(statement.ODOMETER)
     if any("remaining_rounds" in row for row in rows):
@@ -232,7 +236,9 @@ def recover(
 @command(app)
 def statement(
     path: LedgerPath,
-    client: Annotated[str, typer.Option(help="Number of the client, as `ledger show` lists it.")],
+    client: Annotated[
+        str, typer.Option(help="Number or name of the client, as `ledger show` lists them; the number goes first.")
+    ],
     view: ViewName = "local",
     run: RunFolder = None,
 ) -> Result:
@@ -241,6 +247,8 @@ def statement(
     With --view aggregate it also states what the releases cost where the server saw sums alone.
 
     Example: fedpriv ledger statement results/ledger.sqlite --client 2
+
+    Example: fedpriv ledger statement results/ledger.sqlite --client Northgate
     """
     from fedpriv.ledger import reader
     from fedpriv.ledger import statement as statements

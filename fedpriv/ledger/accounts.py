@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Literal
 
 from fedpriv.accounting.accountants import PrivacySpent, check_delta, epsilon_of, stays_within
 from fedpriv.accounting.composition.law import Accountant
@@ -15,6 +16,9 @@ from fedpriv.accounting.views import VIEWS, Release, View, default_delta
 
 # Up to this many different histories are each accounted by pld, at about 0.3 s.
 _MAX_PLD_HISTORIES = 32
+
+Part = Literal["whole", "this run", "before"]
+"""The part of an account: all of it, the releases of this run alone, or those of earlier runs alone."""
 
 
 class Accounts:
@@ -38,7 +42,7 @@ class Accounts:
         self._earlier = {client: _History((earlier or {}).get(client, ())) for client in num_records}
         self._own = {client: _History() for client in num_records}
         # An epsilon is read more often than it changes.
-        self._cache: dict[tuple[int, View, Accountant, bool], PrivacySpent] = {}
+        self._cache: dict[tuple[int, View, Accountant, Part], PrivacySpent] = {}
 
     def record(self, client: int, release: Release) -> None:
         """Charge the client for a release.
@@ -54,27 +58,29 @@ class Accounts:
         return self._own[client].num_releases
 
     def epsilon_of(
-        self, client: int, view: View, accountant: Accountant, *, this_run_only: bool = False
+        self, client: int, view: View, accountant: Accountant, *, part: Part = "whole"
     ) -> PrivacySpent | None:
-        """The cost of the client's releases so far on the view, including earlier runs unless `this_run_only`.
+        """The cost of a part of the client's account so far on the view.
 
         None on the `aggregate` view if it does not hold for one of them. Composed first, converted once.
         """
-        key = (client, view, accountant, this_run_only)
+        key = (client, view, accountant, part)
         if key not in self._cache:
-            histories = self._histories(client, this_run_only)
+            histories = self._histories(client, part)
             if not all(history.holds[view] for history in histories):
                 return None
             self._cache[key] = epsilon_of(_events(histories, view), self.deltas[client], accountant)
         return self._cache[key]
 
-    def final(self, view: View, *, this_run_only: bool = False) -> dict[int, PrivacySpent | None]:
-        """The cost of every client's releases by pld, to be reported once, at the end. None as for `epsilon_of`.
+    def final(self, view: View, *, part: Part = "whole") -> dict[int, PrivacySpent | None]:
+        """The cost of a part of every client's account by pld, to be reported once, at the end.
+
+        None as in `epsilon_of`.
 
         Equal histories are computed once. If more than 32 differ, the costs are upper bounds, marked as such: those of
         `many_clients.epsilons` for a history of equal releases, rdp for any other.
         """
-        histories = {client: self._histories(client, this_run_only) for client in self._own}
+        histories = {client: self._histories(client, part) for client in self._own}
         keys = {
             client: (frozenset(group(_events(several, view))), self.deltas[client])
             for client, several in histories.items()
@@ -83,6 +89,11 @@ class Accounts:
         too_many = len(set(keys.values())) > _MAX_PLD_HISTORIES
         costs = _in_bulk(set(keys.values())) if too_many else {key: epsilon_of(*key) for key in set(keys.values())}
         return {client: costs[keys[client]] if client in keys else None for client in self._own}
+
+    @property
+    def has_earlier(self) -> bool:
+        """Whether an earlier run has released anything of a client."""
+        return any(history.num_releases for history in self._earlier.values())
 
     @property
     def num_readers(self) -> int | None:
@@ -96,20 +107,23 @@ class Accounts:
         events = [*self.history(client, view), *(release.charged_on(view) for release in releases)]
         return stays_within(events, self.deltas[client], budget)
 
-    def is_part_of(self, client: int, planned: Iterable[Event], view: View = "local", scale: float = 1.0) -> bool:
-        """Whether all that the client has released, earlier runs included, is a part of these events.
+    def is_part_of(
+        self, client: int, planned: Iterable[Event], view: View = "local", scale: float = 1.0, *, part: Part = "whole"
+    ) -> bool:
+        """Whether all that a part of the client's account holds is among these events.
 
         Args:
             client: registered.
             planned: events on the `local` view.
             view: on which each release must have had at least `scale` times its own noise.
             scale: up to a billionth of it, for rounding.
+            part: of the account.
         """
-        histories = self._histories(client, this_run_only=False)
+        histories = self._histories(client, part)
         if min(history.smallest_scales[view] for history in histories) < scale * (1 - 1e-9):
             return False
         released: Counter[Event] = Counter()
-        for event in self.history(client, "local"):
+        for event in _events(histories, "local"):
             released[event.with_count(1)] += event.count
         allowed: Counter[Event] = Counter()
         for event in planned:
@@ -118,10 +132,11 @@ class Accounts:
 
     def history(self, client: int, view: View) -> list[Event]:
         """All events of the client as they count against a budget on the view; equal ones are merged."""
-        return _events(self._histories(client, this_run_only=False), view)
+        return _events(self._histories(client, "whole"), view)
 
-    def _histories(self, client: int, this_run_only: bool) -> list[_History]:
-        return [self._own[client]] if this_run_only else [self._earlier[client], self._own[client]]
+    def _histories(self, client: int, part: Part) -> list[_History]:
+        before = [] if part == "this run" else [self._earlier[client]]
+        return before if part == "before" else [*before, self._own[client]]
 
 
 def _events(histories: Iterable[_History], view: View) -> list[Event]:

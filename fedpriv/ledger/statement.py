@@ -22,7 +22,7 @@ from fedpriv.accounting.views import PlannedView, Release, least_readers, reader
 from fedpriv.errors import InputError
 from fedpriv.ledger import reader
 from fedpriv.ledger.entries import COLUMNS, DataSet, Entry, LedgerConnection
-from fedpriv.texts import holder_label
+from fedpriv.texts import holder_label, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -227,20 +227,19 @@ def statement(
     Args:
         db: the ledger, open for reading.
         path: of the ledger.
-        client: as the ledger knows it.
+        client: its number, as the ledger knows it, or the name of a holder that has it alone.
         names: {id of a data set: its holder's name}, where it is known.
         view: `aggregate` also states what that view costs, and what it rests on.
 
     Raises:
-        InputError: the ledger does not know the client.
+        InputError: the ledger does not know the client, or several have the name.
         LedgerError: the chain is broken, so nothing can be stated.
     """
     last = reader.verify_with_head(db, path)
     registered, names = db.data_sets(), names or {}
-    data_sets = [data_set for data_set in registered if data_set.client == client]
-    if not data_sets or last is None:
-        known = ", ".join(dict.fromkeys(label(each.client, names.get(each.id)) for each in registered)) or "nobody"
-        raise InputError(f"--client {client}: {path} knows {known}; give the number")
+    data_sets = _of_client(registered, client, names, path)
+    if last is None:
+        raise InputError(f"--client {printable(client)}: {path} has no entry")
     pages = []
     for data_set in data_sets:
         cost, found = _spending(db, data_set, names.get(data_set.id), None, view), gaps(db)
@@ -265,6 +264,26 @@ def statement(
             }
         )
     return pages
+
+
+def _of_client(registered: Sequence[DataSet], client: str, names: Mapping[str, str], path: Path) -> list[DataSet]:
+    """The data sets of the client with this number, or with this name if no number is written so.
+
+    A name is what a holder says of itself, so it never stands for another client's number, nor for several clients.
+    """
+    numbers = {client} if any(each.client == client for each in registered) else set()
+    numbers = numbers or {each.client for each in registered if client and _is_called(names.get(each.id), client)}
+    if len(numbers) == 1:
+        return [each for each in registered if each.client in numbers]
+    shown = [each for each in registered if not numbers or each.client in numbers]
+    known = ", ".join(dict.fromkeys(label(each.client, names.get(each.id)) for each in shown)) or "nobody"
+    several = f"{path} knows {len(numbers)} of this name, {known}" if numbers else f"{path} knows {known}"
+    raise InputError(f"--client {printable(client)}: {several}; give the number")
+
+
+def _is_called(name: str | None, given: str) -> bool:
+    """Whether a name is the given one, as a terminal shows both."""
+    return name is not None and printable(name) == printable(given)
 
 
 def render(page: Mapping[str, Any]) -> str:
@@ -398,12 +417,12 @@ def statement_text(path: str | Path, client: str, *, view: PlannedView = "local"
 
     Args:
         path: of the ledger.
-        client: as the ledger knows it.
+        client: its number, or the name of a holder that has it alone.
         view: `aggregate` also states what the releases cost where the server saw sums alone.
         run: a run's folder that knows the holders' names; by default the ledger's own folder.
 
     Raises:
-        InputError: the ledger does not know the client, or the run's folder no names.
+        InputError: the ledger does not know the client, several have the name, or the run's folder knows no names.
         LedgerError: as for `entries_frame`.
     """
     path = Path(path)

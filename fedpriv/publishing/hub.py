@@ -28,6 +28,7 @@ from fedpriv.publishing import card
 from fedpriv.publishing.card import why_not_private
 from fedpriv.publishing.saved import SavedVariant, tensor_file
 from fedpriv.runs import ClientRow, files, read_rows
+from fedpriv.texts import holder_label
 from fedpriv.variants.folders import ADAPTER_CONFIG, TENSORS, Described
 
 _KEPT = ("version", "base_model", "base_weights", "pooling", "labels", "reading")
@@ -131,7 +132,9 @@ def why_publishable(saved: SavedVariant, *, ledger: Path | None = None, public_d
             f"variant = {saved.name!r}: private records chose its values, so more went into it than this run's uploads"
         )
     described = [_described(saved, name) for name in saved.sources]
-    data_sets = {client: fields["data_set"] for client, fields in files.read_values(run / files.REGISTRATIONS).items()}
+    registered = files.read_values(run / files.REGISTRATIONS)
+    data_sets = {client: fields["data_set"] for client, fields in registered.items()}
+    names = {client: holder_label(client, str(fields.get("name", ""))) for client, fields in registered.items()}
     asked = {name: _whose(name, list(data_sets)) for name in saved.sources}
     if public_data:
         if not config.data_are_public:
@@ -141,15 +144,15 @@ def why_publishable(saved: SavedVariant, *, ledger: Path | None = None, public_d
     if reason := why_not_private(saved, summary):
         hint = "; its records are public, so --public-data allows it" if config.data_are_public else ""
         raise InputError(f"variant = {saved.name!r}: the run is not private: {reason}{hint}")
-    _check_budgets(saved, summary)
+    _check_budgets(saved, summary, names)
     clients = sorted({client for name, of in asked.items() for client in of or _only_uploader(name, run)})
     path = ledger or _charged_in(run, config)
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
-        _check_ledger(db, path, summary, data_sets)
+        _check_ledger(db, path, summary, data_sets, names)
         for each in described:
             _check_history(db, path, each, str(summary.get("run_id")))
-        permissions = [_permission(db, path, summary, client, data_sets) for client in clients]
+        permissions = [_permission(db, path, summary, client, data_sets, names) for client in clients]
     return "; ".join(permissions) or "made of releases that the ledger has paid for, within every budget"
 
 
@@ -207,19 +210,30 @@ def _check_history(db: LedgerConnection, path: Path, described: Described, run: 
             raise InputError(f"variant = {described.name!r}: is made of uploads that {path} has not charged")
 
 
-def _check_budgets(saved: SavedVariant, summary: Mapping[str, Any]) -> None:
+def _check_budgets(saved: SavedVariant, summary: Mapping[str, Any], names: Mapping[str, str]) -> None:
     assert saved.config is not None
     view = saved.config.privacy_view
     for client in summary["clients"]:
         budget, spent = saved.config.budget_of(client["client"]), client[f"epsilon_{view}"]
         if budget is not None and (spent is None or spent > budget * (1 + 1e-9)):
             raise InputError(
-                f"variant = {saved.name!r}: client {client['client']} has spent epsilon {spent} on the {view} view, "
-                f"more than its budget {budget:g}"
+                f"variant = {saved.name!r}: {_named(str(client['client']), names)} has spent epsilon {spent} on the "
+                f"{view} view, more than its budget {budget:g}"
             )
 
 
-def _check_ledger(db: LedgerConnection, path: Path, summary: Mapping[str, Any], data_sets: Mapping[str, str]) -> None:
+def _named(client: str, names: Mapping[str, str]) -> str:
+    """The client by the name that it chose, with its number; by the number alone if the run does not know it."""
+    return names.get(client, holder_label(client, None))
+
+
+def _check_ledger(
+    db: LedgerConnection,
+    path: Path,
+    summary: Mapping[str, Any],
+    data_sets: Mapping[str, str],
+    names: Mapping[str, str],
+) -> None:
     """Refuse a ledger of another run, and noise of which the ledger says that it was seeded."""
     if db.number_of(str(summary.get("ledger_head"))) is None:
         raise LedgerError(
@@ -228,16 +242,23 @@ def _check_ledger(db: LedgerConnection, path: Path, summary: Mapping[str, Any], 
     for client, data_set in data_sets.items():
         own = [known for known in db.runs(data_set) if known.run == summary.get("run_id")]
         if own and own[0].noise_source != "secure":
-            raise InputError(f"client {client}: by {path} its noise was {own[0].noise_source}, which protects nobody")
+            raise InputError(
+                f"{_named(client, names)}: by {path} its noise was {own[0].noise_source}, which protects nobody"
+            )
 
 
 def _permission(
-    db: LedgerConnection, path: Path, summary: Mapping[str, Any], client: str, data_sets: Mapping[str, str]
+    db: LedgerConnection,
+    path: Path,
+    summary: Mapping[str, Any],
+    client: str,
+    data_sets: Mapping[str, str],
+    names: Mapping[str, str],
 ) -> str:
     found = db.permission(data_sets.get(client, ""), str(summary.get("run_id")))
     if found is None:
         raise InputError(
-            f"variant: shows what client {client} uploaded, and {path} has no permission of that holder; once you have "
-            f"it: fedpriv ledger permit {path} --client {client} --reason '...'"
+            f"variant: shows what {_named(client, names)} uploaded, and {path} has no permission of that holder; once "
+            f"you have it: fedpriv ledger permit {path} --client {client} --reason '...'"
         )
-    return f"permitted by entry {found.number} of the ledger: {found.note}"
+    return f"{_named(client, names)}: permitted by entry {found.number} of the ledger: {found.note}"

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from fedpriv.runs._rows import read_rows as read_rows
     from fedpriv.runs._status import ClientStatus as ClientStatus
     from fedpriv.runs._status import RunStatus as RunStatus
+    from fedpriv.runs._status import account_parts as account_parts
+    from fedpriv.runs._status import resume_command as resume_command
     from fedpriv.runs._status import spent_on_view as spent_on_view
     from fedpriv.runs._status import status_of as status_of
     from fedpriv.runs._writer import RunWriter as RunWriter

@@ -59,6 +59,7 @@ _ACCURACIES = ("accuracy", "accuracy_initial", "accuracy_non_private", "chance_a
 _FIGURES_OF_QUALITY = (
     *("majority_accuracy", "accuracy_standard_error", "macro_f1"),
     *("probe_accuracy", "tfidf_accuracy"),
+    *("alone_accuracy", "alone_accuracy_min", "alone_accuracy_max"),
 )
 QUALITY_KEYS = (*_FIGURES_OF_QUALITY, "confusion_matrix", "labels", "baselines", "warnings")
 """The keys of summary.json that say how good a run's answers are; None in one of an earlier version."""

@@ -28,7 +28,9 @@ class RoundRow:
 
     `num_late` counts replies to earlier rounds that arrived during this one. Epsilons are cumulative, include earlier
     runs on the same data sets, and come from the rdp accountant, on the run's `privacy_view` bounded by what
-    `Books.epsilon_so_far` knows to be kept; `aggregate` is None where that view does not hold. So
+    `Books.epsilon_so_far` knows to be kept; `aggregate` is None where that view does not hold.
+    `this_run` and `before` split the figure on the run's view into what this run has spent and what stood in the
+    account before it; they are None where nothing stood there. So
     are accuracy, loss and perplexity where the server has no test set, and the perplexity of a classifier.
     """
 
@@ -48,6 +50,8 @@ class RoundRow:
     bytes_up: int
     bytes_down: int
     seconds: float
+    epsilon_this_run_max: float | None = None
+    epsilon_before_max: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

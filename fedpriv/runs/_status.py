@@ -23,6 +23,7 @@ _SIGNS_OF_LIFE = (
 # The columns that a status is made of.
 ROUND_COLUMNS = (
     *("round", "test_accuracy", "epsilon_local_max", "epsilon_rho_max", "epsilon_aggregate_max"),
+    *("epsilon_this_run_max", "epsilon_before_max"),
     *("bytes_up", "bytes_down", "seconds"),
 )
 CLIENT_COLUMNS = ("round", "client", "num_records", "status", "detail", "epsilon_local", "delta")
@@ -84,6 +85,8 @@ class RunStatus:
         budget_epsilon: of all clients, or of each.
         epsilon_local_max, epsilon_rho_max, epsilon_aggregate_max: the largest over all clients at `delta_max`; None as
             long as nothing is known, and for `aggregate` if `aggregate_view_holds` is False.
+        epsilon_this_run_max, epsilon_before_max: what this run has spent on the run's view, and what stood in the
+            account before it; None where nothing did.
         seconds: what the rounds took, or the whole run once it is finished.
         checkpoint_round: the round of the last checkpoint.
         num_unreadable_events: lines of events.jsonl that hold no event; one still being written does not count.
@@ -112,6 +115,8 @@ class RunStatus:
     epsilon_local_max: float | None
     epsilon_rho_max: float | None
     epsilon_aggregate_max: float | None
+    epsilon_this_run_max: float | None
+    epsilon_before_max: float | None
     aggregate_view_holds: bool | None
     delta_max: float | None
     bytes_up: int
@@ -163,7 +168,7 @@ def _status_of(folder: RunFolder) -> RunStatus:
         engine=engine,
         seconds_since_change=silence,
         round_seconds=round_seconds,
-        resume_command=_resume_command(run_dir, engine) if resumable else None,
+        resume_command=resume_command(run_dir, engine) if resumable else None,
         stopped_early=summary.get("stopped_early"),
         num_rounds=rounds[-1]["round"] if rounds else 0,
         num_rounds_planned=config.get("rounds"),
@@ -229,7 +234,13 @@ def _state(run_dir: Path, alive: bool | None, *, is_silent: bool) -> State:
     return "interrupted" if alive is False else "running"
 
 
-def _resume_command(run_dir: Path, engine: str) -> str:
+def resume_command(run_dir: Path, engine: str) -> str:
+    """The command line that resumes the run in a folder.
+
+    Args:
+        run_dir: the folder.
+        engine: of the run; `flower` stands for a deployment.
+    """
     path = str(run_dir.absolute())
     if engine == "flower":
         return f"fedpriv coordinator run COORDINATOR -c {shlex.quote(f'resume={path}')}"
@@ -247,14 +258,32 @@ def _last_change(run_dir: Path) -> float:
     return max(times, default=0.0)
 
 
+def account_parts(summary: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The largest cost of this run, and of what stood in an account before it, on the run's view.
+
+    None where nothing stood there, or a run of an earlier version did not tell it apart.
+
+    Args:
+        summary: of a finished run; there, null stands for infinity.
+    """
+    keys = ("epsilon_this_run_max", "epsilon_before_max")
+    if not all(key in summary for key in keys):
+        return None
+    this_run, before = (parse_epsilon(summary[key]) for key in keys)
+    return this_run, before
+
+
 def _final_costs(summary: Mapping[str, Any]) -> dict[str, Any]:
     """The final figures; null in the JSON means infinity, or a view that does not hold."""
     holds = not summary.get("aggregate_objections")
+    this_run, before = account_parts(summary) or (None, None)
     return {
         "accountant": summary.get("accountant", "pld"),
         "epsilon_local_max": parse_epsilon(summary.get("epsilon_local_max")),
         "epsilon_rho_max": parse_epsilon(summary.get("epsilon_rho_max")),
         "epsilon_aggregate_max": parse_epsilon(summary.get("epsilon_aggregate_max")) if holds else None,
+        "epsilon_this_run_max": this_run,
+        "epsilon_before_max": before,
         "aggregate_view_holds": holds,
         "delta_max": summary.get("delta_max"),
     }
@@ -266,6 +295,7 @@ def _costs_so_far(rounds: Sequence[Mapping[str, Any]], clients: Iterable[ClientS
     return {
         "accountant": "rdp",
         **{view: rounds[-1][view] if rounds else None for view in views},
+        **{part: rounds[-1].get(part) if rounds else None for part in ("epsilon_this_run_max", "epsilon_before_max")},
         "aggregate_view_holds": rounds[-1]["epsilon_aggregate_max"] is not None if rounds else None,
         "delta_max": max((client.delta for client in clients if client.delta is not None), default=None),
     }

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._rows import parse_epsilon
-from fedpriv.runs._status import spent_on_view, status_of
+from fedpriv.runs._status import account_parts, spent_on_view, status_of
 
 INFINITY = "∞"
 MISSING = "–"
@@ -107,6 +107,20 @@ def limit_of(target: float | None, budgets: Sequence[float]) -> tuple[str, float
     return ("budget" if len(set(budgets)) == 1 else "smallest budget", min(budgets)) if budgets else None
 
 
+def of_this_run(parts: tuple[float, float], limit: tuple[str, float] | None) -> tuple[str, tuple[str, float] | None]:
+    """What this run spent and what stood in a shared account before it, and the limit that is left for their sum.
+
+    A target is what one run may spend, so it stands with that; a budget bounds the account.
+
+    Args:
+        parts: what this run has spent, and what stood in the account before it.
+        limit: as `limit_of` has it.
+    """
+    of, left = (f" of {limit[0]} {limit[1]:.4g}", None) if limit and limit[0] == "target" else ("", limit)
+    this_run, before = map(format_bound, parts)
+    return f"{this_run}{of} in this run, {before} in the account before it", left
+
+
 def _closing_line(summary: Mapping[str, Any]) -> str:
     """One line that says what a finished run has spent, first on the view that was asked for.
 
@@ -116,10 +130,13 @@ def _closing_line(summary: Mapping[str, Any]) -> str:
     view = summary["privacy_view"]
     epsilons = {name: summary.get(f"epsilon_{name}_max") for name in asked_first(view)}
     others = ", ".join(f"{name} {format_bound(e)}" for name, e in epsilons.items() if name != view and e is not None)
-    limit = limit_of(summary.get("target_epsilon"), summary["budget_epsilon"])
+    limit, own = limit_of(summary.get("target_epsilon"), summary["budget_epsilon"]), ""
+    if parts := account_parts(summary):
+        own, limit = of_this_run(parts, limit)
+        own = f"{own}: "
     of = f", {limit[0]} {limit[1]:.4g}" if limit else ""
     return (
-        f"ε {format_bound(epsilons[view])} on the {view} view{of}; by {summary['accountant']}, at δ "
+        f"ε {own}{format_bound(epsilons[view])} on the {view} view{of}; by {summary['accountant']}, at δ "
         f"{format_delta(summary['delta_max'])}{f'; {others}' if others else ''}"
     )
 
@@ -293,13 +310,16 @@ def _accuracy(folder: RunFolder) -> str:
 def _epsilons(folder: RunFolder) -> str:
     """The largest epsilon by view, first the one that was asked for, with its target or budget."""
     run = status_of(folder)
-    limit = limit_of(run.target_epsilon, run.budget_epsilon)
+    limit, own = limit_of(run.target_epsilon, run.budget_epsilon), ""
+    if run.epsilon_this_run_max is not None and run.epsilon_before_max is not None:
+        own, limit = of_this_run((run.epsilon_this_run_max, run.epsilon_before_max), limit)
+        own = f"{own}: "
     epsilons = {"local": run.epsilon_local_max, "rho": run.epsilon_rho_max, "aggregate": run.epsilon_aggregate_max}
     texts = {name: f"{name} {MISSING if e is None else format_bound(e)}" for name, e in epsilons.items()}
     texts[run.privacy_view] += f" of {limit[0]} {limit[1]:g}" if limit else ""
     if run.aggregate_view_holds is False:
         texts["aggregate"] = "aggregate does not hold"
-    return ", ".join(texts[name] for name in asked_first(run.privacy_view))
+    return own + ", ".join(texts[name] for name in asked_first(run.privacy_view))
 
 
 def _delta(folder: RunFolder) -> str:
@@ -324,8 +344,13 @@ def _is_compared_with_chance(folder: RunFolder) -> bool:
 
 def _largest_spent(folder: RunFolder) -> str | None:
     """The largest epsilon of a client on the run's view, with its delta; None before anyone has one."""
-    known = [epsilon for epsilon in spent_on_view(folder).values() if epsilon is not None]
-    return format_epsilon(max(known), status_of(folder).delta_max) if known else None
+    known, run = [epsilon for epsilon in spent_on_view(folder).values() if epsilon is not None], status_of(folder)
+    if not known:
+        return None
+    spent = format_epsilon(max(known), run.delta_max)
+    if run.epsilon_this_run_max is None or run.epsilon_before_max is None:
+        return spent
+    return f"{spent}: {of_this_run((run.epsilon_this_run_max, run.epsilon_before_max), None)[0]}"
 
 
 def _spent_label(folder: RunFolder) -> str:
@@ -343,6 +368,29 @@ def _spent(folder: RunFolder) -> str | None:
     return _closing_line(
         summary | {f"epsilon_{view}_max": parse_epsilon(summary[f"epsilon_{view}_max"]) for view in views}
     )
+
+
+def _charged_again(folder: RunFolder) -> str | None:
+    """Why a run may have spent more than its target; None for one of which no round was charged again."""
+    rounds = folder.summary.get("rounds_charged_again")
+    if not rounds:
+        return None
+    named, which = ", ".join(map(str, rounds)), "rounds" if len(rounds) > 1 else "round"
+    target, spent = folder.summary.get("target_epsilon"), status_of(folder)
+    own = spent.epsilon_this_run_max
+    if own is None:
+        own = parse_epsilon(folder.summary.get(f"epsilon_{spent.privacy_view}_max"))
+    above = ", which is why ε is above the target" if target is not None and own > target else ""
+    return f"{which} {named} charged more than once: what an interrupted attempt released counts too{above}"
+
+
+def _alone(folder: RunFolder) -> str | None:
+    """The accuracies of the holders' own models, the largest class beside them; None where none was trained."""
+    summary = folder.summary
+    if summary.get("alone_accuracy") is None:
+        return None
+    mean, low, high = (format_percent(summary[f"alone_accuracy{end}"]) for end in ("", "_min", "_max"))
+    return f"{mean} on average, {low} to {high}; largest class {format_percent(summary['majority_accuracy'])}"
 
 
 def _audit(folder: RunFolder) -> str | None:
@@ -383,6 +431,8 @@ FIGURES: tuple[Figure, ...] = (
     _measured("card", "perplexity", "perplexity"),
     _measured("card", "perplexity_initial", "perplexity before training"),
     _measured("card", "rouge_l", "ROUGE-L"),
+    Figure("alone", "each holder alone", _alone, on=_on("terminal", "report", "live", "card"), is_wide=True),
+    Figure("charged_again", "resumed", _charged_again, on=_on("terminal", "closing", "report", "live"), is_wide=True),
 )
 """Every figure, in the order of the pages. A new one needs an entry here and nothing else: all pages will show it.
 

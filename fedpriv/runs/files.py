@@ -79,8 +79,11 @@ def read_values(path: Path, *, optional: bool = False) -> dict[str, Any]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file atomically; NaN and infinities become null, since JSON has none."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(texts.strict_json(content, indent=2) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(texts.strict_json(content, indent=2) + "\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def missing(path: Path) -> InputError:

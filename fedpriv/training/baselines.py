@@ -1,13 +1,13 @@
-"""Plain classifiers on the pooled records, which a user could train without a federation and without privacy.
+"""Plain classifiers without privacy: on the pooled records, and on each data holder's own, as if it had stayed alone.
 
-They cost no privacy because they are computed for public data alone: on the training records of all clients where the
+They cost no privacy because they are computed for public data alone: on the training records of the clients where the
 run's data are public, or on the server's own test records where the holders' never leave their nodes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,9 @@ from fedpriv.training.workbench import Workbench
 
 MOST_RECORDS = 20_000
 """Training records of a baseline at most, drawn with the seed: more take minutes and change the third digit."""
+
+MOST_ALONE = 50
+"""Clients with a model of their own at most, drawn with the seed."""
 
 _FOLDS = 5
 """The number of parts in the cross-validation on the server's test records."""
@@ -52,6 +55,8 @@ class Baselines:
         num_trained_on: records of each fit, at most.
         num_available: of which they were drawn.
         folds: of a cross-validation on the test records themselves; None if training records were pooled.
+        alone: {client: the accuracy of a linear probe on its own records}; of some where there are many clients or
+            records, and empty where those are on their nodes.
     """
 
     probe_accuracy: float
@@ -59,6 +64,7 @@ class Baselines:
     num_trained_on: int
     num_available: int
     folds: int | None
+    alone: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Labelled:
 
 
 def compute(config: RunConfig, bench: Workbench) -> Baselines | None:
-    """Both baselines, the same for the same seed; None for a cross-validation of a single record.
+    """All baselines, the same for the same seed; None for a cross-validation of a single record.
 
     Args:
         config: with `computes_baselines`: nobody's privacy depends on the records that this reads.
@@ -84,20 +90,40 @@ def compute(config: RunConfig, bench: Workbench) -> Baselines | None:
     test = _labelled(bench.model, rows, cached=True)
     if config.data == ON_NODES:
         return _cross_validated(test, config.seed)
-    clients = enumerate(bench.data.clients)
-    pooled = [row for client, data in clients for row in _rows(data, bench.client(client))]
-    chosen = np.sort(np.random.default_rng(config.seed).permutation(len(pooled))[:MOST_RECORDS])
+    held = [_rows(data, bench.client(client)) for client, data in enumerate(bench.data.clients)]
+    pooled, ends = [row for rows in held for row in rows], np.cumsum([len(rows) for rows in held])
+    generator = np.random.default_rng(config.seed)
+    chosen = np.sort(generator.permutation(len(pooled))[:MOST_RECORDS])
+    own = {client: np.arange(ends[client] - num, ends[client]) for client, num in _alone(held, generator).items()}
+    read = np.unique(np.concatenate([chosen, *own.values()]))
     # The cache keeps whole record sets, which only pays where this process trains on them too.
     trains_here = config.engine in ("in-process", "stacked")
-    train = _labelled(bench.model, [pooled[p] for p in chosen], cached=trains_here)
-    probe, tfidf = hits(train, test, config.seed)
+    known = _labelled(bench.model, [pooled[p] for p in read], cached=trains_here)
+    probe, tfidf = hits(known.part(np.searchsorted(read, chosen)), test, config.seed)
+    parts = {client: known.part(np.searchsorted(read, positions)) for client, positions in own.items()}
     return Baselines(
         probe_accuracy=probe / len(test.labels),
         tfidf_accuracy=tfidf / len(test.labels),
         num_trained_on=len(chosen),
         num_available=len(pooled),
         folds=None,
+        alone={client: _probed(part, test, config.seed) / len(test.labels) for client, part in parts.items()},
     )
+
+
+def _alone(held: Sequence[Sequence[Any]], generator: np.random.Generator) -> dict[int, int]:
+    """{client: its number of records} of those that get a model of their own, each from all of its records.
+
+    Args:
+        held: the records of each client.
+        generator: draws the clients, as long as all their records together are at most MOST_RECORDS.
+    """
+    found, room = {}, MOST_RECORDS
+    for client in generator.permutation(len(held))[:MOST_ALONE].tolist():
+        num = len(held[client])
+        if 0 < num <= room:
+            found[client], room = num, room - num
+    return dict(sorted(found.items()))
 
 
 def _cross_validated(records: Labelled, seed: int) -> Baselines | None:
@@ -115,6 +141,7 @@ def _cross_validated(records: Labelled, seed: int) -> Baselines | None:
         num_trained_on=max(len(rest) for rest, _ in parts),
         num_available=num,
         folds=folds,
+        alone={},
     )
 
 
@@ -166,13 +193,19 @@ def hits(train: Labelled, test: Labelled, seed: int) -> tuple[int, int]:
         train, test: public records: nothing adds noise.
         seed: of the folds that choose the penalty.
     """
-    probe = _predicted(StandardScaler(), train.features, train.labels, test.features, _PROBE_GRID, seed)
+    probe = _probed(train, test, seed)
     if any(re.search(r"\w", text) for text in train.texts):
         words = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"(?u)\b\w+\b")
         tfidf = _predicted(words, train.texts, train.labels, test.texts, _TFIDF_GRID, seed)
     else:
         tfidf = np.full_like(test.labels, np.bincount(train.labels).argmax())
-    return int((probe == test.labels).sum()), int((tfidf == test.labels).sum())
+    return probe, int((tfidf == test.labels).sum())
+
+
+def _probed(train: Labelled, test: Labelled, seed: int) -> int:
+    """The number of test records that the linear probe gets right; as for `hits`."""
+    predicted = _predicted(StandardScaler(), train.features, train.labels, test.features, _PROBE_GRID, seed)
+    return int((predicted == test.labels).sum())
 
 
 def _predicted(transform: Any, inputs: Any, labels: _Vector, others: Any, grid: Sequence[float], seed: int) -> _Vector:

@@ -224,7 +224,7 @@ def test_a_release_with_an_impossible_aggregate_scale_is_refused(bad):
 def test_earlier_runs_count_unless_they_are_excluded():
     earlier = {0: [Release(event=EVENT, rho_bar=0.5)]}
     accounts = Accounts({0: 100}, earlier=earlier)
-    assert accounts.epsilon_of(0, "local", "rdp", this_run_only=True).epsilon == 0
+    assert accounts.epsilon_of(0, "local", "rdp", part="this run").epsilon == 0
     accounts.record(0, Release(event=EVENT, rho_bar=0.5))
-    alone = accounts.epsilon_of(0, "local", "rdp", this_run_only=True).epsilon
+    alone = accounts.epsilon_of(0, "local", "rdp", part="this run").epsilon
     assert accounts.epsilon_of(0, "local", "rdp").epsilon > alone > 0

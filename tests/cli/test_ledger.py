@@ -256,3 +256,30 @@ def test_a_holder_is_shown_by_the_name_that_its_run_knows(path, tmp_path):
     assert "knows St. Anna (0), 1" in fedpriv("ledger", "statement", path, "--client", "7", "--run", run, code=2)[1]
     (run / "registrations.json").replace(path.parent / "registrations.json")
     assert "St. Anna (0)" in fedpriv("ledger", "show", path)[0]
+
+
+def test_a_statement_is_found_by_name_and_no_name_stands_for_another_clients_number(path):
+    rows = as_json("ledger", "show", path)["data_sets"]
+
+    def called(*names: str) -> None:
+        content = {
+            row["client"]: {"data_set": row["data_set"], "name": name} for row, name in zip(rows, names, strict=True)
+        }
+        (path.parent / "registrations.json").write_text(json.dumps(content))
+
+    def stated(client: str) -> str:
+        return as_json("ledger", "statement", path, "--client", client)["statements"][0]["client"]
+
+    called("St. Anna", "North\x1b[2Jgate")
+    assert (stated("St. Anna"), stated("North\N{REPLACEMENT CHARACTER}[2Jgate")) == ("0", "1")
+    text, _ = fedpriv("ledger", "statement", path, "--client", "North\x1b[2Jgate")
+    assert "\x1b" not in text
+    assert "the chain covers its number" in text
+    assert "\x1b" not in fedpriv("ledger", "statement", path, "--client", "\x1b[31mMallory", code=2)[1]
+    called("1", "St. Anna")
+    assert stated("1") == "1", "the first client calls itself by the second one's number"
+    called("St. Anna", "St. Anna")
+    _, err = fedpriv("ledger", "statement", path, "--client", "St. Anna", code=2)
+    assert "knows 2 of this name, St. Anna (0), St. Anna (1); give the number" in err
+    called("", "")
+    assert "knows 0, 1; give the number" in fedpriv("ledger", "statement", path, "--client", "", code=2)[1]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
-from fedpriv.ledger.accounts import Accounts
+from fedpriv.ledger.accounts import Accounts, Part
 
 
 def release(z=1.5, rho_bar=0.5, q=0.1):
@@ -72,9 +73,9 @@ def test_final_figures_are_each_clients_own_at_its_own_delta():
     accounts = Accounts({0: 50, 1: 10**9, 2: 50}, earlier={1: [release()], 2: [release(3.0)]})
     for client in accounts.deltas:
         accounts.record(client, release())
-    for this_run_only in (False, True):
-        expected = {c: accounts.epsilon_of(c, "rho", "pld", this_run_only=this_run_only) for c in accounts.deltas}
-        assert accounts.final("rho", this_run_only=this_run_only) == expected
+    for part in get_args(Part):
+        expected = {c: accounts.epsilon_of(c, "rho", "pld", part=part) for c in accounts.deltas}
+        assert accounts.final("rho", part=part) == expected
     assert accounts.final("aggregate") == dict.fromkeys(accounts.deltas)
 
 

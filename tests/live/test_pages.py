@@ -65,7 +65,7 @@ def test_a_client_is_called_and_judged_as_in_the_terminal(tmp_path: Path) -> Non
     clients = LivePage(writer.path).read()["clients"]
     assert re.findall(r'<th scope="row"><bdi>(.*?)</bdi>', clients) == ["St. Anna (0)", "1", "2"]
     assert "<bdi>skipped</bdi>" in clients
-    assert "client 2: <bdi>its node stopped answering" in clients
+    assert "client <bdi>2</bdi>: <bdi>its node stopped answering" in clients
 
 
 def test_a_row_that_is_half_written_is_not_shown(tmp_path: Path) -> None:

@@ -132,14 +132,15 @@ def test_a_permission_is_for_the_run_charged_last_and_its_end_for_the_one_that_h
 
 def test_what_a_few_holders_made_needs_the_permission_of_all(tiny_bert, tmp_path):
     run = finished(tmp_path / "run", tiny_bert, ("global", "integral-mean"))
+    assert "--client 0 --reason" in refused(run, "a/b", "--variant", "integral-mean"), "the ledger knows numbers alone"
     for client in ("0", "1"):
-        assert f"what client {client} uploaded" in refused(run, "a/b", "--variant", "integral-mean")
+        assert f"what St. Anna ({client}) uploaded" in refused(run, "a/b", "--variant", "integral-mean")
         fedpriv("ledger", "permit", run / "ledger.sqlite", "--client", client, "--reason", "a letter")
     assert as_json("push", run, "a/b", "--variant", "integral-mean")["allowed"].count("a letter") == 2
     registrations = json.loads((run / "registrations.json").read_text())
     (run / "registrations.json").write_text(json.dumps({"0": registrations["0"]}))
     fedpriv("ledger", "permit", run / "ledger.sqlite", "--client", "0", "--reason", "no", "--withdraw")
-    assert "what client 0 uploaded" in refused(run, "a/b"), "the global model of one holder is its own"
+    assert "what St. Anna (0) uploaded" in refused(run, "a/b"), "the global model of one holder is its own"
 
 
 def test_the_ledger_decides_and_not_the_summary(tiny_bert, tmp_path):
@@ -185,7 +186,7 @@ def test_a_model_of_a_round_with_a_single_upload_is_that_upload(tiny_bert, tmp_p
     (run / "clients.csv").write_text(f"round,client,status\n{rounds}")
     as_json("push", run, "a/b", "--variant", "round-1")
     for name in ("round-2", "round-3", "global"):
-        assert "shows what client 1 uploaded" in refused(run, "a/b", "--variant", name)
+        assert "shows what St. Anna (1) uploaded" in refused(run, "a/b", "--variant", name)
     fedpriv("ledger", "permit", run / "ledger.sqlite", "--client", "1", "--reason", "a letter")
     assert "a letter" in as_json("push", run, "a/b")["allowed"]
 

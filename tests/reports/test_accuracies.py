@@ -13,6 +13,7 @@ from rich.console import Console
 
 from fedpriv.errors import InputError
 from fedpriv.runs._folder import QUALITY_KEYS, RunFolder
+from fedpriv.runs.show import client_table, open_run
 from fedpriv.runs.show._report_page import write_report
 from fedpriv.runs.show._tables import MOST_CLASSES, accuracy_table, confusion_table
 from simulations.display import TerminalObserver
@@ -26,6 +27,9 @@ QUALITY: dict[str, Any] = {
     "labels": ["no & <i>", "yes"],
     "probe_accuracy": 0.9011,
     "tfidf_accuracy": 0.8834,
+    "alone_accuracy": 0.702,
+    "alone_accuracy_min": 0.61,
+    "alone_accuracy_max": 0.8015,
     "baselines": {"num_trained_on": 20_000, "num_available": 60_614, "folds": None},
     "warnings": [WARNING],
 }
@@ -43,6 +47,7 @@ def test_every_accuracy_has_a_row_the_private_one_first(write_run):
     assert rows_of(write_run(**QUALITY)) == [
         ("private", "0.8710 ± 0.0106", "0.8512", rows_of(write_run("again", **QUALITY))[0][3]),
         ("without noise", "0.9240", "", "z = 0, clipping kept"),
+        ("each alone", "0.7020", "", "0.6100 to 0.8015 on own records"),
         ("linear probe", "0.9011", "", "20,000 of 60,614 records, no privacy"),
         ("TF-IDF", "0.8834", "", "20,000 of 60,614 records, no privacy"),
         ("largest class", "0.6000", "", "always guessing it"),
@@ -52,7 +57,7 @@ def test_every_accuracy_has_a_row_the_private_one_first(write_run):
 
 def test_what_was_cross_validated_on_test_records_says_so(write_run):
     folds = {"baselines": {"num_trained_on": 800, "num_available": 1000, "folds": 5}}
-    assert rows_of(write_run(**QUALITY | folds))[2][3] == "5-fold on 1,000 test records"
+    assert rows_of(write_run(**QUALITY | folds))[3][3] == "5-fold on 1,000 test records"
 
 
 def test_the_page_shows_warnings_baselines_and_the_confusion_matrix_escaped(write_run):
@@ -68,6 +73,22 @@ def test_the_page_shows_warnings_baselines_and_the_confusion_matrix_escaped(writ
         [590 / 600, 10 / 600, 119 / 400, 281 / 400], abs=5.1e-4
     )
     assert "Chance" not in page
+
+
+def test_the_holders_own_models_stand_on_every_page_with_the_largest_class(write_run):
+    run_dir = write_run(**QUALITY)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    for client, accuracy in zip(summary["clients"], (0.61, 0.8015, 0.7, None, 0.6965), strict=True):
+        client["alone_accuracy"] = accuracy
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    table = client_table(summary["clients"], "pld", view="local")
+    column = table.headers.index("alone")
+    assert [row[column] for row in table.rows] == ["61.0%", "80.2%", "70.0%", "–", "69.7%"]
+    text = "70.2% on average, 61.0% to 80.2%; largest class 60.0%"
+    assert text in page_of(run_dir)
+    assert open_run(run_dir).summary["alone_accuracy"] == 0.702
+    assert open_run(run_dir).report().loc["each alone", "accuracy"] == 0.702
+    assert "each alone" not in [row[0] for row in rows_of(write_run("older", **QUALITY | {"alone_accuracy": None}))]
 
 
 def test_a_run_without_warnings_has_no_banner(write_run):

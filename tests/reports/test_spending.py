@@ -54,7 +54,23 @@ def test_of_several_budgets_the_smallest_is_named():
 
 
 def test_views_that_do_not_hold_are_left_out():
-    assert views_text({"local": 1.0, "rho": 2.0, "aggregate": None}, "rho", 3.0) == "2.00 of 3 rho, 1.00 local"
+    epsilons = {"local": 1.0, "rho": 2.0, "aggregate": None}
+    assert views_text(epsilons, "rho", ("target", 3.0)) == "2.00 of 3 rho, 1.00 local"
+
+
+def test_a_target_stands_with_what_this_run_spent_and_a_budget_with_the_whole_of_a_shared_account():
+    shared = SUMMARY | {"target_epsilon": 1.0, "epsilon_this_run_max": 0.996, "epsilon_before_max": 9.0}
+    shared |= {"epsilon_local_max": 9.4}
+    assert _closing_line(shared) == (
+        "ε 0.996 of target 1 in this run, 9.00 in the account before it: 9.40 on the local view; by pld, at δ 1e-5; "
+        "rho 16.2"
+    )
+    budgeted = _closing_line(shared | {"target_epsilon": None, "budget_epsilon": [12.0]})
+    assert "0.996 in this run, 9.00 in the account before it: 9.40 on the local view, budget 12" in budgeted
+    unbounded = _closing_line(shared | {"epsilon_before_max": None, "epsilon_local_max": None})
+    assert "∞ in the account before it" in unbounded
+    text = views_text({"local": 9.4, "rho": 16.2}, "local", ("target", 1.0), (0.996, 9.0))
+    assert text == "0.996 of target 1 in this run, 9.00 in the account before it: 9.40 local, 16.2 rho"
 
 
 @pytest.mark.parametrize(("refuted", "verdict"), [(False, "the claim of ε = 8.00 stands"), (True, "this refutes")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -77,6 +78,25 @@ def test_a_new_figure_is_declared_once_and_every_page_shows_it(
     assert told(folder)["final/letters_a_round"] == 308.5
     assert fedpriv.open_run(folder).summary["letters_a_round"] == 308.5
     assert {"tracker", "result", *found} == EVERY_PAGE
+
+
+def test_the_holders_own_models_are_shown_with_the_largest_class_on_every_page(
+    folder: Path, tiny_bert: Path, tmp_path: Path
+) -> None:
+    alone = {
+        "alone_accuracy": 0.702,
+        "alone_accuracy_min": 0.61,
+        "alone_accuracy_max": 0.8015,
+        "majority_accuracy": 0.6,
+    }
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | alone))
+    saved = replace(find(finished(tmp_path / "saved", tiny_bert)), run=folder)
+    pages = [shown(status(folder), 120), write_report(folder).read_text(), LivePage(folder).read()["figures"]]
+    for page in (*pages, card.text(saved)):
+        assert "70.2% on average, 61.0% to 80.2%; largest class 60.0%" in page
+    assert "each alone" in closing(folder)
+    assert told(folder)["final/alone_accuracy"] == fedpriv.open_run(folder).summary["alone_accuracy"] == 0.702
 
 
 def test_a_figure_that_a_run_does_not_have_is_left_out_or_a_dash(folder: Path, monkeypatch) -> None:

@@ -55,8 +55,9 @@ CLIENT = ClientRow(
 )
 ROUNDS_CSV = (
     "round,num_selected,num_replies,num_silent,num_failures,num_late,num_retired,test_accuracy,test_loss,"
-    "test_perplexity,epsilon_local_max,epsilon_rho_max,epsilon_aggregate_max,bytes_up,bytes_down,seconds\r\n"
-    "0,2,1,0,1,0,0,0.30000000000000004,1e-17,1.5,inf,2.0,,1000000000000,0,0.5\r\n"
+    "test_perplexity,epsilon_local_max,epsilon_rho_max,epsilon_aggregate_max,bytes_up,bytes_down,seconds,"
+    "epsilon_this_run_max,epsilon_before_max\r\n"
+    "0,2,1,0,1,0,0,0.30000000000000004,1e-17,1.5,inf,2.0,,1000000000000,0,0.5,,\r\n"
 )
 CLIENTS_CSV = (
     "round,client,num_records,status,detail,sampling_probability,noise_multiplier,effective_noise_multiplier,steps,"

@@ -118,7 +118,7 @@ def test_who_is_skipped_is_told_with_what_ends_it(write_run: WriteRun) -> None:
     folder = write_run()
     write_checkpoint(folder, 3, {}, skipped=(1,))
     assert [client.skipped for client in status(folder).clients] == [False, True, False]
-    assert "client 1: its node stopped answering" in shown(status(folder))
+    assert "General (1): its node stopped answering" in shown(status(folder))
 
 
 def test_who_retired_is_known_from_the_checkpoint_and_from_the_last_reply(write_run: WriteRun) -> None:
@@ -133,7 +133,7 @@ def test_who_retired_is_known_from_the_checkpoint_and_from_the_last_reply(write_
         "budget_epsilon = 2 allows no further round",
     ]
     assert found.as_dict()["retired"][1] == {"client": 2, "reason": "budget_epsilon = 2 allows no further round"}
-    assert "client 2: budget_epsilon = 2 allows no further round" in shown(found)
+    assert "Hillside (2): budget_epsilon = 2 allows no further round" in shown(found)
 
 
 def test_half_written_lines_are_left_out(write_run: WriteRun) -> None:

@@ -76,6 +76,22 @@ def test_what_an_earlier_run_spent_is_never_hidden_behind_the_target(config, tmp
         assert second.epsilon_so_far(0, "local") == by_rdp(second) > 8.0
 
 
+def test_a_shared_account_is_told_apart_into_this_run_and_what_stood_there_before(config, tmp_path):
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        first = released(books_of(config, ledger, "first"), range(1, 3))
+        assert first.largest_part("this run") is first.largest_part("before") is None, "it is the whole account"
+        second = books_of(config, ledger, "second")
+        assert (second.largest_part("this run"), second.largest_part("before")) == (0.0, by_rdp(first))
+        released(second, range(1, 5))
+        assert second.largest_part("before") == by_rdp(first)
+        assert second.largest_part("this run") == 8.0 < second.epsilon_so_far(0, "local")
+        released(second, range(5, 6))
+        assert 8.0 < second.largest_part("this run") < second.epsilon_so_far(0, "local"), "a round beyond the plan"
+        assert second.rounds_charged_again == []
+        second.charge(5, {0: "another request"})
+        assert second.rounds_charged_again == [5]
+
+
 def test_less_noise_than_was_calibrated_is_never_hidden_behind_the_target(config):
     books = released(books_of(config), range(1, 5))
     louder = replace(config, noise_multiplier=config.noise_multiplier / 2)  # type: ignore[type-var]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import re
 import sys
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +83,44 @@ def test_the_view_that_was_asked_for_comes_first_with_its_limit_and_its_accounta
     budgeted = observed(pipe(), target_epsilon=None, budget_epsilon=(4.0, 2.0, 3.0))
     budgeted.round_done(row(1))
     assert "ε ≤ 1.90 of 2 local" in budgeted.lines()
+
+
+def test_a_shared_account_shows_what_this_run_spent_and_what_stood_there_before():
+    observer = observed(pipe(), target_epsilon=1.0)
+    observer.round_done(row(1, 9.4, epsilon_this_run_max=0.996, epsilon_before_max=9.0))
+    spent = "ε ≤ 0.996 of target 1 in this run, 9.00 in the account before it: 9.40 local, 18.8 rho by rdp"
+    assert spent in observer.lines()
+    assert "of 1" not in observer.lines().replace("of target 1", "")
+
+
+def test_a_pipe_is_never_silent_for_long_and_says_nothing_after_the_end(monkeypatch):
+    monkeypatch.setattr("simulations.display._PIPE_SECONDS", 0.05)
+    console = pipe()
+    with TerminalObserver(console) as observer:
+        observer.progressed(RunProgress(what="training the baselines"))
+        assert until(lambda: console.file.getvalue().count("training the baselines") >= 3)  # type: ignore[attr-defined]
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    time.sleep(0.2)
+    assert console.file.getvalue() == said  # type: ignore[attr-defined]
+
+
+def test_a_pipe_whose_rounds_are_short_gets_their_lines_alone(monkeypatch):
+    monkeypatch.setattr("simulations.display._PIPE_SECONDS", 0.3)
+    console = pipe()
+    with observed(console) as observer:
+        for round_ in range(1, 9):
+            observer.progressed(RunProgress(what="training", done=1, total=2, round=round_))
+            time.sleep(0.05)
+            observer.round_done(row(round_))
+    assert "training" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def until(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether it holds within so many seconds."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
 
 
 def test_a_coordinator_shows_answers_and_a_stage_outside_the_rounds_has_no_round():

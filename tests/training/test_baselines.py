@@ -146,6 +146,33 @@ def test_hardly_any_information_is_no_error(baselines_of, train):
     assert 0 <= found.probe_accuracy <= 1
 
 
+def test_a_holder_alone_learns_from_its_own_records_and_from_nobody_else_s(baselines_of, tmp_path):
+    """The second holder's labels are swapped, and the third one has a single class."""
+    swap = {LABELS[0]: LABELS[1], LABELS[1]: LABELS[0]}
+    held = [records(60), [(text, swap[label]) for text, label in records(60, seed=2)]]
+    held.append([row for row in records(60, seed=3) if row[1] == LABELS[0]])
+    path, test = tmp_path / "held.csv", records(40, seed=1)
+    rows = [(*row, f"h{holder}") for holder, rows in enumerate(held) for row in rows]
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("text", "label", "holder"), *rows])
+    found, _ = baselines_of([], test, data=str(path), client_column="holder")
+    share = sum(label == LABELS[0] for _, label in test) / len(test)
+    assert found.alone == {0: pytest.approx(1.0, abs=0.1), 1: pytest.approx(0.0, abs=0.1), 2: share}
+
+
+def test_of_many_holders_or_records_some_are_alone_each_with_all_that_it_has(monkeypatch):
+    monkeypatch.setattr(baselines, "MOST_RECORDS", 10)
+    held = [[None] * num for num in (6, 0, 11, 3, 4)]
+    for seed in range(8):
+        found = baselines._alone(held, np.random.default_rng(seed))
+        assert found
+        assert all(found[client] == len(held[client]) for client in found)
+        assert not {1, 2} & found.keys()
+        assert sum(found.values()) <= 10
+    monkeypatch.setattr(baselines, "MOST_ALONE", 2)
+    assert len(baselines._alone([[None]] * 9, np.random.default_rng(0))) == 2
+
+
 def test_on_nodes_every_test_record_is_predicted_from_the_others(baselines_of):
     # A word of its own would give every record's class away to a classifier that has seen the record.
     words = iter(f"{a}{b}" for a in "abcdefghijklmnopqrst" for b in "abcdefghij")
@@ -155,6 +182,7 @@ def test_on_nodes_every_test_record_is_predicted_from_the_others(baselines_of):
     assert found.tfidf_accuracy < 0.66
     assert (found.num_trained_on, found.num_available, found.folds) == (160, 200, 5)
     assert bench.data.clients == ()
+    assert found.alone == {}
     assert baselines_of([], records(50), **nodes)[0].tfidf_accuracy == 1.0
 
 

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedpriv.accounting.views import View, readers_label
-from fedpriv.runs import RunFolder, files, parse_epsilon
+from fedpriv.runs import RunFolder, account_parts, files, parse_epsilon
 from fedpriv.runs.figures import (
     audit_bound,
     counts_next_tokens,
@@ -192,9 +192,11 @@ def _earlier_runs(summary: Mapping[str, Any]) -> str | None:
     if not num_earlier:
         return None
     alone = max((parse_epsilon(c["epsilon_local_this_run"]) for c in summary["clients"]), default=0.0)
+    parts = account_parts(summary)
+    before = f"; at most {format_bound(parts[1])} stood in an account before it" if parts else ""
     return (
         f"up to {num_earlier} earlier run{'s' if num_earlier != 1 else ''}; this run alone cost at most "
-        f"{format_bound(alone)}"
+        f"{format_bound(alone)}{before}"
     )
 
 

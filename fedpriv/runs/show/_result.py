@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
@@ -26,12 +26,28 @@ if TYPE_CHECKING:
 # What a report compares the run with: its row, and the end of its keys in the summary.
 _BESIDE = (
     ("without noise", "{}_non_private"),
+    ("each alone", "alone_{}"),
     ("linear probe", "probe_{}"),
     ("TF-IDF", "tfidf_{}"),
     ("largest class", "majority_{}"),
     ("untrained", "{}_initial"),
 )
 _METRICS = ("accuracy", "perplexity", "rouge_l")
+
+
+class Report(pd.DataFrame):
+    """A data frame that is shown whole: pandas would cut columns and notes to the width of a terminal."""
+
+    _SHOWN: ClassVar[dict[str, Any]] = {"na_rep": "", "float_format": "{:.4g}".format}
+
+    def __repr__(self) -> str:
+        text: str = self.to_string(**self._SHOWN)
+        return text
+
+    def _repr_html_(self) -> str:
+        with pd.option_context("display.max_colwidth", None):
+            page: str = self.to_html(**self._SHOWN)
+        return page
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -126,7 +142,7 @@ class Run:
             raise InputError(f"view = 'aggregate': does not hold for this run: {reasons}")
         return parse_epsilon(epsilon)
 
-    def report(self) -> pd.DataFrame:
+    def report(self) -> Report:
         """The run's figures and those of what it has to beat, a row each; what was not measured has no column.
 
         The epsilons and their delta are the run's. `note` says what the others are, and what they cost.
@@ -143,7 +159,7 @@ class Run:
             if any(value is not None for value in figures.values()):
                 rows[name] = figures
         frame = pd.DataFrame.from_dict(rows, orient="index", dtype=float).rename_axis("model")
-        return frame.dropna(axis="columns", how="all").assign(note=[notes.get(name, "") for name in rows])
+        return Report(frame.dropna(axis="columns", how="all").assign(note=[notes.get(name, "") for name in rows]))
 
     def plot(self, what: str = "accuracy", *, view: View = "local") -> Figure:
         """A figure over rounds, which a notebook shows and `savefig` writes.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fedpriv.runs import Sample, parse_epsilon
+from fedpriv.runs import Sample, account_parts, parse_epsilon
 from fedpriv.runs.figures import (
     MISSING,
     asked_first,
@@ -17,6 +17,7 @@ from fedpriv.runs.figures import (
     format_delta,
     format_number,
     format_percent,
+    of_this_run,
 )
 from fedpriv.texts import holder_label
 
@@ -49,7 +50,8 @@ def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view:
 
     Args:
         clients: entries with client, num_records, rounds, epsilon_local, epsilon_rho, delta, bytes_up and
-            bytes_down; with epsilon_aggregate, if that view holds for all of them.
+            bytes_down; with epsilon_aggregate, if that view holds for all of them, and with alone_accuracy, if a
+            model of its own was trained for any of them.
         accountant: the one that computed the epsilons, such as `pld`; it is named in the caption.
         view: that was asked for, which comes first.
     """
@@ -58,11 +60,13 @@ def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view:
     views = [name for name in asked_first(view) if name != "aggregate" or has_aggregate]
     # Shorter than `aggregate`, so that 80 columns hold the table.
     epsilons = ("ε sum" if name == "aggregate" else f"ε {name}" for name in views)
-    headers = ("client", "records", "rounds", *epsilons, "δ", "sent", "received")
+    alone = ["alone"] if any(client.get("alone_accuracy") is not None for client in clients) else []
+    headers = ("client", "records", *alone, "rounds", *epsilons, "δ", "sent", "received")
     rows = tuple(
         (
             holder_label(client["client"], client.get("name")),
             f"{client['num_records']:,}",
+            *(format_percent(client.get("alone_accuracy")) for _ in alone),
             str(client["rounds"]),
             *(format_bound(client[f"epsilon_{name}"]) for name in views),
             format_delta(client["delta"]),
@@ -116,10 +120,12 @@ def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
         summary: of a run, with the keys of `fedpriv.runs._folder.QUALITY_KEYS`.
     """
     view = summary["privacy_view"]
-    spent = views_text({name: summary.get(f"epsilon_{name}_max") for name in asked_first(view)}, view)
+    epsilons = {name: summary.get(f"epsilon_{name}_max") for name in asked_first(view)}
+    spent = views_text(epsilons, view, parts=account_parts(summary))
     cost = f"ε {spent}, δ {format_delta(summary['delta_max'])}"
     others = (
         ("without noise", "accuracy_non_private", "z = 0, clipping kept"),
+        ("each alone", "alone_accuracy", _range_alone(summary)),
         ("linear probe", "probe_accuracy", _trained_on(summary)),
         ("TF-IDF", "tfidf_accuracy", _trained_on(summary)),
         ("largest class", "majority_accuracy", "always guessing it"),
@@ -130,6 +136,12 @@ def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
         *((name, f"{summary[key]:.4f}", "", note) for name, key, note in others if summary[key] is not None),
     ]
     return TextTable(caption="Accuracies on one test set", headers=("", "accuracy", "macro F1", ""), rows=tuple(rows))
+
+
+def _range_alone(summary: Mapping[str, Any]) -> str:
+    """The range of the accuracies of the holders' own models, of which the row shows the mean."""
+    low, high = (summary.get(f"alone_accuracy_{end}") for end in ("min", "max"))
+    return "" if low is None or high is None else f"{low:.4f} to {high:.4f} on own records"
 
 
 def _macro_f1(summary: Mapping[str, Any]) -> str:
@@ -254,21 +266,31 @@ def _with_error(value: float | None, error: float | None) -> str:
     return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
 
 
-def views_text(epsilons: Mapping[str, float | None], view: str, limit: float | None = None) -> str:
-    """The epsilons by view, such as `2.30 of 2.30 local, 5.09 rho`.
+def views_text(
+    epsilons: Mapping[str, float | None],
+    view: str,
+    limit: tuple[str, float] | None = None,
+    parts: tuple[float, float] | None = None,
+) -> str:
+    """The epsilons by view, such as `2.30 of 2.30 local, 5.09 rho`, first those of the parts of a shared account.
 
     Args:
         epsilons: {view: epsilon}; None where a view does not hold.
         view: that was asked for, which comes first, with the limit.
-        limit: on that view, if there is one.
+        limit: on that view, by name and size, if there is one.
+        parts: what this run has spent on that view, and what stood in the account before it; None if nothing did.
     """
-    of = "" if limit is None else f" of {limit:.4g}"
-    parts = [
+    own = ""
+    if parts is not None:
+        own, limit = of_this_run(parts, limit)
+        own = f"{own}: "
+    of = "" if limit is None else f" of {limit[1]:.4g}"
+    texts = [
         f"{format_bound(epsilon)}{of if name == view else ''} {name}"
         for name in asked_first(view)
         if (epsilon := epsilons.get(name)) is not None
     ]
-    return ", ".join(parts)
+    return own + ", ".join(texts)
 
 
 _MOST_NAMES = 4
@@ -383,5 +405,5 @@ def accuracies_to_beat(summary: Mapping[str, Any]) -> dict[str, float]:
     """The accuracies that a run has to beat, by name: chance only where the largest class is not known."""
     largest = summary.get("majority_accuracy")
     guess = {"chance": summary.get("chance_accuracy")} if largest is None else {"largest class": largest}
-    named = {**guess, "linear probe": summary.get("probe_accuracy")}
+    named = {**guess, "each alone": summary.get("alone_accuracy"), "linear probe": summary.get("probe_accuracy")}
     return {name: accuracy for name, accuracy in named.items() if accuracy is not None}

@@ -137,7 +137,8 @@ def _notes(run: RunStatus) -> Iterable[Text]:
         yield Text(f"{num_unlisted:,} more clients{also}; --json lists all", style="dim")
     for client in troubled:
         if reason := trouble_of(client):
-            yield Text.assemble((f"client {client.client}: ", "red"), _printable(reason))
+            who = holder_label(client.client, client.name)
+            yield Text.assemble((f"{who}: ", "red"), _printable(reason))
 
 
 def _event_lines(run: RunStatus) -> Iterable[Text]:

@@ -87,6 +87,8 @@ ROUND_METRICS: Mapping[str, str] = {
     "epsilon_local_max": "epsilon/local_max",
     "epsilon_rho_max": "epsilon/rho_max",
     "epsilon_aggregate_max": "epsilon/aggregate_max",
+    "epsilon_this_run_max": "epsilon/this_run_max",
+    "epsilon_before_max": "epsilon/before_max",
     "bytes_up": "bytes/up",
     "bytes_down": "bytes/down",
     "seconds": "round/seconds",
