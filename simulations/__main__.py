@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from fedpriv import config as configuration
 from fedpriv.config import KEYS, RECIPES, schema
@@ -202,17 +201,13 @@ def sweep(
 @contextlib.contextmanager
 def _failures_in_one_line(interrupted: str) -> Iterator[None]:
     """Report a failure in one line on stderr, and end with its exit code."""
-    console = Console(stderr=True)
     try:
         yield
-    except InputError as error:
-        console.print(f"[bold red]error[/] {escape(printable(error))}", soft_wrap=True, highlight=False)
-        raise typer.Exit(2) from None
-    except (LedgerError, TooFewClientsError) as error:
-        console.print(f"[bold red]failed[/] {escape(printable(error))}", soft_wrap=True, highlight=False)
-        raise typer.Exit(1) from None
+    except (InputError, LedgerError, TooFewClientsError) as error:
+        typer.echo(f"error: {printable(error)}", err=True)
+        raise typer.Exit(2 if isinstance(error, InputError) else 1) from None
     except KeyboardInterrupt:
-        console.print(interrupted)
+        typer.echo(interrupted, err=True)
         raise typer.Exit(130) from None
 
 

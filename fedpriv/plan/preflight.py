@@ -6,17 +6,19 @@ Some things that a configuration may say, for instance to be planned with, no ru
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
 from fedpriv.adapters import check_model
 from fedpriv.config import LINEAR_RULES, ON_NODES, RunConfig, with_mechanism_parameters
-from fedpriv.data import federated
+from fedpriv.data import FederatedData, federated
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files
 from fedpriv.runs.show import check_installed
+from fedpriv.texts import printable
 
 
 def check(config: RunConfig) -> None:
@@ -67,8 +69,22 @@ def _looks(configs: Iterable[RunConfig]) -> list[Callable[[], object]]:
 
 
 def _load(config: RunConfig, num_clients: dict[object, int]) -> None:
-    """Load the data, and keep the number of clients that hold them."""
-    num_clients[federated.loaded(config)] = len(federated.load(config).clients)
+    """Load the data, keep the number of clients that hold them, and show what is odd about their table."""
+    num_clients[federated.loaded(config)] = len(load_and_warn(config).clients)
+
+
+def load_and_warn(config: RunConfig) -> FederatedData:
+    """The data of a run; likely mistakes that are not refused are shown on stderr.
+
+    Nothing else keeps them, no log and no folder: they tell of records, and are for those who hold the table.
+
+    Raises:
+        InputError: as `fedpriv.data.federated.load`.
+    """
+    data = federated.load(config)
+    for line in data.warnings:
+        print(f"warning: {printable(line)}", file=sys.stderr)
+    return data
 
 
 def _check_clients(config: RunConfig, num_clients: Mapping[object, int]) -> None:
