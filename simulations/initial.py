@@ -110,11 +110,13 @@ def init(
             typer.echo(_ABOUT_PRIVACY)
             answers = _with_privacy(answers, _ask("How much privacy?", str(_DEFAULT_EPSILON)))
         written = _to_toml(answers, folder=place.absolute().parent)
-        _check(written)
+        warnings = _checked(written)
         _write(place, written)
     except InputError as error:
         typer.echo(f"error: {printable(error)}", err=True)
         raise typer.Exit(2) from None
+    for line in warnings:
+        typer.echo(f"warning: {printable(line)}", err=True)
     held = repr(answers.client) if answers.client else "none: records are dealt out"
     typer.echo(f"{place}: text {answers.text!r}, label {answers.label!r}, client {held}")
     typer.echo(f"next: fedpriv run {shlex.quote(str(place))}")
@@ -327,13 +329,13 @@ def _ask(question: str, default: str) -> str:
     return answer.strip()
 
 
-def _check(written: str) -> None:
-    """Refuse what a run would refuse of the data, before anything is written."""
+def _checked(written: str) -> tuple[str, ...]:
+    """The warnings about the data; refuses what a run would refuse of them, before anything is written."""
     import tomllib
 
-    from fedpriv.plan import preflight
+    from fedpriv.data import federated
 
-    preflight.load_and_warn(configuration.parse(tomllib.loads(written)))
+    return federated.load(configuration.parse(tomllib.loads(written))).warnings
 
 
 def _write(place: Path, text: str) -> None:

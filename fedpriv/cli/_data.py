@@ -179,7 +179,7 @@ def _check_instructions(table: Table, asked: Mapping[str, Any], *, client: str, 
 
         tokenizer = load_tokenizer(model)
         chat_format_of(config).check(tokenizer, model=model, max_length=config.max_length)
-    values, shown = describe_instructions(table, config, client=client, person=person, tokenizer=tokenizer)
+    values, shown = describe_instructions(config, table=table, client=client, person=person, tokenizer=tokenizer)
     lines = [*entries(_visible(values)), *_about_persons(values)]
     for number, parts in enumerate(shown, 1):
         lines += ["", f"record {number}, with what is learned in brackets:", "".join(map(_marked, parts))]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedpriv.config import RunConfig
-from fedpriv.data._tables import Table, labels_of, require_columns, to_text, values_of
+from fedpriv.data._tables import Table, labels_of, read_table, require_columns, to_text, values_of
 from fedpriv.data._text import TextData
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ UNCUT = 2**40
 
 
 def describe(
-    table: Table,
+    source: str | Table,
     *,
     text: str,
     label: str = "",
@@ -37,7 +37,7 @@ def describe(
     """The numbers of records, labels, clients and persons, the lengths of the texts, and how many are cut or repeated.
 
     Args:
-        table: the records.
+        source: a file, a data set on the Hub, or a table that was read.
         text: column with the text.
         label: column with the label, or empty.
         text_pair: column with the second text, or empty; a record repeats another if both texts do.
@@ -47,8 +47,9 @@ def describe(
         max_length: the most tokens of a record, special ones included.
 
     Raises:
-        InputError: a column is missing.
+        InputError: the file or a column is missing.
     """
+    table = read_table(source, key="file") if isinstance(source, str) else source
     rows = table.records
     columns = [("--text", text), ("--text-pair", text_pair), ("--label", label), ("--client", client)]
     require_columns(rows, [*columns, ("--person", person)], table.source)
@@ -133,20 +134,21 @@ Part = tuple[str, bool]
 
 
 def describe_instructions(
-    table: Table, config: RunConfig, *, client: str = "", person: str = "", tokenizer: Any = None
+    config: RunConfig, *, table: Table | None = None, client: str = "", person: str = "", tokenizer: Any = None
 ) -> tuple[dict[str, Any], list[list[Part]]]:
     """The numbers of records and clients, the lengths of prompts and responses; and records as the model sees them.
 
     Args:
-        table: the records.
-        config: with columns, prompts and `max_length`.
+        config: with `data`, columns, prompts and `max_length`.
+        table: that was read of `data`; None reads it.
         client: column with the holder of each record, or empty.
         person: column that says whom a record is about, or empty.
         tokenizer: that `ChatFormat.check` accepts; None counts words alone and shows no records.
 
     Raises:
-        InputError: a column is missing.
+        InputError: the file or a column is missing.
     """
+    table = table or read_table(config.data, key="file")
     rows = table.records
     columns = [("--prompt", config.prompt_column), ("--response", config.response_column)]
     columns += [("--messages", config.messages_column), ("--client", client), ("--person", person)]

@@ -370,7 +370,9 @@ def _rare(columns: Columns) -> Iterator[Finding]:
         groups[folded(name)][name] = rows
     agreed = set(map(folded, columns.classes))
     few = {
-        spelling_meant({name: len(rows) for name, rows in group.items()}, columns.classes): sum(group.values(), [])
+        spelling_meant({name: len(rows) for name, rows in group.items()}, columns.classes): [
+            row for rows in group.values() for row in rows
+        ]
         for name, group in groups.items()
         if sum(map(len, group.values())) < _FEW_RECORDS and (not agreed or name in agreed)
     }

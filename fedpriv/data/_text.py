@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedpriv.config import Encoding, Separator
@@ -100,7 +100,7 @@ class FederatedData:
     client_names: tuple[str, ...]
     test: TextData
     label_names: tuple[str, ...]
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = field(default=(), compare=False)
 
 
 Turn = tuple[str, str]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fedpriv.adapters import check_model
 from fedpriv.config import LINEAR_RULES, ON_NODES, RunConfig, with_mechanism_parameters
-from fedpriv.data import FederatedData, federated
+from fedpriv.data import federated
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files
@@ -69,22 +69,14 @@ def _looks(configs: Iterable[RunConfig]) -> list[Callable[[], object]]:
 
 
 def _load(config: RunConfig, num_clients: dict[object, int]) -> None:
-    """Load the data, keep the number of clients that hold them, and show what is odd about their table."""
-    num_clients[federated.loaded(config)] = len(load_and_warn(config).clients)
+    """Load the data, keep the number of clients that hold them, and show on stderr what is odd about their table.
 
-
-def load_and_warn(config: RunConfig) -> FederatedData:
-    """The data of a run; likely mistakes that are not refused are shown on stderr.
-
-    Nothing else keeps them, no log and no folder: they tell of records, and are for those who hold the table.
-
-    Raises:
-        InputError: as `fedpriv.data.federated.load`.
+    Nothing else keeps that, no log and no folder: it tells of records, and is for those who hold the table.
     """
     data = federated.load(config)
+    num_clients[federated.loaded(config)] = len(data.clients)
     for line in data.warnings:
         print(f"warning: {printable(line)}", file=sys.stderr)
-    return data
 
 
 def _check_clients(config: RunConfig, num_clients: Mapping[object, int]) -> None:
