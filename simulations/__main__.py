@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from fedpriv import config as configuration
 from fedpriv.config import KEYS, RECIPES, schema

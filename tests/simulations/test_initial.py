@@ -59,7 +59,7 @@ def test_what_to_run_next_can_be_pasted_into_a_shell(letters, tmp_path):
     code, said = init(tmp_path, letters, "--label", "ward", "--out", "a study; of $HOME.toml")
     assert code == 0, said
     (line,) = [line for line in said.splitlines() if line.startswith("next: ")]
-    assert shlex.split(line)[1:] == ["python", "-m", "simulations", "run", "a study; of $HOME.toml"]
+    assert shlex.split(line)[1:] == ["fedpriv", "run", "a study; of $HOME.toml"]
 
 
 def test_a_private_table_gets_advice_on_accuracy_and_no_statement(letters, tmp_path):
