@@ -15,7 +15,7 @@ from fedpriv.vault.settings import VaultSettings
 
 if TYPE_CHECKING:
     from fedpriv.accounting.filters import CommittedPlan, GaussianFilter, RenyiFilter, Rule
-    from fedpriv.data import Columns, OwnRecord
+    from fedpriv.data import CheckedColumns, OwnRecord
     from fedpriv.vault import Choice
 
 
@@ -146,9 +146,9 @@ def find(vault: VaultSettings) -> Found:
     )
 
 
-def _columns(records: Sequence[OwnRecord], vault: VaultSettings) -> Columns:
-    """What mistakes are looked for in: the texts, and the labels if there are agreed ones."""
-    from fedpriv.data import Columns
+def _columns(records: Sequence[OwnRecord], vault: VaultSettings) -> CheckedColumns:
+    """The texts in which mistakes are looked for, and the labels if there are agreed ones."""
+    from fedpriv.data import CheckedColumns
 
     source = vault.source
     texts = {source.prompt_column or source.messages_column or source.text_column: [record.text for record in records]}
@@ -156,7 +156,7 @@ def _columns(records: Sequence[OwnRecord], vault: VaultSettings) -> Columns:
         texts[second] = [record.pair for record in records]
     if source.instructs and vault.labels:
         texts.pop(source.response_column, None)
-    return Columns(
+    return CheckedColumns(
         texts=texts,
         labels=[record.label for record in records] if vault.labels else (),
         classes=vault.labels,

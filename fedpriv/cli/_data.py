@@ -105,10 +105,10 @@ def _visible(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_mistakes(result: Result, table: Table, roles: Roles, fix: Path | None, keep: Sequence[str]) -> Result:
     """The result with how the file was read, its likely mistakes and, if a copy is written, what changed in it."""
-    from fedpriv.data import Columns, mistakes, write_mended
+    from fedpriv.data import CheckedColumns, mistakes, write_mended
 
     read = {"separator": table.separator, "decimal_commas": table.decimal_commas} if table.separator else {}
-    found = mistakes(Columns.of(table, roles))
+    found = mistakes(CheckedColumns.of(table, roles))
     values = {**read, **result.values, "mistakes": list(map(_as_object, found))}
     lines = [*entries({key: value for key, value in read.items() if value}), *(result.lines or [])]
     lines += ["", *map(_as_line, found)] if found else []

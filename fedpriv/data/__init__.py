@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedpriv.data._checks import describe_instructions as describe_instructions
     from fedpriv.data._mending import Mended as Mended
     from fedpriv.data._mending import write_mended as write_mended
-    from fedpriv.data._mistakes import Columns as Columns
+    from fedpriv.data._mistakes import CheckedColumns as CheckedColumns
     from fedpriv.data._mistakes import Finding as Finding
     from fedpriv.data._mistakes import Roles as Roles
     from fedpriv.data._mistakes import mistakes as mistakes

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.data._mistakes import (
-    Columns,
+    CheckedColumns,
     Finding,
     Roles,
     as_written,
@@ -61,7 +61,7 @@ def write_mended(table: Table, roles: Roles, out: Path, *, keep: Collection[str]
     """
     if out.suffix.lower() not in (".csv", ".jsonl"):
         raise InputError(f"--fix {out}: must end in .csv or .jsonl")
-    before = Columns.of(table, roles)
+    before = CheckedColumns.of(table, roles)
     values = {name: _values(table, name) for name in table.records.column_names}
     changes = []
     for role, column in (("client", roles.client), ("label", roles.label)):
@@ -97,7 +97,7 @@ def _texts(values: Iterable[object]) -> list[str | None]:
     return [None if value is None else str(value) for value in values]
 
 
-def _meant(columns: Columns, role: str, agreed: Sequence[str], keep: Collection[str]) -> dict[str, str]:
+def _meant(columns: CheckedColumns, role: str, agreed: Sequence[str], keep: Collection[str]) -> dict[str, str]:
     """{spelling: the one that is meant} of the names that change."""
     spellings = spellings_of(columns.clients if role == "client" else columns.labels)
     groups: dict[str, list[str]] = defaultdict(list)
@@ -114,7 +114,7 @@ def _meant(columns: Columns, role: str, agreed: Sequence[str], keep: Collection[
     return {name: target for name, target in meant.items() if name != target and name not in stay}
 
 
-def _renames(columns: Columns, role: str, meant: Mapping[str, str]) -> list[str]:
+def _renames(columns: CheckedColumns, role: str, meant: Mapping[str, str]) -> list[str]:
     """A line for each name that changes."""
     spellings = spellings_of(columns.clients if role == "client" else columns.labels)
     return [
@@ -125,7 +125,7 @@ def _renames(columns: Columns, role: str, meant: Mapping[str, str]) -> list[str]
     ]
 
 
-def _kept(columns: Columns, values: Mapping[str, Sequence[Any]], roles: Roles) -> tuple[list[int], list[str]]:
+def _kept(columns: CheckedColumns, values: Mapping[str, Sequence[Any]], roles: Roles) -> tuple[list[int], list[str]]:
     """The rows that stay, and a line for each reason why others do not."""
     needed = {roles.client: "client", roles.label: "label", **dict.fromkeys(roles.texts, "text")}
     needed.pop("", None)

@@ -111,7 +111,7 @@ class Roles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
+class CheckedColumns:
     """The values that mistakes are looked for in.
 
     Attributes:
@@ -132,14 +132,14 @@ class Columns:
     unit: str = "record"
 
     @staticmethod
-    def of(table: Table, roles: Roles) -> Columns:
+    def of(table: Table, roles: Roles) -> CheckedColumns:
         """The columns of a table in their roles."""
 
         def values(column: str) -> Values:
             return as_written(table, column) if column else ()
 
         used = {*roles.texts, roles.label, roles.client, roles.person}
-        return Columns(
+        return CheckedColumns(
             texts={name: values(name) for name in roles.texts},
             labels=values(roles.label),
             clients=values(roles.client),
@@ -174,7 +174,7 @@ def as_written(table: Table, column: str) -> list[str | None]:
     return [None if value is None else str(value) for value in values_of(records, column)]
 
 
-def mistakes(columns: Columns) -> list[Finding]:
+def mistakes(columns: CheckedColumns) -> list[Finding]:
     """The likely mistakes in columns, those that a run refuses first."""
     found = [*_empty(columns), *_repeated(columns)]
     for role, values in (("clients", columns.clients), ("labels", columns.labels)):
@@ -200,7 +200,7 @@ def check_table(table: Table, config: RunConfig, *, key: str = "data") -> list[s
     roles = Roles.of(config)
     check = f"`fedpriv data check {shlex.quote(table.source)} {roles.options}`"
     how = f'{check} lists all, and --fix OUT mends a copy; if all is as it should be, set table_checks = "warn"'
-    return refused(mistakes(Columns.of(table, roles)), config.table_checks, f"{key} = {table.source!r}", how)
+    return refused(mistakes(CheckedColumns.of(table, roles)), config.table_checks, f"{key} = {table.source!r}", how)
 
 
 def refused(found: Sequence[Finding], checks: TableChecks, name: str, how: str) -> list[str]:
@@ -226,7 +226,7 @@ def is_empty(value: str | None) -> bool:
     return value is None or not value.strip()
 
 
-def _empty(columns: Columns) -> Iterator[Finding]:
+def _empty(columns: CheckedColumns) -> Iterator[Finding]:
     """Records without a client, a label or a text."""
     for name, values in columns.texts.items():
         if rows := [row for row, value in enumerate(values) if is_empty(value)]:
@@ -237,7 +237,7 @@ def _empty(columns: Columns) -> Iterator[Finding]:
         yield columns.found("empty_labels", "labels: some are missing, and nothing trains on those records", rows)
 
 
-def _repeated(columns: Columns) -> Iterator[Finding]:
+def _repeated(columns: CheckedColumns) -> Iterator[Finding]:
     """Records whose texts, label and client an earlier one has."""
     seen, rows = set(), []
     parts = [*columns.texts.values(), *filter(None, (columns.labels, columns.clients))]
@@ -278,7 +278,7 @@ def spelling_meant(spellings: Mapping[str, int], agreed: Iterable[str] = ()) -> 
 
 
 def _variants(
-    columns: Columns, role: str, spellings: Mapping[str, Sequence[int]], agreed: Sequence[str]
+    columns: CheckedColumns, role: str, spellings: Mapping[str, Sequence[int]], agreed: Sequence[str]
 ) -> Iterator[Finding]:
     """Names that differ by case, blanks and unseen characters alone, less those agreed on to be two."""
     groups: dict[str, list[str]] = defaultdict(list)
@@ -301,7 +301,7 @@ def _variants(
 
 
 def _not_available(
-    columns: Columns, role: str, spellings: Mapping[str, Sequence[int]], agreed: Sequence[str]
+    columns: CheckedColumns, role: str, spellings: Mapping[str, Sequence[int]], agreed: Sequence[str]
 ) -> Iterator[Finding]:
     """Names that stand for none."""
     for spelling, rows in spellings.items():
@@ -309,7 +309,7 @@ def _not_available(
             yield columns.found(f"missing_{role}", f"{role}: {spelling!r} looks like a missing one", rows)
 
 
-def misspelt_clients(columns: Columns, spellings: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
+def misspelt_clients(columns: CheckedColumns, spellings: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
     """Clients with a name that is close to that of another with far more records."""
     rows: dict[str, list[int]] = defaultdict(list)
     for spelling, each in spellings.items():
@@ -363,7 +363,7 @@ def _is_a_slip(one: str, other: str) -> bool:
     return len(places) == 1 or swapped
 
 
-def _rare(columns: Columns) -> Iterator[Finding]:
+def _rare(columns: CheckedColumns) -> Iterator[Finding]:
     """Classes of few records."""
     groups: dict[str, dict[str, list[int]]] = defaultdict(dict)
     for name, rows in spellings_of(columns.labels).items():
@@ -398,8 +398,8 @@ def _as_ids(role: str, values: Values) -> Finding | None:
     return Finding(f"{role}_are_ids", message, refuses=True)
 
 
-def _id_columns(columns: Columns) -> Iterator[Finding]:
-    """Columns that no run reads and that seem to say whom, or which case, a record is about."""
+def _id_columns(columns: CheckedColumns) -> Iterator[Finding]:
+    """CheckedColumns that no run reads and that seem to say whom, or which case, a record is about."""
     for name, values in columns.others.items():
         present = [value for value in values if value is not None and value.strip()]
         num = len(set(present))

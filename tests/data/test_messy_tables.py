@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.config import parse
-from fedpriv.data import Columns, Roles, mistakes, read_table, write_mended
+from fedpriv.data import CheckedColumns, Roles, mistakes, read_table, write_mended
 from fedpriv.errors import InputError
 from fedpriv.plan import preflight
 from tests.cli.command_line import as_json, fedpriv
@@ -194,7 +194,7 @@ def findings(**columns: object) -> dict[str, str]:
         len(values) for values in [*columns.values(), *columns.get("others", {}).values()] if isinstance(values, list)
     )
     texts = {"text": [f"text {row}" for row in range(size)]}
-    return {finding.kind: finding.message for finding in mistakes(Columns(**({"texts": texts} | columns)))}
+    return {finding.kind: finding.message for finding in mistakes(CheckedColumns(**({"texts": texts} | columns)))}
 
 
 @pytest.mark.parametrize(
