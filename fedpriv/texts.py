@@ -14,6 +14,16 @@ def printable(text: object) -> str:
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))
 
 
+def visible(text: str) -> str:
+    """The text, in quotes if a reader would miss a blank in it, or that it is empty."""
+    return text if text and text.isprintable() and text == " ".join(text.split()) else repr(text)
+
+
+def counted(number: int, noun: str) -> str:
+    """The number with its noun, such as `1 line` and `1,200 lines`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def holder_label(client: int | str, name: str | None) -> str:
     """A data holder by its name with its partition id, such as `St. Anna (0)`; by its id alone if it has no name.
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from fedpriv import config as configuration
 from fedpriv.config import KEYS, RECIPES, schema
@@ -202,17 +200,13 @@ def sweep(
 @contextlib.contextmanager
 def _failures_in_one_line(interrupted: str) -> Iterator[None]:
     """Report a failure in one line on stderr, and end with its exit code."""
-    console = Console(stderr=True)
     try:
         yield
-    except InputError as error:
-        console.print(f"[bold red]error[/] {escape(printable(error))}", soft_wrap=True, highlight=False)
-        raise typer.Exit(2) from None
-    except (DiskFullError, LedgerError, TooFewClientsError) as error:
-        console.print(f"[bold red]failed[/] {escape(printable(error))}", soft_wrap=True, highlight=False)
-        raise typer.Exit(1) from None
+    except (InputError, DiskFullError, LedgerError, TooFewClientsError) as error:
+        typer.echo(f"error: {printable(error)}", err=True)
+        raise typer.Exit(2 if isinstance(error, InputError) else 1) from None
     except KeyboardInterrupt as error:
-        console.print(printable(error) or interrupted, soft_wrap=True, markup=False, highlight=False)
+        typer.echo(printable(error) or interrupted, err=True)
         raise typer.Exit(130) from None
 
 

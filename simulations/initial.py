@@ -6,17 +6,17 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tomli_w
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from fedpriv import config as configuration
+from fedpriv.config import DataSection
 from fedpriv.errors import InputError
 from fedpriv.texts import printable
 
@@ -32,6 +32,10 @@ _HOLDER_NAMES = ("client", "hospital", "holder", "site", "institution", "clinic"
 _RECORDS_PER_LABEL = 5
 _MOST_LABELS = 100
 
+# A holder has so many records on average, and a column with no other values than these is one of answers.
+_RECORDS_PER_HOLDER = 20
+_ANSWERS = frozenset(("m", "f", "w", "d", "x", "y", "n", "yes", "no", "ja", "nein", "true", "false", "male", "female"))
+
 _DEFAULT_EPSILON = 2.3
 _ABOUT_PRIVACY = "An epsilon for this run, per holder; or `budget 4` for all runs together."
 
@@ -42,8 +46,9 @@ class _Answers:
 
     Attributes:
         data: the table of records.
+        layout: whose keys say how the table is read.
         text, label: columns.
-        holder: column that says who holds a record; empty deals the records out to five simulated holders.
+        client: column that says who holds a record; empty deals the records out to five simulated holders.
         epsilon: that this run may cost each holder; None for the default, within the budget.
         budget: epsilon that all runs together may cost each holder; None for none.
         test_data: the server's own records; empty for none.
@@ -51,9 +56,10 @@ class _Answers:
     """
 
     data: Path
+    layout: DataSection
     text: str = ""
     label: str = ""
-    holder: str = ""
+    client: str = ""
     epsilon: float | None = None
     budget: float | None = None
     test_data: Path | None = None
@@ -64,24 +70,27 @@ def init(
     file: Annotated[Path | None, typer.Argument(help="CSV, TSV, JSONL or Parquet file with the records.")] = None,
     text: Annotated[str, typer.Option(help="Column with the text.")] = "",
     label: Annotated[str, typer.Option(help="Column with the class to be predicted.")] = "",
-    holder: Annotated[str | None, typer.Option(help="Column that says who holds a record; '' for none.")] = None,
+    client: Annotated[str | None, typer.Option(help="Column that says who holds a record; '' for none.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="What this run may cost each holder.")] = None,
     budget: Annotated[float | None, typer.Option(help="What all runs together may cost each holder.")] = None,
     test_data: Annotated[Path | None, typer.Option(help="File with the server's own test records.")] = None,
+    separator: Annotated[str, typer.Option(help="Of a CSV file, if its header does not tell it.")] = "auto",
+    encoding: Annotated[str, typer.Option(help="Of the file, if it is not UTF-8, such as latin-1.")] = "utf-8",
     public_data: Annotated[bool, typer.Option("--public-data", help="Nobody's privacy depends on the data.")] = False,
     out: Annotated[Path | None, typer.Option(help="TOML file to write; by default named after the data.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a commented configuration for a table of records: asks for the file, its columns, and how much privacy.
 
-    Whatever an option says is not asked for; where nobody can answer, what the file suggests is taken. The file is
-    looked at on this machine alone, and none of its records are written anywhere.
+    Whatever an option says is not asked for; where nobody can answer, what the file suggests is taken. Then `--client`
+    is required, unless one column alone can say who holds a record. The file is looked at on this machine alone, and
+    none of its records are written anywhere.
 
     Examples:
 
         fedpriv init letters.csv
 
-        fedpriv init letters.csv --text text --label department --holder hospital --epsilon 4
+        fedpriv init letters.csv --text text --label department --client hospital --epsilon 4
     """
     try:
         asks = sys.stdin.isatty()
@@ -91,44 +100,78 @@ def init(
         place = out or Path(f"{data.name.split('.')[0]}.toml")
         if place.exists() and not force:
             raise InputError(f"out = {str(place)!r}: exists; name another file, or replace it with --force")
-        table = _table(data)
-        answers = _Answers(data=data, epsilon=epsilon, budget=budget, test_data=test_data, public=public_data)
-        answers = _with_columns(answers, table, text, label, holder, asks=asks)
+        layout = configuration.parse({"separator": separator, "encoding": encoding})
+        table = _table(data, layout)
+        answers = _Answers(
+            data=data, layout=layout, epsilon=epsilon, budget=budget, test_data=test_data, public=public_data
+        )
+        answers = _with_columns(answers, table, text, label, client, asks=asks)
         if epsilon is None and budget is None and asks:
             typer.echo(_ABOUT_PRIVACY)
             answers = _with_privacy(answers, _ask("How much privacy?", str(_DEFAULT_EPSILON)))
         written = _to_toml(answers, folder=place.absolute().parent)
-        _check(written)
+        warnings = _checked(written)
         _write(place, written)
     except InputError as error:
-        Console(stderr=True).print(f"[bold red]error[/] {escape(printable(error))}", soft_wrap=True, highlight=False)
+        typer.echo(f"error: {printable(error)}", err=True)
         raise typer.Exit(2) from None
-    typer.echo(f"{place}: text {answers.text!r}, label {answers.label!r}, holder {answers.holder or 'dealt out'!r}")
+    for line in warnings:
+        typer.echo(f"warning: {printable(line)}", err=True)
+    held = repr(answers.client) if answers.client else "none: records are dealt out"
+    typer.echo(f"{place}: text {answers.text!r}, label {answers.label!r}, client {held}")
     typer.echo(f"next: fedpriv run {shlex.quote(str(place))}")
 
 
-def _proposed(table: datasets.Dataset) -> tuple[str, str, str]:
-    """The columns that seem to hold text, label and holder; empty where none does.
+@dataclass(frozen=True)
+class _Proposed:
+    """The columns that seem to hold text, label and client; empty where none does.
+
+    Attributes:
+        text, label, client: columns.
+        rivals: {column: number of its values} of those that could hold clients, where none is proposed.
+    """
+
+    text: str
+    label: str
+    client: str
+    rivals: Mapping[str, int]
+
+
+def _proposed(table: datasets.Dataset, text: str, label: str) -> _Proposed:
+    """The columns that seem to hold what is not given.
 
     A column's name decides if it is a usual one; otherwise the longest texts are taken for the text, and the column
-    with the fewest repeated values for the label. Only a usual name makes a holder.
+    with the fewest repeated values for the label. A column of clients has a usual name; or, where the label is given or
+    has one, it is the only other column with a few names, each with many records, that are no answers such as m and f.
     """
     from fedpriv.data import values_of
 
     columns = {
-        name: [str(value) for value in values_of(table, name) if value is not None] for name in table.column_names
+        name: Counter(str(value) for value in values_of(table, name) if value is not None)
+        for name in table.column_names
     }
-    lengths = {name: sum(map(len, values)) / max(1, len(values)) for name, values in columns.items()}
-    kinds = {name: len(set(values)) for name, values in columns.items()}
+    lengths = {name: sum(len(v) * n for v, n in c.items()) / max(1, c.total()) for name, c in columns.items()}
     classes = [
-        name for name, kind in kinds.items() if 2 <= kind <= min(_MOST_LABELS, len(columns[name]) // _RECORDS_PER_LABEL)
+        name
+        for name, counts in columns.items()
+        if 2 <= len(counts) <= min(_MOST_LABELS, counts.total() // _RECORDS_PER_LABEL)
     ]
     free = [name for name in columns if name not in classes] or list(columns)
-    text = _named(free, _TEXT_NAMES) or max(free, key=lengths.__getitem__, default="")
-    holder = _named([name for name in classes if name != text], _HOLDER_NAMES)
-    rest = [name for name in classes if name not in (text, holder)]
-    label = _named(rest, _LABEL_NAMES) or min(rest, key=kinds.__getitem__, default="")
-    return text, label, holder
+    text = text or _named(free, _TEXT_NAMES) or max(free, key=lengths.__getitem__, default="")
+    rest = [name for name in classes if name not in (text, label)]
+    named = _named(rest, _HOLDER_NAMES)
+    label = label or _named([name for name in rest if name != named], _LABEL_NAMES)
+    guessed = label or min((n for n in rest if n != named), key=lambda name: len(columns[name]), default="")
+    alike = {name: len(columns[name]) for name in rest if name != guessed and _are_holders(columns[name])}
+    client = named or (next(iter(alike)) if label and len(alike) == 1 else "")
+    return _Proposed(text, guessed, client, {} if client else alike)
+
+
+def _are_holders(counts: Counter[str]) -> bool:
+    """Whether values could be names of data holders: words, each with many records, and not yes and no, or m and f."""
+    folded = {value.strip().casefold() for value in counts}
+    words = sum(number for value, number in counts.items() if any(map(str.isalpha, value)) and len(value) > 1)
+    return not folded <= _ANSWERS and 2 * words > counts.total() and counts.total() >= _RECORDS_PER_HOLDER * len(folded)
 
 
 def _to_toml(answers: _Answers, *, folder: Path) -> str:
@@ -149,7 +192,8 @@ def _to_toml(answers: _Answers, *, folder: Path) -> str:
         _line(text_column=answers.text),
         "# The classes are those that occur; `labels` would fix them, and leave out records with others.",
         _line(label_column=answers.label),
-        *_holders(answers.holder),
+        *_layout(answers.layout),
+        *_holders(answers.client),
         "",
         *_test_set(answers),
         "",
@@ -176,9 +220,15 @@ def _line(**value: Any) -> str:
     return tomli_w.dumps(value).strip()
 
 
-def _holders(holder: str) -> list[str]:
-    if holder:
-        return ["# Each value of this column is a data holder.", _line(client_column=holder)]
+def _layout(layout: DataSection) -> list[str]:
+    """The lines that say how the table is read, where that is not as usual."""
+    given = {"separator": layout.separator, "encoding": layout.encoding}
+    return [_line(**{key: value}) for key, value in given.items() if value != getattr(DataSection, key)]
+
+
+def _holders(client: str) -> list[str]:
+    if client:
+        return ["# Each value of this column is a data holder.", _line(client_column=client)]
     return [
         "# No column says who holds a record, so they are dealt out to simulated holders.",
         _line(partition="iid"),
@@ -220,36 +270,46 @@ def _budget(answers: _Answers, folder: Path) -> list[str]:
     ]
 
 
-def _table(data: Path) -> datasets.Dataset:
+def _table(data: Path, layout: DataSection) -> datasets.Dataset:
     from fedpriv.data import load_table
 
     if not data.expanduser().is_file():  # a name on the Hub is not a table that somebody holds
         raise InputError(f"file = {str(data)!r}: no such file")
-    return load_table(str(data), key="file")
+    return load_table(str(data), key="file", separator=layout.separator, encoding=layout.encoding)
 
 
 def _with_columns(
-    answers: _Answers, table: datasets.Dataset, text: str, label: str, holder: str | None, *, asks: bool
+    answers: _Answers, table: datasets.Dataset, text: str, label: str, client: str | None, *, asks: bool
 ) -> _Answers:
     """The answers with the columns that are given, or else confirmed or proposed."""
-    found = _proposed(table)
-    chosen = (text or found[0], label or found[1], found[2] if holder is None else holder)
-    if asks and not (text and label and holder is not None):
+    found = _proposed(table, text, label)
+    chosen = (text or found.text, label or found.label, found.client if client is None else client)
+    if asks and not (text and label and client is not None):
         typer.echo(f"Its columns: {printable(', '.join(table.column_names))}")
         proposal = ", ".join(filter(None, chosen))
-        names = [name.strip() for name in _ask("Which hold text, label and (if any) holder?", proposal).split(",")]
+        names = [name.strip() for name in _ask("Which hold text, label and (if any) client?", proposal).split(",")]
         if not 2 <= len(names) <= 3:
-            raise InputError(f"columns = {', '.join(names)!r}: give those of text and label, and maybe of the holder")
+            raise InputError(f"columns = {', '.join(names)!r}: give those of text and label, and maybe of the client")
         chosen = (names[0], names[1], names[2] if len(names) == 3 else "")
-    for option, name in zip(("text", "label", "holder"), chosen, strict=True):
+    for option, name in zip(("text", "label", "client"), chosen, strict=True):
         if name and name not in table.column_names:
             raise InputError(f"{option} = {name!r}: no such column; there are {', '.join(table.column_names)}")
     for option, name in zip(("text", "label"), chosen, strict=False):
         if not name:
             raise InputError(f"{option}: no column seems to hold it; name it with --{option}")
+    if not chosen[2] and client is None and not asks:
+        raise InputError(
+            f"client: {_undecided(found.rivals)}; give --client COLUMN, or --client '' to deal records out at random"
+        )
     if len(set(filter(None, chosen))) < len([name for name in chosen if name]):
         raise InputError(f"columns = {', '.join(chosen)!r}: must be different ones")
-    return replace(answers, text=chosen[0], label=chosen[1], holder=chosen[2])
+    return replace(answers, text=chosen[0], label=chosen[1], client=chosen[2])
+
+
+def _undecided(rivals: Mapping[str, int]) -> str:
+    """The reason why no column of clients is proposed."""
+    listed = ", ".join(f"{name!r} ({number} values)" for name, number in rivals.items())
+    return f"{listed} could say who holds a record" if rivals else "no column seems to say who holds a record"
 
 
 def _with_privacy(answers: _Answers, answer: str) -> _Answers:
@@ -269,13 +329,13 @@ def _ask(question: str, default: str) -> str:
     return answer.strip()
 
 
-def _check(written: str) -> None:
-    """Refuse what a run would refuse of the data, before anything is written."""
+def _checked(written: str) -> tuple[str, ...]:
+    """The warnings about the data; refuses what a run would refuse of them, before anything is written."""
     import tomllib
 
     from fedpriv.data import federated
 
-    federated.load(configuration.parse(tomllib.loads(written)))
+    return federated.load(configuration.parse(tomllib.loads(written))).warnings
 
 
 def _write(place: Path, text: str) -> None:

@@ -46,6 +46,9 @@ def init(
     prompt_column: Annotated[str, typer.Option(help="Column with prompts, for models that answer.")] = "",
     response_column: Annotated[str, typer.Option(help="Column with the responses to them, which are learned.")] = "",
     messages_column: Annotated[str, typer.Option(help="Or a column with lists of chat messages.")] = "",
+    separator: Annotated[str, typer.Option(help="Of a CSV file: auto (its header), comma, semicolon, tab.")] = "auto",
+    encoding: Annotated[str, typer.Option(help="Of a CSV or JSONL file: utf-8, latin-1 or cp1252.")] = "utf-8",
+    table_checks: Annotated[str, typer.Option(help="On a likely mistake in the records: refuse or warn.")] = "refuse",
     labels: Annotated[str | None, typer.Option(help="The classes a,b,c, in the order that all holders use.")] = None,
     ledger: Annotated[Path | None, typer.Option(help="The node's ledger; by default ledger.sqlite in DIR.")] = None,
     budget_epsilon: Annotated[float | None, typer.Option(help="Epsilon that all runs together may spend, > 0.")] = None,
@@ -77,6 +80,7 @@ def init(
             labels = _asked("labels", "Labels a,b,c, in the order that all holders agreed on")
         if budget_epsilon is None and (answer := _asked("budget-epsilon", "Epsilon that all runs together may spend")):
             budget_epsilon = _number("budget-epsilon", answer)
+        own |= {"separator": separator, "encoding": encoding, "table_checks": table_checks}
         own |= {"labels": _names(labels), "data": data.expanduser().absolute()}
     made = folder.make(
         dir_,

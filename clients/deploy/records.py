@@ -15,7 +15,7 @@ from fedpriv.vault.settings import VaultSettings
 
 if TYPE_CHECKING:
     from fedpriv.accounting.filters import CommittedPlan, GaussianFilter, RenyiFilter, Rule
-    from fedpriv.data import OwnRecord
+    from fedpriv.data import CheckedColumns, OwnRecord
     from fedpriv.vault import Choice
 
 
@@ -29,6 +29,7 @@ class Found:
         num_other_labels: records with a label that was not agreed on; nothing trains on them.
         num_without_label: records that have none.
         num_empty: records whose text is empty, or whose response is.
+        warnings: likely mistakes, a line each, for the operator's terminal alone.
         content: of all records that a run would read, as its reading notes it.
     """
 
@@ -37,6 +38,7 @@ class Found:
     num_other_labels: int
     num_without_label: int
     num_empty: int
+    warnings: Sequence[str]
     content: bytes = field(repr=False)
 
     def lines(self) -> list[str]:
@@ -46,7 +48,7 @@ class Found:
             found.append("labels: " + ", ".join(f"{label} {number}" for label, number in self.counts.items()))
             others = f"{self.num_other_labels} records have another label and {self.num_without_label} have none"
             found.append(f"{others}: they count in N_k, and nothing trains on them")
-        return found
+        return [*found, *(f"warning: {line}" for line in self.warnings)]
 
 
 def check_terms(vault: VaultSettings) -> None:
@@ -118,12 +120,17 @@ def check_labels(vault: VaultSettings) -> None:
 def find(vault: VaultSettings) -> Found:
     """The figures of the node's file, of which every record must be readable.
 
+    Likely mistakes in it are for the operator's terminal, and nothing keeps them.
+
     Raises:
-        InputError: the file, a column or a record cannot be used.
+        InputError: the file, a column or a record cannot be used, or a likely mistake is refused.
     """
-    from fedpriv.data import read_strictly  # slow to import
+    from fedpriv.data import mistakes, read_strictly, refused  # slow to import
 
     records = read_strictly(vault.source)
+    name = f"data = {str(vault.data)!r}"
+    how = "`fedpriv data check` lists all, and --fix OUT.jsonl mends a copy; if all is right, set table_checks = warn"
+    warnings = refused(mistakes(_columns(records, vault)), vault.table_checks, name, how)
     instructs = vault.source.instructs
     labels = Counter(record.label for record in records) if vault.labels else Counter()
     num_without_label = labels.pop(None, 0)
@@ -134,7 +141,27 @@ def find(vault: VaultSettings) -> Found:
         num_other_labels=labels.total() - sum(counts.values()),
         num_without_label=num_without_label,
         num_empty=sum(not (record.pair if instructs else record.text).strip() for record in records),
+        warnings=warnings,
         content=_content(records, vault),
+    )
+
+
+def _columns(records: Sequence[OwnRecord], vault: VaultSettings) -> CheckedColumns:
+    """The texts in which mistakes are looked for, and the labels if there are agreed ones."""
+    from fedpriv.data import CheckedColumns
+
+    source = vault.source
+    texts = {source.prompt_column or source.messages_column or source.text_column: [record.text for record in records]}
+    if second := source.response_column or source.text_pair_column:
+        texts[second] = [record.pair for record in records]
+    if source.instructs and vault.labels:
+        texts.pop(source.response_column, None)
+    return CheckedColumns(
+        texts=texts,
+        labels=[record.label for record in records] if vault.labels else (),
+        classes=vault.labels,
+        places=[record.place for record in records],
+        unit=source.unit,
     )
 
 

@@ -157,6 +157,15 @@ class OneOf(click.types.StringParamType):
         return text
 
 
+SeparatorOption = Annotated[
+    str,
+    typer.Option(help="Of a CSV file; with auto its header decides.", click_type=OneOf("fedpriv.config:Separator")),
+]
+EncodingOption = Annotated[
+    str, typer.Option(help="Of a CSV or JSONL file.", click_type=OneOf("fedpriv.config:Encoding"))
+]
+
+
 def result_of(option: str, name: str) -> Any:
     """Call the user's MODULE:FUNCTION and return its result; the working directory is searched for the module first.
 

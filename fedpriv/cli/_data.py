@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpriv.cli._command import Result, command, entries
+from fedpriv.cli._command import EncodingOption, Result, SeparatorOption, command, entries
+from fedpriv.texts import counted, printable, visible
+
+if TYPE_CHECKING:
+    from fedpriv.data import Finding, Roles, Table
 
 app = typer.Typer(no_args_is_help=True, help="Look at data before anything is registered.")
 
 
+_File = Annotated[str, typer.Argument(help="CSV, JSONL or Parquet (gzip allowed), or a data set on the Hub.")]
+
+
 @command(app)
 def check(
-    file: Annotated[str, typer.Argument(help="CSV, JSONL or Parquet (gzip allowed), or a data set on the Hub.")],
+    file: _File,
     text: Annotated[str, typer.Option(help="Column with the text.")] = "text",
     label: Annotated[str, typer.Option(help="Column with the label; empty for causal models.")] = "label",
+    labels: Annotated[str, typer.Option(help="The classes a,b,c, if they are agreed on.")] = "",
     text_pair: Annotated[str, typer.Option(help="Column with a second text.")] = "",
     client: Annotated[str, typer.Option(help="Column that says which client holds the record.")] = "",
     person: Annotated[str, typer.Option(help="Column that says whom the record is about.")] = "",
@@ -33,8 +41,16 @@ def check(
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of a record, special ones included; by default a run's.", min=1)
     ] = None,
+    separator: SeparatorOption = "auto",
+    encoding: EncodingOption = "utf-8",
+    fix: Annotated[Path | None, typer.Option(help="New .csv or .jsonl file for a cleaned copy.")] = None,
+    keep: Annotated[list[str] | None, typer.Option(help="A name that the copy keeps as it is; repeatable.")] = None,
 ) -> Result:
-    """Show what a run would see in a file: records, labels, clients, lengths, duplicates. Nothing leaves this machine.
+    """Show what a run would see in a file, and what in it is likely a mistake. Nothing leaves this machine.
+
+    Likely mistakes are told with their number and lines: names of clients or labels in two spellings, what is empty or
+    repeated, rare classes, columns of ids. A run refuses some of them. With `--fix`, a cleaned copy is written: one
+    spelling for each name, no empty records, none twice; every change is listed.
 
     With a column of persons, also how many have several records: epsilon is that of one record.
 
@@ -42,20 +58,81 @@ def check(
 
     Example: fedpriv data check medquad.csv.gz --text answer --label question_type --client source
 
+    Example: fedpriv data check letters.csv --client hospital --fix clean.csv
+
     Example: fedpriv data check medquad.csv.gz --prompt question --response answer --model SmolLM2-135M-Instruct
     """
+    from fedpriv.data import Roles, read_table
+
+    table = read_table(
+        file,
+        key="file",
+        separator=separator,  # type: ignore[arg-type]  # checked by the option
+        encoding=encoding,  # type: ignore[arg-type]
+    )
     if prompt or response or messages:
         asked: dict[str, Any] = {"prompt_column": prompt, "response_column": response, "messages_column": messages}
         asked |= {"data": file, "system_prompt": system, "prompt_template": template}
         asked |= {"max_length": max_length} if max_length else {}
-        return _check_instructions(asked, client=client, person=person, model=model or "")
+        result = _check_instructions(table, asked, client=client, person=person, model=model or "")
+        texts, label = tuple(filter(None, (messages, prompt, response))), ""
+    else:
+        columns = {"text": text, "label": label, "text_pair": text_pair, "client": client, "person": person}
+        result = _check_texts(table, columns, model=model, max_length=max_length)
+        texts = tuple(filter(None, (text, text_pair)))
+    classes = tuple(filter(None, labels.split(",")))
+    return _with_mistakes(
+        result, table, Roles(texts=texts, label=label, client=client, person=person, classes=classes), fix, keep or ()
+    )
+
+
+def _check_texts(table: Table, columns: Mapping[str, str], *, model: str | None, max_length: int | None) -> Result:
+    """The numbers of a table of texts."""
     from fedpriv.config import RunConfig
     from fedpriv.data import describe
 
-    columns = {"text": text, "label": label, "text_pair": text_pair, "client": client, "person": person}
-    tokenizer = _tokenizer(model)
-    values = describe(file, **columns, tokenizer=tokenizer, max_length=max_length or RunConfig.max_length)
-    return Result(values, [*entries(values), *_about_persons(values)])
+    values = describe(table, **columns, tokenizer=_tokenizer(model), max_length=max_length or RunConfig.max_length)
+    return Result(values, [*entries(_visible(values)), *_about_persons(values)])
+
+
+def _visible(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with names in quotes where a blank in them would not be seen."""
+    return {
+        key: {visible(name): number for name, number in value.items()} if isinstance(value, Mapping) else value
+        for key, value in values.items()
+    }
+
+
+def _with_mistakes(result: Result, table: Table, roles: Roles, fix: Path | None, keep: Sequence[str]) -> Result:
+    """The result with how the file was read, its likely mistakes and, if a copy is written, what changed in it."""
+    from fedpriv.data import CheckedColumns, mistakes, write_mended
+
+    read = {"separator": table.separator, "decimal_commas": table.decimal_commas} if table.separator else {}
+    found = mistakes(CheckedColumns.of(table, roles))
+    values = {**read, **result.values, "mistakes": list(map(_as_object, found))}
+    lines = [*entries({key: value for key, value in read.items() if value}), *(result.lines or [])]
+    lines += ["", *map(_as_line, found)] if found else []
+    if fix is None:
+        return Result(values, lines)
+    mended = write_mended(table, roles, fix, keep=keep)
+    values |= {"fixed": {"file": str(fix), "records": mended.num_records, "changes": mended.changes}}
+    values |= {"mistakes_left": list(map(_as_object, mended.left))}
+    lines += ["", f"{fix}: {counted(mended.num_records, 'record')}", *mended.changes]
+    lines += [f"left: {_as_line(finding)}" for finding in mended.left]
+    return Result(values, lines)
+
+
+def _as_object(finding: Finding) -> dict[str, Any]:
+    return {
+        "kind": finding.kind,
+        "refused": finding.refuses,
+        "message": finding.message,
+        "places": list(finding.places),
+    }
+
+
+def _as_line(finding: Finding) -> str:
+    return f"{'a run refuses' if finding.refuses else 'warning'}: {printable(finding.message)}"
 
 
 def _tokenizer(model: str | None) -> Any:
@@ -90,7 +167,7 @@ def _about_persons(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _check_instructions(asked: Mapping[str, Any], *, client: str, person: str, model: str) -> Result:
+def _check_instructions(table: Table, asked: Mapping[str, Any], *, client: str, person: str, model: str) -> Result:
     """The same of prompts and responses."""
     from fedpriv.config import parse
     from fedpriv.data import describe_instructions
@@ -102,8 +179,8 @@ def _check_instructions(asked: Mapping[str, Any], *, client: str, person: str, m
 
         tokenizer = load_tokenizer(model)
         chat_format_of(config).check(tokenizer, model=model, max_length=config.max_length)
-    values, shown = describe_instructions(config, client=client, person=person, tokenizer=tokenizer)
-    lines = [*entries(values), *_about_persons(values)]
+    values, shown = describe_instructions(config, table=table, client=client, person=person, tokenizer=tokenizer)
+    lines = [*entries(_visible(values)), *_about_persons(values)]
     for number, parts in enumerate(shown, 1):
         lines += ["", f"record {number}, with what is learned in brackets:", "".join(map(_marked, parts))]
     samples = [[{"text": text, "learned": learned} for text, learned in parts] for parts in shown]
@@ -118,8 +195,10 @@ def _marked(part: tuple[str, bool]) -> str:
 
 @command(app)
 def lines(
-    file: Annotated[str, typer.Argument(help="CSV, JSONL or Parquet (gzip allowed), or a data set on the Hub.")],
+    file: _File,
     out: Annotated[Path, typer.Argument(help="New JSONL file, which you alone may read.")],
+    separator: SeparatorOption = "auto",
+    encoding: EncodingOption = "utf-8",
 ) -> Result:
     """Write a table with one record a line, as a node needs its own records: no field goes on over several lines.
 
@@ -127,5 +206,10 @@ def lines(
     """
     from fedpriv.data import write_lines
 
-    num_records = write_lines(file, out)
+    num_records = write_lines(
+        file,
+        out,
+        separator=separator,  # type: ignore[arg-type]  # checked by the option
+        encoding=encoding,  # type: ignore[arg-type]
+    )
     return Result({"records": num_records, "file": str(out)}, [f"{num_records} records in {out}"])

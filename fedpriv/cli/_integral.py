@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpriv.cli._command import OneOf, Result, command
+from fedpriv.cli._command import EncodingOption, OneOf, Result, SeparatorOption, command
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -110,6 +110,8 @@ def select_models(
         typer.Option(help="Further ones for the table; by default 2 and 4 times epsilon.", min=0),
     ] = None,
     scaling: Scaling = "standard",
+    separator: SeparatorOption = "auto",
+    encoding: EncodingOption = "utf-8",
     drop: Drop = None,
     keep: Keep = None,
     test_fraction: TestFraction = 0.3,
@@ -125,9 +127,8 @@ def select_models(
 
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"out = {str(out)!r}: exists; name another folder")
-    table = _table(
-        data, target, test_fraction=test_fraction, seed=seed, drop=drop or [], keep=keep or [], scaling=scaling
-    )
+    options = {"test_fraction": test_fraction, "seed": seed, "drop": drop or [], "keep": keep or [], "scaling": scaling}
+    table = _table(data, target, separator, encoding, **options)
     network = perceptron(architecture, table.train_features.shape[1], len(table.classes), seed=seed)
     settings = SelectionSettings(
         subsample_size=subsample_size,
@@ -173,6 +174,8 @@ def attack(
     trials: Annotated[int, typer.Option(help="Games for each kind of model.", min=2)] = 20,
     comparison: Comparison = "norm",
     scaling: Scaling = "standard",
+    separator: SeparatorOption = "auto",
+    encoding: EncodingOption = "utf-8",
     drop: Drop = None,
     keep: Keep = None,
     seed: Seed = 0,
@@ -187,7 +190,8 @@ def attack(
     from fedpriv.integral import perceptron
     from fedpriv.integral.attack import AttackPlan, Game, attack_table
 
-    table = _table(data, target, test_fraction=0.3, seed=seed, drop=drop or [], keep=keep or [], scaling=scaling)
+    options = {"seed": seed, "drop": drop or [], "keep": keep or [], "scaling": scaling}
+    table = _table(data, target, separator, encoding, **options)
     network = perceptron(architecture, table.train_features.shape[1], len(table.classes), seed=seed)
     game = Game(
         size=subsample_size,
@@ -225,6 +229,8 @@ def sample_size_advice(
     subsample_size: Annotated[int | None, typer.Option(help="A size to judge too.", min=1)] = None,
     excess_loss: Annotated[float, typer.Option(help="Epsilon of the PAC form, in (0, 1).")] = 0.1,
     failure_probability: Annotated[float, typer.Option(help="Delta of the PAC form, in (0, 1).")] = 0.05,
+    separator: SeparatorOption = "auto",
+    encoding: EncodingOption = "utf-8",
     drop: Drop = None,
     keep: Keep = None,
 ) -> Result:
@@ -235,7 +241,7 @@ def sample_size_advice(
     from fedpriv.integral import advice, num_parameters, perceptron
 
     if data is not None:
-        table = _table(data, target, test_fraction=0.3, seed=0, drop=drop or [], keep=keep or [], scaling="standard")
+        table = _table(data, target, separator, encoding, drop=drop or [], keep=keep or [])
         features, classes, records = table.train_features.shape[1], len(table.classes), len(table.train_labels)
     if features is None or records is None:
         raise InputError("data: give a CSV with its --target, or --features and --records")
@@ -250,12 +256,19 @@ def sample_size_advice(
     return Result(values, advice_lines(architecture, features, classes, records, found))
 
 
-def _table(path: Path, target: str, **options: Any) -> PreparedTable:
+def _table(path: Path, target: str, separator: str, encoding: str, **options: Any) -> PreparedTable:
     """The CSV as features, fitted on its training part."""
-    from fedpriv.data import load_table
+    from fedpriv.data import read_table
     from fedpriv.integral.tabular import prepare
 
-    frame = load_table(str(path)).to_pandas()
+    table = read_table(
+        str(path),
+        separator=separator,  # type: ignore[arg-type]  # checked by the option
+        encoding=encoding,  # type: ignore[arg-type]
+    )
+    frame = table.records.to_pandas()
+    for name in table.decimal_commas:
+        frame[name] = frame[name].str.replace(",", ".")
     return prepare(frame, target, **options)
 
 

@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpriv.cli._command import AsJson, ModelName, Result, SavedModel, VariantName, entries, show, table
+from fedpriv.cli._command import (
+    AsJson,
+    EncodingOption,
+    ModelName,
+    Result,
+    SavedModel,
+    SeparatorOption,
+    VariantName,
+    entries,
+    show,
+    table,
+)
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -212,6 +223,8 @@ def predict(
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Longest answer of a language model; by default the run's.", min=1)
     ] = None,
+    separator: SeparatorOption = "auto",
+    encoding: EncodingOption = "utf-8",
     out: Annotated[Path | None, typer.Option(help="CSV to write instead of printing; must not exist.")] = None,
 ) -> Result:
     """Ask a run's model: classes with their probabilities, or a language model's answers.
@@ -228,7 +241,7 @@ def predict(
     if out is not None and out.exists():
         raise InputError(f"out = {str(out)!r}: exists; name another file")
     found = saved.find(source, variant=variant, model=model)
-    asking = _asked(asked, text, pair)
+    asking = _asked(asked, text, pair, separator=separator, encoding=encoding)
     if out is not None and asking.columns is None:
         raise InputError(f"out = {str(out)!r}: is for the answers to a file; a single text's are printed")
     new = _predicted(saved.load(found), asking, max_new_tokens)
@@ -246,13 +259,18 @@ def predict(
     return Result(values | {"predictions": [_as_object(row, found.labels) for row in rows]}, [table.rstrip("\n")])
 
 
-def _asked(asked: str, text: str, pair: str) -> _Asked:
+def _asked(asked: str, text: str, pair: str, *, separator: str, encoding: str) -> _Asked:
     """The texts of the command line, or of the file that it names."""
     from fedpriv.data import FORMATS, load_table, suffix_of
 
     if "\n" in asked or not (suffix_of(Path(asked)) in FORMATS or _is_file(asked)):
         return _Asked(texts=[asked], pairs=[pair] if pair else None)
-    table = load_table(asked, key="FILE")
+    table = load_table(
+        asked,
+        key="FILE",
+        separator=separator,  # type: ignore[arg-type]  # checked by the option
+        encoding=encoding,  # type: ignore[arg-type]
+    )
     for option, name in (("--text", text), *([("--pair", pair)] if pair else [])):
         if name not in table.column_names:
             raise InputError(f"{option} {name}: {asked} has the columns {', '.join(table.column_names)}")

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from fedpriv.config._model_and_data import EMBEDDED as EMBEDDED
     from fedpriv.config._model_and_data import ON_NODES as ON_NODES
     from fedpriv.config._model_and_data import DataSection as DataSection
+    from fedpriv.config._model_and_data import Encoding as Encoding
+    from fedpriv.config._model_and_data import Separator as Separator
+    from fedpriv.config._model_and_data import TableChecks as TableChecks
     from fedpriv.config._model_and_data import Train as Train
     from fedpriv.config._recipes import BY_RECIPE as BY_RECIPE
     from fedpriv.config._recipes import RECIPES as RECIPES

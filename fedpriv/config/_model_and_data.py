@@ -12,6 +12,15 @@ from fedpriv.config._section import ConfigSection, Count, Fact, Layers, Maybe, N
 Train = Literal["all", "head", "auto"]
 """Which of the adapter and the head a run trains."""
 
+Separator = Literal["auto", "comma", "semicolon", "tab"]
+"""The character between the fields of a CSV file; with `auto` the header decides."""
+
+Encoding = Literal["utf-8", "latin-1", "cp1252"]
+"""The encoding of a CSV or JSONL file. Each of them writes a line break as one byte, so that lines are records."""
+
+TableChecks = Literal["refuse", "warn"]
+"""The answer to a likely mistake in a table of records."""
+
 EMBEDDED = "embedded"
 """The value of `data` that stands for the synthetic corpus inside the package."""
 
@@ -77,6 +86,15 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     that it set aside and never trains on, and releases both with Gaussian noise of this standard deviation. This costs
     epsilon like any other release; [docs/privacy.md](privacy.md#private-evaluation) says how much, and what comes out.
     `batch_size` stays relative to all records, set aside or not"""
+    separator: Annotated[Separator, Fact.RECORDS] = "auto"
+    """the separator of CSV files: `comma`, `semicolon` or `tab`; with `auto` the header decides, and a TSV file has
+    tabs"""
+    encoding: Annotated[Encoding, Fact.RECORDS] = "utf-8"
+    """the encoding of CSV and JSONL files; UTF-8 may have a byte order mark. Another one is read only where it is
+    named: `latin-1`, or `cp1252`, that of Windows"""
+    table_checks: Annotated[TableChecks, Fact.OUTSIDE] = "refuse"
+    """the answer to [likely mistakes in a table](tables.md#what-is-likely-a-mistake), such as a holder in two
+    spellings: `refuse` the run, or `warn` and take every value as it is written"""
     text_column: Annotated[str, Fact.RECORDS] = "text"
     """the column with the text"""
     text_pair_column: Annotated[str, Fact.RECORDS] = ""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from fedpriv.config import BaseFormat, Recipe, Track, Train
+from fedpriv.config import BaseFormat, Encoding, Recipe, Separator, TableChecks, Track, Train
 
 
 class _CommonKeys(TypedDict, total=False):
@@ -34,6 +34,9 @@ class _CommonKeys(TypedDict, total=False):
     test_data: str | Path
     test_fraction: float
     evaluation_noise_multiplier: float | None
+    separator: Separator
+    encoding: Encoding
+    table_checks: TableChecks
     text_column: str
     text_pair_column: str
     prompt_column: str

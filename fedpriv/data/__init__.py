@@ -16,11 +16,20 @@ from fedpriv.exports import lazy_exports
 if TYPE_CHECKING:
     from fedpriv.data._checks import describe as describe
     from fedpriv.data._checks import describe_instructions as describe_instructions
+    from fedpriv.data._mending import Mended as Mended
+    from fedpriv.data._mending import write_mended as write_mended
+    from fedpriv.data._mistakes import CheckedColumns as CheckedColumns
+    from fedpriv.data._mistakes import Finding as Finding
+    from fedpriv.data._mistakes import Roles as Roles
+    from fedpriv.data._mistakes import mistakes as mistakes
+    from fedpriv.data._mistakes import refused as refused
     from fedpriv.data._own import OwnRecord as OwnRecord
     from fedpriv.data._own import read_strictly as read_strictly
     from fedpriv.data._own import write_lines as write_lines
     from fedpriv.data._tables import FORMATS as FORMATS
+    from fedpriv.data._tables import Table as Table
     from fedpriv.data._tables import load_table as load_table
+    from fedpriv.data._tables import read_table as read_table
     from fedpriv.data._tables import suffix_of as suffix_of
     from fedpriv.data._tables import values_of as values_of
     from fedpriv.data._text import ROLES as ROLES

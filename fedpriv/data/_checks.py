@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedpriv.config import RunConfig
-from fedpriv.data._tables import labels_of, load_table, require_columns, to_text, values_of
+from fedpriv.data._tables import Table, labels_of, read_table, require_columns, to_text, values_of
 from fedpriv.data._text import TextData
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ UNCUT = 2**40
 
 
 def describe(
-    source: str,
+    source: str | Table,
     *,
     text: str,
     label: str = "",
@@ -37,7 +37,7 @@ def describe(
     """The numbers of records, labels, clients and persons, the lengths of the texts, and how many are cut or repeated.
 
     Args:
-        source: a file, or a data set on the Hub.
+        source: a file, a data set on the Hub, or a table that was read.
         text: column with the text.
         label: column with the label, or empty.
         text_pair: column with the second text, or empty; a record repeats another if both texts do.
@@ -49,13 +49,14 @@ def describe(
     Raises:
         InputError: the file or a column is missing.
     """
-    table = load_table(source, key="file")
+    table = read_table(source, key="file") if isinstance(source, str) else source
+    rows = table.records
     columns = [("--text", text), ("--text-pair", text_pair), ("--label", label), ("--client", client)]
-    require_columns(table, [*columns, ("--person", person)], source)
-    texts = _texts(table, text)
-    pairs = _texts(table, text_pair) if text_pair else None
+    require_columns(rows, [*columns, ("--person", person)], table.source)
+    texts = _texts(rows, text)
+    pairs = _texts(rows, text_pair) if text_pair else None
     records = list(zip(texts, pairs or [""] * len(texts), strict=True))
-    result: dict[str, Any] = {"records": len(table), "empty_texts": sum(not value.split() for value in texts)}
+    result: dict[str, Any] = {"records": len(rows), "empty_texts": sum(not value.split() for value in texts)}
     if pairs is not None:
         result["empty_second_texts"] = sum(not value.split() for value in pairs)
     result["duplicate_texts" if pairs is None else "duplicate_pairs"] = len(records) - len(set(records))
@@ -64,12 +65,12 @@ def describe(
     else:
         result |= _in_tokens(tokenizer, texts, pairs, max_length)
     if label:
-        values = labels_of(table, label)
+        values = labels_of(rows, label)
         result["records_without_label"] = sum(value is None for value in values)
         result["labels"] = counts(values)
     if client:
-        result["clients"] = counts(table[client])
-    return result | _persons(table, person, client)
+        result["clients"] = counts(rows[client])
+    return result | _persons(rows, person, client)
 
 
 def _persons(table: datasets.Dataset, person: str, client: str) -> dict[str, int]:
@@ -133,12 +134,13 @@ Part = tuple[str, bool]
 
 
 def describe_instructions(
-    config: RunConfig, *, client: str = "", person: str = "", tokenizer: Any = None
+    config: RunConfig, *, table: Table | None = None, client: str = "", person: str = "", tokenizer: Any = None
 ) -> tuple[dict[str, Any], list[list[Part]]]:
     """The numbers of records and clients, the lengths of prompts and responses; and records as the model sees them.
 
     Args:
         config: with `data`, columns, prompts and `max_length`.
+        table: that was read of `data`; None reads it.
         client: column with the holder of each record, or empty.
         person: column that says whom a record is about, or empty.
         tokenizer: that `ChatFormat.check` accepts; None counts words alone and shows no records.
@@ -146,11 +148,12 @@ def describe_instructions(
     Raises:
         InputError: the file or a column is missing.
     """
-    table = load_table(config.data, key="file")
+    table = table or read_table(config.data, key="file")
+    rows = table.records
     columns = [("--prompt", config.prompt_column), ("--response", config.response_column)]
     columns += [("--messages", config.messages_column), ("--client", client), ("--person", person)]
-    require_columns(table, columns, config.data)
-    data = to_text(table, config)
+    require_columns(rows, columns, table.source)
+    data = to_text(rows, config)
     responses = data.pairs or ()
     result: dict[str, Any] = {
         "records": len(data),
@@ -161,12 +164,12 @@ def describe_instructions(
         result["words_of_prompts"] = _percentiles([len(text.split()) for text in data.texts])
     result["words_of_responses"] = _percentiles([len(text.split()) for text in responses])
     if client:
-        result["clients"] = counts(table[client])
-    result |= _persons(table, person, client)
+        result["clients"] = counts(rows[client])
+    result |= _persons(rows, person, client)
     if tokenizer is None:
         return result, []
-    figures, rows = _chats_in_tokens(data, config, tokenizer)
-    shown = [row for row in rows if row is not None][:NUM_SHOWN]
+    figures, encoded = _chats_in_tokens(data, config, tokenizer)
+    shown = [row for row in encoded if row is not None][:NUM_SHOWN]
     return result | figures, [_parts_of(tokenizer, row) for row in shown]
 
 

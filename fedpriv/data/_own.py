@@ -10,14 +10,15 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from fedpriv.data._tables import FORMATS, load_table, suffix_of
+from fedpriv.config import Encoding, Separator
+from fedpriv.data._layout import SEPARATORS, LayoutError, codec_of, decoded, separator_of
+from fedpriv.data._tables import FORMATS, load_table, separator_asked, suffix_of
 from fedpriv.data._text import DataSource, as_text, from_messages
 from fedpriv.errors import InputError
 
@@ -25,12 +26,9 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-# The library's own limit, 128 KiB, would make a long text unreadable.
-csv.field_size_limit(sys.maxsize)
-
 _Row = Mapping[str, object]
-# Where a record is, such as "line 7", and what reads it; it may raise anything.
-_Place = tuple[str, Callable[[], _Row]]
+# The number of a record's line or row, and what reads it; it may raise anything.
+_Place = tuple[int, Callable[[], _Row]]
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,20 @@ class OwnRecord:
         text: may be empty; in instruction data, what was said before the response.
         pair: the second text, or what the record has as its response; empty if there is none.
         label: the name of its label; None if it is missing. In instruction data, the same as `pair`.
+        place: its line or row, from 1, which the records before it decide; to be shown to the operator alone.
     """
 
     text: str
     pair: str
     label: str | None
+    place: int = field(default=0, compare=False)
 
 
 def read(source: DataSource) -> list[OwnRecord | InputError]:
     """The records of a file in their order; for one that cannot be read, the reason in its place.
 
-    Guarantee: adding or removing a line, or a row of a Parquet file, adds or removes one place and changes no other.
+    Guarantee: adding or removing a line, or a row of a Parquet file, adds or removes one record; of the others, it
+    changes the number of their place alone.
     Blank lines are no records. Values are as written: no type is inferred from other records.
 
     Args:
@@ -69,9 +70,11 @@ def read(source: DataSource) -> list[OwnRecord | InputError]:
         raise InputError(f"data = {source.data!r}: unknown format; use {', '.join(FORMATS)}, gzip allowed")
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-            return [_record(where, row, source) for where, row in _places(file, suffix, source)]
+            return [_record(place, row, source) for place, row in _places(file, suffix, source)]
     except InputError:
         raise
+    except LayoutError as error:
+        raise InputError(f"data = {source.data!r}: {error}") from None
     except Exception as error:  # the libraries raise errors of many types
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"data = {source.data!r}: cannot be read ({reason})") from None
@@ -87,8 +90,8 @@ def read_strictly(source: DataSource) -> list[OwnRecord]:
     for record in read(source):
         if isinstance(record, InputError):
             raise InputError(
-                f"data = {source.data!r}: {record}; mend it or, if fields go on over several lines, write the file "
-                "again with `fedpriv data lines`"
+                f"data = {source.data!r}: {record}; mend it, name --separator or --encoding or, if fields go on over "
+                "several lines, write the file again with `fedpriv data lines`"
             )
         records.append(record)
     if not records:
@@ -96,17 +99,18 @@ def read_strictly(source: DataSource) -> list[OwnRecord]:
     return records
 
 
-def write_lines(source: str, path: Path) -> int:
+def write_lines(source: str, path: Path, *, separator: Separator = "auto", encoding: Encoding = "utf-8") -> int:
     """Write the records of any table that `load_table` reads to a JSONL file, one a line; how many there are.
 
     Args:
         source: a file, parsed as a whole, so that a quoted field may go on over lines.
         path: of a new file, which its user alone may read.
+        separator, encoding: of the file, as for `read_table`.
 
     Raises:
         InputError: the table cannot be read, or the path is taken.
     """
-    table = load_table(source, key="file")
+    table = load_table(source, key="file", separator=separator, encoding=encoding)
     try:
         path.touch(mode=0o600, exist_ok=False)
     except OSError as error:
@@ -118,17 +122,19 @@ def write_lines(source: str, path: Path) -> int:
     return len(table)
 
 
-def _record(where: str, row: Callable[[], _Row], source: DataSource) -> OwnRecord | InputError:
+def _record(place: int, row: Callable[[], _Row], source: DataSource) -> OwnRecord | InputError:
     """The record at a place, or why it cannot be read."""
+    where = f"{source.unit} {place}"
     try:
         values = row()
         if source.instructs:
-            return _instruction(values, source)
+            return replace(_instruction(values, source), place=place)
         label = values[source.label_column] if source.label_column else None
         return OwnRecord(
             text=as_text(values[source.text_column]),
             pair=as_text(values[source.text_pair_column]) if source.text_pair_column else "",
             label=None if label is None else str(label),
+            place=place,
         )
     except KeyError as error:
         return InputError(f"{where}: has no {error}")
@@ -148,8 +154,8 @@ def _places(file: BinaryIO | gzip.GzipFile, suffix: str, source: DataSource) -> 
     if suffix == ".parquet":
         return _rows(file, source)
     if FORMATS[suffix] == "csv":
-        return _separated(file, "\t" if suffix == ".tsv" else ",", source)
-    return ((f"line {number}", partial(_object, line)) for number, line in _lines(file))
+        return _separated(file, source)
+    return ((number, partial(_object, line, source.encoding)) for number, line in _lines(file))
 
 
 def _lines(file: BinaryIO | gzip.GzipFile) -> Iterator[tuple[int, bytes]]:
@@ -157,25 +163,28 @@ def _lines(file: BinaryIO | gzip.GzipFile) -> Iterator[tuple[int, bytes]]:
     return ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
-def _object(line: bytes) -> _Row:
+def _object(line: bytes, encoding: Encoding) -> _Row:
     # A byte order mark is dropped wherever it stands: a line before the first must not change the first.
-    values = json.loads(line.decode("utf-8-sig"))
+    values = json.loads(line.decode(codec_of(encoding)))
     if not isinstance(values, dict):
         raise ValueError("is not a JSON object")
     return values
 
 
-def _separated(file: BinaryIO | gzip.GzipFile, delimiter: str, source: DataSource) -> Iterator[_Place]:
+def _separated(file: BinaryIO | gzip.GzipFile, source: DataSource) -> Iterator[_Place]:
     lines = _lines(file)
-    _, header = next(lines, (0, b""))
-    names = _fields(header.decode("utf-8-sig"), delimiter) if header else []
+    number, first = next(lines, (1, b""))
+    header = decoded(first, source.encoding, line=number)
+    # The header alone decides: no record decides how another is read.
+    delimiter = SEPARATORS[separator_of(header, separator_asked(Path(source.data), source.separator))]
+    names = _fields(header, delimiter) if header else []
     _require_columns(names, source)
     for number, line in lines:
-        yield f"line {number}", partial(_named_fields, names, line, delimiter)
+        yield number, partial(_named_fields, names, line, delimiter, source.encoding)
 
 
-def _named_fields(names: Sequence[str], line: bytes, delimiter: str) -> _Row:
-    fields = _fields(line.decode(), delimiter)
+def _named_fields(names: Sequence[str], line: bytes, delimiter: str, encoding: Encoding) -> _Row:
+    fields = _fields(line.decode(encoding), delimiter)
     if len(fields) != len(names):
         raise ValueError(f"has {len(fields)} fields, and the header has {len(names)}")
     # Values as written: NA is a name, and 007 differs from 7; only an empty field is missing.
@@ -202,7 +211,7 @@ def _rows(file: BinaryIO | gzip.GzipFile, source: DataSource) -> Iterator[_Place
     table = parquet.read(columns=list(dict.fromkeys(column for _, column in _columns(source))))
     features = Features.from_arrow_schema(table.schema)
     for row in range(len(table)):
-        yield f"row {row + 1}", partial(_values, table, features, row)
+        yield row + 1, partial(_values, table, features, row)
 
 
 def _values(table: pa.Table, features: datasets.Features, row: int) -> _Row:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedpriv.adapters import hub_problem, quiet_hub
-from fedpriv.config import DataSection, RunConfig
+from fedpriv.config import DataSection, Encoding, RunConfig, Separator
+from fedpriv.data._layout import LayoutError, decoded, is_decimal_comma, split
 from fedpriv.data._text import TextData, as_text, from_messages, response_of
 from fedpriv.errors import InputError
+from fedpriv.texts import visible
 
 if TYPE_CHECKING:
     import datasets
@@ -24,7 +28,38 @@ def suffix_of(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
-def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
+@dataclass(frozen=True)
+class Table:
+    """The records of a file or of a data set on the Hub, and how the file was read.
+
+    Attributes:
+        source: as it was asked for.
+        records: in their order.
+        lines: the line at which each record begins, from 1; empty where records are no lines.
+        separator: of a CSV file; None of any other.
+    """
+
+    source: str
+    records: datasets.Dataset
+    lines: Sequence[int] = ()
+    separator: Separator | None = None
+
+    @property
+    def decimal_commas(self) -> list[str]:
+        """The columns of numbers that are written with a decimal comma."""
+        if self.separator is None or self.separator == "comma":
+            return []
+        return [name for name in self.records.column_names if is_decimal_comma(values_of(self.records, name))]
+
+
+def load_table(
+    source: str, *, key: str = "data", separator: Separator = "auto", encoding: Encoding = "utf-8"
+) -> datasets.Dataset:
+    """The records that `read_table` reads."""
+    return read_table(source, key=key, separator=separator, encoding=encoding).records
+
+
+def read_table(source: str, *, key: str = "data", separator: Separator = "auto", encoding: Encoding = "utf-8") -> Table:
     """The records of a file, possibly gzipped, or of the train split of a data set on the Hub.
 
     No trace of a private file is left behind: the library's cache is in a temporary folder that is deleted.
@@ -32,6 +67,8 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
     Args:
         source: a path, or a name on the Hub; `name:split` selects another split.
         key: the configuration key to name in errors.
+        separator: of a CSV file; with `auto` its header decides, and a TSV file has tabs.
+        encoding: of a CSV or JSONL file.
 
     Raises:
         InputError: there is no such file or data set, its format is unknown, or it is unreadable or empty.
@@ -41,44 +78,59 @@ def load_table(source: str, *, key: str = "data") -> datasets.Dataset:
     if not path.is_file():
         if suffix in FORMATS or path.is_absolute() or path.exists():
             raise InputError(f"{key} = {source!r}: no such file")
-        return _from_hub(source, key)
+        return Table(source, _from_hub(source, key))
     if suffix not in FORMATS:
         raise InputError(f"{key} = {source!r}: unknown format; use {', '.join(FORMATS)}, gzip allowed")
     if not path.stat().st_size:
         raise InputError(f"{key} = {source!r}: holds no records")
-    import datasets  # deferred, here and below: the embedded corpus and most nodes read no table
-
-    bars_were_disabled = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
     try:
-        with tempfile.TemporaryDirectory(prefix="fedpriv-data-") as cache:
-            if FORMATS[suffix] == "csv":
-                import pandas as pd
-
-                # Values as written: NA is a name, and 007 differs from 7; only an empty field is missing.
-                frame = pd.read_csv(
-                    path, sep="\t" if suffix == ".tsv" else ",", dtype=str, keep_default_na=False, na_values=[""]
-                )
-                if len(frame) and not isinstance(frame.index, pd.RangeIndex):
-                    # Its surplus would be taken for an index, so that columns shift; of later records pandas tells.
-                    num_fields = frame.index.nlevels + len(frame.columns)
-                    raise ValueError(f"record 1 has {num_fields} fields, but the header names {len(frame.columns)}")
-                table = datasets.Dataset.from_pandas(frame, preserve_index=False)
-            else:
-                table = datasets.load_dataset(
-                    FORMATS[suffix], data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True
-                )
+        table = (
+            _from_fields(source, path, separator_asked(path, separator), encoding)
+            if FORMATS[suffix] == "csv"
+            else Table(source, _from_library(path, FORMATS[suffix], encoding))
+        )
+    except LayoutError as error:
+        raise InputError(f"{key} = {source!r}: {error}") from None
     except Exception as error:  # the library raises errors of many types
         reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
         if "corresponds to no data" in reason:
             raise InputError(f"{key} = {source!r}: holds no records") from None
         raise InputError(f"{key} = {source!r}: cannot be read ({reason})") from None
+    if not len(table.records):
+        raise InputError(f"{key} = {source!r}: holds no records")
+    return table
+
+
+def separator_asked(path: Path, separator: Separator) -> Separator:
+    """The separator that is asked for, or tab if the name of the file says so."""
+    return "tab" if separator == "auto" and suffix_of(path) == ".tsv" else separator
+
+
+def _from_fields(source: str, path: Path, separator: Separator, encoding: Encoding) -> Table:
+    import datasets  # deferred, here and below: the embedded corpus and most nodes read no table
+
+    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+        fields = split(decoded(file.read(), encoding), separator)
+    features = datasets.Features({name: datasets.Value("string") for name in fields.names})
+    columns = dict(zip(fields.names, fields.columns, strict=True))
+    records = datasets.Dataset.from_dict(columns, features=features)
+    return Table(source, records, fields.lines, fields.separator)
+
+
+def _from_library(path: Path, format_: str, encoding: Encoding) -> datasets.Dataset:
+    import datasets
+
+    options = {"encoding": encoding} if format_ == "json" else {}
+    bars_were_disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        with tempfile.TemporaryDirectory(prefix="fedpriv-data-") as cache:
+            return datasets.load_dataset(
+                format_, data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True, **options
+            )
     finally:
         if not bars_were_disabled:
             datasets.enable_progress_bars()
-    if not len(table):
-        raise InputError(f"{key} = {source!r}: holds no records")
-    return table
 
 
 def _from_hub(source: str, key: str) -> datasets.Dataset:
@@ -99,7 +151,9 @@ def require_columns(table: datasets.Dataset, columns: Sequence[tuple[str, str]],
     """Refuse a table that lacks one of the (configuration key, column) pairs; an empty column name is skipped."""
     for key, column in columns:
         if column and column not in table.column_names:
-            raise InputError(f"{key} = {column!r}: {source} has no such column; it has {', '.join(table.column_names)}")
+            raise InputError(
+                f"{key} = {column!r}: {source} has no such column; it has {', '.join(map(visible, table.column_names))}"
+            )
 
 
 def values_of(table: datasets.Dataset, column: str) -> list[Any]:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedpriv.config import Encoding, Separator
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class DataSource:
         prompt_column, response_column: columns of instruction data; with them, or with messages_column, the three
             above do not matter.
         messages_column: column with lists of chat messages.
+        separator: of a CSV file; with `auto` its header decides, and a TSV file has tabs.
+        encoding: of a CSV or JSONL file.
     """
 
     data: str
@@ -63,11 +68,18 @@ class DataSource:
     prompt_column: str = ""
     response_column: str = ""
     messages_column: str = ""
+    separator: Separator = "auto"
+    encoding: Encoding = "utf-8"
 
     @property
     def instructs(self) -> bool:
         """Whether records are prompts with responses."""
         return bool(self.prompt_column or self.messages_column)
+
+    @property
+    def unit(self) -> str:
+        """The part of the file that is a record: a row of a Parquet file, a line of any other."""
+        return "row" if ".parquet" in Path(self.data).suffixes else "line"
 
 
 @dataclass(frozen=True)
@@ -80,12 +92,15 @@ class FederatedData:
         client_names: for display, in the same order.
         test: the server's own test set; empty on a node with its own records.
         label_names: the classes, in the order of their indices; empty for causal models.
+        warnings: likely mistakes in the table, a line each. They tell of records, so they are for the terminal of those
+            who hold the table, and never for a run's folder or a log.
     """
 
     clients: tuple[TextData, ...]
     client_names: tuple[str, ...]
     test: TextData
     label_names: tuple[str, ...]
+    warnings: tuple[str, ...] = field(default=(), compare=False)
 
 
 Turn = tuple[str, str]

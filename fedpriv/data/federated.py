@@ -20,7 +20,8 @@ import numpy as np
 from fedpriv.config import EMBEDDED, ON_NODES, DataSection, Fact, RunConfig
 from fedpriv.data import _own as own
 from fedpriv.data import hospital
-from fedpriv.data._tables import instructions, labels_of, load_table, require_columns, to_text, values_of
+from fedpriv.data._mistakes import check_table
+from fedpriv.data._tables import instructions, labels_of, load_table, read_table, require_columns, to_text, values_of
 from fedpriv.data._text import DataSource, FederatedData, TextData, response_of
 from fedpriv.errors import InputError
 
@@ -46,7 +47,7 @@ def holdings(config: RunConfig) -> tuple[object, ...]:
 def loaded(config: RunConfig) -> tuple[object, ...]:
     """Equal for two configurations only if `load` gives both the same, or refuses both."""
     records = (getattr(config, key) for key in config.keys_with(Fact.RECORDS))
-    return (config.has_test_set, config.batch_size, config.sampling_probability, *records)
+    return (config.has_test_set, config.batch_size, config.sampling_probability, config.table_checks, *records)
 
 
 def load(config: RunConfig) -> FederatedData:
@@ -56,7 +57,8 @@ def load(config: RunConfig) -> FederatedData:
     and evaluated exactly is not private.
 
     Raises:
-        InputError: a file, column or label cannot be used, or the expected batch size exceeds a client's records.
+        InputError: a file, column or label cannot be used, a likely mistake in the table is refused, or the expected
+            batch size exceeds a client's records.
     """
     if config.data == ON_NODES:
         test = _test_table(config, _columns(config)) if config.has_test_set else _NO_RECORDS
@@ -145,10 +147,12 @@ def _embedded(config: RunConfig) -> FederatedData:
 
 
 def _from_table(config: RunConfig) -> FederatedData:
-    table = load_table(config.data)
+    read = read_table(config.data, separator=config.separator, encoding=config.encoding)
+    table = read.records
     columns = _columns(config)
     client_columns = [("client_column", config.client_column if config.partition_rule == "natural" else "")]
     require_columns(table, columns + client_columns, config.data)
+    warned = check_table(read, config)
     holders = _holders(table, config) if config.partition_rule == "natural" else set()
     table = _usable(table, config, config.data)
     if config.test_data:
@@ -167,7 +171,7 @@ def _from_table(config: RunConfig) -> FederatedData:
         )
     parts, names = _partition(train, config)
     clients = tuple(to_text(part, config) for part in parts)
-    return FederatedData(clients, tuple(names), test, _label_names(clients, test, config))
+    return FederatedData(clients, tuple(names), test, _label_names(clients, test, config), tuple(warned))
 
 
 def _columns(config: RunConfig) -> list[tuple[str, str]]:
@@ -180,7 +184,7 @@ def _columns(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> TextData:
-    table = load_table(config.test_data, key="test_data")
+    table = load_table(config.test_data, key="test_data", separator=config.separator, encoding=config.encoding)
     require_columns(table, columns, config.test_data)
     return to_text(_usable(table, config, config.test_data), config)
 

@@ -6,6 +6,7 @@ Some things that a configuration may say, for instance to be planned with, no ru
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files
 from fedpriv.runs.show import check_installed
+from fedpriv.texts import printable
 
 
 def check(config: RunConfig) -> None:
@@ -67,8 +69,14 @@ def _looks(configs: Iterable[RunConfig]) -> list[Callable[[], object]]:
 
 
 def _load(config: RunConfig, num_clients: dict[object, int]) -> None:
-    """Load the data, and keep the number of clients that hold them."""
-    num_clients[federated.loaded(config)] = len(federated.load(config).clients)
+    """Load the data, keep the number of clients that hold them, and show on stderr what is odd about their table.
+
+    Nothing else keeps that, no log and no folder: it tells of records, and is for those who hold the table.
+    """
+    data = federated.load(config)
+    num_clients[federated.loaded(config)] = len(data.clients)
+    for line in data.warnings:
+        print(f"warning: {printable(line)}", file=sys.stderr)
 
 
 def _check_clients(config: RunConfig, num_clients: Mapping[object, int]) -> None:

@@ -46,6 +46,9 @@ class VaultSettings:
         data: file with the records; None stands for a hospital of the embedded synthetic corpus.
         text_column, label_column, text_pair_column: of the file; empty if there is none.
         prompt_column, response_column, messages_column: of instruction data, in place of the columns above.
+        separator: of a CSV file; with `auto` its header decides, and a TSV file has tabs.
+        encoding: of a CSV or JSONL file.
+        table_checks: the answer to a likely mistake in the records, when they are registered: `refuse` or `warn`.
         labels: the classes in the order that all holders agreed on; empty for causal models, unless those answer with
             one of a few texts for each class.
         budget_epsilon: that all runs together may spend; required for records of the node's own.
@@ -80,6 +83,9 @@ class VaultSettings:
     prompt_column: str = ""
     response_column: str = ""
     messages_column: str = ""
+    separator: configuration.Separator = "auto"
+    encoding: configuration.Encoding = "utf-8"
+    table_checks: configuration.TableChecks = "refuse"
     labels: tuple[str, ...] = ()
     budget_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -130,6 +136,8 @@ class VaultSettings:
             prompt_column=self.prompt_column,
             response_column=self.response_column,
             messages_column=self.messages_column,
+            separator=self.separator,
+            encoding=self.encoding,
         )
 
     @property

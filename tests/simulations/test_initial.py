@@ -59,7 +59,7 @@ def test_what_to_run_next_can_be_pasted_into_a_shell(letters, tmp_path):
     code, said = init(tmp_path, letters, "--label", "ward", "--out", "a study; of $HOME.toml")
     assert code == 0, said
     (line,) = [line for line in said.splitlines() if line.startswith("next: ")]
-    assert shlex.split(line)[1:] == ["python", "-m", "simulations", "run", "a study; of $HOME.toml"]
+    assert shlex.split(line)[1:] == ["fedpriv", "run", "a study; of $HOME.toml"]
 
 
 def test_a_private_table_gets_advice_on_accuracy_and_no_statement(letters, tmp_path):
@@ -87,7 +87,7 @@ def test_a_budget_comes_with_a_ledger_and_bounds_the_run(letters, tmp_path):
 
 
 def test_without_a_holder_records_are_dealt_out(letters, tmp_path):
-    init(tmp_path, letters, "--label", "ward", "--holder", "", "--out", "other.toml")
+    init(tmp_path, letters, "--label", "ward", "--client", "", "--out", "other.toml")
     config = parse(read(tmp_path / "other.toml"))
     assert (config.client_column, config.partition, config.num_clients) == ("", "iid", 5)
 
@@ -129,7 +129,7 @@ def test_names_cannot_break_out_of_their_line(tmp_path):
         rows = csv.writer(file)
         rows.writerow(["text", evil])
         rows.writerows([f"some words {row}", "ab"[row % 2]] for row in range(40))
-    code, said = init(tmp_path, "t.csv", "--label", evil)
+    code, said = init(tmp_path, "t.csv", "--label", evil, "--client", "")
     assert code == 0, said
     config = parse(read(tmp_path / "t.toml"))
     assert (config.label_column, config.public_data) == (evil, False)
@@ -171,3 +171,69 @@ def test_a_person_is_asked_three_questions_and_the_result_runs(letters, tmp_path
     assert config.budget_epsilon == (3.0,)
     federation.run(parse(read(tmp_path / "letters.toml") | {"out": config.out, "model": config.model}), LogObserver())
     assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def stranger(path, **more):
+    """A table whose names of columns tell nothing, {column: its values in turn}."""
+    columns = {"Klasse": ["rot", "blau", "gelb"], **more}
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, delimiter=";")
+        rows.writerow(["Befund", *columns])
+        for row in range(240):
+            rows.writerow(
+                [f"Befund Nummer {row} von heute", *(values[row % len(values)] for values in columns.values())]
+            )
+    return path
+
+
+CITIES, SEXES, AGES = ["Ulm", "Köln", "Bonn", "Jena", "Kiel"], ["m", "f"], [str(age) for age in range(20, 50)]
+
+
+def test_the_column_of_clients_is_found_by_its_values(tmp_path):
+    path = stranger(tmp_path / "s.csv", Haus=CITIES, Sex=SEXES, Alter=AGES)
+    code, said = init(tmp_path, path, "--label", "Klasse")
+    assert code == 0, said
+    config = parse(read(tmp_path / "s.toml"))
+    assert (config.text_column, config.client_column) == ("Befund", "Haus")
+    assert "client 'Haus'" in said
+    preflight.check(config)
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "message"),
+    [
+        ({}, ["--label", "Klasse"], "client: no column seems to say who holds a record"),
+        ({"Sex": SEXES, "Alter": AGES}, ["--label", "Klasse"], "client: no column seems to say who holds a record"),
+        (
+            {"Haus": CITIES, "Stadt": CITIES[:4]},
+            ["--label", "Klasse"],
+            "client: 'Haus' (5 values), 'Stadt' (4 values) could say who holds a record",
+        ),
+        ({"Haus": CITIES}, [], "client: 'Haus' (5 values) could say who holds a record"),
+    ],
+)
+def test_without_a_terminal_no_partition_is_guessed(tmp_path, more, options, message):
+    code, said = init(tmp_path, stranger(tmp_path / "s.csv", **more), *options)
+    assert code == 2
+    assert said == f"error: {message}; give --client COLUMN, or --client '' to deal records out at random\n"
+    assert not (tmp_path / "s.toml").exists()
+
+
+def test_a_table_with_misspelt_clients_gets_no_configuration(tmp_path):
+    path = stranger(tmp_path / "s.csv", Haus=["Bonn"] * 20 + ["Bnon"] + ["Jena"] * 3)
+    code, said = init(tmp_path, path, "--label", "Klasse", "--client", "Haus")
+    assert code == 2
+    assert "'Bnon' is likely a misspelt 'Bonn'" in said
+    assert f"fedpriv data check {path} --text Befund --label Klasse --client Haus" in said
+    assert not (tmp_path / "s.toml").exists()
+
+
+def test_how_a_table_is_read_is_written_down(tmp_path):
+    path = stranger(tmp_path / "s.csv", Haus=CITIES)
+    path.write_bytes(path.read_text().encode("latin-1"))
+    assert "--encoding latin-1" in init(tmp_path, path, "--label", "Klasse")[1]
+    code, said = init(tmp_path, path, "--label", "Klasse", "--encoding", "latin-1", "--separator", "semicolon")
+    assert code == 0, said
+    config = parse(read(tmp_path / "s.toml"))
+    assert (config.encoding, config.separator) == ("latin-1", "semicolon")
+    preflight.check(config)

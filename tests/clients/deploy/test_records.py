@@ -234,3 +234,51 @@ def test_terms_left_open_are_refused(tmp_path, data, wrong):
     records.check_terms(VaultSettings(folder=tmp_path, **values))
     with pytest.raises(InputError, match=next(iter(wrong))):
         records.check_terms(VaultSettings(folder=tmp_path, **(values | wrong)))
+
+
+def test_likely_mistakes_are_told_to_the_operator_alone_and_nothing_is_registered(tmp_path, ca, capfd):
+    rows = [(f"note {row}", LABELS[row % 3]) for row in range(60)]
+    rows[4], rows[7], rows[9] = ("note", f"{LABELS[1]} "), ("note", LABELS[1].upper()), ("note", "N/A")
+    path = write_records(tmp_path / "own.csv", rows)
+    done = init(tmp_path / "node", ca, path, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+    assert done.returncode == 2
+    assert f"labels: '{LABELS[1]} ' differs from '{LABELS[1]}' by case or blanks alone (1 record, line " in done.stderr
+    assert "and 1 likely mistake more" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "node").exists()
+
+    options = ("--labels", ",".join(LABELS), "--budget-epsilon", 4, "--table-checks", "warn")
+    done = init(tmp_path / "node", ca, path, *options)
+    assert done.returncode == 0, done.stderr
+    assert f"warning: data = '{path}': labels: 'N/A' looks like a missing one (1 record, line 11)" in done.stdout
+    kept = b"".join(file.read_bytes() for file in (tmp_path / "node").rglob("*") if file.is_file())
+    assert b"differs from" not in kept
+    assert b"N/A" not in kept
+
+
+@pytest.mark.parametrize(
+    ("name", "separator", "encoding", "options"),
+    [
+        ("own.csv", ";", "utf-8-sig", []),
+        ("own.csv", "\t", "latin-1", ["--encoding", "latin-1"]),
+        ("own.tsv", ";", "utf-8", ["--separator", "semicolon"]),
+    ],
+)
+def test_a_node_reads_separators_by_the_header_and_encodings_by_name(tmp_path, ca, name, separator, encoding, options):
+    rows = [("note", "department"), *((f"Köln {row}", LABELS[row % 3]) for row in range(6))]
+    (tmp_path / name).write_text("".join(separator.join(row) + "\n" for row in rows), encoding=encoding)
+    given = ("--labels", ",".join(LABELS), "--budget-epsilon", 4)
+    done = init(tmp_path / "node", ca, tmp_path / name, *given, *options)
+    assert done.returncode == 0, done.stderr
+    vault = Node.read(tmp_path / "node").vault
+    config = parse({"data": ON_NODES, "test_data": "t.csv", "labels": ",".join(LABELS), "num_clients": 1})
+    assert load_own(config, vault.source).clients[0].texts == tuple(f"Köln {row}" for row in range(6))
+
+
+def test_a_node_that_names_no_encoding_is_told_the_line(tmp_path, ca):
+    path = tmp_path / "own.csv"
+    path.write_bytes(f"note,department\na,{LABELS[0]}\nKöln,{LABELS[1]}\n".encode("latin-1"))
+    done = init(tmp_path / "node", ca, path, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+    assert done.returncode == 2
+    assert "line 3" in done.stderr
+    assert "--encoding" in done.stderr
