@@ -86,10 +86,10 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     that it set aside and never trains on, and releases both with Gaussian noise of this standard deviation. This costs
     epsilon like any other release; [docs/privacy.md](privacy.md#private-evaluation) says how much, and what comes out.
     `batch_size` stays relative to all records, set aside or not"""
-    separator: Annotated[Separator, Fact.RECORDS] = "auto"
+    separator: Annotated[Separator, Fact.RECORDS | Fact.LATER] = "auto"
     """the separator of CSV files: `comma`, `semicolon` or `tab`; with `auto` the header decides, and a TSV file has
     tabs"""
-    encoding: Annotated[Encoding, Fact.RECORDS] = "utf-8"
+    encoding: Annotated[Encoding, Fact.RECORDS | Fact.LATER] = "utf-8"
     """the encoding of CSV and JSONL files; UTF-8 may have a byte order mark. Another one is read only where it is
     named: `latin-1`, or `cp1252`, that of Windows"""
     table_checks: Annotated[TableChecks, Fact.OUTSIDE] = "refuse"

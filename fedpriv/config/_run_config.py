@@ -107,9 +107,13 @@ class RunConfig(
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, of all keys except those of `Fact.OUTSIDE`."""
-        outside = self.keys_with(Fact.OUTSIDE)
-        values = {key: value for key, value in asdict(self).items() if key not in outside}
+        """SHA-256, in hex, of all keys except those of `Fact.OUTSIDE`, and of `Fact.LATER` at their defaults."""
+        later = {key: getattr(RunConfig, key) for key in self.keys_with(Fact.LATER)}
+        left_out = {
+            *self.keys_with(Fact.OUTSIDE),
+            *(key for key, value in later.items() if getattr(self, key) == value),
+        }
+        values = {key: value for key, value in asdict(self).items() if key not in left_out}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     @property

@@ -37,7 +37,7 @@ def schema(*, sweep: bool = False) -> dict[str, Any]:
     Args:
         sweep: of a sweep's file, which also has `title`, `[grid]` and `[[runs]]`.
     """
-    properties = copy.deepcopy(_properties())
+    properties = _properties()
     if sweep:
         properties |= _of_sweep(properties)
     return {
@@ -60,17 +60,23 @@ def schema_tables() -> Iterator[tuple[str, str]]:
         yield group, "\n".join(["| key | takes | default | meaning |", "| --- | --- | --- | --- |", *rows])
 
 
-@cache
 def _properties() -> dict[str, Any]:
     """{key: its schema}, in the order of the groups."""
-    known = _without_null(TypeAdapter(RunConfig).json_schema())["properties"]
-    known["mechanism"]["enum"] = list(MECHANISMS)
+    known = copy.deepcopy(_typed())
+    known["mechanism"]["enum"] = list(MECHANISMS)  # of both, a program may register its own at any time
     known["aggregation"]["enum"] = list(RULES)
     found = {}
     for group, keys in groups().items():
         for key, text in keys.items():
             about = {"title": key, "description": _plain(text), "markdownDescription": text, "x-group": group}
             found[key] = about | {name: value for name, value in known[key].items() if name not in about}
+    return found
+
+
+@cache
+def _typed() -> dict[str, Any]:
+    """{key: its schema by its type alone}."""
+    found: dict[str, Any] = _without_null(TypeAdapter(RunConfig).json_schema())["properties"]
     return found
 
 

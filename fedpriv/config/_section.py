@@ -56,6 +56,9 @@ class Fact(Flag):
     ARGUMENT = 1 << 11
     """Functions that run take it as an argument of their own."""
 
+    LATER = 1 << 12
+    """It came when there were runs already; a run's digest has it only where it is not the default, so they resume."""
+
 
 class ConfigSection:
     """Keys that belong together, each with its type, default and, right below, its meaning.

@@ -108,7 +108,7 @@ def limit_of(target: float | None, budgets: Sequence[float]) -> tuple[str, float
 
 
 def of_this_run(parts: tuple[float, float], limit: tuple[str, float] | None) -> tuple[str, tuple[str, float] | None]:
-    """What this run spent and what stood in a shared account before it, and the limit that is left for their sum.
+    """The spending of this run and what stood in a shared account before it, and the limit that is left for their sum.
 
     A target is what one run may spend, so it stands with that; a budget bounds the account.
 

@@ -112,7 +112,7 @@ class ArmJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmFigures:
-    """Findings of a process, as in `simulations.benchmarks.dedup_loading.Report`."""
+    """Findings of a process, as in `simulations.benchmarks.dedup_loading.LoadingReport`."""
 
     cold: Arm | None
     warm: Arm | None

@@ -63,11 +63,11 @@ TARGETS = {("cold", "safetensors"): 10.0, ("cold", "straight"): 3.0}
 Kind = Literal["cold", "warm"]
 KINDS: tuple[Kind, ...] = ("cold", "warm")
 
-__all__ = ["ARMS", "KINDS", "Arm", "Report", "Workload", "bench", "restore_all"]
+__all__ = ["ARMS", "KINDS", "Arm", "LoadingReport", "Workload", "bench", "restore_all"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class LoadingReport:
     """The times and bytes of every arm.
 
     Attributes:
@@ -129,7 +129,7 @@ def bench(
     warm: bool = True,
     workloads: Mapping[str, Workload] | None = None,
     arms: Sequence[str] = ARMS,
-) -> Report:
+) -> LoadingReport:
     """Measure serving random variants from a store and from plain files.
 
     In an untimed pass over all queries every load of every arm must give the variant bit for bit, as it is stored or
@@ -185,7 +185,7 @@ def bench(
                 found[arm] = in_a_process(replace(job, arm=arm, expected=expected, group=group))
     measured = {arm: result for arm, result in found.items() if isinstance(result, ArmFigures)}
     dropped = [result.page_cache_dropped for result in measured.values()]
-    return Report(
+    return LoadingReport(
         num_queries=num_queries,
         num_variants=len(layouts),
         memory_bytes=job.memory_bytes,
@@ -353,7 +353,7 @@ def changed(
     return dict(layout.from_blocks(blocks, {**extras, **late}))
 
 
-def claims_of(case: str, reports: list[Report]) -> list[dict[str, Any]]:
+def claims_of(case: str, reports: list[LoadingReport]) -> list[dict[str, Any]]:
     """The medians and ranges of the ratios."""
     claims = []
     for kind in KINDS:
@@ -372,7 +372,7 @@ def claims_of(case: str, reports: list[Report]) -> list[dict[str, Any]]:
     return claims
 
 
-def lines_of(found: Report) -> list[str]:
+def lines_of(found: LoadingReport) -> list[str]:
     """Lines for a reader: the times and bytes of one repetition."""
     lines = [
         f"{found.num_queries} queries over {found.num_variants} variants, {found.memory_bytes} bytes for each arm "
@@ -441,7 +441,7 @@ def _result_of(name: str) -> Any:
         raise InputError(f"workload = {name!r}: must be MODULE:FUNCTION ({error})") from None
 
 
-def measure_store(arguments: argparse.Namespace) -> Report:
+def measure_store(arguments: argparse.Namespace) -> LoadingReport:
     """Measure a given store once, as the options say.
 
     Raises:
@@ -466,10 +466,10 @@ def measure_store(arguments: argparse.Namespace) -> Report:
         )
 
 
-def measure_cases(arguments: argparse.Namespace) -> dict[str, list[Report]]:
+def measure_cases(arguments: argparse.Namespace) -> dict[str, list[LoadingReport]]:
     """{case: its repetitions}, each printed when it is done."""
     workload = Encoding()
-    measured: dict[str, list[Report]] = {}
+    measured: dict[str, list[LoadingReport]] = {}
     for name in arguments.cases:
         case = CASES[name]
         with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:

@@ -60,6 +60,7 @@ EXAMPLES = {
     ),
     "plan": Example("--records 100 --epsilon 2 --train head --records-per-second 50"),
     "report": Example("finished"),
+    "app": Example("my-app"),
     "communication": Example("--model gpt2 --rank 4"),
     "status": Example("begun", infinite="epsilon_local_max"),
     "config check": Example("begun/config.toml"),

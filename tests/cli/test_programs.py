@@ -67,7 +67,7 @@ def main_of(*arguments: str) -> int:
 
 def test_a_missing_package_is_named_by_its_extra(monkeypatch, capsys):
     for module in list(sys.modules):
-        if module.partition(".")[0] in ("simulations", "ray"):
+        if module.partition(".")[0] in ("simulations", "flwr"):
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "flwr", None)
     with pytest.raises(InputError, match=r"^flwr: is not installed; run pip install 'fedpriv\[federation\]'$"):

@@ -63,6 +63,8 @@ OTHER |= {
     "lora_learning_rate": 3.0,
     "lora_head_learning_rate": 3.0,
     "secure_masks": True,
+    "separator": "tab",
+    "encoding": "latin-1",
 }
 FOR_SGD_ALONE = (
     "train",
@@ -97,3 +99,7 @@ def test_digest_depends_on_every_key_but_those_outside(key):
     old = getattr(base, key)
     new = OTHER.get(key, f"{old}x" if isinstance(old, str) else not old if isinstance(old, bool) else None)
     assert replace(base, **{key: old + 1 if new is None else new}).digest != base.digest
+
+
+def test_the_digest_of_a_run_that_an_earlier_version_began_is_still_its_digest():
+    assert RunConfig().digest == "75a029616d812ccd281d2848abd30f7b883174a382fd928eda30ce723fc27505"

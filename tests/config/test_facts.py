@@ -20,7 +20,7 @@ SHARED = """
     target_epsilon mechanism mechanism_parameters privacy_view budget_epsilon secure_aggregation secure_masks
     colluding_clients delta comparison generated_answers max_new_tokens variant_rounds variant_clients dedup
     dedup_block_size dedup_records dedup_epsilon_bound dedup_utility_bound integral_epsilon
-    out ledger node_keys resume track
+    out ledger node_keys resume table_checks track
 """
 
 
@@ -28,8 +28,8 @@ SHARED = """
     ("fact", "keys"),
     [
         (Fact.LOCATION, "node_keys ledger out resume"),
-        (Fact.OUTSIDE, "node_keys track ledger out resume"),
-        (Fact.HIDDEN, "node_keys ray_address track ledger out resume"),
+        (Fact.OUTSIDE, "table_checks node_keys track ledger out resume"),
+        (Fact.HIDDEN, "table_checks node_keys ray_address track ledger out resume"),
         (Fact.PATH, "model data test_data mechanism_parameters"),
         (Fact.PRIVACY, "noise_multiplier target_epsilon budget_epsilon"),
         (Fact.BY_SWEEP, "ledger out"),
@@ -40,7 +40,7 @@ SHARED = """
         ),
         (
             Fact.RECORDS,
-            "task data test_data test_fraction text_column text_pair_column prompt_column response_column "
+            "task data test_data test_fraction separator encoding text_column text_pair_column prompt_column response_column "
             "messages_column answers label_column client_column labels partition num_clients client_sizes "
             "dirichlet_alpha max_records seed",
         ),

@@ -117,7 +117,7 @@ def test_blocks_of_a_holders_variant_need_that_holders_permission(run):
     assert as_json("push", run, "a/b")["allowed"].startswith("made of releases"), "its own folder holds its own values"
     shutil.rmtree(run / "variants" / "global")
     for client in ("0", "1"):
-        assert f"what client {client} uploaded" in refused(run, "a/b")
+        assert f"({client}) uploaded" in refused(run, "a/b")
         fedpriv("ledger", "permit", run / "ledger.sqlite", "--client", client, "--reason", "a letter")
     assert as_json("push", run, "a/b")["allowed"].count("a letter") == 2
 

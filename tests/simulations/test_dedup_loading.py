@@ -24,7 +24,7 @@ from simulations.benchmarks._bounded_memory import drop, num_cached_pages, read_
 from simulations.benchmarks._dedup_process import StoreArm, check_loads, digest, give_up, plain_arm
 from simulations.benchmarks._plain_files import MappedFiles, PlainFiles
 from simulations.benchmarks._store_registry import StoreRegistry, targets_in
-from simulations.benchmarks.dedup_loading import ARMS, Report, bench, restore_all
+from simulations.benchmarks.dedup_loading import ARMS, LoadingReport, bench, restore_all
 from tests.simulations.workloads import LARGE, Greedy, Reading, Workload, network
 
 SIZE = 64
@@ -82,7 +82,7 @@ def test_restored_files_are_the_variants(files):
         assert all(np.array_equal(found[name], values) for name, values in variant(number).items())
 
 
-def small(store: Path, files: dict[str, Path], **options: object) -> Report:
+def small(store: Path, files: dict[str, Path], **options: object) -> LoadingReport:
     """A measurement of few queries, warm only and of plain files and store, unless told otherwise."""
     return bench(store, files, **{"num_queries": 3, "cold": False, "arms": ("store", "straight"), **options})
 

@@ -32,8 +32,8 @@ def simulate(values: dict[str, object], out: Path, **changes: object) -> Result:
 
 
 def resumed(folder: Path) -> Result:
-    program, *arguments = shlex.split(resume_command(folder, "in-process"))[2:]
-    assert program == "simulations"
+    program, *arguments = shlex.split(resume_command(folder, "in-process"))
+    assert program == "fedpriv"
     return CliRunner().invoke(app, arguments)
 
 

@@ -148,7 +148,7 @@ def fixed_batches() -> Broken:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class SelfCheckFinding:
     """A detector's finding: flagged where `value` is beyond `limit`."""
 
     flagged: bool
@@ -163,7 +163,7 @@ class BrokenMechanism:
     name: str
     detector: str
     configuration: str
-    detect: Callable[[int], Finding]
+    detect: Callable[[int], SelfCheckFinding]
     breaking: Callable[[], Broken]
 
 
@@ -179,23 +179,23 @@ def setup(seed: int, **changes: Any) -> Setup:
     return Setup(spec=spec, num_registered=1000, seed=seed, sizes=SIZES)
 
 
-def audited(setup: Setup, directions: torch.Tensor, num_guesses: int, claim: float) -> Finding:
+def audited(setup: Setup, directions: torch.Tensor, num_guesses: int, claim: float) -> SelfCheckFinding:
     """Whether a one-run audit with canaries along these directions finds more than the claimed epsilon."""
     included = inclusions(len(directions), setup.source("coins"))
     seen = observe(setup, directions, included)
     # At q = 1 the scale of the noise does not change the order of the scores.
     scores = matched_scores(seen.local, noise_stddev=1.0, sampling_probability=1.0)
     result = one_run_audit(scores, included, num_guesses=num_guesses, delta=DELTA)
-    return Finding(flagged=bool(result.epsilon_lower > claim), value=result.epsilon_lower, limit=claim)
+    return SelfCheckFinding(flagged=bool(result.epsilon_lower > claim), value=result.epsilon_lower, limit=claim)
 
 
-def audit_everywhere(seed: int) -> Finding:
+def audit_everywhere(seed: int) -> SelfCheckFinding:
     """Canaries along the coordinates of all tensors, one for each."""
     directions = harness.coordinate_directions(DIMENSION, range(DIMENSION), DIMENSION)
     return audited(setup(seed), directions, NUM_GUESSES, CLAIM)
 
 
-def audit_of_b(seed: int) -> Finding:
+def audit_of_b(seed: int) -> SelfCheckFinding:
     """Canaries along the coordinates of B alone, one for each."""
     coordinates = range(SIZES[A], SIZES[A] + SIZES[B])
     directions = harness.coordinate_directions(SIZES[B], coordinates, DIMENSION)
@@ -223,7 +223,7 @@ def lmo_claim(accounting: str) -> float:
     return epsilon_of([lmo_setup(0, accounting).event], DELTA, "rdp", allow_unproven=True).epsilon
 
 
-def audit_of_lmo(seed: int, *, dense: bool = True, accounting: str = "published") -> Finding:
+def audit_of_lmo(seed: int, *, dense: bool = True, accounting: str = "published") -> SelfCheckFinding:
     """Canaries along dense directions, or along the coordinates, against the claim of an accounting."""
     setup = lmo_setup(seed)
     if dense:
@@ -240,25 +240,25 @@ def idle_noise(setup: Setup, num_rounds: int) -> np.ndarray:
     return np.asarray(torch.stack(uploads))
 
 
-def noise_scale(seed: int) -> Finding:
+def noise_scale(seed: int) -> SelfCheckFinding:
     """Whether the noise of four uploads has another scale than claimed."""
     scaled = setup(seed, clip_norm=2.5)
     return _by_p_value(harness.noise_scale_p_value(idle_noise(scaled, 4), scaled.spec.noise_multiplier))
 
 
-def repeated_noise(seed: int) -> Finding:
+def repeated_noise(seed: int) -> SelfCheckFinding:
     """Whether the noise of eight uploads repeats itself."""
     return _by_p_value(harness.repeated_noise_p_value(idle_noise(setup(seed), 8)))
 
 
-def influence(seed: int) -> Finding:
+def influence(seed: int) -> SelfCheckFinding:
     """Whether one record moves an upload by more than the claimed sensitivity."""
     spec = update_spec(noise_multiplier=1.0, batch_size=5)
     largest = harness.largest_influence(Setup(spec=spec, num_registered=5, seed=seed, sizes=SIZES), seed=seed)
-    return Finding(flagged=bool(largest > 1 + harness.ROUNDING), value=largest, limit=1 + harness.ROUNDING)
+    return SelfCheckFinding(flagged=bool(largest > 1 + harness.ROUNDING), value=largest, limit=1 + harness.ROUNDING)
 
 
-def batch_sizes(seed: int) -> Finding:
+def batch_sizes(seed: int) -> SelfCheckFinding:
     """Whether batch sizes are not Poisson's, by uploads of 100 clients of 200 records of equal gradients, q = 0.1."""
     spec = update_spec(noise_multiplier=0.01, batch_size=20)
     alike = Setup(spec=spec, num_registered=200, seed=seed, sizes={A: 1})
@@ -267,8 +267,8 @@ def batch_sizes(seed: int) -> Finding:
     return _by_p_value(harness.batch_size_p_value(np.round(sums), num_records=200, sampling_probability=0.1))
 
 
-def _by_p_value(p_value: float) -> Finding:
-    return Finding(flagged=bool(p_value < FALSE_ALARM), value=p_value, limit=FALSE_ALARM)
+def _by_p_value(p_value: float) -> SelfCheckFinding:
+    return SelfCheckFinding(flagged=bool(p_value < FALSE_ALARM), value=p_value, limit=FALSE_ALARM)
 
 
 def cases() -> Iterator[BrokenMechanism]:
@@ -297,13 +297,13 @@ def cases() -> Iterator[BrokenMechanism]:
     yield BrokenMechanism("fixed batches claimed as Poisson", "batch sizes", batches, batch_sizes, fixed_batches)
 
 
-def finding(case: BrokenMechanism, seed: int) -> Finding:
+def finding(case: BrokenMechanism, seed: int) -> SelfCheckFinding:
     """The finding of the case's detector on its broken mechanism."""
     with case.breaking():
         return case.detect(seed)
 
 
-def finding_of_correct(case: BrokenMechanism, seed: int) -> Finding:
+def finding_of_correct(case: BrokenMechanism, seed: int) -> SelfCheckFinding:
     """Its finding on the correct mechanism; for LMO, on the same noise under `sound` accounting."""
     if case.detect is audit_of_lmo:
         return audit_of_lmo(seed, accounting="sound")

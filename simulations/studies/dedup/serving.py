@@ -21,7 +21,7 @@ from torch import nn
 from fedpriv.errors import InputError
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.store import Store
-from simulations.benchmarks.dedup_loading import KINDS, Report, Workload, bench, restore_all
+from simulations.benchmarks.dedup_loading import KINDS, LoadingReport, Workload, bench, restore_all
 from simulations.studies.dedup.cells import cells
 from simulations.studies.dedup.data import records
 from simulations.studies.dedup.networks import encoder, network, whole
@@ -80,7 +80,7 @@ def _measured(out: Path, cell: ServingCell) -> Line:
     return line
 
 
-def line_of(name: str, store: Path, reports: list[Report]) -> dict[str, Any]:
+def line_of(name: str, store: Path, reports: list[LoadingReport]) -> dict[str, Any]:
     """Medians over repetitions, each with other queries, of the arms that never failed."""
     with Store(store, read_only=True) as opened:
         sizes = {"bytes_of_models": opened.bytes_logical, "bytes_of_store": opened.bytes_stored}
