@@ -94,7 +94,7 @@ def test_the_commands_work_where_nothing_else_is_installed(installed, trapped):
 
 
 @pytest.mark.parametrize(
-    ("command", "extra"), [("serve run .", "serve"), ("run", "federation"), ("coordinator doctor .", "federation")]
+    ("command", "extra"), [("serve run .", "serve"), ("run", "offline"), ("coordinator doctor .", "federation")]
 )
 def test_what_needs_more_says_so_in_one_line(installed, tmp_path, command, extra):
     said = run(tmp_path, installed / "fedpriv", *command.split(), code=2)

