@@ -26,14 +26,14 @@ RUN_BY = {
     'git clone "${REPOSITORY:?set it to the address of this repository}" fedpriv && cd fedpriv': "a person",
     "make run": "test_what_make_run_starts_ends_with_a_report",
     "make test": ".ci/run",
-    ".venv/bin/fedpriv data check messages.csv --text text --label department --client hospital": "test_own_data",
-    ".venv/bin/fedpriv init messages.csv --epsilon 4": "test_own_data",
-    ".venv/bin/fedpriv config check messages.toml": "test_own_data",
-    ".venv/bin/fedpriv run messages.toml --out results/messages": "test_own_data",
-    ".venv/bin/fedpriv predict results/messages 'a rash on the left knee'": "test_own_data",
-    ".venv/bin/fedpriv export results/messages classifier": "test_own_data",
-    ".venv/bin/fedpriv card results/messages": "test_own_data",
-    ".venv/bin/fedpriv push results/messages clinic/letters": "test_own_data",
+    "fedpriv data check messages.csv --text text --label department --client hospital": "test_own_data",
+    "fedpriv init messages.csv --epsilon 4": "test_own_data",
+    "fedpriv config check messages.toml": "test_own_data",
+    "fedpriv run messages.toml --out results/messages": "test_own_data",
+    "fedpriv predict results/messages 'a rash on the left knee'": "test_own_data",
+    "fedpriv export results/messages classifier": "test_own_data",
+    "fedpriv card results/messages": "test_own_data",
+    "fedpriv push results/messages clinic/letters": "test_own_data",
     "make docs": "tests/test_site.py",
 }
 
@@ -62,7 +62,7 @@ def test_every_line_that_the_readme_shows_has_something_that_runs_it():
 
 @pytest.mark.slow
 def test_what_make_run_starts_ends_with_a_report(tmp_path):
-    made = re.search(r"^run: .*\n\t\$\(BIN\)/(python .*)$", (ROOT / "Makefile").read_text(), re.M)
+    made = re.search(r"^run: .*\n\t\$\(BIN\)/(fedpriv .*)$", (ROOT / "Makefile").read_text(), re.M)
     assert made
     shown = start(made[1], ROOT, "--out", tmp_path / "run")
     assert "St. Anna" in shown
@@ -80,7 +80,7 @@ def test_own_data(tmp_path):
             writer.writerow([f"message {number} about {department}", department, ["Anna", "Bruno"][number // 150]])
     said = {}
     for line in (line for line in lines_to_type() if RUN_BY[line] == "test_own_data"):
-        name = re.sub(r"\S+/(fedpriv|python -m simulations) ", "", line).split()[0]
+        name = line.split()[1]
         quick = ["-c", "rounds=6", "-c", "lora_rounds=1"] if name == "run" else []
         said[name] = start(line, tmp_path, *quick)
     assert "300" in said["data"]
