@@ -94,7 +94,7 @@ def test_the_commands_work_where_nothing_else_is_installed(installed, trapped):
 
 
 @pytest.mark.parametrize(
-    ("command", "extra"), [("serve run .", "serve"), ("run", "offline"), ("coordinator doctor .", "federation")]
+    ("command", "extra"), [("serve run .", "serve"), ("run", "offline"), ("app my-app", "federation")]
 )
 def test_what_needs_more_says_so_in_one_line(installed, tmp_path, command, extra):
     said = run(tmp_path, installed / "fedpriv", *command.split(), code=2)
@@ -103,13 +103,13 @@ def test_what_needs_more_says_so_in_one_line(installed, tmp_path, command, extra
 
 
 def test_runs_and_sweeps_start_anywhere(everything, trapped):
-    small = ["rounds=1", "-c", "lora_rounds=0", "-c", "comparison=false", "-c", "baselines=false"]
+    small = ["rounds=2", "-c", "lora_rounds=0", "-c", "comparison=false", "-c", "baselines=false"]
     run(trapped, everything / "fedpriv", "run", "-c", *small, "--out", "first")
     assert json.loads((trapped / "first/summary.json").read_text())["accuracy"] > 0.3
     assert "cardiology" in run(trapped, everything / "fedpriv", "predict", "first", "a stabbing pain in the chest")
-    code = "from fedpriv import run; print(run(rounds=1, lora_rounds=0, comparison=False, baselines=False, out='two'))"
+    code = "from fedpriv import run; print(run(rounds=2, lora_rounds=0, comparison=False, baselines=False, out='two'))"
     assert "Run('two'" in run(trapped, everything / "python", "-P", "-c", code)
-    (trapped / "grid.toml").write_text("rounds = 1\nlora_rounds = 0\n[grid]\ntarget_epsilon = [2.0, 4.0]\n")
+    (trapped / "grid.toml").write_text("rounds = 2\nlora_rounds = 0\n[grid]\ntarget_epsilon = [2.0, 4.0]\n")
     options = ["-c", "comparison=false", "-c", "baselines=false", "--max-parallel", "2", "--out", "swept"]
     assert "2 of 2" in run(trapped, everything / "fedpriv", "sweep", "grid.toml", *options)
 
@@ -142,7 +142,7 @@ def test_two_nodes_with_vaults_and_a_coordinator_carry_out_a_run(everything, tra
             run(trapped, fedpriv, "coordinator", "register", "c", client, *keys)
             start("node", "start", node)
         wait_until(lambda: "nodes online: 2" in log.read_text(), "two nodes", 120)
-        values = ("num_clients=2", "min_clients=2", "rounds=1", "lora_rounds=0", f"out={trapped / 'first'}")
+        values = ("num_clients=2", "min_clients=2", "rounds=2", "lora_rounds=0", f"out={trapped / 'first'}")
         options = [word for value in values for word in ("-c", value)]
         run(trapped, fedpriv, "coordinator", "run", "c", *options)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -70,6 +71,7 @@ def app(folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder."
         raise InputError(f"DIR = {str(folder)!r}: exists; name a new folder")
     if not re.fullmatch("[A-Za-z][A-Za-z0-9-]{0,31}", place.name):
         raise InputError(f"DIR = {str(folder)!r}: Flower takes names of letters, digits and hyphens alone, at most 32")
+    import_module("flwr")  # whose absence is told here, before its program is looked for
     bundle = approvals.bundle_of(FLOWER_APP)
     approvals.install(bundle, place)
     digest = hashlib.sha256(bundle).hexdigest()
