@@ -111,7 +111,7 @@ def test_runs_and_sweeps_start_anywhere(everything, trapped):
     assert "Run('two'" in run(trapped, everything / "python", "-P", "-c", code)
     (trapped / "grid.toml").write_text("rounds = 2\nlora_rounds = 0\n[grid]\ntarget_epsilon = [2.0, 4.0]\n")
     options = ["-c", "comparison=false", "-c", "baselines=false", "--max-parallel", "2", "--out", "swept"]
-    assert "2 of 2" in run(trapped, everything / "fedpriv", "sweep", "grid.toml", *options)
+    assert "run 2/2 target_epsilon=4.0: done" in run(trapped, everything / "fedpriv", "sweep", "grid.toml", *options)
 
 
 @pytest.mark.deployment

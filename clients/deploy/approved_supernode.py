@@ -62,7 +62,7 @@ _SUPEREXEC_PAUSE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.01"}
 _SHORTEST_PAUSE_SECONDS = 0.05
 
 # With `-m` or a file, every task's process would import it, and `clients` with it.
-_SUPEREXEC = "from clients.deploy.approved_supernode import superexec; superexec()"
+_SUPEREXEC = f"from {__package__}.approved_supernode import superexec; superexec()"
 
 
 def require_approval(path: Path) -> None:
