@@ -26,7 +26,8 @@ class Programs(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
             return
-        root, made = Path(self.root), Path(tempfile.mkdtemp(prefix="fedpriv-wheel-"))
+        self._made = tempfile.TemporaryDirectory(prefix="fedpriv-wheel-")  # gone with the hook, after the build
+        root, made = Path(self.root), Path(self._made.name)
         for file in sorted(_programs(root)):
             text = _IMPORT.sub(r"\1\2 fedpriv._apps.", file.read_text(encoding="utf-8"))
             place = made / file.relative_to(root)

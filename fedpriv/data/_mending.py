@@ -15,7 +15,7 @@ from fedpriv.data._mistakes import (
     CheckedColumns,
     Finding,
     Roles,
-    as_written,
+    by_folded,
     folded,
     is_empty,
     misspelt_clients,
@@ -23,7 +23,7 @@ from fedpriv.data._mistakes import (
     spelling_meant,
     spellings_of,
 )
-from fedpriv.data._tables import Table, values_of
+from fedpriv.data._tables import Table, labels_of, values_of
 from fedpriv.errors import InputError
 from fedpriv.files import write_new
 
@@ -90,7 +90,7 @@ def _values(table: Table, column: str) -> list[Any]:
     import datasets
 
     is_class = isinstance(table.records.features[column], datasets.ClassLabel)
-    return as_written(table, column) if is_class else values_of(table.records, column)
+    return (labels_of if is_class else values_of)(table.records, column)
 
 
 def _texts(values: Iterable[object]) -> list[str | None]:
@@ -100,11 +100,8 @@ def _texts(values: Iterable[object]) -> list[str | None]:
 def _meant(columns: CheckedColumns, role: str, agreed: Sequence[str], keep: Collection[str]) -> dict[str, str]:
     """{spelling: the one that is meant} of the names that change."""
     spellings = spellings_of(columns.clients if role == "client" else columns.labels)
-    groups: dict[str, list[str]] = defaultdict(list)
-    for spelling in spellings:
-        groups[folded(spelling)].append(spelling)
     meant: dict[str, str] = {}
-    for group in groups.values():
+    for group in by_folded(spellings).values():
         target = spelling_meant({name: len(spellings[name]) for name in group}, agreed)
         meant |= dict.fromkeys(group, target)
     if role == "client":

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from fedpriv.config import RunConfig, TableChecks
-from fedpriv.data._tables import Table, labels_of, values_of
+from fedpriv.data._tables import Table, labels_of
 from fedpriv.errors import InputError
 from fedpriv.texts import counted
 
@@ -136,7 +136,7 @@ class CheckedColumns:
         """The columns of a table in their roles."""
 
         def values(column: str) -> Values:
-            return as_written(table, column) if column else ()
+            return labels_of(table.records, column) if column else ()
 
         used = {*roles.texts, roles.label, roles.client, roles.person}
         return CheckedColumns(
@@ -159,19 +159,18 @@ class CheckedColumns:
         """The place of a record."""
         return self.places[row] if self.places else row + 1
 
-    def found(self, kind: str, message: str, rows: Sequence[int], **facts: object) -> Finding:
+    def found(
+        self,
+        kind: str,
+        message: str,
+        rows: Sequence[int],
+        *,
+        refuses: bool = False,
+        renamed: Mapping[str, str] | None = None,
+    ) -> Finding:
         """A finding of records."""
-        return Finding(kind, f"{message} ({self.where(rows)})", tuple(map(self.place, rows)), **facts)  # type: ignore[arg-type]
-
-
-def as_written(table: Table, column: str) -> list[str | None]:
-    """The values of a column as texts, classes by name; None for what is missing."""
-    records = table.records
-    import datasets
-
-    if isinstance(records.features[column], datasets.ClassLabel):
-        return labels_of(records, column)
-    return [None if value is None else str(value) for value in values_of(records, column)]
+        places = tuple(map(self.place, rows))
+        return Finding(kind, f"{message} ({self.where(rows)})", places, refuses=refuses, renamed=renamed or {})
 
 
 def mistakes(columns: CheckedColumns) -> list[Finding]:
@@ -266,6 +265,14 @@ def folded(text: str) -> str:
     return " ".join(seen.casefold().split())
 
 
+def by_folded(spellings: Iterable[str]) -> dict[str, list[str]]:
+    """{folded: the spellings that fold to it}."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for spelling in spellings:
+        groups[folded(spelling)].append(spelling)
+    return groups
+
+
 def spelling_meant(spellings: Mapping[str, int], agreed: Iterable[str] = ()) -> str:
     """The spelling that is meant by several: the one agreed on, or the most frequent, without blanks around it."""
     counts: Counter[str] = Counter()
@@ -281,11 +288,8 @@ def _variants(
     columns: CheckedColumns, role: str, spellings: Mapping[str, Sequence[int]], agreed: Sequence[str]
 ) -> Iterator[Finding]:
     """Names that differ by case, blanks and unseen characters alone, less those agreed on to be two."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for spelling in spellings:
-        groups[folded(spelling)].append(spelling)
     known = {folded(name) for name in agreed}
-    for name, group in groups.items():
+    for name, group in by_folded(spellings).items():
         if agreed and name not in known:
             continue
         meant = spelling_meant({name: len(spellings[name]) for name in group}, agreed)
@@ -365,16 +369,14 @@ def _is_a_slip(one: str, other: str) -> bool:
 
 def _rare(columns: CheckedColumns) -> Iterator[Finding]:
     """Classes of few records."""
-    groups: dict[str, dict[str, list[int]]] = defaultdict(dict)
-    for name, rows in spellings_of(columns.labels).items():
-        groups[folded(name)][name] = rows
+    spellings = spellings_of(columns.labels)
     agreed = set(map(folded, columns.classes))
     few = {
-        spelling_meant({name: len(rows) for name, rows in group.items()}, columns.classes): [
-            row for rows in group.values() for row in rows
+        spelling_meant({spelling: len(spellings[spelling]) for spelling in group}, columns.classes): [
+            row for spelling in group for row in spellings[spelling]
         ]
-        for name, group in groups.items()
-        if sum(map(len, group.values())) < _FEW_RECORDS and (not agreed or name in agreed)
+        for name, group in by_folded(spellings).items()
+        if sum(len(spellings[spelling]) for spelling in group) < _FEW_RECORDS and (not agreed or name in agreed)
     }
     if not few:
         return
@@ -399,7 +401,7 @@ def _as_ids(role: str, values: Values) -> Finding | None:
 
 
 def _id_columns(columns: CheckedColumns) -> Iterator[Finding]:
-    """CheckedColumns that no run reads and that seem to say whom, or which case, a record is about."""
+    """Columns that no run reads and that seem to say whom, or which case, a record is about."""
     for name, values in columns.others.items():
         present = [value for value in values if value is not None and value.strip()]
         num = len(set(present))
