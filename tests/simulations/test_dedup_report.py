@@ -13,7 +13,7 @@ from PIL import Image
 
 from fedpriv.errors import InputError
 from fedpriv.variants.store import Store
-from simulations.benchmarks.dedup_loading import Arm, Report
+from simulations.benchmarks.dedup_loading import Arm, LoadingReport
 from simulations.studies.dedup import serving
 from simulations.studies.dedup.cells import BY_L, cells
 from simulations.studies.dedup.report import figures, page, paper, searches, settings, validation
@@ -296,7 +296,7 @@ def measured(failures=None):
     """A measurement in which all arms but these took as long."""
     taken = Arm(load_seconds=1.0, infer_seconds=2.0, misses=3, bytes_read=4, disk_bytes=5, cached_bytes=6)
     arms = {name: taken for name in ("store", "straight") if name not in (failures or {})}
-    return Report(
+    return LoadingReport(
         num_queries=9, num_variants=5, memory_bytes=10, limited_by="cgroup v1", limit_bytes=dict.fromkeys(arms, 20),
         disk_bytes_per_second=1e6, page_cache_dropped=True, cold=arms, warm=arms, failures=failures or {},
     )  # fmt: skip
