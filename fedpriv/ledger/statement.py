@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 ADJACENCY = {
     "record": "one record of the client added or removed",
+    "person": "one person of the client, with all of their records there, added or removed",
     "client": "the client's whole data, or one record of it, replaced",
 }
 

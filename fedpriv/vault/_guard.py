@@ -113,7 +113,7 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: NodeLimits
     if noise > limits.max_effective_noise_multiplier:
         maximum = limits.max_effective_noise_multiplier
         raise RefusedError(f"noise_multiplier: its effective value {noise:g} is above this node's maximum {maximum:g}")
-    if event.unit == "record" and probability > limits.max_sampling_probability:
+    if event.unit != "client" and probability > limits.max_sampling_probability:
         maximum = limits.max_sampling_probability
         raise RefusedError(f"sampling_probability: its value {probability:g} is above this node's maximum {maximum:g}")
     if spec.clip_norm < limits.min_clip_norm:

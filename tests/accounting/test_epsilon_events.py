@@ -93,7 +93,7 @@ def test_an_unknown_event_is_refused(accountant):
         epsilon_of([GAUSSIAN, Renyi()], 1e-5, accountant)
 
 
-@given(st.floats(0, 50), st.floats(0, 1), st.integers(1, 1000), st.sampled_from(["record", "client"]))
+@given(st.floats(0, 50), st.floats(0, 1), st.integers(1, 1000), st.sampled_from(["record", "person", "client"]))
 def test_json_round_trip_returns_the_same_event(epsilon, delta, count, unit):
     for event in (
         PureEpsilon(epsilon=epsilon, count=count, unit=unit),

@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-# How neighbouring data sets differ. `record`: one record of one client is added or removed. `client`: one client's
-# whole data set, or one record of it, is replaced. Guarantees for different units never combine into one epsilon.
-Unit = Literal["record", "client"]
+# How neighbouring data sets differ. `record`: one record of one client is added or removed. `person`: one person with
+# all of their records at one client is. `client`: one client's whole data set, or one record of it, is replaced.
+# Guarantees for different units never combine into one epsilon.
+Unit = Literal["record", "person", "client"]
 
 Accountant = Literal["pld", "rdp"]
 
