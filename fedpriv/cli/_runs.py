@@ -229,8 +229,8 @@ def predict(
 ) -> Result:
     """Ask a run's model: classes with their probabilities, or a language model's answers.
 
-    A file gives a CSV: its columns, and what was predicted. Each text is computed by itself, in float32, so that no
-    other text changes its answer.
+    A file gives a CSV: its columns, and what was predicted. A text is computed in float32, in a shape that its own
+    length decides, so that no other text changes its answer.
 
     Example: fedpriv predict results/20261121-042553-embedded 'a rash on the left knee'
 

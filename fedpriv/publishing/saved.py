@@ -25,7 +25,7 @@ from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import TextReading, collate, tokenize, usable
 from fedpriv.errors import InputError
 from fedpriv.runs import files
-from fedpriv.training import Tokens, ends_of_turn, greedy_answers
+from fedpriv.training import Lengths, Tokens, ends_of_turn, greedy_answers, passes
 from fedpriv.training.evaluation import text_of
 from fedpriv.variants import is_store
 from fedpriv.variants.blocks import Tensors
@@ -254,6 +254,9 @@ def _reading_of(folder: Path, convention: dict[str, Any]) -> TextReading:
     return TextReading.from_json(convention["reading"], where=str(where))
 
 
+# Texts of a pass, filled up with dummies: the same number for every text, so that none changes another's answer.
+_ROWS = 8
+
 # Prompts are not cut: one that is too long is refused.
 _NO_LIMIT = 1 << 20
 
@@ -285,15 +288,19 @@ def classify(
         encode=reading.encoder.encode,
         names=reading.encoder.names(loaded.tokenizer, pairs=reading.pairs, max_length=reading.max_length),
     )
-    answers = []
-    for number, item in enumerate(found.items(), start=1):
+    items = found.items()
+    for number, item in enumerate(items, start=1):
         if not usable(item):
             raise InputError(f"text {number}: the model's tokenizer cannot read it")
-        logits = loaded.peft_model(**collate([item])).logits[0]
-        if not logits.isfinite().all():
-            raise InputError(f"text {number}: the model {loaded.saved.name} gives no number; its weights are damaged")
-        answers.append(tuple(logits.double().softmax(dim=0).tolist()))
-    return answers
+    answers: dict[int, tuple[float, ...]] = {}
+    lengths = Lengths(longest=reading.max_length)
+    for together in passes(items, lengths, lambda _: (_ROWS,), filled=True):
+        batch = collate([items[position] for position in together.positions], together.shape)
+        for position, logits in zip(together.positions, loaded.peft_model(**batch).logits, strict=False):
+            if not logits.isfinite().all():
+                raise InputError(f"text {position + 1}: {loaded.saved.name} gives no number; its weights are damaged")
+            answers[position] = tuple(logits.double().softmax(dim=0).tolist())
+    return [answers[position] for position in range(len(items))]
 
 
 def generate(loaded: LoadedVariant, prompts: Sequence[str], *, max_new_tokens: int | None = None) -> list[str]:

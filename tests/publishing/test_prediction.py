@@ -36,8 +36,9 @@ def test_it_answers_as_the_loaded_adapter_does(run, loaded, tiny_bert):
 
 
 def test_no_other_text_changes_an_answer_by_a_bit(loaded):
-    together = saved.classify(loaded, TEXTS)
-    assert [saved.classify(loaded, [text])[0] for text in TEXTS] == together
+    texts = [*TEXTS, *(" ".join(["pain", "rash"] * length) for length in range(1, 20))]
+    together = saved.classify(loaded, texts)
+    assert [saved.classify(loaded, [text])[0] for text in texts] == together
 
 
 def test_a_file_gives_its_columns_with_the_answers(run, tmp_path):
