@@ -6,11 +6,13 @@ The final model is compared with what needs no federation, and a warning says wh
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from fedpriv.accounting.accountants import PrivacySpent, epsilon_of
@@ -67,8 +69,8 @@ def summarize(
     costs = {f"epsilon_{view}": accounts.final(view) for view in VIEWS}
     known = [cost for by_client in costs.values() for cost in by_client.values() if cost is not None]
     costs["epsilon_local_this_run"] = accounts.final("local", part="this run")
-    alone = baselines.alone if baselines else {}
-    clients = [_client(client, costs, outcome, alone.get(client)) for client in outcome.strategy.books.sizes]
+    tested = _tests_of_holders(bench, outcome.test, baselines)
+    clients = [_client(client, costs, outcome) | tested[client] for client in outcome.strategy.books.sizes]
     labels = bench.data.label_names or (config.answers if outcome.test else ())
     unmoved = unmoved_tensors(outcome.strategy.model)
     largest = {view: _largest(costs[f"epsilon_{view}"].values()) for view in VIEWS}
@@ -125,7 +127,30 @@ def summarize(
     }
 
 
-def _client(client: int, costs: _CostsByView, outcome: SeriesOutcome, alone: float | None) -> dict[str, Any]:
+def _tests_of_holders(
+    bench: Workbench, test: Evaluation | None, baselines: Baselines | None
+) -> defaultdict[int, dict[str, Any]]:
+    """{client: keys of summary.json} What its own model and the federation's get right, in all and on its own records.
+
+    Accuracies are None where the model, or which test records are whose, is not known.
+    """
+    keys = ("alone_accuracy", "num_own_test_records", "own_alone_accuracy", "own_accuracy")
+    found: defaultdict[int, dict[str, Any]] = defaultdict(lambda: dict.fromkeys(keys))
+    for key, by_client in (
+        ("alone_accuracy", baselines.alone if baselines else {}),
+        ("own_alone_accuracy", baselines.alone_on_own if baselines else {}),
+        ("num_own_test_records", Counter(bench.data.test_holders)),
+    ):
+        for client, value in by_client.items():
+            found[client][key] = value
+    if test and test.right is not None and bench.data.test_holders:
+        holders = np.array(bench.data.test_holders)
+        for client in set(bench.data.test_holders):
+            found[client]["own_accuracy"] = float(test.right[holders == client].mean())
+    return found
+
+
+def _client(client: int, costs: _CostsByView, outcome: SeriesOutcome) -> dict[str, Any]:
     books, evaluation = outcome.strategy.books, outcome.evaluation
     up = evaluation.bytes_up.get(client, 0) if evaluation else 0
     down = evaluation.bytes_down.get(client, 0) if evaluation else 0
@@ -133,7 +158,6 @@ def _client(client: int, costs: _CostsByView, outcome: SeriesOutcome, alone: flo
         "client": client,
         "name": outcome.names[client],
         "num_records": books.sizes[client],
-        "alone_accuracy": alone,
         "rounds": books.accounts.num_releases(client) - books.num_evaluations[client],
         **{name: cost.epsilon if (cost := by_client[client]) else None for name, by_client in costs.items()},
         "delta": books.accounts.deltas[client],

@@ -37,7 +37,15 @@ from fedpriv.runs.figures import (
 )
 from fedpriv.runs.files import REPORT
 from fedpriv.runs.show import TextTable as Content
-from fedpriv.runs.show import accuracy_table, changes, client_table, closing_table, language_table, views_text
+from fedpriv.runs.show import (
+    accuracy_table,
+    changes,
+    client_table,
+    closing_table,
+    joining_table,
+    language_table,
+    views_text,
+)
 from fedpriv.texts import printable
 from server.observer import RunProgress, described
 
@@ -392,6 +400,8 @@ def _closing(console: Console, folder: Path, summary: dict[str, Any]) -> None:
             console.print(f"against untrained, paired: {line}", highlight=False)
     if not counts_next_tokens(summary):
         console.print(_shown(accuracy_table(summary)))
+    if (joining := joining_table(summary)) is not None:
+        console.print(_clients(joining))
     if summary["accuracy"] is None and not summary.get("accuracy_interval"):
         console.print("accuracy is empty: nothing was evaluated on the holders' records, see test_data")
     look = RunFolder(folder)

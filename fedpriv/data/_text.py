@@ -92,6 +92,8 @@ class FederatedData:
         client_names: for display, in the same order.
         test: the server's own test set; empty on a node with its own records.
         label_names: the classes, in the order of their indices; empty for causal models.
+        test_holders: the client whose record each test record is, by partition id, -1 for a stranger's; empty where
+            holders are not known by a column.
         warnings: likely mistakes in the table, a line each. They tell of records, so they are for the terminal of those
             who hold the table, and never for a run's folder or a log.
     """
@@ -100,6 +102,7 @@ class FederatedData:
     client_names: tuple[str, ...]
     test: TextData
     label_names: tuple[str, ...]
+    test_holders: tuple[int, ...] = ()
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
 

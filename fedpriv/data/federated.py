@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import warnings
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ def load(config: RunConfig) -> FederatedData:
             batch size exceeds a client's records.
     """
     if config.data == ON_NODES:
-        test = _test_table(config, _columns(config)) if config.has_test_set else _NO_RECORDS
+        test = to_text(_test_table(config, _columns(config)), config) if config.has_test_set else _NO_RECORDS
         return FederatedData((), (), test, _label_names((), test, config))
     data = _embedded(config) if config.data == EMBEDDED else _from_table(config)
     data = replace(
@@ -125,6 +126,7 @@ def _embedded(config: RunConfig) -> FederatedData:
         raise InputError(f"task = {config.task}: the embedded corpus is for SEQ_CLS; name a data file")
     names = tuple(dict.fromkeys(message.hospital for message in train))
     holders = [[m for m in train if m.hospital == name] for name in names]
+    test_holders = _numbers((message.hospital for message in test), names)
     if config.partition not in ("auto", "natural"):
         from datasets import Dataset
 
@@ -134,6 +136,7 @@ def _embedded(config: RunConfig) -> FederatedData:
         )
         parts, labels = _partition(table, config)
         holders, names = [[train[index] for index in values_of(part, "index")] for part in parts], tuple(labels)
+        test_holders = ()
 
     def text_of(messages: list[hospital.Message]) -> TextData:
         return TextData(tuple(m.text for m in messages), tuple(m.department for m in messages))
@@ -143,7 +146,14 @@ def _embedded(config: RunConfig) -> FederatedData:
         client_names=names,
         test=text_of(test) if config.has_test_set else _NO_RECORDS,
         label_names=hospital.DEPARTMENTS,
+        test_holders=test_holders if config.has_test_set else (),
     )
+
+
+def _numbers(holders: Iterable[object], names: Sequence[str]) -> tuple[int, ...]:
+    """The client that each name is, by partition id; -1 for one that has no training records."""
+    numbers = {name: number for number, name in enumerate(names)}
+    return tuple(numbers.get(str(holder), -1) for holder in holders)
 
 
 def _from_table(config: RunConfig) -> FederatedData:
@@ -156,12 +166,12 @@ def _from_table(config: RunConfig) -> FederatedData:
     holders = _holders(table, config) if config.partition_rule == "natural" else set()
     table = _usable(table, config, config.data)
     if config.test_data:
-        train, test = table, _test_table(config, columns)
+        train, test_table = table, _test_table(config, columns)
     elif not config.has_test_set:
-        train, test = table, _NO_RECORDS
+        train, test_table = table, table.select([])
     else:
         train, test_table = _split(table, config)
-        test = to_text(test_table, config)
+    test = to_text(test_table, config)
     empty = sorted(map(str, holders - set(values_of(train, config.client_column)))) if holders else []
     if empty:
         raise InputError(
@@ -171,7 +181,10 @@ def _from_table(config: RunConfig) -> FederatedData:
         )
     parts, names = _partition(train, config)
     clients = tuple(to_text(part, config) for part in parts)
-    return FederatedData(clients, tuple(names), test, _label_names(clients, test, config), tuple(warned))
+    own = config.partition_rule == "natural" and config.client_column in test_table.column_names
+    test_holders = _numbers(values_of(test_table, config.client_column), names) if own else ()
+    label_names = _label_names(clients, test, config)
+    return FederatedData(clients, tuple(names), test, label_names, test_holders, tuple(warned))
 
 
 def _columns(config: RunConfig) -> list[tuple[str, str]]:
@@ -183,10 +196,10 @@ def _columns(config: RunConfig) -> list[tuple[str, str]]:
     return [*columns, ("label_column", config.label_column)] if config.task == "SEQ_CLS" else columns
 
 
-def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> TextData:
+def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> datasets.Dataset:
     table = load_table(config.test_data, key="test_data", separator=config.separator, encoding=config.encoding)
     require_columns(table, columns, config.test_data)
-    return to_text(_usable(table, config, config.test_data), config)
+    return _usable(table, config, config.test_data)
 
 
 def _holders(table: datasets.Dataset, config: DataSection) -> set[object]:

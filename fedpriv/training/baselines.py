@@ -57,6 +57,8 @@ class Baselines:
         folds: of a cross-validation on the test records themselves; None if training records were pooled.
         alone: {client: the accuracy of a linear probe on its own records}; of some where there are many clients or
             records, and empty where those are on their nodes.
+        alone_on_own: {client: the accuracy of the same probe on those test records that are its own}; of those of
+            `alone` that are known to have some.
     """
 
     probe_accuracy: float
@@ -65,6 +67,7 @@ class Baselines:
     num_available: int
     folds: int | None
     alone: Mapping[int, float]
+    alone_on_own: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -101,14 +104,28 @@ def compute(config: RunConfig, bench: Workbench) -> Baselines | None:
     known = _labelled(bench.model, [pooled[p] for p in read], cached=trains_here)
     probe, tfidf = hits(known.part(np.searchsorted(read, chosen)), test, config.seed)
     parts = {client: known.part(np.searchsorted(read, positions)) for client, positions in own.items()}
+    right = {client: _probed(part, test, config.seed) for client, part in parts.items()}
+    holders = np.array([bench.data.test_holders[index] for _, (_, index) in rows] if bench.data.test_holders else [])
     return Baselines(
         probe_accuracy=probe / len(test.labels),
         tfidf_accuracy=tfidf / len(test.labels),
         num_trained_on=len(chosen),
         num_available=len(pooled),
         folds=None,
-        alone={client: _probed(part, test, config.seed) / len(test.labels) for client, part in parts.items()},
+        alone={client: float(hits.mean()) for client, hits in right.items()},
+        alone_on_own=shares_of_own(right, holders),
     )
+
+
+def shares_of_own(right: Mapping[int, npt.NDArray[np.bool_]], holders: npt.NDArray[np.int64]) -> dict[int, float]:
+    """{client: the share of its own test records that its model gets right}, of those clients that have some.
+
+    Args:
+        right: {client: [records], whether its model is right}.
+        holders: [records], the client of each test record; empty where that is not known.
+    """
+    own = {client: hits[holders == client] for client, hits in right.items() if len(holders)}
+    return {client: float(hits.mean()) for client, hits in own.items() if len(hits)}
 
 
 def _alone(held: Sequence[Sequence[Any]], generator: np.random.Generator) -> dict[int, int]:
@@ -142,6 +159,7 @@ def _cross_validated(records: Labelled, seed: int) -> Baselines | None:
         num_available=num,
         folds=folds,
         alone={},
+        alone_on_own={},
     )
 
 
@@ -193,7 +211,7 @@ def hits(train: Labelled, test: Labelled, seed: int) -> tuple[int, int]:
         train, test: public records: nothing adds noise.
         seed: of the folds that choose the penalty.
     """
-    probe = _probed(train, test, seed)
+    probe = int(_probed(train, test, seed).sum())
     if any(re.search(r"\w", text) for text in train.texts):
         words = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"(?u)\b\w+\b")
         tfidf = _predicted(words, train.texts, train.labels, test.texts, _TFIDF_GRID, seed)
@@ -202,10 +220,11 @@ def hits(train: Labelled, test: Labelled, seed: int) -> tuple[int, int]:
     return probe, int((tfidf == test.labels).sum())
 
 
-def _probed(train: Labelled, test: Labelled, seed: int) -> int:
-    """The number of test records that the linear probe gets right; as for `hits`."""
+def _probed(train: Labelled, test: Labelled, seed: int) -> npt.NDArray[np.bool_]:
+    """[records] The test records that the linear probe gets right; as for `hits`."""
     predicted = _predicted(StandardScaler(), train.features, train.labels, test.features, _PROBE_GRID, seed)
-    return int((predicted == test.labels).sum())
+    right: npt.NDArray[np.bool_] = predicted == test.labels
+    return right
 
 
 def _predicted(transform: Any, inputs: Any, labels: _Vector, others: Any, grid: Sequence[float], seed: int) -> _Vector:

@@ -200,12 +200,14 @@ class Evaluation:
         accuracy: share of correct classes, answers or next tokens, in [0, 1].
         loss: cross-entropy in nats.
         confusion: records by true class (row) and predicted class (column), of a classifier or among allowed answers.
+        right: bool [records], the records whose class a classifier finds; None for causal models.
         tokens: of causal models, record by record; None for classifiers.
     """
 
     accuracy: float
     loss: float
     confusion: Confusion | None = field(default=None, repr=False)
+    right: npt.NDArray[np.bool_] | None = field(default=None, repr=False, compare=False)
     tokens: TokenLosses | None = field(default=None, repr=False)
 
     @property
@@ -242,6 +244,7 @@ def evaluate(
     if not len(records.labels):
         return _of_causal_model(model, items, choices)
     hits = losses = 0.0
+    right = np.zeros(len(records), dtype=np.bool_)
     labels: list[int] = []
     predicted: list[int] = []
     num_classes = 0
@@ -254,6 +257,7 @@ def evaluate(
         predicted_well = predictions(logits, batch)
         losses += float(predicted_well.losses.double().sum())
         hits += float(predicted_well.hits.double().sum())
+        right[indices] = predicted_well.hits.cpu().numpy() > 0
         num_classes = logits.shape[-1]
         labels += batch["labels"].tolist()
         predicted += logits.argmax(dim=-1).tolist()
@@ -262,6 +266,7 @@ def evaluate(
         accuracy=hits / len(items),
         loss=losses / len(items),
         confusion=confusion_matrix(labels, predicted, num_classes),
+        right=right,
     )
 
 

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from fedpriv.errors import InputError
 from fedpriv.runs._folder import QUALITY_KEYS, RunFolder
-from fedpriv.runs.show import client_table, open_run
+from fedpriv.runs.figures import format_percent
+from fedpriv.runs.show import joining_table, open_run
 from fedpriv.runs.show._report_page import write_report
 from fedpriv.runs.show._tables import MOST_CLASSES, accuracy_table, confusion_table
 from simulations.display import TerminalObserver
@@ -81,9 +82,9 @@ def test_the_holders_own_models_stand_on_every_page_with_the_largest_class(write
     for client, accuracy in zip(summary["clients"], (0.61, 0.8015, 0.7, None, 0.6965), strict=True):
         client["alone_accuracy"] = accuracy
     (run_dir / "summary.json").write_text(json.dumps(summary))
-    table = client_table(summary["clients"], "pld", view="local")
-    column = table.headers.index("alone")
-    assert [row[column] for row in table.rows] == ["61.0%", "80.2%", "70.0%", "–", "69.7%"]
+    table = joining_table(summary)
+    assert [row[3] for row in table.rows] == ["61.0%", "80.2%", "70.0%", "69.7%"]
+    assert {row[4] for row in table.rows} == {format_percent(summary["accuracy"])}
     text = "70.2% on average, 61.0% to 80.2%; largest class 60.0%"
     assert text in page_of(run_dir)
     assert open_run(run_dir).summary["alone_accuracy"] == 0.702

@@ -158,6 +158,26 @@ def test_a_holder_alone_learns_from_its_own_records_and_from_nobody_else_s(basel
     found, _ = baselines_of([], test, data=str(path), client_column="holder")
     share = sum(label == LABELS[0] for _, label in test) / len(test)
     assert found.alone == {0: pytest.approx(1.0, abs=0.1), 1: pytest.approx(0.0, abs=0.1), 2: share}
+    assert found.alone_on_own == {}, "nobody knows whose the test records are"
+
+
+def test_each_holder_sees_on_its_own_test_records_what_it_reaches_alone_and_together(baselines_of, tmp_path):
+    """The second holder calls everything by the other name, in training and in the test."""
+    swap = {LABELS[0]: LABELS[1], LABELS[1]: LABELS[0]}
+    path = tmp_path / "held.csv"
+    with path.open("w", newline="") as file:
+        rows = [(text, label, "h0") for text, label in records(60)]
+        rows += [(text, swap[label], "h1") for text, label in records(60, seed=2)]
+        csv.writer(file).writerows([("text", "label", "holder"), *rows])
+    test = [(text, label, "h0") for text, label in records(30, seed=1)]
+    test += [(text, swap[label], "h1") for text, label in records(10, seed=3)] + [(*records(1)[0], "stranger")]
+    test_path = tmp_path / "held-test.csv"
+    with test_path.open("w", newline="") as file:
+        csv.writer(file).writerows([("text", "label", "holder"), *test])
+    found, bench = baselines_of([], [], data=str(path), test_data=str(test_path), client_column="holder")
+    assert bench.data.test_holders == (0,) * 30 + (1,) * 10 + (-1,)
+    assert found.alone_on_own == {0: pytest.approx(1.0, abs=0.1), 1: pytest.approx(1.0, abs=0.1)}
+    assert found.alone[0] == pytest.approx(31 / 41, abs=0.1)
 
 
 def test_of_many_holders_or_records_some_are_alone_each_with_all_that_it_has(monkeypatch):

@@ -95,6 +95,7 @@ def render(
             accountant=accountant,
             interval=summary.get("accuracy_interval"),
             accuracies=tables.accuracy_table(summary),
+            joining=tables.joining_table(summary),
             confusion=tables.confusion_table(summary),
             next_tokens=counts_next_tokens(summary),
             responses=tables.language_table(summary),

@@ -50,8 +50,7 @@ def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view:
 
     Args:
         clients: entries with client, num_records, rounds, epsilon_local, epsilon_rho, delta, bytes_up and
-            bytes_down; with epsilon_aggregate, if that view holds for all of them, and with alone_accuracy, if a
-            model of its own was trained for any of them.
+            bytes_down; with epsilon_aggregate, if that view holds for all of them.
         accountant: the one that computed the epsilons, such as `pld`; it is named in the caption.
         view: that was asked for, which comes first.
     """
@@ -60,13 +59,11 @@ def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view:
     views = [name for name in asked_first(view) if name != "aggregate" or has_aggregate]
     # Shorter than `aggregate`, so that 80 columns hold the table.
     epsilons = ("ε sum" if name == "aggregate" else f"ε {name}" for name in views)
-    alone = ["alone"] if any(client.get("alone_accuracy") is not None for client in clients) else []
-    headers = ("client", "records", *alone, "rounds", *epsilons, "δ", "sent", "received")
+    headers = ("client", "records", "rounds", *epsilons, "δ", "sent", "received")
     rows = tuple(
         (
             holder_label(client["client"], client.get("name")),
             f"{client['num_records']:,}",
-            *(format_percent(client.get("alone_accuracy")) for _ in alone),
             str(client["rounds"]),
             *(format_bound(client[f"epsilon_{name}"]) for name in views),
             format_delta(client["delta"]),
@@ -76,6 +73,35 @@ def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view:
         for client in clients
     )
     return TextTable(caption=f"Per client, final figures ({accountant}), ε at the row's δ", headers=headers, rows=rows)
+
+
+def joining_table(summary: Mapping[str, Any]) -> TextTable | None:
+    """What joining brings each holder: its own model's accuracy beside the federation's; None if no own one is known.
+
+    Both are tested on the holder's own test records, or on all where nobody knows whose they are.
+
+    Args:
+        summary: of a run.
+    """
+    clients = [client for client in summary["clients"] if client.get("own_alone_accuracy") is not None]
+    if clients:
+        tested, whose, together = "own_alone_accuracy", "its own test records", "own_accuracy"
+    else:
+        clients = [client for client in summary["clients"] if client.get("alone_accuracy") is not None]
+        tested, whose, together = "alone_accuracy", "all test records", ""
+    rows = tuple(
+        (
+            holder_label(client["client"], client.get("name")),
+            f"{client['num_records']:,}",
+            f"{client['num_own_test_records']:,}" if together else MISSING,
+            format_percent(client[tested]),
+            format_percent(client[together] if together else summary["accuracy"]),
+        )
+        for client in clients
+    )
+    headers = ("client", "records", "tests", "alone", "together")
+    caption = f"A linear probe of each holder's own, without privacy, or this run: accuracy on {whose}"
+    return TextTable(caption=caption, headers=headers, rows=rows) if rows else None
 
 
 def recurrence_table(clusters: Iterable[Mapping[str, Any]] | None) -> TextTable | None:
