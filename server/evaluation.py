@@ -19,7 +19,7 @@ from fedpriv.protocol import Broadcast, EvaluationRelease
 from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
 from server.bookkeeping import Books
 from server.exchange import Exchange, MalformedError, reason_of, wire_bytes
-from server.registration import Nodes
+from server.registration import Nodes, label_of
 from server.round import Receipts
 
 log = logging.getLogger("flwr")
@@ -106,7 +106,8 @@ def evaluate_privately(
                 receipts.take(client, reply)
             bytes_up[client] = wire_bytes(reply.content)
         except MalformedError as error:
-            log.warning("evaluation, client %s: %s", client, error)
+            who = "a stranger" if client is None else label_of(nodes, client)
+            log.warning("evaluation, %s: %s", who, error)
     books.settle_evaluation(_digests(releases))
     counts = [releases[client].counts for client in sorted(releases)]
     return PrivateEvaluation(

@@ -15,6 +15,7 @@ from fedpriv.deployment import keys
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import DataSet
 from fedpriv.protocol import Registration
+from fedpriv.texts import holder_label
 from server.exchange import reason_of
 
 log = logging.getLogger("flwr")
@@ -22,6 +23,13 @@ log = logging.getLogger("flwr")
 _POLL_SECONDS = 0.5
 
 Nodes = dict[int, tuple[int, Registration]]
+
+
+def label_of(nodes: Nodes, client: int) -> str:
+    """A holder by the name that it registered, with its partition id."""
+    return holder_label(client, nodes[client][1].name if client in nodes else None)
+
+
 """{partition id: (node id, registration)}"""
 
 NO_NODE = 0

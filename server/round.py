@@ -33,7 +33,7 @@ from fedpriv.training.local_update import UpdateSpec
 from fedpriv.vault.frames import REFUSED, RETIRED
 from server.bookkeeping import Books
 from server.exchange import MalformedError, Vector, reason_of, wire_bytes
-from server.registration import NO_NODE, Inquiry, Nodes, check_same, read_registration
+from server.registration import NO_NODE, Inquiry, Nodes, check_same, label_of, read_registration
 
 log = logging.getLogger("flwr")
 
@@ -97,6 +97,7 @@ class Round:
 
     Args:
         number: from 1.
+        nodes: of the run, whose names logs give.
 
     Attributes:
         requests: what each client was asked.
@@ -108,8 +109,9 @@ class Round:
         bytes_up, bytes_down: of each client in the exchanges around this one that secure aggregation needs.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, nodes: Nodes) -> None:
         self.number = number
+        self._nodes = nodes
         self.requests: dict[int, RoundRequest] = {}
         self.messages: dict[int, Message] = {}
         self.replies: dict[int, Message] = {}
@@ -161,7 +163,7 @@ class Round:
             if status.name == "retired":
                 retired[client] = status.detail or "its node's budget is spent"
             if status.detail:
-                log.warning("round %s, client %s: %s", self.number, client, status.detail)
+                log.warning("round %s, %s: %s", self.number, label_of(self._nodes, client), status.detail)
         return retired
 
     def _judge(self, client: int, reply: Message, read: Read) -> _Status:
@@ -347,7 +349,7 @@ class Receipts:
     """
 
     def __init__(self, path: Path, signers: Mapping[int, Sequence[str]], nodes: Nodes) -> None:
-        self._log, self._signers = ReceiptLog(path), signers
+        self._log, self._signers, self._nodes = ReceiptLog(path), signers, nodes
         self._data_sets = {client: registration.data_set for client, (_, registration) in nodes.items()}
         kept = self._log.newest()
         # Of several with one counter the first, that of the key which is registered now.
@@ -384,13 +386,13 @@ class Receipts:
     def _add(self, client: int, text: str) -> None:
         if not text or client not in self._signers:
             return
-        receipt, known = from_text(text), self._newest.get(client)
+        receipt, known, label = from_text(text), self._newest.get(client), label_of(self._nodes, client)
         if receipt.data_set != self._data_sets[client] or not receipt.is_of(self._signers[client][0]):
-            log.warning("client %s: its receipt is not of its data set and key, and is not kept", client)
+            log.warning("%s: its receipt is not of its data set and key, and is not kept", label)
             return
         if known is not None and receipt.counter <= known.counter:
             if receipt.digest != known.digest and receipt.counter == known.counter:
-                log.warning("client %s: signed two different charges as number %s", client, receipt.counter)
+                log.warning("%s: signed two different charges as number %s", label, receipt.counter)
             if receipt.digest != known.digest or receipt.signer == known.signer:
                 return
         self._newest[client] = receipt
@@ -410,5 +412,5 @@ def _signers(config: FederationSection, nodes: Nodes) -> dict[int, tuple[str, ..
             file = Path(config.node_keys) / f"{client}.pub"
             signers[client] = (keys.read_public_line(file), *keys.read_lines(file.with_suffix(keys.EARLIER)))
         except InputError as error:
-            log.warning("client %s: its receipts are not kept: %s", client, error)
+            log.warning("%s: its receipts are not kept: %s", label_of(nodes, client), error)
     return signers

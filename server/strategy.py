@@ -95,7 +95,7 @@ class RuleStrategy(Strategy):
         self._sums = SecureSums(config, nodes, run=run, exchange=self._exchange) if config.secure_aggregation else None
         self._attempt: Opened | None = None
         self._no_sum: ProtocolError | None = None
-        self._round = Round(0)
+        self._round = Round(0, nodes)
         self._rows: list[ClientRow] = []
         self._link: Grid
 
@@ -131,7 +131,7 @@ class RuleStrategy(Strategy):
     ) -> Iterable[Message]:
         """One message to each selected client, with the model and the instruction, once all of them are charged."""
         self.model = replace(self.model, adapter=dict(arrays.to_torch_state_dict()))
-        self._round, self._link, self._no_sum = Round(server_round), grid, None
+        self._round, self._link, self._no_sum = Round(server_round, self._nodes), grid, None
         return self._charged_messages(config)
 
     def _charged_messages(self, config: ConfigRecord) -> list[Message]:

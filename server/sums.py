@@ -31,6 +31,7 @@ from fedpriv.secure_aggregation.server import (
 )
 from fedpriv.training.local_update import UpdateSpec
 from server.exchange import Exchange, Vector, reason_of, wire_bytes
+from server.registration import label_of
 from server.round import Round
 
 log = logging.getLogger("flwr")
@@ -204,7 +205,8 @@ class SecureSums:
             round_.heard.add(client)
             if reply.has_error():
                 unanswered[client] = reason_of(reply)
-                log.warning("round %s, client %s, %s: %s", terms.round, client, kind, unanswered[client])
+                who = label_of(self._nodes, client)
+                log.warning("round %s, %s, %s: %s", terms.round, who, kind, unanswered[client])
             else:
                 round_.bytes_up[client] += wire_bytes(reply.content)
                 answers[client] = _text_of(reply)

@@ -45,12 +45,15 @@ def lines_to_type() -> list[str]:
     return typed + [made for made in re.findall(r"`(make \w+)`", README) if made not in typed]
 
 
-def start(line: str, folder: Path, *more: object) -> str:
-    """What a line prints, with this interpreter in place of that of .venv; it ends with success."""
+HERE = Path(sys.executable).parent
+
+
+def start(line: str, folder: Path, *more: object, programs: Path = HERE) -> str:
+    """What a line prints, with the programs of this environment or another one; it ends with success."""
     program, *words = shlex.split(line)
-    here = Path(sys.executable).parent / Path(program).name
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    command = [str(here), *words, *map(str, more)]
+    environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
+    environment |= {"COLUMNS": "100"} | ({"PYTHONPATH": str(ROOT)} if programs == HERE else {})
+    command = [str(programs / Path(program).name), *words, *map(str, more)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
@@ -70,9 +73,9 @@ def test_what_make_run_starts_ends_with_a_report(tmp_path):
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
 
 
-@pytest.mark.slow
-def test_own_data(tmp_path):
-    with (tmp_path / "messages.csv").open("w", newline="") as file:
+def check_own_data(folder: Path, programs: Path) -> None:
+    """Type every line about a stranger's own table, and look at what each says."""
+    with (folder / "messages.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["text", "department", "hospital"])
         for number in range(300):
@@ -82,15 +85,20 @@ def test_own_data(tmp_path):
     for line in (line for line in lines_to_type() if RUN_BY[line] == "test_own_data"):
         name = line.split()[1]
         quick = ["-c", "rounds=6", "-c", "lora_rounds=1"] if name == "run" else []
-        said[name] = start(line, tmp_path, *quick)
+        said[name] = start(line, folder, *quick, programs=programs)
     assert "300" in said["data"]
     assert "messages.toml" in said["init"]
     assert "Bruno" in said["run"]
-    assert (tmp_path / "results" / "messages" / "report.html").exists()
+    assert (folder / "results" / "messages" / "report.html").exists()
     assert re.search("cardiology|neurology", said["predict"])
-    assert (tmp_path / "classifier" / "modules.json").exists()
+    assert (folder / "classifier" / "modules.json").exists()
     assert "epsilon" in said["card"]
     assert "adapter_model.safetensors" in said["push"]
+
+
+@pytest.mark.slow
+def test_own_data(tmp_path):
+    check_own_data(tmp_path, HERE)
 
 
 @pytest.mark.slow

