@@ -108,8 +108,8 @@ class TerminalObserver:
             if limit := limit_of(config.target_epsilon, config.budget_epsilon):
                 whose = " of a person" if config.unit == "person" else ""
                 show(
-                    f"{limit[0]}: ε {limit[1]:.4g}{whose} on the {config.privacy_view} view, by pld; until the end figures "
-                    "are upper bounds by rdp",
+                    f"{limit[0]}: ε {limit[1]:.4g}{whose} on the {config.privacy_view} view, by pld; until the end "
+                    "figures are upper bounds by rdp",
                     highlight=False,
                 )
         if learning_rate is not None:

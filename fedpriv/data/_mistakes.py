@@ -459,6 +459,7 @@ def _id_columns(columns: CheckedColumns) -> Iterator[Finding]:
                 remedy = f"person_column = {name!r} makes it that of a person"
                 message += f"; an epsilon is that of one record ({remedy}, --person {shlex.quote(name)} counts them)"
             yield Finding("person_column", message)
-        elif not _cannot_be_ids(present) and num == len(present):
-            if _ID_NAME.search(name) or not any(" " in value for value in present):
-                yield Finding("id_column", f"column {name!r}: looks like an id, another one in each record")
+        elif _cannot_be_ids(present) or num < len(present):
+            continue
+        elif _ID_NAME.search(name) or not any(" " in value for value in present):
+            yield Finding("id_column", f"column {name!r}: looks like an id, another one in each record")

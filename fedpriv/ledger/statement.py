@@ -300,11 +300,12 @@ def render(page: Mapping[str, Any]) -> str:
     """The statement as one page of plain text."""
     bound = " (an upper bound)" if page["upper_bound_only"] else ""
     delta = f"{page['delta']:g}{bound}"
+    size = f"{page['num_records']} {what_is_counted(page['unit'])}"
     lines = [
         "PRIVACY STATEMENT",
         "",
         f"Client            {label(page['client'], page['name'])}{_NAME_NOTE if page['name'] else ''}",
-        f"Data set          {page['data_set']}, {page['num_records']} {what_is_counted(page['unit'])} when it was registered",
+        f"Data set          {page['data_set']}, {size} when it was registered",
         f"As of             {page['as_of']}",
         f"Protected         {page['adjacency']}",
         "",

@@ -190,8 +190,8 @@ def check_unit(spec: UpdateSpec, *, most: int) -> None:
         )
     if asked and spec.objective != COUNTS and (spec.noise_on != "gradients" or spec.clipping == "batch"):
         raise RefusedError(
-            f"noise_on = {spec.noise_on!r}, clipping = {spec.clipping!r}: a person is protected with noise on gradients, "
-            "and not by the rule batch"
+            f"noise_on = {spec.noise_on!r}, clipping = {spec.clipping!r}: protect no person; use gradients, and a rule "
+            "other than batch"
         )
 
 

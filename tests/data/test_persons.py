@@ -92,7 +92,7 @@ def test_max_records_draws_persons_with_all_records(table):
 def test_a_batch_is_of_persons(table):
     asked = {"client_column": "site", "recipe": "dp-lora-paper"}
     load(config_of(table, batch_size=20, **asked))
-    with pytest.raises(InputError, match="batch_size = 21: client 0 .* has only 20 persons; use at most 20"):
+    with pytest.raises(InputError, match=r"batch_size = 21: client 0 .* has only 20 persons; use at most 20"):
         load(config_of(table, batch_size=21, **asked))
 
 
