@@ -325,25 +325,25 @@ def _with_columns(
 
 
 def _with_person(answers: _Answers, table: datasets.Dataset, person: str | None, *, asks: bool) -> _Answers:
-    """The answers with the column of persons that is given, or asked for where one could hold them.
+    """The answers with the column of persons that is given, or asked for where one looks like it.
 
-    Where nobody answers, none is taken: ids that look like persons may be of letters, and that is told as a warning.
+    Where nobody answers, none is taken: only who holds the table knows whom an id is about.
     """
-    from fedpriv.data import looks_like_persons, values_of
-
-    if person is None and asks:
-        used = (answers.text, answers.label, answers.client)
-        alike = [
-            name
-            for name in table.column_names
-            if name not in used
-            and looks_like_persons(name, [v if v is None else str(v) for v in values_of(table, name)])
-        ]
-        answer = _ask("Which column says whom a record is about (- for none)?", alike[0] if alike else "-")
+    if person is None and asks and (alike := _like_persons(answers, table)):
+        answer = _ask("Which column says whom a record is about (- for none)?", alike[0])
         person = "" if answer == "-" else answer
     if person and person not in table.column_names:
         raise InputError(f"person = {person!r}: no such column; there are {', '.join(table.column_names)}")
     return replace(answers, person=person or "")
+
+
+def _like_persons(answers: _Answers, table: datasets.Dataset) -> list[str]:
+    """The columns without another role that look like persons."""
+    from fedpriv.data import looks_like_persons, values_of
+
+    free = [name for name in table.column_names if name not in (answers.text, answers.label, answers.client)]
+    values = {name: [None if each is None else str(each) for each in values_of(table, name)] for name in free}
+    return [name for name in free if looks_like_persons(name, values[name])]
 
 
 def _undecided(rivals: Mapping[str, int]) -> str:

@@ -47,6 +47,8 @@ FLOATS_PER_VALUE = 8
 
 # For each value of a person's mean: float64, and as much again while rows are added to it.
 _BYTES_OF_A_MEAN = 16
+# Means take one of so many equal parts of the memory limit.
+_PARTS_OF_MEMORY = 4
 
 
 def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
@@ -153,8 +155,8 @@ def clients_at_once(model: TrainingModel) -> int:
 
 
 def persons_at_once(model: TrainingModel, num_values: int) -> int:
-    """The number of persons whose mean gradients, of so many values, fit the memory limit; at least 1."""
-    return max(1, model.memory_limit // (_BYTES_OF_A_MEAN * num_values))
+    """The number of persons whose mean gradients, of so many values, fit a part of the memory limit; at least 1."""
+    return max(1, model.memory_limit // (_PARTS_OF_MEMORY * _BYTES_OF_A_MEAN * num_values))
 
 
 def _one_stack(model: TrainingModel, tasks: Sequence[UpdateTask]) -> Sequence[ClientUpdate | Exception]:

@@ -201,9 +201,10 @@ def _of_evaluation(
     work = 0.0
     if _is_derived(holder):
         one_record, text = _evaluation_seconds.setdefault(bench, one_record), _seconds_of_text(bench, config)
-        most = max(1, spec.max_records_per_person)
-        num_aside = most * _most_aside(_most_units(holder, data_set) - 1, config.test_fraction, data_set)
-        work = _most_records(holder, data_set, spec.max_records_per_person) * text + num_aside * (one_record + text)
+        number, num_units = _most_records(holder, data_set, spec.max_records_per_person), _most_units(holder, data_set)
+        num_aside = _most_aside(num_units - 1, config.test_fraction, data_set)
+        kept, counted = number // num_units, max(1, spec.max_records_per_person)
+        work = number * text + num_aside * (counted * one_record + kept * text)
         work += _Ledger.of(bench, holder, data_set).seconds
     return ReplyTime(seconds=_public(work, broadcast.adapter, holder, config))
 

@@ -12,6 +12,7 @@ import pytest
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.config import parse
+from fedpriv.data import load
 from fedpriv.errors import InputError
 from fedpriv.ledger.statement import statement_text
 from server.observer import LogObserver
@@ -98,5 +99,5 @@ def test_sums_of_persons_are_charged_as_persons(small_run, table, tmp_path):
 def test_canaries_are_persons(small_run, table, tmp_path):
     values = small_run | {"data": str(with_persons(table, tmp_path / "t.csv", 3)), "person_column": "patient"}
     found = run(values, tmp_path / "audited", audit="tokens", audit_canaries=6)
-    assert sizes_of(found) == [number + 6 for number in NUM_PERSONS]
+    assert sizes_of(found) == [client.num_units + 6 for client in load(parse(values)).clients]
     assert found["audit"]["claimed_epsilon"] == found["epsilon_local_max"]
