@@ -229,7 +229,7 @@ def _has_persons(config: DataSection) -> bool:
 
 
 def _persons_of(table: datasets.Dataset, config: DataSection) -> tuple[str, ...] | None:
-    """Whom each record is about; None where the unit is the record."""
+    """The person that each record names; None where the unit is the record."""
     if not _has_persons(config):
         return None
     return tuple(name or "" for name in labels_of(table, config.person_column))

@@ -92,7 +92,7 @@ class UpdateSpec:
 
     @property
     def unit(self) -> Unit:
-        """What the update's event protects."""
+        """The unit that the event of the update protects."""
         if self.noise_on == "upload":
             return "client"
         return "person" if self.max_records_per_person else "record"
