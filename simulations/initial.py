@@ -250,7 +250,7 @@ def _persons(person: str) -> list[str]:
         ]
     return [
         "# An epsilon protects one record; with this key, one person with all records at one holder:",
-        '# person_column = "patient"',
+        '# person_column = "mrn"',
     ]
 
 

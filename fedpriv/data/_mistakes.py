@@ -6,6 +6,7 @@ Findings look at all records at once, so they are for the eyes of those who hold
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import unicodedata
@@ -439,7 +440,7 @@ def looks_like_persons(name: str, values: Values) -> bool:
     if _cannot_be_ids(present):
         return False
     if _PERSON_NAME.search(name):
-        return 2 * num >= len(present) ** 0.5
+        return 2 * num >= math.sqrt(len(present))
     return bool(_ID_NAME.search(name)) and len(present) <= _MOST_OF_A_PERSON * num and num < len(present)
 
 
