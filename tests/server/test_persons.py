@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
@@ -17,23 +16,11 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.statement import statement_text
 from server.observer import LogObserver
 from simulations.engines import federation
+from tests.tiny import with_persons
 
 Z_EVALUATION = 4.0
 # At each site, where a person has three records: site-0 has three of seven rows.
 NUM_PERSONS = [35, 23, 23]
-
-
-def with_persons(table: Path, path: Path, of: int) -> Path:
-    """The table with a column of persons, of so many records each, at one site each."""
-    with table.open(newline="") as file:
-        header, *rows = csv.reader(file)
-    seen: dict[str, int] = {}
-    for row in rows:
-        number = seen[row[2]] = seen.get(row[2], -1) + 1
-        row.append(f"{row[2]} P{number // of:03}")
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([[*header, "patient"], *rows])
-    return path
 
 
 def run(values, out: Path, **changes) -> dict:
