@@ -86,7 +86,10 @@ class Broadcast:
 
 def request_digest(broadcast: Broadcast, spec: UpdateSpec | EvaluationSpec) -> str:
     """SHA-256, in hex, of all that a release depends on, except the data, the noise and the key's other parts."""
-    digest = hashlib.sha256(repr(sorted(asdict(spec).items())).encode())
+    fields_ = asdict(spec)
+    if not spec.max_records_per_person:  # so that a request of records has the digest that it had before persons
+        del fields_["max_records_per_person"]
+    digest = hashlib.sha256(repr(sorted(fields_.items())).encode())
     for part, tensors in broadcast.tensors().items():
         for name, tensor in sorted(tensors.items()):
             digest.update(f"{part} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())

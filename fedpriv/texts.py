@@ -24,6 +24,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def what_is_counted(unit: str | None) -> str:
+    """The word for what N_k counts: `persons` where an epsilon is that of a person, else `records`."""
+    return "persons" if unit == "person" else "records"
+
+
 def holder_label(client: int | str, name: str | None) -> str:
     """A data holder by its name with its partition id, such as `St. Anna (0)`; by its id alone if it has no name.
 

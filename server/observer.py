@@ -116,7 +116,7 @@ class LogObserver:
         self._last_line = time.monotonic()
         kind = f"z = {config.noise_multiplier}" if config.noise_multiplier else "comparison, z = 0"
         sizes = ", ".join(f"{holder_label(r.client, r.name)}: {r.num_records}" for r in registrations)
-        log.info("run with %s; records: %s", kind, sizes)
+        log.info("run with %s; %ss: %s", kind, config.unit, sizes)
         if learning_rate is not None:
             log.info("%s", described(learning_rate))
 

@@ -46,7 +46,7 @@ from fedpriv.runs.show import (
     language_table,
     views_text,
 )
-from fedpriv.texts import printable
+from fedpriv.texts import printable, what_is_counted
 from server.observer import RunProgress, described
 
 _MOST_NAMES = 8
@@ -102,13 +102,14 @@ class TerminalObserver:
             f"private run, z = {config.noise_multiplier:.4g}" if private else "comparison run, z = 0, clipping kept"
         )
         if private:
-            show(_who(registrations), highlight=False, markup=False)
+            show(_who(registrations, config.unit), highlight=False, markup=False)
             show(f"{config.model}, LoRA rank {config.rank}, noise source: {config.noise_source}", markup=False)
             show(_rounds(config), highlight=False)
             if limit := limit_of(config.target_epsilon, config.budget_epsilon):
+                whose = " of a person" if config.unit == "person" else ""
                 show(
-                    f"{limit[0]}: ε {limit[1]:.4g} on the {config.privacy_view} view, by pld; until the end figures "
-                    "are upper bounds by rdp",
+                    f"{limit[0]}: ε {limit[1]:.4g}{whose} on the {config.privacy_view} view, by pld; until the end "
+                    "figures are upper bounds by rdp",
                     highlight=False,
                 )
         if learning_rate is not None:
@@ -217,11 +218,11 @@ def _bar(share: float, room: int) -> str:
     return _BAR * num_done + "·" * (length - num_done)
 
 
-def _who(registrations: Sequence[Registration]) -> str:
-    """The clients with their numbers of records, or some of them."""
+def _who(registrations: Sequence[Registration], unit: str) -> str:
+    """The clients with their numbers of records, or persons; or some of them."""
     shown = [f"{printable(r.name)} {r.num_records:,}" for r in registrations[:_MOST_NAMES]]
     more = [f"{len(registrations) - len(shown):,} more"] if len(registrations) > len(shown) else []
-    return f"{len(registrations)} clients, by records: {', '.join([*shown, *more])}"
+    return f"{len(registrations)} clients, by {what_is_counted(unit)}: {', '.join([*shown, *more])}"
 
 
 def _rounds(config: RunConfig) -> str:
@@ -393,7 +394,8 @@ _ALARM = "bold red"
 
 def _closing(console: Console, folder: Path, summary: dict[str, Any]) -> None:
     """Print what a run reached and what it cost, which the run's folder has too."""
-    console.print(_clients(client_table(summary["clients"], summary["accountant"], view=summary["privacy_view"])))
+    view, unit = summary["privacy_view"], summary.get("unit")
+    console.print(_clients(client_table(summary["clients"], summary["accountant"], view=view, unit=unit)))
     if (responses := language_table(summary)) is not None:
         console.print(_shown(responses))
         for line in changes(summary):

@@ -49,6 +49,7 @@ class _Answers:
         layout: whose keys say how the table is read.
         text, label: columns.
         client: column that says who holds a record; empty deals the records out to five simulated holders.
+        person: column that says whom a record is about; empty protects records.
         epsilon: that this run may cost each holder; None for the default, within the budget.
         budget: epsilon that all runs together may cost each holder; None for none.
         test_data: the server's own records; empty for none.
@@ -60,6 +61,7 @@ class _Answers:
     text: str = ""
     label: str = ""
     client: str = ""
+    person: str = ""
     epsilon: float | None = None
     budget: float | None = None
     test_data: Path | None = None
@@ -71,6 +73,7 @@ def init(
     text: Annotated[str, typer.Option(help="Column with the text.")] = "",
     label: Annotated[str, typer.Option(help="Column with the class to be predicted.")] = "",
     client: Annotated[str | None, typer.Option(help="Column that says who holds a record; '' for none.")] = None,
+    person: Annotated[str | None, typer.Option(help="Column that says whom a record is about; '' for none.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="What this run may cost each holder.")] = None,
     budget: Annotated[float | None, typer.Option(help="What all runs together may cost each holder.")] = None,
     test_data: Annotated[Path | None, typer.Option(help="File with the server's own test records.")] = None,
@@ -90,7 +93,7 @@ def init(
 
         fedpriv init letters.csv
 
-        fedpriv init letters.csv --text text --label department --client hospital --epsilon 4
+        fedpriv init letters.csv --text text --label department --client hospital --person patient --epsilon 4
     """
     try:
         asks = sys.stdin.isatty()
@@ -106,6 +109,7 @@ def init(
             data=data, layout=layout, epsilon=epsilon, budget=budget, test_data=test_data, public=public_data
         )
         answers = _with_columns(answers, table, text, label, client, asks=asks)
+        answers = _with_person(answers, table, person, asks=asks)
         if epsilon is None and budget is None and asks:
             typer.echo(_ABOUT_PRIVACY)
             answers = _with_privacy(answers, _ask("How much privacy?", str(_DEFAULT_EPSILON)))
@@ -118,7 +122,8 @@ def init(
     for line in warnings:
         typer.echo(f"warning: {printable(line)}", err=True)
     held = repr(answers.client) if answers.client else "none: records are dealt out"
-    typer.echo(f"{place}: text {answers.text!r}, label {answers.label!r}, client {held}")
+    protected = f", each person of {answers.person!r} protected" if answers.person else ""
+    typer.echo(f"{place}: text {answers.text!r}, label {answers.label!r}, client {held}{protected}")
     typer.echo(f"next: fedpriv run {shlex.quote(str(place))}")
 
 
@@ -194,6 +199,7 @@ def _to_toml(answers: _Answers, *, folder: Path) -> str:
         _line(label_column=answers.label),
         *_layout(answers.layout),
         *_holders(answers.client),
+        *_persons(answers.person),
         "",
         *_test_set(answers),
         "",
@@ -233,6 +239,18 @@ def _holders(client: str) -> list[str]:
         "# No column says who holds a record, so they are dealt out to simulated holders.",
         _line(partition="iid"),
         _line(num_clients=5),
+    ]
+
+
+def _persons(person: str) -> list[str]:
+    if person:
+        return [
+            "# Each value of this column is a person, whom an epsilon protects with all records at one holder.",
+            _line(person_column=person),
+        ]
+    return [
+        "# An epsilon protects one record; with this key, one person with all records at one holder:",
+        '# person_column = "mrn"',
     ]
 
 
@@ -304,6 +322,28 @@ def _with_columns(
     if len(set(filter(None, chosen))) < len([name for name in chosen if name]):
         raise InputError(f"columns = {', '.join(chosen)!r}: must be different ones")
     return replace(answers, text=chosen[0], label=chosen[1], client=chosen[2])
+
+
+def _with_person(answers: _Answers, table: datasets.Dataset, person: str | None, *, asks: bool) -> _Answers:
+    """The answers with the column of persons that is given, or asked for where one looks like it.
+
+    Where nobody answers, none is taken: only who holds the table knows whom an id is about.
+    """
+    if person is None and asks and (alike := _like_persons(answers, table)):
+        answer = _ask("Which column says whom a record is about (- for none)?", alike[0])
+        person = "" if answer == "-" else answer
+    if person and person not in table.column_names:
+        raise InputError(f"person = {person!r}: no such column; there are {', '.join(table.column_names)}")
+    return replace(answers, person=person or "")
+
+
+def _like_persons(answers: _Answers, table: datasets.Dataset) -> list[str]:
+    """The columns without another role that look like persons."""
+    from fedpriv.data import looks_like_persons, values_of
+
+    free = [name for name in table.column_names if name not in (answers.text, answers.label, answers.client)]
+    values = {name: [None if each is None else str(each) for each in values_of(table, name)] for name in free}
+    return [name for name in free if looks_like_persons(name, values[name])]
 
 
 def _undecided(rivals: Mapping[str, int]) -> str:

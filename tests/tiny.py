@@ -35,6 +35,19 @@ def write_table(path: Path, num_records: int = 240, *, seed: int = 0) -> Path:
     return path
 
 
+def with_persons(table: Path, path: Path, of: int) -> Path:
+    """The table with a column of persons, of so many records each, at one site each."""
+    with table.open(newline="") as file:
+        header, *rows = csv.reader(file)
+    seen: dict[str, int] = {}
+    for row in rows:
+        number = seen[row[2]] = seen.get(row[2], -1) + 1
+        row.append(f"{row[2]} P{number // of:03}")
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([[*header, "patient"], *rows])
+    return path
+
+
 VOCABULARY = 60
 
 # Two records of token ids, the second one padded.

@@ -46,6 +46,12 @@ def init(
     prompt_column: Annotated[str, typer.Option(help="Column with prompts, for models that answer.")] = "",
     response_column: Annotated[str, typer.Option(help="Column with the responses to them, which are learned.")] = "",
     messages_column: Annotated[str, typer.Option(help="Or a column with lists of chat messages.")] = "",
+    person_column: Annotated[
+        str, typer.Option(help="Column that says whom a record is about: the node then protects persons.")
+    ] = "",
+    max_records_per_person: Annotated[
+        int | None, typer.Option(help="The most records of a person that are kept; by default 8.", min=1)
+    ] = None,
     separator: Annotated[str, typer.Option(help="Of a CSV file: auto (its header), comma, semicolon, tab.")] = "auto",
     encoding: Annotated[str, typer.Option(help="Of a CSV or JSONL file: utf-8, latin-1 or cp1252.")] = "utf-8",
     table_checks: Annotated[str, typer.Option(help="On a likely mistake in the records: refuse or warn.")] = "refuse",
@@ -80,6 +86,7 @@ def init(
             labels = _asked("labels", "Labels a,b,c, in the order that all holders agreed on")
         if budget_epsilon is None and (answer := _asked("budget-epsilon", "Epsilon that all runs together may spend")):
             budget_epsilon = _number("budget-epsilon", answer)
+        own |= {"person_column": person_column, "max_records_per_person": max_records_per_person}
         own |= {"separator": separator, "encoding": encoding, "table_checks": table_checks}
         own |= {"labels": _names(labels), "data": data.expanduser().absolute()}
     made = folder.make(
@@ -109,7 +116,7 @@ def _tell(made: Made, quoted: str) -> None:
         for line in made.found.lines():
             typer.echo(line)
         typer.echo(f"registered N_k = {made.data_set.num_records}, data set {made.data_set.id}")
-        if made.data_set.num_records != made.found.num_records:
+        if made.data_set.num_records != made.found.num_units:
             typer.echo(f"note: {node.vault.ledger} had registered this number before, and it stays")
     _tell_keys(node)
     steps = [f"approve-model {quoted} MODEL"] if made.found is not None else []

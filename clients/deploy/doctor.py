@@ -95,13 +95,14 @@ def _newest(vault: VaultSettings) -> str:
 
 
 def _columns(vault: VaultSettings) -> str:
-    """The columns of a record that are read."""
+    """The columns of a record that are read, and who is protected."""
     records.check_columns(vault)
+    protected = f"; protects the persons in {vault.person_column!r}" if vault.person_column else ""
     if vault.messages_column:
-        return f"chats in {vault.messages_column!r}"
+        return f"chats in {vault.messages_column!r}{protected}"
     if vault.prompt_column:
-        return f"prompts in {vault.prompt_column!r}, their responses in {vault.response_column!r}"
-    return f"texts in {vault.text_column!r}"
+        return f"prompts in {vault.prompt_column!r}, their responses in {vault.response_column!r}{protected}"
+    return f"texts in {vault.text_column!r}{protected}"
 
 
 def _labels(vault: VaultSettings) -> str:

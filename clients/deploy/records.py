@@ -24,7 +24,8 @@ class Found:
     """The figures of a file of records.
 
     Attributes:
-        num_records: N_k, of the whole file, whatever label a record has.
+        num_records: of the whole file, whatever label a record has.
+        num_persons: whom these are about, whatever labels a person's records have; None where the unit is the record.
         counts: number of records of each agreed label, in the agreed order.
         num_other_labels: records with a label that was not agreed on; nothing trains on them.
         num_without_label: records that have none.
@@ -34,6 +35,7 @@ class Found:
     """
 
     num_records: int
+    num_persons: int | None
     counts: Mapping[str, int]
     num_other_labels: int
     num_without_label: int
@@ -41,13 +43,21 @@ class Found:
     warnings: Sequence[str]
     content: bytes = field(repr=False)
 
+    @property
+    def num_units(self) -> int:
+        """N_k: persons, or records where these are the unit."""
+        return self.num_records if self.num_persons is None else self.num_persons
+
     def lines(self) -> list[str]:
         """The lines that tell the operator."""
         found = [f"found {self.num_records} records, {self.num_empty} of them empty"]
+        if self.num_persons is not None:
+            found.append(f"they are about {self.num_persons} persons, whom the node protects and registers")
         if self.counts:
             found.append("labels: " + ", ".join(f"{label} {number}" for label, number in self.counts.items()))
             others = f"{self.num_other_labels} records have another label and {self.num_without_label} have none"
-            found.append(f"{others}: they count in N_k, and nothing trains on them")
+            counted = "they count in N_k, and " if self.num_persons is None else ""
+            found.append(f"{others}: {counted}nothing trains on them")
         return [*found, *(f"warning: {line}" for line in self.warnings)]
 
 
@@ -137,6 +147,9 @@ def find(vault: VaultSettings) -> Found:
     counts = {label: labels[label] for label in vault.labels}
     return Found(
         num_records=len(records),
+        num_persons=len({record.person for record in records if record.person.strip()})
+        if vault.person_column
+        else None,
         counts=counts,
         num_other_labels=labels.total() - sum(counts.values()),
         num_without_label=num_without_label,
@@ -159,6 +172,7 @@ def _columns(records: Sequence[OwnRecord], vault: VaultSettings) -> CheckedColum
     return CheckedColumns(
         texts=texts,
         labels=[record.label for record in records] if vault.labels else (),
+        persons=[record.person for record in records] if vault.person_column else (),
         classes=vault.labels,
         places=[record.place for record in records],
         unit=source.unit,
@@ -170,6 +184,7 @@ def _content(records: Sequence[OwnRecord], vault: VaultSettings) -> bytes:
     from fedpriv.data import TextData
 
     source = vault.source
+    records = [record for record in records if not source.person_column or record.person.strip()]
     usable = [record for record in records if not vault.labels or record.label in vault.labels]
     has_pairs = source.instructs or bool(source.text_pair_column)
     read = TextData(
@@ -208,8 +223,8 @@ def register(
     from fedpriv.ledger.ledger import Ledger
     from fedpriv.vault import rule_note
 
-    client, delta = str(vault.partition_id), vault.delta or default_delta(found.num_records)
-    planned = DataSet(id="", client=client, num_records=found.num_records, delta=delta)
+    client, delta = str(vault.partition_id), vault.delta or default_delta(found.num_units)
+    planned = DataSet(id="", client=client, num_records=found.num_units, delta=delta)
 
     def note() -> str | None:
         if vault.budget_epsilon is None:
@@ -229,7 +244,7 @@ def register(
                 f"data = {str(vault.data)!r}: holds the same records as data set {same} of {ledger}; what was spent on "
                 "them counts, so name a file of other records in vault.toml"
             )
-        made = opened.register(client, found.num_records, delta, note=disjoint, bound=note())
+        made = opened.register(client, found.num_units, delta, note=disjoint, bound=note())
         opened.log_content(made, found.content)
     if is_new:
         ledger.chmod(0o600)

@@ -32,6 +32,9 @@ from fedpriv.training.workbench import Workbench
 
 Flags = npt.NDArray[np.bool_]
 
+# The name of the person that a canary is about, where persons are the unit.
+_CANARY = "fedpriv: canary"
+
 
 def inclusions(num: int, source: RandomSource) -> Flags:
     """Which canaries are included, bool [num], each with probability 1/2.
@@ -101,7 +104,7 @@ def mislabelled_canaries(records: Records, *, num_labels: int, source: RandomSou
 
 
 def inserted(records: Records, canaries: Records, included: Flags) -> Records:
-    """The records, followed by the included canaries.
+    """The records, followed by the included canaries; where persons are the unit, each is the one record of a person.
 
     Raises:
         InputError: the number of coins is not that of the canaries.
@@ -111,7 +114,10 @@ def inserted(records: Records, canaries: Records, included: Flags) -> Records:
     chosen = canaries.part(np.flatnonzero(included).tolist())
     features = {name: records.features[name] + chosen.features[name] for name in records.features}
     unusable = torch.tensor([not usable(item) for item in [*records.items(), *chosen.items()]], dtype=torch.bool)
-    return Records(features, torch.cat([records.labels, chosen.labels]), records.pad_token_id, unusable)
+    persons = records.persons
+    if persons is not None:
+        persons += tuple(f"{_CANARY} {index}" for index in range(len(chosen)))
+    return Records(features, torch.cat([records.labels, chosen.labels]), records.pad_token_id, unusable, persons)
 
 
 def _below(end: int, num: int, source: RandomSource) -> Tensor:
@@ -159,8 +165,8 @@ class AuditedClient:
         records: its training data: its own records and the included canaries.
         canaries: all of them, included or not.
         included: bool [canaries]; known to the auditor only.
-        num_registered: N_k, own records and all canaries, included or not, so that it does not depend on the coins.
-            Sampling probability, delta and weights derive from it.
+        num_registered: N_k, own records, or persons, and all canaries, included or not, so that it does not depend on
+            the coins. Sampling probability, delta and weights derive from it.
     """
 
     records: Records
@@ -212,7 +218,7 @@ def audited_client(
         records=inserted(own, canaries, included),
         canaries=canaries,
         included=included,
-        num_registered=len(own) + plan.num,
+        num_registered=own.num_units + plan.num,
     )
 
 

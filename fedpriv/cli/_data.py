@@ -52,7 +52,7 @@ def check(
     repeated, rare classes, columns of ids. A run refuses some of them. With `--fix`, a cleaned copy is written: one
     spelling for each name, no empty records, none twice; every change is listed.
 
-    With a column of persons, also how many have several records: epsilon is that of one record.
+    With a column of persons, also how many have several records, and who is named in two spellings or not at all.
 
     With prompts and a model, also how many responses are cut, and three records as the model sees them.
 
@@ -162,8 +162,8 @@ def _about_persons(values: Mapping[str, Any]) -> list[str]:
         return []
     return [
         "",
-        f"An epsilon is that of one record. The person with most has {most}, and is protected as a group of {most} "
-        "(docs/privacy.md).",
+        f"With this person_column an epsilon is that of one person with all records at one client. Without it, it is "
+        f"that of one record, and the person with most, {most}, is protected as a group of {most} (docs/privacy.md).",
     ]
 
 

@@ -91,6 +91,9 @@ def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
         shown.discard("epsilon_aggregate")
     headings = {name: heading for name, heading in HEADINGS.items() if name in shown}
     named = [{**row, "client": label(row["client"], row["name"]), "data_set": row["data_set"][:12]} for row in rows]
+    named = [
+        each | ({"num_records": f"{each['num_records']} persons"} if each["unit"] == "person" else {}) for each in named
+    ]
     cells = [{heading: row.get(name) for name, heading in headings.items()} for row in named]
     return table(cells, list(headings.values()))
 

@@ -118,6 +118,15 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     """the column with the label"""
     client_column: Annotated[str, Fact.RECORDS] = ""
     """the column that names the holder of each record"""
+    unit: Annotated[Literal["record", "person"], Fact.RECORDS | Fact.LATER] = "record"
+    """whom an epsilon protects: one `record`, or one `person` with all records at one client. A `person_column` implies
+    `person`; then N_k, B and q count persons, and a person's records have one clipped gradient, of their mean
+    ([docs/privacy.md](privacy.md#persons))"""
+    person_column: Annotated[str, Fact.RECORDS | Fact.LATER] = ""
+    """the column that says whom each record is about. With `data = on-nodes` each node names its own"""
+    max_records_per_person: Annotated[Count, Fact.LATER] = 8
+    """m: of a person who is drawn, at most so many records, drawn anew in each step, with `unit = person`. Everyone may
+    know it; time and memory are for so many records of each person"""
     labels: Annotated[Names, Fact.RELEASE | Fact.RECORDS] = ()
     """the classes; records with other labels are omitted. By default the labels of the training records"""
     partition: Annotated[Literal["auto", "natural", "iid", "dirichlet", "sizes"], Fact.RECORDS] = "auto"
@@ -127,12 +136,13 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     num_clients: Annotated[Count, Fact.RECORDS] = 5
     """the number of clients, for `iid` and `dirichlet`; with `on-nodes`, of nodes that the run waits for"""
     client_sizes: Annotated[Sizes, Fact.RECORDS] = ()
-    """the numbers of records of the clients, for `partition = sizes`, such as `[1200, 1000, 800]`"""
+    """the numbers of records of the clients, or of persons with `unit = person`, for `partition = sizes`, such as
+    `[1200, 1000, 800]`"""
     dirichlet_alpha: Annotated[Positive, Fact.RECORDS] = 0.5
     """the concentration of `partition = dirichlet`; smaller values give more uneven clients"""
     max_records: Annotated[int, Field(ge=0), Fact.RECORDS] = 0
-    """the most training records of each simulated client, drawn with the seed; 0 takes all. Not with `data =
-    on-nodes`"""
+    """the most training records of each simulated client, or persons with `unit = person`, drawn with the seed; 0 takes
+    all. Not with `data = on-nodes`"""
     public_data: bool = False
     """your statement that nobody's privacy depends on the data; it permits a comparison run without noise"""
 
@@ -140,6 +150,11 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     def instructs(self) -> bool:
         """Whether records are prompts with responses, which alone are learned."""
         return bool(self.prompt_column or self.messages_column)
+
+    @property
+    def most_of_a_person(self) -> int:
+        """m, at most how many records of a person count in a step; 0 where the unit is the record."""
+        return self.max_records_per_person if self.unit == "person" else 0
 
     @property
     def data_are_public(self) -> bool:
@@ -158,6 +173,14 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
             raise ValueError(
                 f"max_records = {self.max_records}: with data = on-nodes every node uses all of its own records; use 0"
             )
+
+    def _check_unit(self) -> None:
+        if self.unit == "record" and self.person_column:
+            raise ValueError(
+                f"unit = record: person_column = {self.person_column} is for unit = person; leave one of the two out"
+            )
+        if self.unit == "person" and not self.person_column and self.data not in (EMBEDDED, ON_NODES):
+            raise ValueError("unit = person: needs person_column, the column that says whom a record is about")
 
     def _check_partition(self) -> None:
         if self.partition == "natural" and not self.client_column:

@@ -91,7 +91,7 @@ _WITH_SECURE_AGGREGATION: Mapping[str, Any] = {"mechanism": FOR_SUMS, "privacy_v
 
 LEFT_TO_RECIPES = frozenset(
     {
-        *("recipe", "task", "min_clients"),
+        *("recipe", "task", "unit", "min_clients"),
         *_WITH_SECURE_AGGREGATION,
         *(key for preset in _PRESETS.values() for key in preset),
         *(key for key, without_effect in _ONLY_IN_FEDPRIV.items() if not without_effect),
@@ -105,7 +105,8 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Without a `recipe` it is `fedpriv`, unless a value asks for what that has no part in: a batch size, several local
     steps, another optimizer, clipping rule or mechanism, noise on the upload, or a rule that is no sum of LoRA.
-    Columns of prompts or chat messages imply a causal model, and the recipe `instruction`.
+    Columns of prompts or chat messages imply a causal model, and the recipe `instruction`; one of persons implies that
+    these are the unit.
     A noise multiplier without a `target_epsilon` leaves out the recipe's target, and secure aggregation has the noise
     and the view that it is for, and needs every client's upload. The value `by recipe` is that of a key that is left
     out.
@@ -113,6 +114,8 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in values.items() if value != BY_RECIPE}
     if values.get("prompt_column") or values.get("messages_column"):
         values.setdefault("task", "CAUSAL_LM")
+    if values.get("person_column"):
+        values.setdefault("unit", "person")
     recipe = values.setdefault("recipe", _implied(values))
     presets = dict(_PRESETS[recipe]) if recipe in list(RECIPES) else {}
     if recipe == "instruction" and "batch_size" in values:

@@ -316,6 +316,19 @@ class RunConfig(
         if self.noise_on == "upload":
             raise ValueError("audit: canaries are records; noise_on = upload protects whole clients")
 
+    def _check_persons(self) -> None:
+        """Refuse what has no proof for a person's records together."""
+        if self.unit != "person":
+            return
+        if self.noise_on == "upload":
+            raise ValueError(
+                "noise_on = upload: protects whole clients, and unit = person persons; leave one of the two out"
+            )
+        if self.clipping == "batch":
+            raise ValueError(
+                "clipping = batch: clips the mean of records; unit = person needs joint, split or per-tensor"
+            )
+
     def _check_private_evaluation(self) -> None:
         if self.evaluation_noise_multiplier is None:
             return
@@ -324,7 +337,7 @@ class RunConfig(
             raise ValueError(f"{key}: with test_data the server has a test set of its own; leave one of the two out")
         if self.noise_on == "upload":
             raise ValueError(
-                f"{key}: protects records, noise_on = upload whole clients; the two have no common epsilon"
+                f"{key}: protects {self.unit}s, noise_on = upload whole clients; the two have no common epsilon"
             )
         if self.audit:
             raise ValueError(f"{key}: an audit puts canaries among all of a client's records; leave one of the two out")

@@ -47,6 +47,9 @@ class _CommonKeys(TypedDict, total=False):
     answers: Sequence[str]
     label_column: str
     client_column: str
+    unit: Literal["record", "person"]
+    person_column: str
+    max_records_per_person: int
     labels: Sequence[str]
     partition: Literal["auto", "natural", "iid", "dirichlet", "sizes"]
     num_clients: int

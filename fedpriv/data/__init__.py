@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fedpriv.data._mistakes import CheckedColumns as CheckedColumns
     from fedpriv.data._mistakes import Finding as Finding
     from fedpriv.data._mistakes import Roles as Roles
+    from fedpriv.data._mistakes import looks_like_persons as looks_like_persons
     from fedpriv.data._mistakes import mistakes as mistakes
     from fedpriv.data._mistakes import refused as refused
     from fedpriv.data._own import OwnRecord as OwnRecord

@@ -74,7 +74,7 @@ def describe(
 
 
 def _persons(table: datasets.Dataset, person: str, client: str) -> dict[str, int]:
-    """The number of persons, and what of them exceeds the unit of privacy, which is one record of one client.
+    """The number of persons, and how many have several records, or records at several clients.
 
     Args:
         table: the records.

@@ -15,6 +15,7 @@ from fedpriv.data._mistakes import (
     CheckedColumns,
     Finding,
     Roles,
+    Values,
     by_folded,
     folded,
     is_empty,
@@ -46,9 +47,9 @@ class Mended:
 def write_mended(table: Table, roles: Roles, out: Path, *, keep: Collection[str] = ()) -> Mended:
     """Write a copy of a table in which names have one spelling, and every record has what a run needs, once.
 
-    Names of clients and labels lose blanks around them and take the most frequent spelling, or the label agreed on; a
-    likely misspelt client takes the name that is meant. Records without client, label or text go, and so do those that
-    repeat an earlier one in every column. All else is as it was.
+    Names of clients, persons and labels lose blanks around them and take the most frequent spelling, or the label
+    agreed on; a likely misspelt client takes the name that is meant. Records without client, person, label or text go,
+    and so do those that repeat an earlier one in every column. All else is as it was.
 
     Args:
         table: that is left alone.
@@ -64,7 +65,7 @@ def write_mended(table: Table, roles: Roles, out: Path, *, keep: Collection[str]
     before = CheckedColumns.of(table, roles)
     values = {name: _values(table, name) for name in table.records.column_names}
     changes = []
-    for role, column in (("client", roles.client), ("label", roles.label)):
+    for role, column in (("client", roles.client), ("label", roles.label), ("person", roles.person)):
         if column:
             meant = _meant(before, role, roles.classes if role == "label" else (), keep)
             changes += _renames(before, role, meant)
@@ -78,6 +79,7 @@ def write_mended(table: Table, roles: Roles, out: Path, *, keep: Collection[str]
         texts={name: _texts(kept[name]) for name in roles.texts},
         labels=_texts(kept[roles.label]) if roles.label else (),
         clients=_texts(kept[roles.client]) if roles.client else (),
+        persons=_texts(kept[roles.person]) if roles.person else (),
         others={name: _texts(kept[name]) for name in before.others},
         places=(),
         unit="record",
@@ -97,9 +99,14 @@ def _texts(values: Iterable[object]) -> list[str | None]:
     return [None if value is None else str(value) for value in values]
 
 
+def _of_role(columns: CheckedColumns, role: str) -> Values:
+    """The names of clients, labels or persons."""
+    return {"client": columns.clients, "label": columns.labels, "person": columns.persons}[role]
+
+
 def _meant(columns: CheckedColumns, role: str, agreed: Sequence[str], keep: Collection[str]) -> dict[str, str]:
     """{spelling: the one that is meant} of the names that change."""
-    spellings = spellings_of(columns.clients if role == "client" else columns.labels)
+    spellings = spellings_of(_of_role(columns, role))
     meant: dict[str, str] = {}
     for group in by_folded(spellings).values():
         target = spelling_meant({name: len(spellings[name]) for name in group}, agreed)
@@ -113,7 +120,7 @@ def _meant(columns: CheckedColumns, role: str, agreed: Sequence[str], keep: Coll
 
 def _renames(columns: CheckedColumns, role: str, meant: Mapping[str, str]) -> list[str]:
     """A line for each name that changes."""
-    spellings = spellings_of(columns.clients if role == "client" else columns.labels)
+    spellings = spellings_of(_of_role(columns, role))
     return [
         f"renamed {role} {name!r} to {target!r}"
         + ("" if folded(name) == folded(target) else f", likely misspelt; --keep {name!r} leaves it")
@@ -124,7 +131,12 @@ def _renames(columns: CheckedColumns, role: str, meant: Mapping[str, str]) -> li
 
 def _kept(columns: CheckedColumns, values: Mapping[str, Sequence[Any]], roles: Roles) -> tuple[list[int], list[str]]:
     """The rows that stay, and a line for each reason why others do not."""
-    needed = {roles.client: "client", roles.label: "label", **dict.fromkeys(roles.texts, "text")}
+    needed = {
+        roles.client: "client",
+        roles.person: "person",
+        roles.label: "label",
+        **dict.fromkeys(roles.texts, "text"),
+    }
     needed.pop("", None)
     dropped: dict[str, list[int]] = defaultdict(list)
     seen: Counter[str] = Counter()

@@ -6,6 +6,7 @@ Findings look at all records at once, so they are for the eyes of those who hold
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import unicodedata
@@ -32,6 +33,9 @@ _LETTERS = 4
 # Fewer values may well all differ by chance.
 _MANY = 20
 _ID_LENGTH = 40
+
+# On average; ids that repeat more often are of something else, such as a ward.
+_MOST_OF_A_PERSON = 20
 
 _NOT_AVAILABLE = {"", "-", "--", ".", "?", "na", "n/a", "n.a.", "#n/a", "nan", "nil", "null", "none", "missing", "tbd"}
 _NOT_AVAILABLE |= {"unknown", "unk", "not available", "not applicable", "unbekannt", "k.a.", "k. a.", "keine angabe"}
@@ -88,15 +92,17 @@ class Roles:
     def of(config: RunConfig) -> Roles:
         """The columns of a run's table."""
         client = config.client_column if config.partition_rule == "natural" else ""
+        person = config.person_column
         if config.instructs:
             texts = tuple(filter(None, (config.messages_column, config.prompt_column, config.response_column)))
             if not config.answers:
-                return Roles(texts=texts, client=client)
+                return Roles(texts=texts, client=client, person=person)
             classes = config.labels or config.answers
-            return Roles(texts=texts[:1], label=config.response_column, client=client, classes=classes)
+            label = config.response_column
+            return Roles(texts=texts[:1], label=label, client=client, person=person, classes=classes)
         texts = tuple(filter(None, (config.text_column, config.text_pair_column)))
         label = config.label_column if config.task == "SEQ_CLS" else ""
-        return Roles(texts=texts, label=label, client=client, classes=config.labels)
+        return Roles(texts=texts, label=label, client=client, person=person, classes=config.labels)
 
     @property
     def options(self) -> str:
@@ -106,7 +112,7 @@ class Roles:
             given |= {"text-pair": self.texts[1]} if len(self.texts) > 1 else {}
         else:
             given = dict(zip(("prompt", "response"), self.texts, strict=False))
-        given |= {"client": self.client}
+        given |= {"client": self.client, "person": self.person}
         return " ".join(f"--{name} {shlex.quote(value)}" for name, value in given.items() if value or name == "label")
 
 
@@ -116,7 +122,7 @@ class CheckedColumns:
 
     Attributes:
         texts: {column: values}.
-        labels, clients: values; empty if there are none.
+        labels, clients, persons: values; empty if there are none.
         classes: the labels that are agreed on; empty takes any.
         others: {column: values} of what no run reads.
         places: [records] at which they are; empty counts from 1.
@@ -126,6 +132,7 @@ class CheckedColumns:
     texts: Mapping[str, Values]
     labels: Values = ()
     clients: Values = ()
+    persons: Values = ()
     classes: Sequence[str] = ()
     others: Mapping[str, Values] = field(default_factory=dict)
     places: Sequence[int] = ()
@@ -143,6 +150,7 @@ class CheckedColumns:
             texts={name: values(name) for name in roles.texts},
             labels=values(roles.label),
             clients=values(roles.client),
+            persons=values(roles.person),
             classes=roles.classes,
             others={name: values(name) for name in table.records.column_names if name not in used},
             places=table.lines,
@@ -176,9 +184,10 @@ class CheckedColumns:
 def mistakes(columns: CheckedColumns) -> list[Finding]:
     """The likely mistakes in columns, those that a run refuses first."""
     found = [*_empty(columns), *_repeated(columns)]
-    for role, values in (("clients", columns.clients), ("labels", columns.labels)):
+    for role in ("clients", "labels", "persons"):
+        values: Values = getattr(columns, role)
         agreed = columns.classes if role == "labels" else ()
-        if not agreed and (ids := _as_ids(role, values)):
+        if not agreed and role != "persons" and (ids := _as_ids(role, values)):
             found.append(ids)
             continue
         spellings = spellings_of(values)
@@ -186,7 +195,7 @@ def mistakes(columns: CheckedColumns) -> list[Finding]:
         found += _not_available(columns, role, spellings, agreed)
         if role == "clients":
             found += misspelt_clients(columns, spellings)
-    found += [*_rare(columns), *_id_columns(columns)]
+    found += [*_at_several_clients(columns), *_rare(columns), *_id_columns(columns)]
     return sorted(found, key=lambda finding: not finding.refuses)
 
 
@@ -232,6 +241,8 @@ def _empty(columns: CheckedColumns) -> Iterator[Finding]:
             yield columns.found("empty_texts", f"texts: column {name!r} is empty", rows)
     if rows := [row for row, value in enumerate(columns.clients) if is_empty(value)]:
         yield columns.found("empty_clients", "clients: nobody holds some records", rows, refuses=True)
+    if rows := [row for row, value in enumerate(columns.persons) if is_empty(value)]:
+        yield columns.found("empty_persons", "persons: some records name nobody", rows, refuses=True)
     if rows := [row for row, value in enumerate(columns.labels) if is_empty(value)]:
         yield columns.found("empty_labels", "labels: some are missing, and nothing trains on those records", rows)
 
@@ -307,10 +318,27 @@ def _variants(
 def _not_available(
     columns: CheckedColumns, role: str, spellings: Mapping[str, Sequence[int]], agreed: Sequence[str]
 ) -> Iterator[Finding]:
-    """Names that stand for none."""
+    """Names that stand for none; as one person they would protect all of those behind them worse."""
     for spelling, rows in spellings.items():
         if folded(spelling) in _NOT_AVAILABLE and spelling not in agreed:
-            yield columns.found(f"missing_{role}", f"{role}: {spelling!r} looks like a missing one", rows)
+            message, is_person = f"{role}: {spelling!r} looks like a missing one", role == "persons"
+            yield columns.found(f"missing_{role}", message, rows, refuses=is_person)
+
+
+def _at_several_clients(columns: CheckedColumns) -> Iterator[Finding]:
+    """Persons with records at more than one client, whose epsilon is not that of one client."""
+    if not columns.clients or not columns.persons:
+        return
+    places: dict[str, set[str]] = defaultdict(set)
+    pairs = list(zip(columns.persons, columns.clients, strict=True))
+    for person, client in pairs:
+        if person is not None and client is not None:
+            places[person].add(client)
+    several = {person for person, clients in places.items() if len(clients) > 1}
+    if several:
+        rows = [row for row, (person, _) in enumerate(pairs) if person in several]
+        message = f"persons: {len(several):,} have records at several clients, and an epsilon is that of one client"
+        yield columns.found("persons_at_several_clients", message, rows, refuses=True)
 
 
 def misspelt_clients(columns: CheckedColumns, spellings: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
@@ -400,17 +428,39 @@ def _as_ids(role: str, values: Values) -> Finding | None:
     return Finding(f"{role}_are_ids", message, refuses=True)
 
 
+def looks_like_persons(name: str, values: Values) -> bool:
+    """Whether a column seems to say whom a record is about: by its name, and ids that repeat.
+
+    Args:
+        name: of the column.
+        values: of it.
+    """
+    present = [value for value in values if value is not None and value.strip()]
+    num = len(set(present))
+    if _cannot_be_ids(present):
+        return False
+    if _PERSON_NAME.search(name):
+        return 2 * num >= math.sqrt(len(present))
+    return bool(_ID_NAME.search(name)) and len(present) <= _MOST_OF_A_PERSON * num and num < len(present)
+
+
+def _cannot_be_ids(present: Sequence[str]) -> bool:
+    """Whether values are too few, too long, or decimal numbers."""
+    return len(set(present)) < _MANY or max(map(len, present)) > _ID_LENGTH or any(map(_DECIMAL.fullmatch, present))
+
+
 def _id_columns(columns: CheckedColumns) -> Iterator[Finding]:
     """Columns that no run reads and that seem to say whom, or which case, a record is about."""
     for name, values in columns.others.items():
         present = [value for value in values if value is not None and value.strip()]
         num = len(set(present))
-        if num < _MANY or max(map(len, present)) > _ID_LENGTH or any(map(_DECIMAL.fullmatch, present)):
+        if looks_like_persons(name, values):
+            message = f"column {name!r}: looks like persons, {num:,} in {counted(len(present), 'record')}"
+            if not columns.persons:
+                remedy = f"person_column = {name!r} makes it that of a person"
+                message += f"; an epsilon is that of one record ({remedy}, --person {shlex.quote(name)} counts them)"
+            yield Finding("person_column", message)
+        elif _cannot_be_ids(present) or num < len(present):
             continue
-        named = _PERSON_NAME.search(name)
-        if named and 2 * num >= len(present) ** 0.5:
-            persons = f"{num:,} in {counted(len(present), 'record')}"
-            count = f"an epsilon is that of one record (--person {shlex.quote(name)} counts theirs)"
-            yield Finding("person_column", f"column {name!r}: looks like persons, {persons}; {count}")
-        elif num == len(present) and (_ID_NAME.search(name) or not any(" " in value for value in present)):
+        elif _ID_NAME.search(name) or not any(" " in value for value in present):
             yield Finding("id_column", f"column {name!r}: looks like an id, another one in each record")

@@ -39,12 +39,14 @@ class OwnRecord:
         text: may be empty; in instruction data, what was said before the response.
         pair: the second text, or what the record has as its response; empty if there is none.
         label: the name of its label; None if it is missing. In instruction data, the same as `pair`.
+        person: whom it is about; empty if the unit is the record.
         place: its line or row, from 1, which the records before it decide; to be shown to the operator alone.
     """
 
     text: str
     pair: str
     label: str | None
+    person: str = ""
     place: int = field(default=0, compare=False)
 
 
@@ -127,13 +129,15 @@ def _record(place: int, row: Callable[[], _Row], source: DataSource) -> OwnRecor
     where = f"{source.unit} {place}"
     try:
         values = row()
+        person = as_text(values[source.person_column]) if source.person_column else ""
         if source.instructs:
-            return replace(_instruction(values, source), place=place)
+            return replace(_instruction(values, source), person=person, place=place)
         label = values[source.label_column] if source.label_column else None
         return OwnRecord(
             text=as_text(values[source.text_column]),
             pair=as_text(values[source.text_pair_column]) if source.text_pair_column else "",
             label=None if label is None else str(label),
+            person=person,
             place=place,
         )
     except KeyError as error:
@@ -232,7 +236,8 @@ def _columns(source: DataSource) -> list[tuple[str, str]]:
         ("text_column", "text_pair_column", "label_column"),
         ("prompt_column", "response_column", "messages_column"),
     )
-    columns = [(key, getattr(source, key)) for key in (instructions if source.instructs else plain)]
+    read = (*(instructions if source.instructs else plain), "person_column")
+    columns = [(key, getattr(source, key)) for key in read]
     return [(key, column) for key, column in columns if column]
 
 

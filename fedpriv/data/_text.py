@@ -23,14 +23,22 @@ class TextData:
         texts: one for each record; in instruction data, what was said before the response.
         labels: the name of each record's label; empty for causal models.
         pairs: the second text of each record for tasks on text pairs, or its response in instruction data; else None.
+        persons: the name of the person that each record is about; None where the unit is the record. It is not shown,
+            since a ledger's notes of a content are about the records, whoever they are about.
     """
 
     texts: tuple[str, ...]
     labels: tuple[str, ...]
     pairs: tuple[str, ...] | None = None
+    persons: tuple[str, ...] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def num_units(self) -> int:
+        """The number of what is protected and registered: persons, or records where these are the unit."""
+        return len(self) if self.persons is None else len(set(self.persons))
 
     def part(self, indices: Sequence[int]) -> TextData:
         """The records with the given indices."""
@@ -42,6 +50,7 @@ class TextData:
             texts=chosen(self.texts),
             labels=chosen(self.labels) if self.labels else (),
             pairs=None if self.pairs is None else chosen(self.pairs),
+            persons=None if self.persons is None else chosen(self.persons),
         )
 
 
@@ -57,6 +66,8 @@ class DataSource:
         prompt_column, response_column: columns of instruction data; with them, or with messages_column, the three
             above do not matter.
         messages_column: column with lists of chat messages.
+        person_column: column that says whom a record is about; empty where the unit is the record.
+        most_of_a_person: at most so many records of a person are kept, by a secret of the node.
         separator: of a CSV file; with `auto` its header decides, and a TSV file has tabs.
         encoding: of a CSV or JSONL file.
     """
@@ -68,6 +79,8 @@ class DataSource:
     prompt_column: str = ""
     response_column: str = ""
     messages_column: str = ""
+    person_column: str = ""
+    most_of_a_person: int = 8
     separator: Separator = "auto"
     encoding: Encoding = "utf-8"
 

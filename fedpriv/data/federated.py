@@ -1,7 +1,8 @@
 """The data of a run: the clients' records, the server's test set, and the labels; and how records are split.
 
 Splits among clients are as the configuration's `partition` key selects; those that are drawn are of flwr-datasets.
-Within a client, each record that is set aside for evaluation is so by a coin of its own.
+Within a client, each record that is set aside for evaluation is so by a coin of its own. Where persons are the unit,
+these are split, dealt out and set aside with all their records.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fedpriv.data import hospital
 from fedpriv.data._mistakes import check_table
 from fedpriv.data._tables import instructions, labels_of, load_table, read_table, require_columns, to_text, values_of
 from fedpriv.data._text import DataSource, FederatedData, TextData, response_of
+from fedpriv.data.persons import by_person
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NO_RECORDS = TextData((), ())
+
+# A column that numbers persons while these are dealt out.
+_UNIT = "fedpriv: number of the person"
 
 
 def holdings(config: RunConfig) -> tuple[object, ...]:
@@ -71,20 +76,40 @@ def load(config: RunConfig) -> FederatedData:
     for client, records in enumerate(data.clients):
         if not len(records):
             raise InputError(f"client {client} ({data.client_names[client]}): has no records; leave it out")
-        if config.sampling_probability is None and config.batch_size > len(records):
+        if config.sampling_probability is None and config.batch_size > records.num_units:
             raise InputError(
                 f"batch_size = {config.batch_size}: client {client} ({data.client_names[client]}) has only "
-                f"{len(records)} records; use at most {min(map(len, data.clients))}"
+                f"{records.num_units} {config.unit}s; use at most {min(each.num_units for each in data.clients)}"
             )
     return data
 
 
 def _at_most(records: TextData, client: int, config: RunConfig) -> TextData:
-    """The client's records, or `max_records` of them, drawn with the seed, in their order."""
-    if not config.max_records or len(records) <= config.max_records:
+    """The client's records, or those of `max_records` units, drawn with the seed, in their order."""
+    number = records.num_units
+    if not config.max_records or number <= config.max_records:
         return records
-    chosen = np.random.default_rng([config.seed, client]).choice(len(records), config.max_records, replace=False)
-    return records.part(np.sort(chosen).tolist())
+    chosen = np.random.default_rng([config.seed, client]).choice(number, config.max_records, replace=False)
+    return records.part(_of_units(_units(records.persons, len(records)), chosen.tolist()))
+
+
+def _units(persons: Sequence[str | None] | None, num_records: int) -> list[list[int]]:
+    """The records of each unit, by their places: of each person, or each record by itself.
+
+    Args:
+        persons: whom each record is about, None for nobody; None altogether where records are the unit.
+        num_records: of them all.
+    """
+    if persons is None:
+        return [[place] for place in range(num_records)]
+    named = [(place, name) for place, name in enumerate(persons) if name]
+    places = by_person([name for _, name in named])
+    return [[named[index][0] for index in indices] for indices in places.values()]
+
+
+def _of_units(units: Sequence[Sequence[int]], chosen: Iterable[int]) -> list[int]:
+    """The records of the chosen units, ascending."""
+    return sorted(place for unit in chosen for place in units[unit])
 
 
 def load_own(config: RunConfig, source: DataSource) -> FederatedData:
@@ -92,7 +117,8 @@ def load_own(config: RunConfig, source: DataSource) -> FederatedData:
 
     Guarantee: a line of the file, or a row of a Parquet file, decides one record and changes no other. One that is left
     out would have had no gradient, and every record's inclusion in a sample is a coin of its own, so leaving it out
-    changes nothing for the others.
+    changes nothing for the others. Where persons are the unit, it changes nothing for other persons, and a record that
+    names nobody is left out: it could be about anyone.
 
     Raises:
         InputError: the file or a column cannot be used; no record decides that.
@@ -102,22 +128,29 @@ def load_own(config: RunConfig, source: DataSource) -> FederatedData:
     read = [record for record in places if isinstance(record, own.OwnRecord)]
     if len(read) < len(places):
         log.warning("%d of %d records cannot be read; nothing trains on them", len(places) - len(read), len(places))
+    if source.person_column:
+        named = [record for record in read if record.person.strip()]
+        if len(named) < len(read):
+            log.warning("%d of %d records name no person; nothing trains on them", len(read) - len(named), len(read))
+        read = named
     if source.instructs:
-        return FederatedData((_instructions(read, config),), ("",), _NO_RECORDS, ())
+        return FederatedData((_instructions(read, config, source),), ("",), _NO_RECORDS, ())
     usable = [record for record in read if not label_names or record.label in label_names]
     records = TextData(
         texts=tuple(record.text for record in usable),
         labels=tuple(str(record.label) for record in usable) if label_names else (),
         pairs=tuple(record.pair for record in usable) if source.text_pair_column else None,
+        persons=tuple(record.person for record in usable) if source.person_column else None,
     )
     return FederatedData((records,), ("",), _NO_RECORDS, label_names)
 
 
-def _instructions(records: list[own.OwnRecord], config: DataSection) -> TextData:
+def _instructions(records: list[own.OwnRecord], config: DataSection, source: DataSource) -> TextData:
     """The prompts and responses of a node's records, without those whose response is not allowed."""
     responses = [response_of(record.pair, labels=config.labels, answers=config.answers) for record in records]
-    found = [(record.text, text) for record, text in zip(records, responses, strict=True) if text is not None]
-    return TextData(tuple(said for said, _ in found), (), tuple(text for _, text in found))
+    found = [(record, text) for record, text in zip(records, responses, strict=True) if text is not None]
+    persons = tuple(record.person for record, _ in found) if source.person_column else None
+    return TextData(tuple(record.text for record, _ in found), (), tuple(text for _, text in found), persons)
 
 
 def _embedded(config: RunConfig) -> FederatedData:
@@ -131,18 +164,20 @@ def _embedded(config: RunConfig) -> FederatedData:
         from datasets import Dataset
 
         # Partitioned again among any number of clients, by index, so that every message stays whole.
-        table = Dataset.from_dict(
-            {"index": list(range(len(train))), config.label_column: [message.department for message in train]}
-        )
-        parts, labels = _partition(table, config)
+        columns = {"index": list(range(len(train))), "patient": [message.patient for message in train]}
+        table = Dataset.from_dict(columns | {config.label_column: [message.department for message in train]})
+        parts, labels = _partition(table, replace(config, person_column="patient") if _has_persons(config) else config)
         holders, names = [[train[index] for index in values_of(part, "index")] for part in parts], tuple(labels)
         test_holders = ()
 
     def text_of(messages: list[hospital.Message]) -> TextData:
         return TextData(tuple(m.text for m in messages), tuple(m.department for m in messages))
 
+    def with_patients(messages: list[hospital.Message]) -> TextData:
+        return replace(text_of(messages), persons=tuple(m.patient for m in messages))
+
     return FederatedData(
-        clients=tuple(map(text_of, holders)),
+        clients=tuple(map(with_patients if _has_persons(config) else text_of, holders)),
         client_names=names,
         test=text_of(test) if config.has_test_set else _NO_RECORDS,
         label_names=hospital.DEPARTMENTS,
@@ -160,11 +195,12 @@ def _from_table(config: RunConfig) -> FederatedData:
     read = read_table(config.data, separator=config.separator, encoding=config.encoding)
     table = read.records
     columns = _columns(config)
-    client_columns = [("client_column", config.client_column if config.partition_rule == "natural" else "")]
-    require_columns(table, columns + client_columns, config.data)
+    others = [("client_column", config.client_column if config.partition_rule == "natural" else "")]
+    others += [("person_column", config.person_column)]
+    require_columns(table, columns + others, config.data)
     warned = check_table(read, config)
     holders = _holders(table, config) if config.partition_rule == "natural" else set()
-    table = _usable(table, config, config.data)
+    table = _usable(_about_persons(table, config), config, config.data)
     if config.test_data:
         train, test_table = table, _test_table(config, columns)
     elif not config.has_test_set:
@@ -180,11 +216,31 @@ def _from_table(config: RunConfig) -> FederatedData:
             "test_data"
         )
     parts, names = _partition(train, config)
-    clients = tuple(to_text(part, config) for part in parts)
+    clients = tuple(replace(to_text(part, config), persons=_persons_of(part, config)) for part in parts)
     own = config.partition_rule == "natural" and config.client_column in test_table.column_names
     test_holders = _numbers(values_of(test_table, config.client_column), names) if own else ()
     label_names = _label_names(clients, test, config)
     return FederatedData(clients, tuple(names), test, label_names, test_holders, tuple(warned))
+
+
+def _has_persons(config: DataSection) -> bool:
+    """Whether persons are the unit."""
+    return config.unit == "person"
+
+
+def _persons_of(table: datasets.Dataset, config: DataSection) -> tuple[str, ...] | None:
+    """The person that each record names; None where the unit is the record."""
+    if not _has_persons(config):
+        return None
+    return tuple(name or "" for name in labels_of(table, config.person_column))
+
+
+def _about_persons(table: datasets.Dataset, config: DataSection) -> datasets.Dataset:
+    """The records that name a person, if that is the unit: any other could be about anyone."""
+    persons = _persons_of(table, config)
+    if persons is None or all(name.strip() for name in persons):
+        return table
+    return table.select([row for row, name in enumerate(persons) if name.strip()])
 
 
 def _columns(config: RunConfig) -> list[tuple[str, str]]:
@@ -249,12 +305,14 @@ def _answered(table: datasets.Dataset, config: DataSection, source: str) -> data
 
 
 def _split(table: datasets.Dataset, config: RunConfig) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """The training records, and a random test set of `test_fraction` that the seed determines."""
-    order = np.random.default_rng(config.seed).permutation(len(table))
-    num_test = max(1, round(config.test_fraction * len(table)))
-    if num_test >= len(table):
-        raise InputError(f"test_fraction = {config.test_fraction}: leaves no training records of {len(table)}")
-    return table.select(np.sort(order[num_test:])), table.select(np.sort(order[:num_test]))
+    """The training records, and a random test set, a `test_fraction` of the units, that the seed determines."""
+    units = _units(_persons_of(table, config), len(table))
+    order = np.random.default_rng(config.seed).permutation(len(units)).tolist()
+    num_test = max(1, round(config.test_fraction * len(units)))
+    if num_test >= len(units):
+        raise InputError(f"test_fraction = {config.test_fraction}: leaves no training {config.unit}s of {len(units)}")
+    train, test = (_of_units(units, part) for part in (order[num_test:], order[:num_test]))
+    return table.select(train), table.select(test)
 
 
 def _label_names(clients: tuple[TextData, ...], test: TextData, config: RunConfig) -> tuple[str, ...]:
@@ -291,14 +349,36 @@ def _partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[dataset
             rows.setdefault(str(value), []).append(row)
         names = sorted(rows)
         return [table.select(rows[name]) for name in names], names
+    if (persons := _persons_of(table, config)) is not None:
+        return _partition_of_persons(table, _units(persons, len(table)), config)
+    return _dealt(table, config)
+
+
+def _partition_of_persons(
+    table: datasets.Dataset, units: Sequence[Sequence[int]], config: RunConfig
+) -> tuple[list[datasets.Dataset], list[str]]:
+    """The persons split among the clients, each with all records, as its first record would be.
+
+    Args:
+        table: the training records.
+        units: the rows of each person.
+        config: as for `_partition`.
+    """
+    first = table.select([rows[0] for rows in units]).add_column(_UNIT, list(range(len(units))))
+    parts, names = _dealt(first, config)
+    return [table.select(_of_units(units, values_of(part, _UNIT))) for part in parts], names
+
+
+def _dealt(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets.Dataset], list[str]]:
+    """`_partition` by a rule that draws."""
     shuffled = table.shuffle(seed=config.seed)
     if config.partition_rule == "sizes" and sum(config.client_sizes) > len(table):
         raise InputError(
             f"client_sizes = {list(config.client_sizes)}: sum to {sum(config.client_sizes)}, but there are "
-            f"{len(table)} training records"
+            f"{len(table)} training {config.unit}s"
         )
     if config.partition_rule != "sizes" and config.num_clients > len(table):
-        raise InputError(f"num_clients = {config.num_clients}: only {len(table)} training records to share")
+        raise InputError(f"num_clients = {config.num_clients}: only {len(table)} training {config.unit}s to share")
     if config.partition_rule == "sizes":
         shuffled = shuffled.select(range(sum(config.client_sizes)))
     parts = _parts(shuffled, config)
@@ -350,7 +430,8 @@ def held_out(data: TextData, *, fraction: float, key: bytes) -> tuple[TextData, 
 
     Guarantee: where a record goes depends on its own content, the key and the fraction alone, so adding or removing
     another record moves none. Equal records go to the same side. A record that is set aside stays so at any larger
-    fraction.
+    fraction. Where persons are the unit, the name takes the place of the content, so all of a person's records go to
+    the same side, whichever these are.
 
     Args:
         data: of one holder.
@@ -366,6 +447,7 @@ def held_out(data: TextData, *, fraction: float, key: bytes) -> tuple[TextData, 
 
 def _is_set_aside(data: TextData, index: int, fraction: float, key: bytes) -> bool:
     record = data.part([index])
-    content = json.dumps([record.texts, record.labels, record.pairs]).encode()
+    decides = [record.texts, record.labels, record.pairs] if record.persons is None else [record.persons]
+    content = json.dumps(decides).encode()
     coin = hmac.digest(key, content, "sha256")
     return int.from_bytes(coin[:8]) < fraction * 2.0**64

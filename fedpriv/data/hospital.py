@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from numpy.random import Generator, default_rng
@@ -36,6 +36,8 @@ _TRAIN_THEMES = {
     for name, table in THEMES.items()
 }
 _TEST_SIZE = 1000
+# How many messages a patient writes, all equally likely.
+_MESSAGES_OF_A_PATIENT = (*(1,) * 10, *(2,) * 4, 3, 3, 4, 5, 6, 6)
 _WORD_LIMITS = (8, 45)
 
 # How often the front desk files a training message (never a test message) under a similar department.
@@ -170,11 +172,13 @@ class Message:
         text: 8 to 45 words of English.
         department: one of DEPARTMENTS, under which the message was filed.
         hospital: that holds the message; empty for the server's test messages.
+        patient: who wrote it, to this hospital alone; empty for the server's test messages.
     """
 
     text: str
     department: str
     hospital: str
+    patient: str = ""
 
 
 @dataclass(frozen=True)
@@ -223,6 +227,8 @@ _REGISTERS = (
 def generate(seed: int = 0) -> tuple[list[Message], list[Message]]:
     """The training messages, ordered by hospital, and the server's test messages.
 
+    Each patient has written one to six of a hospital's messages, most of them one; which ones decides no text.
+
     No text occurs twice within or across the two lists. Hospitals have HOSPITAL_SIZES messages and different
     mixes of departments; in the test set all departments are equally likely. About 2% of the training labels are
     wrong: the front desk filed these messages under a similar department. The same seed gives the same corpus on
@@ -246,7 +252,20 @@ def generate(seed: int = 0) -> tuple[list[Message], list[Message]]:
     ]
     evenly = (1,) * len(DEPARTMENTS)
     test = [Message(text, department, "") for text, department in _new_texts(rng, THEMES, evenly, _TEST_SIZE, seen)]
-    return train, test
+    return list(_with_patients(train, seed)), test
+
+
+def _with_patients(messages: Sequence[Message], seed: int) -> Iterator[Message]:
+    """The messages with their patients, from a stream of its own: the texts are those that they are without."""
+    rng = default_rng([seed, 1])
+    for hospital in _DEPARTMENT_MIXES:
+        of_hospital = [message for message in messages if message.hospital == hospital]
+        numbers: list[int] = []  # of the patient of each message, before they are shuffled
+        while len(numbers) < len(of_hospital):
+            numbers += [numbers[-1] + 1 if numbers else 1] * _pick(rng, _MESSAGES_OF_A_PATIENT)
+        patients = rng.permutation(numbers[: len(of_hospital)]).tolist()
+        for message, patient in zip(of_hospital, patients, strict=True):
+            yield replace(message, patient=f"{hospital} {patient:04d}")
 
 
 def _new_texts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from fedpriv.config import DataSection, RunConfig
 from fedpriv.data._text import TextData
 from fedpriv.data.chat import ChatFormat, Row
+from fedpriv.data.persons import by_person
 from fedpriv.errors import InputError
 
 
@@ -25,12 +27,14 @@ class Records:
         pad_token_id: pads the shorter records of a batch, always on the right.
         unusable: bool [records], those that no model can read: they are sampled like the others and have no gradient;
             None if there are none.
+        persons: [records] whom each is about; None where the unit is the record.
     """
 
     features: dict[str, tuple[Tensor, ...]]
     labels: Tensor
     pad_token_id: int
     unusable: Tensor | None = None
+    persons: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.features["input_ids"])
@@ -41,7 +45,18 @@ class Records:
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         labels = self.labels[chosen] if len(self.labels) else self.labels
         unusable = self.unusable[chosen] if self.unusable is not None else None
-        return Records(features, labels, self.pad_token_id, unusable)
+        persons = None if self.persons is None else tuple(self.persons[index] for index in indices)
+        return Records(features, labels, self.pad_token_id, unusable, persons)
+
+    @cached_property
+    def by_person(self) -> tuple[tuple[str, list[int]], ...]:
+        """(person, the person's records) in the order of their first records; nobody where the unit is the record."""
+        return tuple(by_person(self.persons or ()).items())
+
+    @property
+    def num_units(self) -> int:
+        """The number of what a sample draws: persons, or records where these are the unit."""
+        return len(self) if self.persons is None else len(self.by_person)
 
     def items(self, indices: Iterable[int] | None = None) -> list[Item]:
         """The records with the given indices, or all of them."""
@@ -175,6 +190,7 @@ def tokenize(
         labels=torch.tensor([index.get(label, 0) for label in data.labels] if label_names else [], dtype=torch.int64),
         pad_token_id=tokenizer.pad_token_id,
         unusable=unusable if bool(unusable.any()) else None,
+        persons=data.persons,
     )
 
 

@@ -22,7 +22,7 @@ from fedpriv.accounting.views import PlannedView, Release, least_readers, reader
 from fedpriv.errors import InputError
 from fedpriv.ledger import reader
 from fedpriv.ledger.entries import COLUMNS, DataSet, Entry, LedgerConnection
-from fedpriv.texts import holder_label, printable
+from fedpriv.texts import holder_label, printable, what_is_counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,9 +37,13 @@ _COVERS = (
     "every upload charged in this ledger, whether or not it arrived, and everything computed from uploads: "
     "global adapters, variants, the server's evaluations of them"
 )
-DOES_NOT_COVER = (
-    "a person with several records here, or with records at other clients: for k of them epsilon is k times as large, "
-    "and delta k e^((k-1) epsilon) times",
+_SEVERAL = {
+    "record": "a person with several records here, or with records at other clients: for k of them epsilon is k times "
+    "as large, and delta k e^((k-1) epsilon) times",
+    "person": "what other clients release of a person with records there too",
+    "client": "what other clients release of a person with records there too",
+}
+_NEVER_COVERED = (
     "releases that were not charged to this ledger",
     "label sets, column choices and preprocessing derived from the records",
     "metrics that the client chose to share",
@@ -253,7 +257,7 @@ def statement(
                 "adjacency": ADJACENCY[cost["unit"]],
                 "covers": _COVERS,
                 "view": view,
-                "does_not_cover": [*DOES_NOT_COVER, *([_RESTS_ON_OTHERS] if view == "aggregate" else [])],
+                "does_not_cover": [*not_covered(cost["unit"]), *([_RESTS_ON_OTHERS] if view == "aggregate" else [])],
                 "statements": _notes(db, data_set),
                 "run_list": runs,
                 "ledger": str(path),
@@ -265,6 +269,11 @@ def statement(
             }
         )
     return pages
+
+
+def not_covered(unit: str) -> list[str]:
+    """The sentences that say what no epsilon of this unit covers; of an unknown unit, as of records."""
+    return [_SEVERAL.get(unit, _SEVERAL["record"]), *_NEVER_COVERED]
 
 
 def _of_client(registered: Sequence[DataSet], client: str, names: Mapping[str, str], path: Path) -> list[DataSet]:
@@ -291,11 +300,12 @@ def render(page: Mapping[str, Any]) -> str:
     """The statement as one page of plain text."""
     bound = " (an upper bound)" if page["upper_bound_only"] else ""
     delta = f"{page['delta']:g}{bound}"
+    size = f"{page['num_records']} {what_is_counted(page['unit'])}"
     lines = [
         "PRIVACY STATEMENT",
         "",
         f"Client            {label(page['client'], page['name'])}{_NAME_NOTE if page['name'] else ''}",
-        f"Data set          {page['data_set']}, {page['num_records']} records when it was registered",
+        f"Data set          {page['data_set']}, {size} when it was registered",
         f"As of             {page['as_of']}",
         f"Protected         {page['adjacency']}",
         "",

@@ -17,7 +17,7 @@ from fedpriv.accounting.views import readers_label
 from fedpriv.config import ON_NODES
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file
-from fedpriv.ledger.statement import ADJACENCY, DOES_NOT_COVER
+from fedpriv.ledger.statement import ADJACENCY, not_covered
 from fedpriv.publishing import _card_texts
 from fedpriv.publishing._card_texts import Form, markdown
 from fedpriv.publishing.saved import GLOBAL, SavedVariant, find, names_in
@@ -190,7 +190,7 @@ def _privacy(saved: SavedVariant, summary: Mapping[str, Any], reason: str) -> li
         "",
         "Not covered:",
         "",
-        *(f"- {line}" for line in DOES_NOT_COVER),
+        *(f"- {line}" for line in not_covered(unit)),
     ]
 
 

@@ -77,7 +77,7 @@ _FLAGS = ("private", "adapters_moved")
 _LEDGER_KEYS = ("privacy_view", "budget_epsilon", "stopped_early", "aggregate_objections", "ledger_head")
 _EPSILONS = ("epsilon_local_max", "epsilon_rho_max")
 _SUMMARY_KEYS = (*_ACCURACIES, *_COUNTS, *_FLAGS, *_LEDGER_KEYS, *_EPSILONS, "delta_max", "engine", "clients")
-_WORDS = {"noise_source": ("secure", "seeded"), "accountant": ("pld", "rdp"), "unit": ("record", "client")}
+_WORDS = {"noise_source": ("secure", "seeded"), "accountant": ("pld", "rdp"), "unit": ("record", "person", "client")}
 
 
 class RunFolder:

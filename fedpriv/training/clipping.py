@@ -1,4 +1,4 @@
-"""Clipping of per-sample gradients by parts, which bounds one record's influence on a step.
+"""Clipping of per-sample gradients, or of persons' means of them, by parts: it bounds one's influence on a step.
 
 Gradients are the rows of a matrix [records, values]; a part is a slice of its columns. Norms and sums are float64: the
 square of every float32 value is a float64, so nothing under- or overflows.
@@ -90,6 +90,29 @@ def add_finite(totals: Tensor, rows: Tensor, owners: Tensor) -> None:
     rows, _ = _finite_rows(rows, part_norms(rows, whole_row))
     for columns in _pieces(*whole_row):
         totals[:, columns].index_add_(0, owners, rows[: len(owners), columns].double())
+
+
+def add_in_turn(totals: Tensor, rows: Tensor, targets: Tensor) -> None:
+    """Add each row, unclipped, to its own total, one after the other; a row that is not finite counts as zero.
+
+    Guarantee: a total is the sum of its rows in the order in which these come, to the bit, whatever other rows there
+    are and however the rows are shared out among calls.
+
+    Args:
+        totals: float64 [totals, values], changed in place.
+        rows: [records or more, values], gradient units; rows beyond the targets fill a pass and are ignored.
+        targets: int64 [records], the total to which each row is added; there may be none.
+    """
+    whole_row = (slice(0, rows.shape[1]),)
+    rows, _ = _finite_rows(rows, part_norms(rows, whole_row))
+    left = list(enumerate(targets.tolist()))
+    while left:  # each time the first that is left of each total, so that no index occurs twice
+        first: dict[int, int] = {}
+        for row, target in left:
+            first.setdefault(target, row)
+        chosen = torch.tensor(list(first.values()), device=rows.device)
+        totals[torch.tensor(list(first), device=totals.device)] += rows[chosen].double()
+        left = [(row, target) for row, target in left if first[target] != row]
 
 
 def _pieces(part: slice) -> list[slice]:

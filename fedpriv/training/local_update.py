@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedpriv.accounting.events import Event
+from fedpriv.accounting.events import Event, Unit
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.adapters import Adapter, Merged
 from fedpriv.adapters.pooling import BIAS_SCALE
@@ -63,6 +63,8 @@ class UpdateSpec:
             was noised, > 0: features get this as a further, constant coordinate.
         lora_learning_rate: of A and B; 0 stands for `learning_rate`.
         centred: whether a head's steps are taken with features less the mean of its rows; see `_coordinates.py`.
+        max_records_per_person: m; a sample draws persons, and at most so many records of each. 0 where the unit is the
+            record; B and N_k then count records, and else persons.
     """
 
     num_rounds: int
@@ -86,11 +88,20 @@ class UpdateSpec:
     bias_scale: float = 1.0
     lora_learning_rate: float = 0.0
     centred: bool = False
+    max_records_per_person: int = 0
+
+    @property
+    def unit(self) -> Unit:
+        """The unit that the event of the update protects."""
+        if self.noise_on == "upload":
+            return "client"
+        return "person" if self.max_records_per_person else "record"
 
     def __str__(self) -> str:
         """A client's part in a round, in words, for logs."""
         num_steps = f"{self.local_steps} step{'s' if self.local_steps > 1 else ''}"
         drawn = f"q = {self.sampling_probability:g}" if self.sampling_probability else f"B = {self.batch_size}"
+        drawn += f", {self.max_records_per_person} records of a person" if self.max_records_per_person else ""
         noised = "the upload" if self.noise_on == "upload" else "gradients"
         rate = f"{self.learning_rate:.4g}"
         rate += f" ({self.lora_learning_rate:.4g} for A and B)" if self.lora_learning_rate else ""
@@ -121,21 +132,23 @@ class UpdateSpec:
             "bias_scale": BIAS_SCALE if config.normalize_features else 1.0,
             "lora_learning_rate": 0.0,
             "centred": False,
+            "max_records_per_person": config.most_of_a_person,
         }
         names = UpdateSpec.__dataclass_fields__.keys() - derived.keys()
         return UpdateSpec(**derived, **{name: getattr(config, name) for name in names})
 
     @staticmethod
-    def counts(noise_multiplier: float) -> UpdateSpec:
+    def counts(noise_multiplier: float, max_records_per_person: int = 0) -> UpdateSpec:
         """An evaluation as an update: one step over all records set aside, which moves nothing.
 
         Every record adds (h, 1 - h) to (hits, misses), with h in [0, 1]. Since h^2 + (1 - h)^2 <= 1, adding or removing
         one moves the pair by at most C = 1 in L2, and by exactly 1 if h is 0 or 1. Which records are set aside is no
         sampling that amplifies privacy, so q = 1: the coins of `fedpriv.data.federated` are the same in every
-        evaluation.
+        evaluation. A person adds the mean of the same over at most m records, which is no longer.
 
         Args:
             noise_multiplier: z >= 0, the standard deviation of the noise on each count.
+            max_records_per_person: m; 0 where the unit is the record.
         """
         return UpdateSpec(
             num_rounds=1,
@@ -150,23 +163,35 @@ class UpdateSpec:
             noise_on="gradients",
             sampling_probability=1.0,
             objective=COUNTS,
+            max_records_per_person=max_records_per_person,
         )
 
     def probability(self, num_registered: int) -> float:
-        """q, with which a client with so many registered records samples each of them."""
+        """q, with which a client with so many registered records, or persons, samples each of them."""
         return self.sampling_probability or self.batch_size / num_registered
 
-    def sampler(self, num_registered: int, source: RandomSource) -> PoissonSampler:
-        """Draws the batches of a client with so many registered records.
+    def sampler(self, num_registered: int, source: RandomSource, choices: RandomSource | None = None) -> PoissonSampler:
+        """Draws the batches of a client with so many registered records, or persons.
+
+        Args:
+            num_registered: N_k.
+            source: of the coins for inclusion.
+            choices: source of what decides which records of a person count; None takes that of the coins.
 
         Raises:
             InputError: B > N_k.
         """
         if self.sampling_probability:
             return PoissonSampler.with_probability(
-                self.sampling_probability, num_registered=num_registered, source=source
+                self.sampling_probability, num_registered=num_registered, source=source, choices=choices
             )
-        return PoissonSampler(num_registered=num_registered, expected_batch_size=self.batch_size, source=source)
+        return PoissonSampler(
+            num_registered=num_registered, expected_batch_size=self.batch_size, source=source, choices=choices
+        )
+
+    def expected_records(self, sampler: PoissonSampler) -> float:
+        """The most records that a step draws on average, whoever they are about: B, or m B where B counts persons."""
+        return sampler.expected_batch_size * max(1, self.max_records_per_person)
 
     @property
     def broadcast_codec(self) -> str:
@@ -206,7 +231,7 @@ class ClientUpdate:
     Attributes:
         adapter: the noised adapter, float32.
         event: the privacy event that pays for it.
-        num_records: N_k, the registered number of records.
+        num_records: N_k, the registered number of records, or persons.
         noised: float64 [values], what was noised last, before anything was made of it: the sum of a step, or the
             update; of a task with a grid, else None.
     """
@@ -249,7 +274,7 @@ def noise_request(
         sensitivity_factor=UPLOAD_FACTOR if on_upload else sensitivity_factor(spec.clipping, num_parts),
         dimension=dimension,
         sampling_probabilities=(1.0,) * len(sampling_probabilities) if on_upload else tuple(sampling_probabilities),
-        unit="client" if on_upload else "record",
+        unit=spec.unit,
         grids=tuple(grid.points for grid in given),
         bounds=tuple(grid.bound for grid in given),
     )
@@ -290,10 +315,17 @@ def check(spec: UpdateSpec) -> None:
         ValueError: names the value and what is possible.
     """
     if spec.objective == COUNTS:
-        if spec != UpdateSpec.counts(spec.noise_multiplier):
+        if spec != UpdateSpec.counts(spec.noise_multiplier, spec.max_records_per_person):
             raise ValueError(f"objective = {COUNTS}: goes with the fields of `UpdateSpec.counts` alone")
     elif spec.objective not in OBJECTIVES:
         raise ValueError(f"objective = {spec.objective!r}: must be one of {', '.join(OBJECTIVES)}")
+    if spec.max_records_per_person < 0:
+        raise ValueError(f"max_records_per_person = {spec.max_records_per_person}: must be >= 0")
+    if spec.max_records_per_person and (spec.noise_on, spec.clipping == "batch") != ("gradients", False):
+        raise ValueError(
+            f"max_records_per_person = {spec.max_records_per_person}: a person needs noise_on = gradients and a "
+            f"clipping other than batch, not {spec.noise_on} and {spec.clipping}"
+        )
     if not 0 < spec.bias_scale < math.inf:
         raise ValueError(f"bias_scale = {spec.bias_scale}: must be finite and > 0")
     if spec.trains != "all" and (spec.optimizer, spec.quantization) != ("sgd", "none"):

@@ -34,15 +34,24 @@ class EvaluationSpec:
 
     Attributes:
         noise_multiplier: z >= 0, the standard deviation of the noise on each count.
+        max_records_per_person: m, at most how many records of a person count; 0 where the unit is the record.
     """
 
     noise_multiplier: float
+    max_records_per_person: int = 0
+
+    @property
+    def update(self) -> UpdateSpec:
+        """The evaluation as an update."""
+        return UpdateSpec.counts(self.noise_multiplier, self.max_records_per_person)
 
     @staticmethod
     def of(config: RunConfig) -> EvaluationSpec | None:
         """The evaluation that a run's configuration asks for; None if it asks for none."""
         z = config.evaluation_noise_multiplier
-        return None if z is None else EvaluationSpec(noise_multiplier=z)
+        if z is None:
+            return None
+        return EvaluationSpec(noise_multiplier=z, max_records_per_person=config.most_of_a_person)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +74,7 @@ def planned_event(spec: EvaluationSpec) -> Event:
     Raises:
         ValueError: noise_multiplier is out of range.
     """
-    return local_update.planned_event(UpdateSpec.counts(spec.noise_multiplier), 1.0, {})
+    return local_update.planned_event(spec.update, 1.0, {})
 
 
 def check_fits(model: TrainingModel, adapter: Adapter, merged: Merged) -> None:
@@ -90,24 +99,37 @@ def counted(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
         ValueError: the task does not fit, as `planned_event` and `check_fits` say, which belong before the charge.
     """
     planned = local_update.planned_event(task.spec, task.sampler.sampling_probability, {})
-    exact = count(model, task.adapter, task.merged, task.data) if len(task.data) else NO_COUNTS
+    exact = count(model, task.adapter, task.merged, task.data, _counted_together(task)) if len(task.data) else NO_COUNTS
     sums, event = noised(exact, task.spec, task.noise)
     if event != planned:
         raise RuntimeError(f"the evaluation cost {event}, but {planned} was planned and charged")
     return ClientUpdate(adapter=task.adapter, event=event, num_records=task.sampler.num_registered, noised=sums)
 
 
-def count(model: TrainingModel, adapter: Adapter, merged: Merged, records: Records) -> Tensor:
+def _counted_together(task: UpdateTask) -> list[list[int]] | None:
+    """The records that count of each person, as units; None where the unit is the record."""
+    most, records = task.spec.max_records_per_person, task.data
+    return task.sampler.some_of_each(records, range(records.num_units), most) if most else None
+
+
+def count(
+    model: TrainingModel,
+    adapter: Adapter,
+    merged: Merged,
+    records: Records,
+    units: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
     """The exact (hits, misses), float64 [2].
 
-    Guarantee: each record adds a pair that depends on it and the model alone. It is computed in a pass of its own, and
-    if that fails, the record adds nothing.
+    Guarantee: each unit adds the mean of its records' pairs, which depends on them and the model alone. A record is
+    computed in a pass of its own, and if that fails, its pair is zero.
 
     Args:
         model: takes on the adapter.
         adapter: that is evaluated.
         merged: what aggregation has added to the frozen weights.
         records: of the holder, set aside for evaluation.
+        units: the records of each unit, by their indices; None takes each record by itself.
 
     Raises:
         ValueError: as `check_fits`, which belongs before the charge.
@@ -115,8 +137,10 @@ def count(model: TrainingModel, adapter: Adapter, merged: Merged, records: Recor
     model.merge(merged)
     lora.write_parameters(model.parameters, adapter)
     counts = NO_COUNTS.clone()
-    for item in records.items():
-        counts += _contribution(model, item)
+    for unit in [[index] for index in range(len(records))] if units is None else units:
+        pairs = torch.stack([_contribution(model, item) for item in records.items(unit)])
+        # Down to the grid, so that the sums stay exact, and the pair no longer than its records' pairs.
+        counts += (pairs.sum(dim=0) * _STEPS / len(unit)).floor() / _STEPS
     return counts
 
 

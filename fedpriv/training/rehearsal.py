@@ -53,7 +53,7 @@ class Pace:
     num_small_passes: int
     dummies: float
 
-    def seconds(self, *, num_steps: int, num_drawn: int, num_new: int) -> float:
+    def seconds(self, *, num_steps: int, num_drawn: int, num_new: int, num_parts: int = 1) -> float:
         """Seconds that an update takes at most, whatever the lengths of its records.
 
         Trials decide how many records of a length share a pass, so a shorter one may take more time than a longer one:
@@ -64,8 +64,9 @@ class Pace:
             num_steps: of the update.
             num_drawn: records of all steps together.
             num_new: records whose states the caches have to take first.
+            num_parts: of a step, each with passes of its own.
         """
-        steps = num_steps * self.step + self._of(num_drawn, self.record, num_steps)
+        steps = num_steps * self.step + self._of(num_drawn, self.record, num_steps * num_parts)
         return steps + self._of(num_new, self.new_record, min(num_new, 1))
 
     def _of(self, number: int, record: float, times: int) -> float:
@@ -122,11 +123,12 @@ def rehearse(
     Args:
         model: as for the update.
         adapter, merged, spec: of the update.
-        num_registered: N_k, the registered number of records.
+        num_registered: N_k, the registered number of records, or persons.
         max_length: tokens of the longest record.
         num_labels: number of classes; 0 for causal models.
         features: names of what the tokenizer returns for each record.
-        num_cached: for how many records the caches take room, >= 1; None stands for N_k.
+        num_cached: for how many records the caches take room, >= 1; None stands for N_k, or m N_k where N_k counts
+            persons.
         measures_pace: whether the pace is asked for, which takes several further updates.
 
     Raises:
@@ -135,7 +137,7 @@ def rehearse(
     sampler = spec.sampler(num_registered, SeededSource("rehearsal"))
     cached = caching_pays_off(spec, sampler)
     if cached:
-        num_cached = num_registered if num_cached is None else num_cached
+        num_cached = num_registered * max(1, spec.max_records_per_person) if num_cached is None else num_cached
         model.reserve_cache(num_cached)
         if model.features is not None and spec.trains == "head":
             model.features.reserve(num_cached)
@@ -156,10 +158,12 @@ def rehearse(
         num_labels=num_labels,
         features=features,
         # As many as fill the passes of this step, and those in which the caches are filled.
-        num_expected=max(size, RECORDS_OF_A_STEP),
+        num_expected=max(spec.expected_records(sampler), RECORDS_OF_A_STEP),
         num_values=sum(tensor.numel() for tensor in adapter.values()),
         rank=_rank(adapter),
     )
+    if spec.max_records_per_person:  # the more persons, the more work: none has a second record
+        records = replace(records, persons=tuple(map(str, range(len(records)))))
     tasks = _tasks(adapter, merged, short, records, size)
     is_known, pace = computed in known, known.get(computed)
     if is_known:  # through the whole model: the prefix cache keeps its states
@@ -183,7 +187,7 @@ def rehearse(
 
 def _pace(model: TrainingModel, task: UpdateTask) -> Pace:
     """The pace of updates like this one, whose records are `synthetic_records`."""
-    records, size = task.data, task.sampler.expected_batch_size
+    records, size = task.data, task.spec.expected_records(task.sampler)
     task = replace(task, spec=replace(task.spec, local_steps=1))
     num_values = sum(tensor.numel() for tensor in task.adapter.values())
     tokens = [num_tokens(item) for item in records.items()]

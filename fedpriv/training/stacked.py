@@ -27,7 +27,7 @@ from fedpriv.training._coordinates import Coordinates, VectorLayout, scaled, tra
 from fedpriv.training._isolation import isolated
 from fedpriv.training._losses import class_sum_losses, predictions
 from fedpriv.training._sampling import PoissonSampler
-from fedpriv.training.clipping import add_clipped, add_finite, clipped_rows
+from fedpriv.training.clipping import add_clipped, add_finite, add_in_turn, clipped_rows
 from fedpriv.training.local_update import (
     COUNTS,
     OBJECTIVES,
@@ -45,6 +45,11 @@ from fedpriv.training.progress import TRAINING
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
 FLOATS_PER_VALUE = 8
 
+# For each value of a person's mean: float64, and as much again while rows are added to it.
+_BYTES_OF_A_MEAN = 16
+# Means take one of so many equal parts of the memory limit.
+_PARTS_OF_MEMORY = 4
+
 
 def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
     """`stacked_updates` for a single client, or the counts of its evaluation."""
@@ -60,6 +65,9 @@ def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
     clipping by the rule, sum, noise on each of their values, division by the expected batch size of the client's
     sampler, optimizer step. An empty sample counts as a zero gradient. With noise on the upload, the steps add no
     noise, and the whole update is clipped and noised. Other clients affect a result through rounding alone.
+
+    Where the unit is the person, the sample is of persons, and what is clipped is the mean of the gradients of at most
+    m records of each; one that fails counts as zero in it. So a person moves the sum by at most what a record would.
 
     With the objective `class-sums` the gradient of record i is -e_y x phi_i in the head: phi is what the head reads,
     with the scale of the bias as a further coordinate, and y the record's class. So a step of rate 1 of a head at zero
@@ -144,6 +152,11 @@ def clients_at_once(model: TrainingModel) -> int:
     """The number of clients whose adapters, gradients and optimizer state fit the memory limit; at least 1."""
     num_values = sum(parameter.numel() for parameter in model.parameters.values())
     return max(1, model.memory_limit // (4 * FLOATS_PER_VALUE * num_values))
+
+
+def persons_at_once(model: TrainingModel, num_values: int) -> int:
+    """The number of persons whose mean gradients, of so many values, fit a part of the memory limit; at least 1."""
+    return max(1, model.memory_limit // (_PARTS_OF_MEMORY * _BYTES_OF_A_MEAN * num_values))
 
 
 def _one_stack(model: TrainingModel, tasks: Sequence[UpdateTask]) -> Sequence[ClientUpdate | Exception]:
@@ -248,7 +261,8 @@ def _charged_event(events: Sequence[Event], planned: Event) -> Event:
 def _plain_gradients(clients: _Clients, parameters: Tensor) -> Tensor:
     """[clients, values] The gradients of one step without clipping or noise; the noise on the upload protects them."""
     totals = torch.zeros_like(parameters, dtype=torch.float64)
-    for rows, owners in _gradient_rows(clients, parameters, _drawn(clients)):
+    drawn = _Drawn.of_records([task.sampler.draw(len(task.data)) for task in clients.tasks])
+    for rows, owners in _gradient_rows(clients, parameters, drawn):
         add_finite(totals, rows, owners)
     return totals.div_(clients.expected_batch_sizes()).float()
 
@@ -269,16 +283,20 @@ def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, Tensor,
 def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, Tensor, Sequence[Event]]:
     """[clients, values] The noised sums of one step, the gradients that they make, and the events that pay for them."""
     spec, parts, batch_rule = clients.spec, clients.layout.parts, clients.spec.clipping == "batch"
-    drawn = _drawn(clients)
     totals = torch.zeros_like(parameters, dtype=torch.float64)
-    for rows, owners in _gradient_rows(clients, parameters, drawn):
-        if batch_rule:
-            add_finite(totals, rows, owners)
-        else:
-            add_clipped(totals, rows, owners, spec.clip_norm, parts)
+    if spec.max_records_per_person:
+        for means, owners in _means_of_persons(clients, parameters):
+            add_clipped(totals, means, owners, spec.clip_norm, parts)
+    else:
+        drawn = _Drawn.of_records([task.sampler.draw(len(task.data)) for task in clients.tasks])
+        for rows, owners in _gradient_rows(clients, parameters, drawn):
+            if batch_rule:
+                add_finite(totals, rows, owners)
+            else:
+                add_clipped(totals, rows, owners, spec.clip_norm, parts)
     if batch_rule:
         # Algorithm 1 to the letter: the mean over the realised batch is clipped, and its noise is not divided by B.
-        sizes = torch.tensor([max(len(indices), 1) for indices in drawn], device=totals.device)
+        sizes = torch.tensor([max(len(indices), 1) for indices in drawn.indices], device=totals.device)
         totals = clipped_rows(totals / sizes.unsqueeze(1), spec.clip_norm, parts)
     noised, events = _noised(clients, totals)
     return noised, (noised if batch_rule else noised / clients.expected_batch_sizes()).float(), events
@@ -293,15 +311,52 @@ def _noised(clients: _Clients, sums: Tensor) -> tuple[Tensor, Sequence[Event]]:
     return MECHANISMS.named(spec.mechanism).add_noise(sums, request, [task.noise for task in clients.tasks])
 
 
-def _drawn(clients: _Clients) -> list[list[int]]:
-    """The indices of each client's Poisson sample."""
-    return [task.sampler.draw(len(task.data)) for task in clients.tasks]
+@dataclass(frozen=True)
+class _Drawn:
+    """Records whose gradients a step computes.
+
+    Attributes:
+        indices: [clients] the indices of each client's records.
+        targets: [clients] for each record, the place of the total that its gradient is added to.
+    """
+
+    indices: Sequence[Sequence[int]]
+    targets: Sequence[Sequence[int]]
+
+    @staticmethod
+    def of_records(indices: Sequence[Sequence[int]]) -> _Drawn:
+        """Records, each of which is added to its client's total."""
+        return _Drawn(indices, [[client] * len(own) for client, own in enumerate(indices)])
+
+    def __len__(self) -> int:
+        return sum(map(len, self.indices))
 
 
-def _gradient_rows(
-    clients: _Clients, parameters: Tensor, drawn: Sequence[Sequence[int]]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per-sample gradients of the drawn records by pass, [rows, values], and each record's client, int64 [records].
+def _means_of_persons(clients: _Clients, parameters: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The mean gradients of the drawn persons' records, float64 [persons, values], and their clients, int64 [persons].
+
+    Guarantee: a mean depends on the person's own records, to the bit. They are added up in the order of their lengths
+    and then of their indices, which no other person's record changes.
+    """
+    most, at_once = clients.spec.max_records_per_person, persons_at_once(clients.model, clients.layout.size)
+    drawn = [task.sampler.draw_persons(task.data, most) for task in clients.tasks]
+    persons = [(client, records) for client, each in enumerate(drawn) for records in each]
+    for begin in range(0, len(persons), at_once):
+        chunk = persons[begin : begin + at_once]
+        indices: list[list[int]] = [[] for _ in clients.tasks]
+        targets: list[list[int]] = [[] for _ in clients.tasks]
+        for place, (client, records) in enumerate(chunk):
+            indices[client] += records
+            targets[client] += [place] * len(records)
+        means = parameters.new_zeros((len(chunk), parameters.shape[1]), dtype=torch.float64)
+        for rows, places in _gradient_rows(clients, parameters, _Drawn(indices, targets)):
+            add_in_turn(means, rows, places)
+        numbers = torch.tensor([len(records) for _, records in chunk], device=means.device)
+        yield means.div_(numbers.unsqueeze(1)), torch.tensor([client for client, _ in chunk], device=means.device)
+
+
+def _gradient_rows(clients: _Clients, parameters: Tensor, drawn: _Drawn) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per-sample gradients of the drawn records by pass, [rows, values], and each record's target, int64 [records].
 
     Rows beyond the records are dummies'. A record that is unusable or fails is left out: its gradient is zero.
     """
@@ -313,18 +368,23 @@ def _gradient_rows(
     num_done = 0
     for cached in (True, False):
         selected = [k for k, task in enumerate(clients.tasks) if caching_pays_off(task.spec, task.sampler) == cached]
-        sampled = [((clients.tasks[k].data, index), k) for k in selected for index in drawn[k]]
-        items, owners = [item for item, _ in sampled if usable(item)], [k for item, k in sampled if usable(item)]
+        sampled = [
+            ((clients.tasks[k].data, index), k, target)
+            for k in selected
+            for index, target in zip(drawn.indices[k], drawn.targets[k], strict=True)
+        ]
+        sampled = [each for each in sampled if usable(each[0])]
+        items, owners = [item for item, _, _ in sampled], [k for _, k, _ in sampled]
         if cached and model.cache is not None:  # in the first step, whatever is drawn in it
             model.cache.fill([(clients.tasks[k].data, 0) for k in selected if len(clients.tasks[k].data)])
-        num_expected = sum(clients.tasks[k].sampler.expected_batch_size for k in selected)
+        num_expected = sum(clients.spec.expected_records(clients.tasks[k].sampler) for k in selected)
         for together in model.passes(items, num_expected, clients.layout.size, clients.rank):
             run = partial(_pass_gradients, clients, stacked, items, owners, cached, together.shape)
             for positions, rows in isolated(run, together.positions):
                 if rows is not None:
-                    yield rows, torch.tensor([owners[position] for position in positions], device=rows.device)
+                    yield rows, torch.tensor([sampled[position][2] for position in positions], device=rows.device)
             num_done += len(together.positions)
-            clients.tell(num_done / (1 + sum(map(len, drawn))))  # noise and step are still to come
+            clients.tell(num_done / (1 + len(drawn)))  # noise and step are still to come
 
 
 def _pass_gradients(
@@ -356,20 +416,22 @@ def _pass_gradients(
 
 
 def _head_gradient_rows(
-    clients: _Clients, features: FeatureCache, stacked: Mapping[str, Tensor], drawn: Sequence[Sequence[int]]
+    clients: _Clients, features: FeatureCache, stacked: Mapping[str, Tensor], drawn: _Drawn
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """`_gradient_rows` where the head alone is trained: through the head alone, from the features of the records."""
     for body, keep, members in _by_body(clients):
-        records = [(clients.tasks[k].data, torch.as_tensor(drawn[k], dtype=torch.int64)) for k in members]
+        records = [(clients.tasks[k].data, torch.as_tensor(drawn.indices[k], dtype=torch.int64)) for k in members]
         inputs = features.features(records, body, keep=keep)
         labels = torch.cat([data.labels[indices] for data, indices in records])
-        owners = torch.repeat_interleave(torch.tensor(members), torch.tensor([len(drawn[k]) for k in members]))
+        numbers = torch.tensor([len(drawn.indices[k]) for k in members])
+        owners = torch.repeat_interleave(torch.tensor(members), numbers)
+        targets = torch.tensor([target for k in members for target in drawn.targets[k]], dtype=torch.int64)
         at_once = clients.model.features_at_once(clients.layout.size)
         run = partial(_head_pass, clients, stacked, inputs, labels, owners, at_once)
         for begin in range(0, len(inputs), at_once):
             for positions, rows in isolated(run, range(begin, min(begin + at_once, len(inputs)))):
                 if rows is not None:
-                    yield rows, owners[positions].to(rows.device)
+                    yield rows, targets[positions].to(rows.device)
 
 
 def _by_body(clients: _Clients) -> list[tuple[Body, bool, list[int]]]:

@@ -14,6 +14,7 @@ from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base, quantis
 from fedpriv.config import ON_NODES, Fact, RunConfig
 from fedpriv.data import DataSource, FederatedData, TextData, federated
 from fedpriv.data.chat import ChatFormat
+from fedpriv.data.persons import at_most
 from fedpriv.data.records import (
     Encode,
     Encoder,
@@ -213,6 +214,8 @@ class Workbench:
 
     def _split(self, client: int) -> tuple[TextData, TextData]:
         data = self.data.clients[client]
+        if self._source:  # whose replies have time for so many
+            data = at_most(data, self._source.most_of_a_person, self.coin_key)
         if self._config.evaluation_noise_multiplier is None:
             return data, TextData((), ())
         return federated.held_out(data, fraction=self._config.test_fraction, key=self.coin_key)

@@ -12,7 +12,14 @@ from fedpriv.adapters.codecs import CODECS
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.protocol import Broadcast
-from fedpriv.training.local_update import OBJECTIVES, OPTIMIZERS, QUANTIZATIONS, TRAINED_PARTS, UpdateSpec
+from fedpriv.training.local_update import (
+    COUNTS,
+    OBJECTIVES,
+    OPTIMIZERS,
+    QUANTIZATIONS,
+    TRAINED_PARTS,
+    UpdateSpec,
+)
 from fedpriv.vault._charging import NodePolicy, RefusedError
 from fedpriv.vault.settings import NodeLimits
 
@@ -161,6 +168,31 @@ def check_evaluation(spec: UpdateSpec, round_: int, policy: NodePolicy, *, noise
         raise RefusedError(f"evaluation_noise_multiplier = {noise:g}: above this node's maximum {maximum:g}")
     if not policy.allow_not_private and noise_source != "secure":
         raise RefusedError(f"noise source = {noise_source}: this node releases nothing with seeded noise")
+
+
+def check_unit(spec: UpdateSpec, *, most: int) -> None:
+    """Refuse an update or evaluation of another unit than the holder's, or of more records of a person.
+
+    Args:
+        spec: that the coordinator asks for.
+        most: records of a person that may count; 0 where the unit is the record.
+
+    Raises:
+        RefusedError: one line with the value and what would be right.
+    """
+    asked = spec.max_records_per_person
+    if bool(asked) != bool(most):
+        unit = "person" if most else "record"
+        raise RefusedError(f"max_records_per_person = {asked}: does not suit this node, whose unit is the {unit}")
+    if not 0 <= asked <= most:
+        raise RefusedError(
+            f"max_records_per_person = {asked}: must lie in 1..{most}, which this node keeps of a person"
+        )
+    if asked and spec.objective != COUNTS and (spec.noise_on != "gradients" or spec.clipping == "batch"):
+        raise RefusedError(
+            f"noise_on = {spec.noise_on!r}, clipping = {spec.clipping!r}: protect no person; use gradients, and a rule "
+            "other than batch"
+        )
 
 
 def check_broadcast(broadcast: Broadcast, limits: NodeLimits | None) -> None:

@@ -82,8 +82,8 @@ def registered(config: RunConfig, bench: Workbench | None, holder: Holder) -> tu
 
 
 def _size(bench: Workbench, client: int) -> int:
-    """The number of records that a client has, by its index in the bench's data."""
-    return len(bench.data.clients[client])
+    """The number of records, or persons, that a client has, by its index in the bench's data."""
+    return bench.data.clients[client].num_units
 
 
 def of_release(
@@ -143,7 +143,7 @@ def _encode(config: RunConfig, bench: Workbench, settings: VaultSettings, data_s
         return bench.encoder.encode
     return TokenFile(
         path=settings.tokens,
-        num_records=data_set.num_records,
+        num_records=data_set.num_records * (settings.max_records_per_person if settings.person_column else 1),
         model=Path(config.model),
         most_bytes=settings.memory_limit_mb * 2**20,
         encoder=bench.encoder,

@@ -28,7 +28,7 @@ from fedpriv.protocol import Broadcast
 from fedpriv.training import PoissonSampler, private_evaluation
 from fedpriv.training.local_update import COUNTS, UpdateSpec
 from fedpriv.training.rehearsal import rehearse, synthetic_records
-from fedpriv.training.stacked import caching_pays_off
+from fedpriv.training.stacked import caching_pays_off, persons_at_once
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault.holder import NodeHolder
 
@@ -126,7 +126,7 @@ def of_release(
         Exception: the rehearsal fails, as the release would; or the ledger cannot be used.
     """
     if spec.objective == COUNTS:
-        return _of_evaluation(broadcast, config, bench, holder, data_set)
+        return _of_evaluation(spec, broadcast, config, bench, holder, data_set)
     return _of_update(spec, broadcast, sampler, config, bench, holder, data_set)
 
 
@@ -144,7 +144,7 @@ def _of_update(
     Whether there are depends on what was charged before: records that an update was to read and did not, are not read
     before T allows for it again.
     """
-    number = _most_records(holder, data_set)
+    number = _most_records(holder, data_set, spec.max_records_per_person)
     kept = _kept.pop(bench, None)  # of a rehearsal that raises nobody knows what it has left in the caches
     rehearsed = rehearse(
         bench.model,
@@ -168,10 +168,16 @@ def _of_update(
     if rehearsed.pace is not None:
         ledger = _Ledger.of(bench, holder, data_set)
         odds = log_odds(ledger.num_charges + 1, data_set)
+        most = max(1, spec.max_records_per_person)
+        num_units = _most_drawn(_most_units(holder, data_set) - 1, spec.local_steps, sampler.sampling_probability, odds)
+        num_values = sum(tensor.numel() for tensor in broadcast.adapter.values())
         work = ledger.seconds + rehearsed.pace.seconds(
             num_steps=spec.local_steps,
-            num_drawn=_most_drawn(number - 1, spec.local_steps, sampler.sampling_probability, odds),
+            num_drawn=most * num_units,
             num_new=number if is_first and fills else 0,
+            num_parts=math.ceil(num_units / persons_at_once(bench.model, num_values))
+            if spec.max_records_per_person
+            else 1,
         )
         if is_first:
             work += number * _seconds_of_text(bench, config)
@@ -180,7 +186,12 @@ def _of_update(
 
 
 def _of_evaluation(
-    broadcast: Broadcast, config: RunConfig, bench: Workbench, holder: NodeHolder, data_set: DataSet
+    spec: UpdateSpec,
+    broadcast: Broadcast,
+    config: RunConfig,
+    bench: Workbench,
+    holder: NodeHolder,
+    data_set: DataSet,
 ) -> ReplyTime:
     """T of an evaluation, which may have to read the records first; the first measurement on a bench counts."""
     synthetic = synthetic_records(
@@ -190,8 +201,10 @@ def _of_evaluation(
     work = 0.0
     if _is_derived(holder):
         one_record, text = _evaluation_seconds.setdefault(bench, one_record), _seconds_of_text(bench, config)
-        number = _most_records(holder, data_set)
-        work = number * text + _most_aside(number - 1, config.test_fraction, data_set) * (one_record + text)
+        number, num_units = _most_records(holder, data_set, spec.max_records_per_person), _most_units(holder, data_set)
+        num_aside = _most_aside(num_units - 1, config.test_fraction, data_set)
+        kept, counted = number // num_units, max(1, spec.max_records_per_person)
+        work = number * text + num_aside * (counted * one_record + kept * text)
         work += _Ledger.of(bench, holder, data_set).seconds
     return ReplyTime(seconds=_public(work, broadcast.adapter, holder, config))
 
@@ -258,9 +271,19 @@ def log_odds(number: int, data_set: DataSet) -> float:
     return math.log(2 * number * (number + 1)) - math.log(data_set.delta_of_clocks)
 
 
-def _most_records(holder: NodeHolder, data_set: DataSet) -> int:
-    """The most records that T allows for: one more than N_k, or than the operator says."""
+def _most_units(holder: NodeHolder, data_set: DataSet) -> int:
+    """The most records, or persons, that T allows for: one more than N_k, or than the operator says."""
     return max(data_set.num_records, holder.settings.max_records or 0) + 1
+
+
+def _most_records(holder: NodeHolder, data_set: DataSet, of_a_person: int) -> int:
+    """The most records that T allows for: of so many persons, those that the node keeps of each.
+
+    Args:
+        holder, data_set: of the node.
+        of_a_person: m; 0 where the unit is the record.
+    """
+    return _most_units(holder, data_set) * (holder.settings.max_records_per_person if of_a_person else 1)
 
 
 def _body(bench: Workbench, spec: UpdateSpec, broadcast: Broadcast) -> str:

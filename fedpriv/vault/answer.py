@@ -34,7 +34,7 @@ from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault import _charging, _records, _reply_times, _summed
 from fedpriv.vault._charging import AlreadyReleasedError, NodePolicy, RefusedError, RetiredError
-from fedpriv.vault._guard import check_broadcast, check_evaluation, check_instruction, check_limits
+from fedpriv.vault._guard import check_broadcast, check_evaluation, check_instruction, check_limits, check_unit
 from fedpriv.vault._summed import Part
 from fedpriv.vault.frames import (
     ADVERTISE,
@@ -256,6 +256,7 @@ def _checked(
         ValueError: the model that was sent does not fit.
     """
     key, spec, broadcast, part = decoded
+    check_unit(spec, most=config.most_of_a_person)
     if part and part.num_records != num_registered:
         raise RefusedError(f"terms: num_records = {part.num_records}: this node registered {num_registered}")
     if kind == EVALUATE:
@@ -268,7 +269,8 @@ def _checked(
             num_registered=num_registered,
             has_labels=bool(bench.label_names),
         )
-    sampler = spec.sampler(num_registered, _source(config, int(key.client), key.round, "inclusion"))
+    coins, choices = (_source(config, int(key.client), key.round, purpose) for purpose in ("inclusion", "choices"))
+    sampler = spec.sampler(num_registered, coins, choices)
     event = planned_event(spec, sampler.sampling_probability, bench.initial, part.grid if part else None)
     # A node knows of no other noise than its own, but under the terms that its peers have signed.
     release = part.release(event) if part else Release(event=event, rho_bar=1.0)
@@ -319,7 +321,7 @@ def _evaluation(request: Request, config: RunConfig, _holder: Holder, client: in
     run, round_, spec = protocol.unpack_instruction(private_evaluation.EvaluationSpec, request.fields)
     broadcast = protocol.unpack_model(_tensors(request))
     key = _key(config, client, run, round_, protocol.request_digest(broadcast, spec))
-    return _Decoded(key, UpdateSpec.counts(spec.noise_multiplier), broadcast, None)
+    return _Decoded(key, spec.update, broadcast, None)
 
 
 def _key(config: RunConfig, client: int, run: str, round_: int, digest: str) -> Key:

@@ -174,6 +174,14 @@ def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> 
     source = settings.source
     if config.task != ("SEQ_CLS" if settings.labels and not source.instructs else "CAUSAL_LM"):
         raise RefusedError(f"task = {config.task}: does not suit this node's records")
+    unit = "person" if source.person_column else "record"
+    if config.unit != unit:
+        raise RefusedError(f"unit = {config.unit}: this node's operator decided that the unit is the {unit}")
+    if config.most_of_a_person > source.most_of_a_person:
+        raise RefusedError(
+            f"max_records_per_person = {config.max_records_per_person}: this node keeps at most "
+            f"{source.most_of_a_person} of a person"
+        )
     if config.instructs != source.instructs:
         held = "prompts with responses" if source.instructs else "plain texts"
         raise RefusedError(f"prompt_column, messages_column: this node's records are {held}; the run is for others")
@@ -195,6 +203,7 @@ def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> 
         prompt_column=source.prompt_column,
         response_column=source.response_column,
         messages_column=source.messages_column,
+        person_column=source.person_column,
         memory_limit_mb=settings.memory_limit_mb,
         device=settings.training_device,
     )

@@ -46,6 +46,10 @@ class VaultSettings:
         data: file with the records; None stands for a hospital of the embedded synthetic corpus.
         text_column, label_column, text_pair_column: of the file; empty if there is none.
         prompt_column, response_column, messages_column: of instruction data, in place of the columns above.
+        person_column: whom each record is about. With it the node protects persons, registers so many of them, and
+            refuses runs of another unit.
+        max_records_per_person: that the vault keeps of a person, chosen by a secret of its own, and the most that a run
+            may ask for.
         separator: of a CSV file; with `auto` its header decides, and a TSV file has tabs.
         encoding: of a CSV or JSONL file.
         table_checks: the answer to a likely mistake in the records, when they are registered: `refuse` or `warn`.
@@ -66,7 +70,7 @@ class VaultSettings:
             covers the node against it, though it does against one that follows the protocol.
         reply_seconds: between a charge and its reply, so that no clock tells how long the records took; None derives
             them from measurements on synthetic records.
-        max_records: for which derived times are enough; None stands for N_k.
+        max_records: records, or persons, for which derived times are enough; None stands for N_k.
         keep_tokens: whether the records' tokens are kept in the folder from one start to the next.
         counter_file: a file on another disk that keeps the receipts of charges, so that a ledger that was restored is
             noticed; None keeps none but in the folder.
@@ -83,6 +87,8 @@ class VaultSettings:
     prompt_column: str = ""
     response_column: str = ""
     messages_column: str = ""
+    person_column: str = ""
+    max_records_per_person: Annotated[int, Field(ge=1)] = 8
     separator: configuration.Separator = "auto"
     encoding: configuration.Encoding = "utf-8"
     table_checks: configuration.TableChecks = "refuse"
@@ -136,6 +142,8 @@ class VaultSettings:
             prompt_column=self.prompt_column,
             response_column=self.response_column,
             messages_column=self.messages_column,
+            person_column=self.person_column,
+            most_of_a_person=self.max_records_per_person,
             separator=self.separator,
             encoding=self.encoding,
         )

@@ -50,6 +50,7 @@ class _Parcel:
     round: int
     num_registered: int
     inclusion: SeededSource | None
+    choices: SeededSource | None
     noise: SeededSource | None
     grid: ClientGrid | None
 
@@ -155,6 +156,7 @@ class RayExecutor:
             round=task.round,
             num_registered=task.sampler.num_registered,
             inclusion=_seeded(task.sampler.source),
+            choices=_seeded(task.sampler.choices),
             noise=_seeded(task.noise),
             grid=task.grid,
         )
@@ -214,7 +216,7 @@ class _Worker:
             data=self._records[parcel.records],
             spec=parcel.spec,
             round=parcel.round,
-            sampler=parcel.spec.sampler(parcel.num_registered, parcel.inclusion or _secure),
+            sampler=parcel.spec.sampler(parcel.num_registered, parcel.inclusion or _secure, parcel.choices or _secure),
             noise=parcel.noise or _secure,
             grid=parcel.grid,
         )

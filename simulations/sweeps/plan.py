@@ -46,7 +46,7 @@ class PlannedRun:
         config = replace(self.config, out=str(folder.absolute()))
         if not self.auto_batch:
             return config
-        smallest = min(map(len, federated.load(config).clients))
+        smallest = min(client.num_units for client in federated.load(config).clients)
         return replace(config, batch_size=max(1, min(_LARGEST_AUTO, smallest // 4)))
 
 

@@ -35,8 +35,8 @@ from fedpriv.vault.settings import FILE, ApprovedModel, VaultSettings, models_te
 from tests.tiny import LABELS
 from tests.vaults import UNTIMED
 
-Row = tuple[str, str]
-"""A record: its text and its label."""
+Row = tuple[str, ...]
+"""A record: its text and its label and, at a node of persons, whom it is about."""
 
 Arrays = Mapping[str, Mapping[str, Tensor | np.ndarray]]
 """{record's name: {array's name: array}}"""
@@ -109,7 +109,7 @@ class Answer:
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """The holder's table."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("text", "label"), *rows])
+        csv.writer(file).writerows([("text", "label", "person")[: max(map(len, rows), default=2)], *rows])
 
 
 def make_node(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 from fedpriv import protocol
 from fedpriv.aggregation._cmfl import pack_signs
 from fedpriv.vault import frames
-from tests.adversary.exchanges import ROWS, Exchange
-from tests.adversary.nodes import Question, registering, run_config, training
+from tests.adversary.exchanges import PERSONS, ROWS, Exchange
+from tests.adversary.nodes import Question, Row, registering, run_config, training
 from tests.tiny import LABELS, WORDS
 
 Adapter = Mapping[str, Tensor]
@@ -159,6 +159,68 @@ ATTACKS: dict[str, Callable[[Starts], Exchange]] = {
 }
 
 
+# Of a person, at a node of persons.
+M = 2
+ABOUT_JANE = tuple((*row, "jane") for row in (JANE, ("a rash", LABELS[0]), (LONG, LABELS[0]), ("knee", LABELS[2])))
+A_THOUSAND = tuple((f"{WORDS[i % 13]} {WORDS[i % 11]}", LABELS[i % 3], "jane") for i in range(1000))
+
+
+def of_persons(question: Question, most: int = M) -> Question:
+    """The question as it is for nodes of persons, unless it says something else itself."""
+    fields = dict(question.fields)
+    if not fields.get("max_records_per_person", 1):
+        fields["max_records_per_person"] = most
+    config = {**question.config, "unit": "person", "max_records_per_person": most}
+    return replace(question, config=config, fields=fields)
+
+
+def _persons(starts: Starts, *sides: Sequence[Row] | None, **options: object) -> Exchange:
+    """Two nodes that differ in whom they know."""
+    one, other = (side or () for side in sides)
+    questions = [of_persons(honest(starts["tiny"], round=round_)) for round_ in (1, 2)]
+    return Exchange(**{"one": one, "other": other, "rows": PERSONS, "questions": questions, **options})
+
+
+# Attacks on nodes of persons.
+ATTACKS |= {
+    "a person": lambda starts: _persons(starts, ABOUT_JANE, None),
+    "a person with a thousand records": lambda starts: _persons(starts, A_THOUSAND, None),
+    "a person who is seldom drawn": lambda starts: _persons(
+        starts,
+        A_THOUSAND,
+        None,
+        everyone=False,
+        questions=[
+            of_persons(honest(starts["tiny"], round=round_, num_rounds=1000, trains=trains, sampling_probability=0.3))
+            for round_, trains in enumerate(("all", "head", "all"), 1)
+        ],
+    ),
+    "a person whose records give a person away": lambda starts: _persons(
+        starts,
+        ABOUT_JANE,
+        [(*row[:2], name) for row, name in zip(ABOUT_JANE, ("jane", "joan", "jane", "joan"), strict=True)],
+    ),
+    "a record that moves from a person to another": lambda starts: _persons(
+        starts,
+        [*ABOUT_JANE, ("cough", LABELS[1], "joan")],
+        [*ABOUT_JANE[1:], ("cough", LABELS[1], "joan"), (*JANE, "joan")],
+    ),
+    "persons padded by a long record": lambda starts: _persons(
+        starts,
+        ABOUT_JANE,
+        None,
+        questions=[
+            of_persons(
+                training(run_config(model="convbert", clip_norm=0.01, **COUPLED["convbert"]), moved(starts["convbert"]))
+            )
+        ],
+    ),
+    "records, asked of persons": lambda starts: _persons(
+        starts, ABOUT_JANE, None, questions=[registering(run_config()), honest(starts["tiny"])]
+    ),
+}
+
+
 # Values of an instruction that a node may carry out.
 _USUAL: dict[str, list[object]] = {
     "clip_norm": [1e-4, 0.05, 100.0],
@@ -208,6 +270,7 @@ _HOSTILE: dict[str, list[object]] = {
     "num_rounds": [1, 0, 10**12],
     "round": [0, -1, 4, 10**12],
     "run": ["x" * 10**4, 1],
+    "max_records_per_person": [-1, 1, 2, 9, 10**9, True, "3"],
     "version": [4, "5", True],
     "something else": [1, "x", True],
 }
@@ -365,3 +428,32 @@ def exchanges(draw: st.DrawFn, adapter: Adapter, num_questions: int) -> Exchange
         killed_at=draw(st.sampled_from([0, 0, 0, 1, 2])),
         fails_on=_NEUROLOGY,
     )
+
+
+@st.composite
+def _sides(draw: st.DrawFn) -> tuple[list[Row], list[Row]]:
+    """What two nodes know of the persons in which they differ: another person, one more record, one moved, a split."""
+    records = draw(st.lists(_ROWS, min_size=1, max_size=6))
+    jane = [(*row, "jane") for row in records]
+    kind = draw(st.sampled_from(["removed", "record added", "record moved", "split", "a thousand"]))
+    if kind == "removed":
+        return jane, []
+    if kind == "record added":
+        return jane, [*jane, (*draw(_ROWS), "jane")]
+    if kind == "a thousand":
+        return jane, [(*row[:2], "jane") for row in A_THOUSAND]
+    if kind == "split":
+        return jane, [(*row, draw(st.sampled_from(["jane", "joan"]))) for row in records]
+    joan = [(*row, "joan") for row in draw(st.lists(_ROWS, min_size=1, max_size=3))]
+    return [*jane, *joan], [*jane[1:], *joan, (*records[0], "joan")]
+
+
+@st.composite
+def exchanges_with_persons(draw: st.DrawFn, adapter: Adapter, num_questions: int) -> Exchange:
+    """The same with nodes of persons; some questions ask for records, or for more of a person than is allowed."""
+    exchange = draw(exchanges(adapter, num_questions))
+    one, other = draw(_sides())
+    questions = [
+        q if _one_in(draw, 10) else of_persons(q, draw(st.sampled_from([1, M, M, 8, 9]))) for q in exchange.questions
+    ]
+    return replace(exchange, one=one, other=other, rows=PERSONS, questions=questions)

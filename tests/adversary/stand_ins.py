@@ -48,7 +48,7 @@ class StandIns:
     """What one node draws and gives to the noise.
 
     Attributes:
-        watched: place of the record in which two nodes differ, after all others.
+        watched: place of the record, or of the first person, in which two nodes differ, after all others.
         everyone: every record is included in every step, instead of by its own coin.
         killed_at: the process ends when it is about to add noise for this time, from 1; 0 for never.
         fails_on: the tokens of records on which the model fails.
@@ -76,7 +76,7 @@ class StandIns:
         self._sampler = sampler
         coins = SeededSource("inclusion", self._num_samples).bernoulli(num_records, sampler.sampling_probability)
         included = range(num_records) if self.everyone else coins.nonzero().squeeze(1).tolist()
-        self._was_drawn |= self.watched in included
+        self._was_drawn |= any(place >= self.watched for place in included)
         return list(included)
 
     def add_noise(self, mechanism: object, sums: Tensor, request: NoiseRequest) -> tuple[Tensor, list[Event]]:

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 
 from fedpriv.data import federated
+from fedpriv.data.persons import some_of
 from fedpriv.data.records import BatchShape, num_tokens
 from fedpriv.errors import InputError
 from fedpriv.training import clipping, stacked
+from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training._shapes import Pass
 from fedpriv.training.model import TrainingModel
 from fedpriv.vault import _charging, _records, answer, holder
@@ -79,6 +81,53 @@ def the_coordinators_labels(patch):
     patch.setattr(_records, "registered", only_with_records)
 
 
+def cap_by_realised_count(patch):
+    def draw_persons(self, records, _most):
+        included = self.draw(records.num_units)
+        return self.some_of_each(records, included, 1 + len(included) % 2)
+
+    patch.setattr(PoissonSampler, "draw_persons", draw_persons)
+
+
+def shape_by_a_persons_size(patch):
+    def passes(_, items, *_public_numbers):
+        most = max(
+            (len(own) for records in {records for records, _ in items} for _, own in records.by_person), default=0
+        )
+        shape = BatchShape(rows=len(items), tokens=max(map(num_tokens, items), default=0) + most, full=False)
+        return [Pass(positions=list(range(len(items))), shape=shape)] if items else []
+
+    patch.setattr(TrainingModel, "passes", passes)
+
+
+def records_clipped_one_by_one(patch):
+    def rows_of_persons(clients, parameters):
+        most = clients.spec.max_records_per_person
+        drawn = [task.sampler.draw_persons(task.data, most) for task in clients.tasks]
+        every = stacked._Drawn.of_records([[index for person in each for index in person] for each in drawn])
+        return stacked._gradient_rows(clients, parameters, every)
+
+    patch.setattr(stacked, "_means_of_persons", rows_of_persons)
+
+
+def choices_from_one_stream(patch):
+    """Each person's records are drawn with what is left of a common stream."""
+
+    def some_of_each(self, records, persons, most):
+        return [some_of(*records.by_person[person], most, self.choices.words(4).tobytes()) for person in persons]
+
+    patch.setattr(PoissonSampler, "some_of_each", some_of_each)
+
+
+def the_coordinators_unit(patch):
+    of_node = holder._of_node
+
+    def with_unit_of_run(run, settings, policy):
+        return of_node(run, settings if run.unit == "person" else replace(settings, person_column=""), policy)
+
+    patch.setattr(holder, "_of_node", with_unit_of_run)
+
+
 BROKEN: dict[str, tuple[Break, str]] = {
     "tokenizing before the check": (
         tokenizing_before_the_check,
@@ -89,6 +138,11 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "norms in float32": (norms_in_float32, "gradients whose squares vanish"),
     "shared padding": (shared_padding, "padding by a long record, convolutions"),
     "free retry": (free_retry, "a process that ends within a round"),
+    "cap by realised count": (cap_by_realised_count, "a person"),
+    "shape by a person's size": (shape_by_a_persons_size, "persons padded by a long record"),
+    "records clipped one by one": (records_clipped_one_by_one, "a person with a thousand records"),
+    "choices from one stream": (choices_from_one_stream, "a person"),
+    "the coordinator's unit": (the_coordinators_unit, "records, asked of persons"),
     "the coordinator's labels": (the_coordinators_labels, "labels that only one record has"),
 }
 

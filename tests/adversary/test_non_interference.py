@@ -1,4 +1,7 @@
-"""Two nodes that differ in one record answer alike to the byte, whatever a coordinator asks, but for what is paid."""
+"""Two nodes that differ in one record, or in whom they know, answer alike to the byte, but for what is paid.
+
+Whatever a coordinator asks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.adversary.exchanges import Exchange, play
-from tests.adversary.questions import ATTACKS, exchanges
+from tests.adversary.questions import ATTACKS, exchanges, exchanges_with_persons
 from tests.threads import NUMBERS, with_threads
 
 NUM_QUESTIONS = 5
@@ -31,7 +34,7 @@ def test_nothing_comes_out_where_only_a_sound_model_is_approved(approved, starts
     assert not outcome.interferes, outcome
 
 
-def generated(approved, start, num_exchanges: int) -> tuple[int, int]:
+def generated(approved, start, num_exchanges: int, kind=exchanges) -> tuple[int, int]:
     """Plays that many generated exchanges; how many questions were asked, and how many of them got an upload."""
     asked = uploads = 0
 
@@ -44,7 +47,7 @@ def generated(approved, start, num_exchanges: int) -> tuple[int, int]:
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(exchanges(start, NUM_QUESTIONS))
+    @given(kind(start, NUM_QUESTIONS))
     def one(exchange: Exchange) -> None:
         nonlocal asked, uploads
         with tempfile.TemporaryDirectory() as folder:
@@ -56,9 +59,10 @@ def generated(approved, start, num_exchanges: int) -> tuple[int, int]:
     return asked, uploads
 
 
+@pytest.mark.parametrize("kind", [exchanges, exchanges_with_persons])
 @pytest.mark.parametrize("num", [20, pytest.param(2000, marks=pytest.mark.slow)])
-def test_nothing_unpaid_comes_out_of_generated_exchanges(approved, starts, num):
-    asked, uploads = generated(approved, starts["tiny"], num)
+def test_nothing_unpaid_comes_out_of_generated_exchanges(approved, starts, num, kind):
+    asked, uploads = generated(approved, starts["tiny"], num, kind)
     assert asked >= num
     assert uploads >= asked / 5, "most of what was asked was refused, so little was tried"
 

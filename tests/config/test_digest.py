@@ -65,6 +65,7 @@ OTHER |= {
     "secure_masks": True,
     "separator": "tab",
     "encoding": "latin-1",
+    "unit": "person",
 }
 FOR_SGD_ALONE = (
     "train",
@@ -92,6 +93,8 @@ def test_digest_depends_on_every_key_but_those_outside(key):
         return
     if key in ("prompt_column", "response_column", "system_prompt", "prompt_template", "answers"):
         base = RunConfig(prompt_column="q", response_column="a")
+    if key in ("person_column", "max_records_per_person"):
+        base = RunConfig(unit="person")
     if key == "messages_column":
         base = RunConfig(messages_column="m")
     if key == "secure_aggregation":

@@ -41,8 +41,8 @@ SHARED = """
         (
             Fact.RECORDS,
             "task data test_data test_fraction separator encoding text_column text_pair_column "
-            "prompt_column response_column messages_column answers label_column client_column labels partition "
-            "num_clients client_sizes dirichlet_alpha max_records seed",
+            "prompt_column response_column messages_column answers label_column client_column unit person_column "
+            "labels partition num_clients client_sizes dirichlet_alpha max_records seed",
         ),
     ],
 )

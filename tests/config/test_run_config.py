@@ -47,6 +47,7 @@ BAD = {
     "dirichlet_alpha": 0.0,
     "public_data": "perhaps",
     "max_records": -1,
+    "max_records_per_person": 0,
     "generated_answers": -1,
     "max_new_tokens": 0,
     "rounds": 0,
@@ -168,8 +169,8 @@ def test_pyproject_lists_every_key_with_its_default_for_flower():
     # What recipes differ in is left to the recipe, so that `flwr run` can name one.
     paper = parse(listed | {"recipe": "dp-lora-paper"})
     assert paper == parse({"recipe": "dp-lora-paper", "engine": "flower"})
-    # What only other keys leave open: a task, a batch size, what secure aggregation needs, and another recipe's.
-    not_in_paper = ("task", "batch_size", "min_clients", "mechanism", "privacy_view")
+    # What only other keys leave open: a task, a unit, a batch size, what secure sums need, and another recipe's.
+    not_in_paper = ("task", "unit", "batch_size", "min_clients", "mechanism", "privacy_view")
     not_in_paper += ("max_length", "aggregation", "server_learning_rate")
     assert [key for key in KEYS if getattr(paper, key) != getattr(parse(listed), key)] == [
         key for key in KEYS if listed[key] == BY_RECIPE and key not in not_in_paper

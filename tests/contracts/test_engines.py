@@ -35,6 +35,7 @@ from simulations.engines import federation, ray_actors
 from simulations.engines.ray_actors import RayExecutor
 from simulations.sites import free_port
 from tests.chats import chat_model
+from tests.tiny import with_persons
 
 # Clients of very different sizes: one has no records to draw, one draws every record.
 SIZES = (40, 3, 0, 90, 12)
@@ -312,6 +313,22 @@ def test_complete_runs_give_the_same_losses_and_epsilons_stacked_and_one_by_one(
 @pytest.mark.parametrize("rule", ["dp-lora", "t-fedavg", "flora"])
 def test_complete_runs_give_the_same_losses_and_epsilons_on_ray(cluster, small_run, tmp_path, rule):
     assert_engines_agree({**small_run, "ray_address": cluster}, tmp_path, rule, ("in-process", "ray"))
+
+
+@pytest.fixture
+def run_of_persons(small_run, table, tmp_path) -> dict[str, object]:
+    """A federation that protects persons of three records each, of which two count."""
+    columns = {"person_column": "patient", "max_records_per_person": 2}
+    return {**small_run, **columns, "data": str(with_persons(table, tmp_path / "persons.csv", 3))}
+
+
+def test_complete_runs_of_persons_agree_stacked_and_one_by_one(run_of_persons, tmp_path):
+    assert_engines_agree(run_of_persons, tmp_path, "dp-lora", ("in-process", "stacked"))
+
+
+@pytest.mark.slow
+def test_complete_runs_of_persons_agree_on_ray(cluster, run_of_persons, tmp_path):
+    assert_engines_agree({**run_of_persons, "ray_address": cluster}, tmp_path, "dp-lora", ("in-process", "ray"))
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from fedpriv.config import parse, read
 from fedpriv.plan import preflight
 from server.observer import LogObserver
+from simulations import initial
 from simulations.__main__ import app
 from simulations.engines import federation
 
@@ -171,6 +172,41 @@ def test_a_person_is_asked_three_questions_and_the_result_runs(letters, tmp_path
     assert config.budget_epsilon == (3.0,)
     federation.run(parse(read(tmp_path / "letters.toml") | {"out": config.out, "model": config.model}), LogObserver())
     assert (tmp_path / "run" / "summary.json").is_file()
+
+
+@pytest.fixture
+def visits(letters):
+    """The same with a column of patients, of whom each has three letters to one hospital."""
+    header, *rows = csv.reader(letters.read_text().splitlines())
+    with letters.open("w", newline="") as file:
+        csv.writer(file).writerows([[*header, "mrn"], *([*row, f"{int(row[0]) % 40:04}"] for row in rows)])
+    return letters
+
+
+def test_a_column_of_persons_makes_these_the_unit(visits, tmp_path):
+    columns = ("--text", "body", "--label", "ward", "--client", "hospital")
+    code, said = init(tmp_path, visits, *columns)
+    assert code == 0, said
+    assert "column 'mrn': looks like persons, 40 in 120 records" in said
+    assert parse(read(tmp_path / "letters.toml")).unit == "record"
+    code, said = init(tmp_path, visits, *columns, "--person", "mrn", "--force")
+    assert code == 0, said
+    config = parse(read(tmp_path / "letters.toml"))
+    assert (config.unit, config.person_column) == ("person", "mrn")
+    assert "each person of 'mrn' protected" in said
+    assert "looks like persons" not in said
+    code, said = init(tmp_path, visits, *columns, "--person", "nobody", "--force")
+    assert (code, "person = 'nobody': no such column" in said) == (2, True)
+
+
+def test_where_a_column_looks_like_persons_a_person_is_asked_for_it(visits, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(initial, "_ask", lambda question, default: (asked.append(question), default)[1])
+    table = initial._table(visits, parse({}))
+    given = initial._Answers(data=visits, layout=parse({}), text="body", label="ward", client="hospital")
+    assert initial._with_person(given, table, None, asks=True).person == "mrn"
+    assert initial._with_person(given, table, "", asks=True).person == ""
+    assert len(asked) == 1
 
 
 def stranger(path, **more):

@@ -193,6 +193,28 @@ def test_a_neighbour_with_one_record_more_has_its_features_kept_too(node, start,
     assert not calls
 
 
+@pytest.mark.parametrize("newcomer", [0, 1000])
+def test_a_person_with_a_thousand_records_has_the_time_and_the_room_of_a_person(node, start, monkeypatch, newcomer):
+    calls = []
+    honest = TrainingModel._head_inputs
+    monkeypatch.setattr(TrainingModel, "_head_inputs", lambda *a: calls.append(len(a[1])) or honest(*a))
+    own = node(person_column="person", max_records_per_person=4)
+    rows = [("a cough", LABELS[i % 3], f"person {i // 2}") for i in range(2 * N_K)]
+    write_rows(own.records, [("a long rash", LABELS[i % 3], "newcomer") for i in range(newcomer)] + rows)
+
+    def asked(round_: int) -> Request:
+        fields = {"sampling_probability": 1.0, "trains": "head", "optimizer": "sgd"}
+        config = run_config(rounds=1000, local_steps=20, unit="person", max_records_per_person=3)
+        return request_of(training(config, start, round_=round_, fields=fields))
+
+    first, taken = work(own, asked(1))
+    assert taken < first
+    calls.clear()
+    again, taken = work(own, asked(2))
+    assert taken < again < first
+    assert not calls, "the features of all that is kept of all persons have room"
+
+
 def test_the_operator_may_set_the_time(node, start):
     assert work(node(reply_seconds=0.7), everyone(start))[0] == 0.7
 

@@ -113,7 +113,9 @@ def render(
             recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
             stored_variants=tables.variant_table(run.stored) if run.stored else None,
             stored_sizes=tables.size_table(run.stored, summary.get("base_model_bytes")) if run.stored else None,
-            clients=tables.client_table(summary["clients"], accountant, view=summary["privacy_view"]),
+            clients=tables.client_table(
+                summary["clients"], accountant, view=summary["privacy_view"], unit=summary.get("unit")
+            ),
             charged=_charged(run),
             failures=_failures(run),
             panels=[*_quality_panels(run), *_epsilon_panels(run), *_traffic_panels(run)],

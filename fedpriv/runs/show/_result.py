@@ -210,7 +210,9 @@ class Run:
         """A short page for notebooks, light or dark as the notebook is; text from files is escaped."""
         summary = self._read.summary
         table = language_table(summary) if counts_next_tokens(summary) else accuracy_table(summary)
-        spent = client_table(summary["clients"], summary["accountant"], view=summary["privacy_view"])
+        spent = client_table(
+            summary["clients"], summary["accountant"], view=summary["privacy_view"], unit=summary.get("unit")
+        )
         warnings = "".join(f"<p><b>Warning:</b> {html.escape(line)}</p>" for line in summary["warnings"])
         body = f"<p>{html.escape(self._outcome())}</p>{warnings}{_html_table(table) if table else MISSING}"
         clients = f"<details><summary>{html.escape(spent.caption)}</summary>{_html_table(spent)}</details>"

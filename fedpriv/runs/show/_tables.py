@@ -19,7 +19,7 @@ from fedpriv.runs.figures import (
     format_percent,
     of_this_run,
 )
-from fedpriv.texts import holder_label
+from fedpriv.texts import holder_label, what_is_counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,7 +45,9 @@ def format_range(values: pd.Series) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view: str) -> TextTable:
+def client_table(
+    clients: Iterable[Mapping[str, Any]], accountant: str, *, view: str, unit: str | None = None
+) -> TextTable:
     """The final figures of each client, from `summary.json`: what it sent, received and spent.
 
     Args:
@@ -53,13 +55,14 @@ def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view:
             bytes_down; with epsilon_aggregate, if that view holds for all of them.
         accountant: the one that computed the epsilons, such as `pld`; it is named in the caption.
         view: that was asked for, which comes first.
+        unit: that the epsilons protect, as in `summary.json`; None of an older run.
     """
     clients = list(clients)
     has_aggregate = bool(clients) and all(client.get("epsilon_aggregate") is not None for client in clients)
     views = [name for name in asked_first(view) if name != "aggregate" or has_aggregate]
     # Shorter than `aggregate`, so that 80 columns hold the table.
     epsilons = ("ε sum" if name == "aggregate" else f"ε {name}" for name in views)
-    headers = ("client", "records", "rounds", *epsilons, "δ", "sent", "received")
+    headers = ("client", what_is_counted(unit), "rounds", *epsilons, "δ", "sent", "received")
     rows = tuple(
         (
             holder_label(client["client"], client.get("name")),
@@ -72,7 +75,9 @@ def client_table(clients: Iterable[Mapping[str, Any]], accountant: str, *, view:
         )
         for client in clients
     )
-    return TextTable(caption=f"Per client, final figures ({accountant}), ε at the row's δ", headers=headers, rows=rows)
+    of_whom = " of a person" if unit == "person" else ""
+    caption = f"Per client, final figures ({accountant}), ε{of_whom} at the row's δ"
+    return TextTable(caption=caption, headers=headers, rows=rows)
 
 
 def joining_table(summary: Mapping[str, Any]) -> TextTable | None:

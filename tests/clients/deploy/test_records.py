@@ -89,6 +89,25 @@ def test_a_record_that_cannot_be_read_is_named_before_anything_is_registered(tmp
     assert not (tmp_path / "node").exists()
 
 
+def test_with_a_column_of_persons_these_are_registered(tmp_path, ca):
+    path = tmp_path / "own.csv"
+    names = ["P1", "P2", "P1", "P3", "P1", "P2"]
+    path.write_text("note,department,who\n" + "".join(f"text {i},{LABELS[i % 3]},{n}\n" for i, n in enumerate(names)))
+    more = ("--labels", ",".join(LABELS), "--budget-epsilon", 4, "--person-column", "who")
+    done = init(tmp_path / "node", ca, path, *more, "--max-records-per-person", 5)
+    assert done.returncode == 0, done.stderr
+    assert "they are about 3 persons, whom the node protects and registers" in done.stdout
+    assert "registered N_k = 3, data set" in done.stdout
+    vault = Node.read(tmp_path / "node").vault
+    assert (vault.person_column, vault.max_records_per_person) == ("who", 5)
+    with Ledger(vault.ledger) as ledger:
+        assert ledger.data_set().num_records == 3
+    path.write_text(path.read_text() + f"text 7,{LABELS[0]},p1\n")
+    done = init(tmp_path / "other", ca, path, *more)
+    assert done.returncode == 2
+    assert "persons: 'p1' differs from 'P1' by case or blanks alone" in done.stderr
+
+
 def test_causal_models_need_no_labels(tmp_path, ca, data):
     done = init(tmp_path / "node", ca, data, "--label-column", "", "--budget-epsilon", 4)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,90 @@
+"""Whole runs that protect persons: they cost what as many records would, and say whom an epsilon protects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.config import parse
+from fedpriv.data import load
+from fedpriv.errors import InputError
+from fedpriv.ledger.statement import statement_text
+from server.observer import LogObserver
+from simulations.engines import federation
+from tests.tiny import with_persons
+
+Z_EVALUATION = 4.0
+# At each site, where a person has three records: site-0 has three of seven rows.
+NUM_PERSONS = [35, 23, 23]
+
+
+def run(values, out: Path, **changes) -> dict:
+    federation.run(parse(values | changes | {"out": str(out)}), LogObserver())
+    return json.loads((out / "summary.json").read_text())
+
+
+def sizes_of(summary: dict) -> list[int]:
+    return [client["num_records"] for client in summary["clients"]]
+
+
+@pytest.fixture(scope="module")
+def skewed(small_run, table, tmp_path_factory):
+    """A run of persons with three records each and an evaluation, its configuration and its folder."""
+    folder = tmp_path_factory.mktemp("persons")
+    values = small_run | {"data": str(with_persons(table, folder / "t.csv", 3)), "person_column": "patient"}
+    values |= {"evaluation_noise_multiplier": Z_EVALUATION, "ledger": str(folder / "ledger.sqlite")}
+    return run(values, folder / "run", max_records_per_person=2), values, folder / "run"
+
+
+def test_persons_of_one_record_each_make_the_same_run_as_records(small_run, table, tmp_path):
+    values = small_run | {"data": str(with_persons(table, tmp_path / "t.csv", 1)), "table_checks": "warn"}
+    one = run(values, tmp_path / "records")
+    other = run(values | {"person_column": "patient"}, tmp_path / "persons")
+    assert (one["unit"], other["unit"]) == ("record", "person")
+    assert sizes_of(one) == sizes_of(other)
+    figures = [pd.read_csv(tmp_path / kind / "rounds.csv").drop(columns="seconds") for kind in ("records", "persons")]
+    assert figures[0].equals(figures[1])
+
+
+def test_a_persons_epsilon_is_that_of_so_many_records_as_there_are_persons(skewed):
+    found, _, _ = skewed
+    assert found["unit"] == "person"
+    assert sizes_of(found) == NUM_PERSONS
+    evaluation = SubsampledGaussian(noise_multiplier=Z_EVALUATION, sampling_probability=1.0, unit="person")
+    for client in found["clients"]:
+        q = 8 / client["num_records"]
+        training = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=q, count=4, unit="person")
+        assert client["epsilon_local"] == pytest.approx(epsilon_of([training, evaluation], client["delta"]).epsilon)
+
+
+def test_the_statement_says_whom_it_is_about(skewed):
+    _, values, _ = skewed
+    text = statement_text(values["ledger"], "0")
+    assert "persons when it was registered" in text
+    assert "one person of the client, with all of their records there" in text
+    assert "a person with several records here" not in text
+
+
+def test_a_ledger_never_composes_records_with_persons(skewed, tmp_path):
+    _, values, _ = skewed
+    with pytest.raises(InputError, match=r"another unit|num_records"):
+        run(values | {"person_column": "", "unit": "record"}, tmp_path / "out")
+
+
+def test_sums_of_persons_are_charged_as_persons(small_run, table, tmp_path):
+    values = small_run | {"data": str(with_persons(table, tmp_path / "t.csv", 3)), "person_column": "patient"}
+    found = run(values, tmp_path / "sum", local_steps=1, secure_aggregation=True, min_clients=3)
+    assert found["unit"] == "person"
+    assert found["epsilon_aggregate_max"] < found["epsilon_local_max"]
+
+
+def test_canaries_are_persons(small_run, table, tmp_path):
+    values = small_run | {"data": str(with_persons(table, tmp_path / "t.csv", 3)), "person_column": "patient"}
+    found = run(values, tmp_path / "audited", audit="tokens", audit_canaries=6)
+    assert sizes_of(found) == [client.num_units + 6 for client in load(parse(values)).clients]
+    assert found["audit"]["claimed_epsilon"] == found["epsilon_local_max"]
