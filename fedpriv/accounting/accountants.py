@@ -78,7 +78,7 @@ def epsilon_of(
     """
     check_delta(delta)
     check_accountant(accountant)
-    composition, remaining_delta = _participating(_checked(events), delta)
+    composition, remaining_delta = _participating(checked(events), delta)
     proven = all(event.is_guarantee for event in composition)
     if not composition:
         return PrivacySpent(epsilon=0.0 if remaining_delta > 0 else math.inf, delta=delta, accountant=accountant)
@@ -123,7 +123,7 @@ def delta_of(events: Iterable[Event], epsilon: float, accountant: Accountant = "
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon = {epsilon}: must be finite and >= 0")
     check_accountant(accountant)
-    composition, remaining_delta = _participating(_checked(events), 1.0)
+    composition, remaining_delta = _participating(checked(events), 1.0)
     if not composition:
         return 1.0 - remaining_delta
     if not all(event.is_noised and event.is_guarantee for event in composition):
@@ -152,8 +152,12 @@ def check_accountant(accountant: str) -> None:
         raise ValueError(f"accountant = {accountant!r}: must be pld or rdp")
 
 
-def _checked(events: Iterable[Event]) -> tuple[Event, ...]:
-    """The events, grouped, after a check that their types are known and that they protect one unit."""
+def checked(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The events, grouped and in an order of their own, so that equal compositions are equal.
+
+    Raises:
+        ValueError: the type of one is unknown, or they protect different units.
+    """
     events = tuple(events)
     for event in events:
         check_known(event)

@@ -30,12 +30,13 @@ from fedpriv.accounting.accountants import (
     ORDERS,
     PLD_LIMIT,
     check_delta,
+    checked,
     epsilon_of,
     total_curve,
     total_loss,
 )
 from fedpriv.accounting.composition.law import Array, Event, Unit
-from fedpriv.accounting.events import SubsampledGaussian, group
+from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.errors import InputError
 
 # [tests] The least share of insiders that a test misses, by the share of outsiders that it wrongly accuses.
@@ -231,12 +232,7 @@ def risk_of(events: Iterable[Event], delta: float) -> Risk:
         ValueError: delta is out of range, an event is of an unknown type, or events protect different units.
     """
     check_delta(delta)
-    return _risk_of(_sorted(events), delta)
-
-
-def _sorted(events: Iterable[Event]) -> tuple[Event, ...]:
-    """The same composition as a key."""
-    return tuple(sorted(group(events), key=repr))
+    return _risk_of(checked(events), delta)
 
 
 @lru_cache(maxsize=1024)
@@ -254,7 +250,6 @@ def _trade_off(events: tuple[Event, ...]) -> TradeOff:
     """The trade-off function of a composition that has one."""
     if (mu := _unsampled_mu(events)) is not None:
         return gaussian(mu)
-    # Also refuses an event that no accountant knows, and a mixture of units.
     by_rdp = epsilon_of(events, min(_own_delta(events) + 1e-5, 1 - 1e-9), "rdp").epsilon
     composition = tuple(event for event in events if event.sampling_probability > 0)
     if by_rdp > PLD_LIMIT or not all(event.has_pld for event in composition):
@@ -357,7 +352,7 @@ def risks_of(histories: Mapping[Any, tuple[Iterable[Event], float]]) -> dict[Any
     Raises:
         ValueError: see `risk_of`.
     """
-    grouped = {name: (_sorted(events), delta) for name, (events, delta) in histories.items()}
+    grouped = {name: (checked(events), delta) for name, (events, delta) in histories.items()}
     if len(set(grouped.values())) <= _FEW_HISTORIES:
         return {name: _risk_of(*history) for name, history in grouped.items()}
     least_delta = min(delta for _, delta in grouped.values())
@@ -469,7 +464,7 @@ class RiskTarget:
         """How far the risk of a composition exceeds the target; at most 0 where it is met."""
         if self.mu is not None:
             return risk_of(events, delta).mu - self.mu
-        composition = _sorted(events)
+        composition = checked(events)
         if not _is_bounded(composition):
             return 1 - self.found
         return 1 - float(_trade_off(composition)(np.array([self.wrongly_accused]))[0]) - self.found
@@ -486,25 +481,39 @@ _FOUND: Mapping[str, tuple[str, str]] = {
 }
 
 
-def in_words(values: Mapping[str, Any]) -> str:
-    """The share found where 1 % is wrongly accused, as a sentence for people who read no curves.
+def in_words(values: Mapping[str, Any], delta: float) -> list[str]:
+    """The share found where 1 % is wrongly accused, and what delta means: sentences for people who read no curves.
 
     Args:
         values: with `tpr_at_fpr` and `unit`, as `Risk.values` has them.
+        delta: beside it.
     """
     found = values["tpr_at_fpr"]["0.01"]
     outside, members = _FOUND[values["unit"]]
     if found >= 1:
-        return f"Nothing bounds what an attacker finds: without one wrong accusation, it may be all of the {members}."
-    return f"An attacker who wrongly accuses 1 % of {outside} identifies at most {percent_up(found)} of the {members}."
+        return [f"Nothing bounds what an attacker finds: without one wrong accusation, it may be all of the {members}."]
+    return [
+        f"An attacker who wrongly accuses 1 % of {outside} identifies at most {percent_up(found)} of the {members}.",
+        f"Delta, {_short(delta)}, is the small probability that epsilon leaves out; the share identified includes it.",
+    ]
 
 
-def delta_in_words(delta: float) -> str:
-    """What delta means, as a sentence."""
-    return (
-        f"Delta, {delta:g}, is the small probability that epsilon leaves out; the share that an attacker identifies "
-        "counts it."
-    )
+def _short(delta: float) -> str:
+    return f"{delta:g}".replace("e-0", "e-")
+
+
+def in_short(values: Mapping[str, Any]) -> str:
+    """The share found where 1 % is wrongly accused, in half a line."""
+    found = values["tpr_at_fpr"]["0.01"]
+    return f"at most {percent_up(found)} of the {_FOUND[values['unit']][1]} found, where 1 % are wrongly accused"
+
+
+def figures_in_words(values: Mapping[str, Any]) -> str:
+    """The shares found, by those wrongly accused, the greatest advantage, and mu, in a line."""
+    found = ", ".join(f"{percent_up(y)} at {100 * float(x):g} %" for x, y in values["tpr_at_fpr"].items())
+    mu = values["mu"]
+    told = "no mu" if mu is None or mu == math.inf else f"mu {math.ceil(1000 * mu) / 1000:.3f}"
+    return f"{found} wrongly accused; advantage {percent_up(values['advantage'])}; {told}"
 
 
 def percent_up(share: float) -> str:

@@ -42,6 +42,7 @@ HEADINGS = {
     "epsilon_rho": "ε rho",
     "epsilon_aggregate": "ε aggregate",
     "delta": "δ",
+    "found": "found",
     "noise_source": "noise",
     "remaining_rounds": "left",
 }
@@ -69,7 +70,7 @@ def show_ledger(
         known = reader.holder_names(db, path, run)
         rows = statement.spending(db, names=known, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
         gaps = statement.gaps(db)
-    lines = [*_spent(rows, view), *statement.gap_lines(**gaps)]
+    lines = [*_spent(rows, view), *_worst(rows), *statement.gap_lines(**gaps)]
     lines += [
         f"{statement.label(row['client'], row['name'])}: enforced by {row['enforced_by']}"
         for row in rows
@@ -84,8 +85,10 @@ def show_ledger(
 
 def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
     """A line for each data set, with what is known of it."""
+    from fedpriv.accounting.risk import percent_up
     from fedpriv.ledger.statement import label
 
+    rows = [row | {"found": percent_up(row["tpr_at_fpr"]["0.01"])} for row in rows]
     shown = {name for row in rows for name in row} | (HEADINGS.keys() - {"epsilon_aggregate", "remaining_rounds"})
     if view != "aggregate":
         shown.discard("epsilon_aggregate")
@@ -93,6 +96,19 @@ def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
     named = [{**row, "client": label(row["client"], row["name"]), "data_set": row["data_set"][:12]} for row in rows]
     cells = [{heading: row.get(name) for name, heading in headings.items()} for row in named]
     return table(cells, list(headings.values()))
+
+
+def _worst(rows: list[dict[str, Any]]) -> list[str]:
+    """What the largest risk of any data set means; `found` in the table is its figure."""
+    from fedpriv.accounting.risk import in_words
+    from fedpriv.ledger.statement import label
+
+    if not rows:
+        return []
+    worst = max(rows, key=lambda row: row["tpr_at_fpr"]["0.01"])
+    whose = f"{label(worst['client'], worst['name'])}: " if len(rows) > 1 else ""
+    first, *others = in_words(worst, worst["delta"])
+    return [f"{whose}{first}", *others]
 
 
 @command(app)

@@ -1,4 +1,4 @@
-"""Risk: trade-off functions against closed forms, integration and simulated attackers; a filter's guarantee; targets."""
+"""Risk: trade-off functions against closed forms, integration and simulated attackers; filters; targets."""
 
 from __future__ import annotations
 
@@ -211,7 +211,8 @@ def test_stated_costs_have_their_own_lines():
 def test_without_a_guarantee_everybody_may_be_found(events):
     told = risk_of(events, 1e-5)
     assert (told.mu, told.advantage, set(told.found)) == (math.inf, 1.0, {1.0})
-    assert risk.in_words(told.values).startswith("Nothing bounds what an attacker finds")
+    (words,) = risk.in_words(told.values, 1e-5)
+    assert words.startswith("Nothing bounds what an attacker finds")
 
 
 def test_nothing_released_reveals_nothing():
@@ -220,10 +221,10 @@ def test_nothing_released_reveals_nothing():
     assert told.found == pytest.approx(RATES)
 
 
-def test_units_do_not_mix():
+@pytest.mark.parametrize("event", [sampled(1.0), PureEpsilon(epsilon=1.0)])
+def test_units_do_not_mix(event):
     with pytest.raises(ValueError, match="units"):
-        risk_of([sampled(1.0), SubsampledGaussian(noise_multiplier=1, sampling_probability=1, unit="client")], 1e-5)
-        risk_of([PureEpsilon(epsilon=1.0), PureEpsilon(epsilon=1.0, unit="client")], 1e-5)
+        risk_of([event, SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0, unit="client")], 1e-5)
 
 
 # --- Renyi divergences, and filters ---
@@ -347,5 +348,7 @@ def test_a_target_reads_what_it_writes():
 @pytest.mark.parametrize(("unit", "words"), [("record", "records"), ("person", "participants"), ("client", "clients")])
 def test_the_sentence_names_the_unit_and_rounds_up(unit, words):
     told = risk_of([SubsampledGaussian(noise_multiplier=2.0, sampling_probability=1.0, unit=unit)], 1e-5)
-    assert risk.in_words(told.values).endswith(f"identifies at most 3.4 % of the {words}.")
+    found, of_delta = risk.in_words(told.values, 1e-5)
+    assert found.endswith(f"identifies at most 3.4 % of the {words}.")
+    assert of_delta.startswith("Delta, 1e-5, ")
     assert risk.percent_up(0.03401) == "3.5 %"
