@@ -1,14 +1,13 @@
 """Risk in numbers that people can read: how many of the protected an attacker finds, for how many false accusations.
 
-A trade-off function f says how well any test can tell the data with a person from the data without: whoever wrongly
-accuses the share x of outsiders misses at least the share f(x) of the insiders, and finds at most 1 - f(x). Both
-questions, "added?" and "removed?", count: the function is symmetric, the convex envelope of both.
+A trade-off function f says how well any test tells the data with a person from the data without: an attacker who
+wrongly accuses the share x of outsiders misses at least the share f(x) of the insiders, and finds at most 1 - f(x).
+Both questions, "added?" and "removed?", count: the function is symmetric, the convex envelope of both.
 
 It comes from a privacy loss distribution: (e, d(e))-DP for every e >= 0 at once, with d the larger of both directions,
 bounds a test by the lines d + e^e x and 1 - e^-e (1 - d - x), and the lines of all e meet the envelope (Dong, Roth and
 Su 2022, Proposition 2.12). One (epsilon, delta) alone is one line of them, and says far less. Gaussian noise without
-sampling has a closed form. A Renyi divergence bounds a test by what it bounds between two coins, which lose nothing of
-it (Balle et al. 2020).
+sampling has a closed form. A Renyi divergence bounds a test by what it bounds between two coins: an accusation is one.
 """
 
 from __future__ import annotations
@@ -177,7 +176,8 @@ class Risk:
 
     def curve(self, false_positive_rates: Sequence[float]) -> list[float]:
         """[rates] the largest share found, by the share wrongly accused."""
-        return np.asarray(1 - self.trade_off(np.asarray(false_positive_rates, dtype=float))).tolist()
+        missed = self.trade_off(np.asarray(false_positive_rates, dtype=float))
+        return [1 - float(share) for share in missed]
 
     @staticmethod
     def none(unit: Unit = "record") -> Risk:
@@ -315,7 +315,7 @@ def _mu(trade_off: TradeOff, delta: float) -> float:
 def _regret(trade_off: TradeOff, mu: float) -> float:
     """The least k with f(x + k) - k <= f_mu(x) for all x.
 
-    Source: Kaissis et al. 2024 (the divergence of two trade-off functions); Gomez et al. 2025.
+    Source: Kaissis et al. 2024, of two trade-off functions; Gomez et al. 2025, of one and Gaussian DP.
     """
     if mu == math.inf:
         return 0.0
@@ -363,9 +363,11 @@ def risks_of(histories: Mapping[Any, tuple[Iterable[Event], float]]) -> dict[Any
     for names in kinds.values():
         sizes = np.array([[(e.sampling_probability, e.count) for e in grouped[name][0]] for name in names])
         nodes = _rounded_up(sizes.reshape(len(names), -1)).reshape(sizes.shape)
-        for name, values in zip(names, nodes.tolist(), strict=True):
+        for name, values in zip(names, nodes, strict=True):
             events = grouped[name][0]
-            rounded[name] = tuple(_with_size(e, q, round(n)) for e, (q, n) in zip(events, values, strict=True))
+            rounded[name] = tuple(
+                _with_size(event, float(q), round(count)) for event, (q, count) in zip(events, values, strict=True)
+            )
     if len(set(rounded.values())) <= 2 * _FEW_HISTORIES:
         return {name: _risk_of(events, least_delta) for name, events in rounded.items()}
     return _by_renyi({name: events for name, (events, _) in grouped.items()}, least_delta)
@@ -434,7 +436,7 @@ class RiskTarget:
         if self.mu is not None and not 0 < self.mu < math.inf:
             raise InputError(f"mu = {self.mu}: must be finite and > 0")
         if self.mu is None and not 0 < self.wrongly_accused < self.found < 1:
-            raise InputError(f"target {self}: needs 0 < fpr < tpr < 1; whoever accuses at random finds the share fpr")
+            raise InputError(f"target {self}: needs 0 < fpr < tpr < 1; accusing at random finds the share fpr")
 
     @staticmethod
     def parse(text: str, *, name: str = "target_risk") -> RiskTarget:

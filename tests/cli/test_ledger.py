@@ -41,7 +41,7 @@ def test_show_agrees_with_the_accountant(path):
         for more in (row["remaining_rounds"], row["remaining_rounds"] + 1)
     ]
     assert costs[0] <= 5 < costs[1]
-    assert fedpriv("ledger", "show", path)[0].count("\n") == 3
+    assert fedpriv("ledger", "show", path)[0].count("\n") == 5, "headings, a line each, and the largest risk in words"
 
 
 def test_the_aggregate_view_counts_what_sums_showed_and_single_uploads_in_full(tmp_path):

@@ -103,8 +103,7 @@ def trade_off_plot(found: pd.Series, points: Mapping[str, float], *, name: str =
             color=SERIES[0],
             fontsize=FONT_SIZE,
         )
-    place = {"xy": (0.1, 0.1), "xytext": (6, -10), "textcoords": "offset points"}
-    axes.annotate("at random", **place, color=INK, fontsize=FONT_SIZE)
+    axes.annotate("at random", (0.1, 0.1), (6, -10), textcoords="offset points", color=INK, fontsize=FONT_SIZE)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(FixedLocator([0.001, 0.01, 0.1, 1.0]))
         axis.set_minor_locator(NullLocator())

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from fedpriv.accounting.composition.law import Unit
 from fedpriv.accounting.risk import Risk, in_words, risks_of
 from fedpriv.errors import InputError, StoreError
 from fedpriv.ledger.statement import ADJACENCY
@@ -103,7 +104,7 @@ class Cards:
             note = "no noise, or too little: this protects nobody"
         elif self._run.get("noise_source") not in (None, "secure"):
             note = "the noise was seeded, so that the run can be repeated: this protects nobody"
-        unit = next(iter(units), "record")
+        unit: Unit = next(iter(units), "record")
         # A sum of stated epsilons does not say what an attacker finds; without a guarantee it is everybody.
         risk = Risk.none(unit) if note else risk
         figures = risk.values if risk else dict.fromkeys(Risk.none().values)
