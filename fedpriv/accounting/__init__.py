@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from fedpriv.accounting.many_clients import epsilons as epsilons
     from fedpriv.accounting.risk import Risk as Risk
     from fedpriv.accounting.risk import RiskTarget as RiskTarget
-    from fedpriv.accounting.risk import gaussian_epsilon as gaussian_epsilon
     from fedpriv.accounting.risk import risk_of as risk_of
     from fedpriv.accounting.sensitivity import clipping_parts as clipping_parts
     from fedpriv.accounting.sensitivity import num_parts as num_parts
     from fedpriv.accounting.sensitivity import sensitivity_factor as sensitivity_factor
+    from fedpriv.accounting.trade_off import gaussian_epsilon as gaussian_epsilon
     from fedpriv.accounting.views import Release as Release
     from fedpriv.accounting.views import aggregate_objections as aggregate_objections
     from fedpriv.accounting.views import default_delta as default_delta

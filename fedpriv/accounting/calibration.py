@@ -12,7 +12,8 @@ from fedpriv.accounting._gaussian import MAX_NOISE
 from fedpriv.accounting.accountants import check_delta, epsilon_of
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.accounting.risk import RiskTarget, gaussian_epsilon
+from fedpriv.accounting.risk import RiskTarget
+from fedpriv.accounting.trade_off import gaussian_epsilon
 
 # All releases of one client as a function of the noise multiplier.
 Schedule = Callable[[float], Sequence[Event]]

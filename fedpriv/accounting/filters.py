@@ -35,7 +35,8 @@ from fedpriv.accounting import events as known_events
 from fedpriv.accounting.accountants import INTEGER_ORDERS, check_delta, epsilon_of
 from fedpriv.accounting.composition.law import Unit
 from fedpriv.accounting.events import Event, SubsampledGaussian, group
-from fedpriv.accounting.risk import Risk, TradeOff, gaussian, renyi, risk_of
+from fedpriv.accounting.risk import Risk, risk_of
+from fedpriv.accounting.trade_off import TradeOff, gaussian, renyi
 
 # A sum of costs counts as this much larger, which is far beyond the rounding of any term.
 _ROUNDING = 1e-9

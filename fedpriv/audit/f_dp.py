@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.accounting.composition.law import Array
-from fedpriv.accounting.risk import TradeOff, gaussian
+from fedpriv.accounting.trade_off import TradeOff, gaussian
 
 _GRID = 17
 _PASSES = 5

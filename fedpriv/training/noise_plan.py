@@ -27,7 +27,8 @@ from fedpriv.accounting.recipe import (
     start_noise_for_steps,
     start_noise_multiplier,
 )
-from fedpriv.accounting.risk import RiskTarget, gaussian_epsilon
+from fedpriv.accounting.risk import RiskTarget
+from fedpriv.accounting.trade_off import gaussian_epsilon
 from fedpriv.accounting.views import default_delta, smallest_aggregate_scales
 from fedpriv.adapters import Adapter
 from fedpriv.config import FederationSection, RunConfig, UpdateSection

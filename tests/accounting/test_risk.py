@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from fedpriv.accounting import risk
+from fedpriv.accounting import risk, trade_off
 from fedpriv.accounting.accountants import ORDERS, epsilon_of
 from fedpriv.accounting.calibration import calibrate_to_risk, noise_multiplier_for
 from fedpriv.accounting.events import EpsilonDelta, Event, PureEpsilon, SubsampledGaussian
@@ -114,7 +114,7 @@ def test_reference_values_of_gaussian_noise(epsilon, mu, found):
     assert told.mu == pytest.approx(mu, abs=0.006)
     assert told.tpr_at_fpr["0.01"] == pytest.approx(found, abs=6e-4)
     assert told.mu_regret == 0
-    alone = 1 - risk.profile(np.array([float(epsilon)]), np.array([1e-5]))(np.array([0.01]))[0]
+    alone = 1 - trade_off.profile(np.array([float(epsilon)]), np.array([1e-5]))(np.array([0.01]))[0]
     assert alone > 2 * found
 
 
@@ -192,7 +192,7 @@ def test_a_curve_is_symmetric_convex_and_falls(events):
 def test_epsilon_of_mu_is_never_below_the_accountants():
     events = [sampled(1.0, 0.01, 1000)]
     told = risk_of(events, 1e-5)
-    assert risk.gaussian_epsilon(told.mu, 1e-5) == pytest.approx(epsilon_of(events, 1e-5).epsilon, rel=0.15)
+    assert trade_off.gaussian_epsilon(told.mu, 1e-5) == pytest.approx(epsilon_of(events, 1e-5).epsilon, rel=0.15)
     z = special.ndtri(np.geomspace(1e-4, 0.99, 50))
     assert (told.curve(special.ndtr(z)) <= special.ndtr(z + told.mu) + 1e-5).all()
 
@@ -236,13 +236,13 @@ def test_the_renyi_bound_of_an_order_is_met_by_two_coins():
         math.log(p**order * q ** (1 - order) + (1 - p) ** order * (1 - q) ** (1 - order)) / (order - 1)
         for p, q in ((x, y), (y, x))
     )
-    found = 1 - risk.renyi(np.array([order]), np.array([divergence]))(np.array([x]))[0]
+    found = 1 - trade_off.renyi(np.array([order]), np.array([divergence]))(np.array([x]))[0]
     assert found == pytest.approx(y, rel=1e-9)
 
 
 def test_the_renyi_bound_is_above_the_true_curve():
     curve = sampled(1.3, 0.1, 30).rdp(ORDERS)
-    by_renyi = 1 - risk.renyi(ORDERS, curve)(RATES)
+    by_renyi = 1 - trade_off.renyi(ORDERS, curve)(RATES)
     exact = found_by([sampled(1.3, 0.1, 30)])
     assert (by_renyi > exact).all()
     assert (by_renyi < 2 * exact).all()
@@ -253,7 +253,7 @@ def test_noise_without_a_loss_distribution_has_the_renyi_bound():
 
     parameters = LmoParameters(combination="mixture", gamma=GammaPart(weight=1.0, shape=4.0, scale=0.5))
     event = SubsampledLmo(parameters=parameters, sensitivity=1.0, dimension=100, sampling_probability=1.0)
-    expected = 1 - risk.renyi(ORDERS, event.rdp(ORDERS))(RATES)
+    expected = 1 - trade_off.renyi(ORDERS, event.rdp(ORDERS))(RATES)
     assert found_by([event]) == pytest.approx(expected)
 
 
@@ -263,7 +263,7 @@ def test_a_filter_tells_what_it_lets_pass_and_not_what_was_spent():
     told = rule.risk(little, **budget)
     assert told.found == rule.risk([], **budget).found
     assert told.found[1] > 10 * found_by(little)[1]
-    expected = 1 - risk.renyi(np.array([float(rule.order)]), np.array([rule.limit(4.0, 1e-5)]))(RATES)
+    expected = 1 - trade_off.renyi(np.array([float(rule.order)]), np.array([rule.limit(4.0, 1e-5)]))(RATES)
     assert told.found == pytest.approx(expected)
     so_far = rule.risk(little, epsilon=None, delta=1e-5)
     assert found_by(little)[1] < so_far.found[1] < told.found[1]

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from scipy import optimize, special, stats
 
-from fedpriv.accounting import risk
+from fedpriv.accounting import trade_off
 from fedpriv.audit import f_dp
 from fedpriv.audit._bounds import num_correct
 
 
-def epsilon_delta(epsilon: float | np.ndarray, delta: float) -> risk.TradeOff:
-    return risk.profile(np.atleast_1d(epsilon)[:, None], np.array([delta]))
+def epsilon_delta(epsilon: float | np.ndarray, delta: float) -> trade_off.TradeOff:
+    return trade_off.profile(np.atleast_1d(epsilon)[:, None], np.array([delta]))
 
 
 def most_likely(epsilon: float, delta: float, canaries: int, guesses: int, correct: int) -> float:
@@ -85,9 +85,9 @@ def test_gaussian_bound_is_larger_than_that_of_epsilon_delta_for_gaussian_noise(
         num_correct=typical,
         confidence=0.95,
     )
-    assert risk.gaussian_epsilon(mu, 1e-5) > 1.2 * weaker
+    assert trade_off.gaussian_epsilon(mu, 1e-5) > 1.2 * weaker
 
 
 def test_nothing_is_rejected_without_evidence():
     assert f_dp.gaussian_mu(num_canaries=100, num_guesses=50, num_correct=25) == 0.0
-    assert f_dp._p_value(risk.gaussian(0.5), num_canaries=10, num_guesses=10, num_correct=0) == 1.0
+    assert f_dp._p_value(trade_off.gaussian(0.5), num_canaries=10, num_guesses=10, num_correct=0) == 1.0

@@ -18,8 +18,8 @@ SHARED = """
     lora_server_learning_rate relevance_threshold max_update_norm local_steps lora_sampling_probability learning_rate
     lora_learning_rate lora_head_learning_rate clip_norm noise_multiplier start_noise_multiplier lora_noise_multiplier
     target_epsilon target_risk mechanism mechanism_parameters privacy_view budget_epsilon secure_aggregation
-    secure_masks colluding_clients delta comparison generated_answers max_new_tokens variant_rounds variant_clients dedup
-    dedup_block_size dedup_records dedup_epsilon_bound dedup_utility_bound integral_epsilon
+    secure_masks colluding_clients delta comparison generated_answers max_new_tokens variant_rounds variant_clients
+    dedup dedup_block_size dedup_records dedup_epsilon_bound dedup_utility_bound integral_epsilon
     out ledger node_keys resume table_checks track
 """
 

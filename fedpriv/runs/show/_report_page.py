@@ -310,8 +310,8 @@ def _risk_panel(summary: Mapping[str, Any]) -> Panel | None:
     points = {share: float(found) for share, found in summary["tpr_at_fpr"].items()}
     svg = _plots.trade_off_plot(frame["found at most"], points)
     note = (
-        f"At most, of any client, on the {summary['privacy_view']} view. Accusing at random finds as many as it wrongly "
-        "accuses; both axes are logarithmic."
+        f"At most, of any client, on the {summary['privacy_view']} view. Accusing at random finds as many as it "
+        "accuses wrongly; both axes are logarithmic."
     )
     return panel("Found by an attacker", note, svg, frame, format_percent)
 

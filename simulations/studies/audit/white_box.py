@@ -13,7 +13,7 @@ from fedpriv.accounting.accountants import epsilon_of, total_loss
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.risk import TradeOff, profile
+from fedpriv.accounting.trade_off import TradeOff, profile
 from fedpriv.accounting.views import Release
 from fedpriv.audit import f_dp, inclusions, ladder, num_correct, one_run_audit, one_run_epsilon
 from simulations.studies.audit.harness import (
