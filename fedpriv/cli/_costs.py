@@ -199,10 +199,11 @@ def _cost(event: Any, delta: float, accountant: str) -> dict[str, Any]:
 
 def _with_risk(values: dict[str, Any], event: Any, delta: float) -> Result:
     """The values, and what they mean for people."""
-    from fedpriv.accounting import risk
+    from fedpriv.accounting.risk import risk_of
+    from fedpriv.texts import risk_in_words
 
-    found = values | risk.risk_of([event], delta).values
-    return Result(found, [*entries(found), *risk.in_words(found, delta)])
+    found = values | risk_of([event], delta).values
+    return Result(found, [*entries(found), *risk_in_words(found, delta)])
 
 
 def _check_rho_bar(rho_bar: float) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from fedpriv.cli._command import OneOf, Result, command, entries, table
 from fedpriv.errors import InputError
+from fedpriv.texts import percent_up, risk_in_words
 
 if TYPE_CHECKING:
     from fedpriv.accounting.views import PlannedView
@@ -85,7 +86,6 @@ def show_ledger(
 
 def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
     """A line for each data set, with what is known of it."""
-    from fedpriv.accounting.risk import percent_up
     from fedpriv.ledger.statement import label
 
     rows = [row | {"found": percent_up(row["tpr_at_fpr"]["0.01"])} for row in rows]
@@ -99,15 +99,14 @@ def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
 
 
 def _worst(rows: list[dict[str, Any]]) -> list[str]:
-    """What the largest risk of any data set means; `found` in the table is its figure."""
-    from fedpriv.accounting.risk import in_words
+    """The largest risk of any data set, in words; `found` in the table is its figure."""
     from fedpriv.ledger.statement import label
 
     if not rows:
         return []
     worst = max(rows, key=lambda row: row["tpr_at_fpr"]["0.01"])
     whose = f"{label(worst['client'], worst['name'])}: " if len(rows) > 1 else ""
-    first, *others = in_words(worst, worst["delta"])
+    first, *others = risk_in_words(worst, worst["delta"])
     return [f"{whose}{first}", *others]
 
 

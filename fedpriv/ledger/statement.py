@@ -18,12 +18,12 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.filters import CommittedPlans, RenyiFilter
-from fedpriv.accounting.risk import Risk, figures_in_words, in_words, risk_of
+from fedpriv.accounting.risk import Risk, risk_of
 from fedpriv.accounting.views import PlannedView, Release, least_readers, readers_label
 from fedpriv.errors import InputError
 from fedpriv.ledger import reader
 from fedpriv.ledger.entries import COLUMNS, DataSet, Entry, LedgerConnection
-from fedpriv.texts import holder_label, printable
+from fedpriv.texts import holder_label, printable, risk_in_figures, risk_in_words
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -347,7 +347,7 @@ def render(page: Mapping[str, Any]) -> str:
 
 def _risk_lines(page: Mapping[str, Any]) -> list[str]:
     """The risk on the page's view, in words and in figures."""
-    return [*in_words(page, page["delta"]), f"Found at most     {figures_in_words(page)}"]
+    return [*risk_in_words(page, page["delta"]), f"Found at most     {risk_in_figures(page)}"]
 
 
 def label(client: str, name: str | None) -> str:

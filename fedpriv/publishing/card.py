@@ -22,7 +22,7 @@ from fedpriv.publishing import _card_texts
 from fedpriv.publishing._card_texts import Form, markdown
 from fedpriv.publishing.saved import GLOBAL, SavedVariant, find, names_in
 from fedpriv.runs import RunFolder, files
-from fedpriv.runs.figures import figures, format_delta, risk_figures, risk_in_words
+from fedpriv.runs.figures import figures, format_delta, risk_figures, risk_sentences
 
 FILE = "README.md"
 
@@ -200,7 +200,7 @@ def _risk(summary: Mapping[str, Any], reason: str) -> list[str]:
     if reason or not (figures_told := risk_figures(summary)):
         return []
     view = summary.get("privacy_view")
-    return [" ".join(risk_in_words(summary)), "", f"Found at most, on the {view} view: {figures_told}.", ""]
+    return [" ".join(risk_sentences(summary)), "", f"Found at most, on the {view} view: {figures_told}.", ""]
 
 
 def _data(saved: SavedVariant, summary: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from decimal import ROUND_CEILING, Decimal
 from typing import Any, Literal, get_args
 
-from fedpriv.accounting.risk import figures_in_words, in_short, in_words
+from fedpriv import texts
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._rows import parse_epsilon
 from fedpriv.runs._status import account_parts, spent_on_view, status_of
@@ -371,9 +371,9 @@ def _spent(folder: RunFolder) -> str | None:
     )
 
 
-def risk_in_words(summary: Mapping[str, Any]) -> list[str]:
-    """What an attacker finds at most, on the run's view, and what delta means; empty where the run does not say."""
-    return in_words(summary, summary["delta_max"]) if summary.get("tpr_at_fpr") else []
+def risk_sentences(summary: Mapping[str, Any]) -> list[str]:
+    """The risk on the run's view, and the meaning of delta; empty where the run does not say."""
+    return texts.risk_in_words(summary, summary["delta_max"]) if summary.get("tpr_at_fpr") else []
 
 
 def _risk(folder: RunFolder) -> str | None:
@@ -382,12 +382,12 @@ def _risk(folder: RunFolder) -> str | None:
     if not summary.get("tpr_at_fpr"):
         return None
     target = f"; target {summary['target_risk']}" if summary.get("target_risk") else ""
-    return f"{in_short(summary)}{target}"
+    return f"{texts.risk_in_short(summary)}{target}"
 
 
 def risk_figures(summary: Mapping[str, Any]) -> str | None:
     """The figures of the risk on the run's view, in a line; None where the run does not say."""
-    return figures_in_words(summary) if summary.get("tpr_at_fpr") else None
+    return texts.risk_in_figures(summary) if summary.get("tpr_at_fpr") else None
 
 
 def _charged_again(folder: RunFolder) -> str | None:

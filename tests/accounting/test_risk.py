@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
+from fedpriv import texts
 from fedpriv.accounting import risk, trade_off
 from fedpriv.accounting.accountants import ORDERS, epsilon_of
 from fedpriv.accounting.calibration import calibrate_to_risk, noise_multiplier_for
@@ -211,7 +212,7 @@ def test_stated_costs_have_their_own_lines():
 def test_without_a_guarantee_everybody_may_be_found(events):
     told = risk_of(events, 1e-5)
     assert (told.mu, told.advantage, set(told.found)) == (math.inf, 1.0, {1.0})
-    (words,) = risk.in_words(told.values, 1e-5)
+    (words,) = texts.risk_in_words(told.values, 1e-5)
     assert words.startswith("Nothing bounds what an attacker finds")
 
 
@@ -348,7 +349,7 @@ def test_a_target_reads_what_it_writes():
 @pytest.mark.parametrize(("unit", "words"), [("record", "records"), ("person", "participants"), ("client", "clients")])
 def test_the_sentence_names_the_unit_and_rounds_up(unit, words):
     told = risk_of([SubsampledGaussian(noise_multiplier=2.0, sampling_probability=1.0, unit=unit)], 1e-5)
-    found, of_delta = risk.in_words(told.values, 1e-5)
+    found, of_delta = texts.risk_in_words(told.values, 1e-5)
     assert found.endswith(f"identifies at most 3.4 % of the {words}.")
     assert of_delta.startswith("Delta, 1e-5, ")
-    assert risk.percent_up(0.03401) == "3.5 %"
+    assert texts.percent_up(0.03401) == "3.5 %"

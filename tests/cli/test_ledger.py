@@ -12,11 +12,12 @@ from fedpriv.accounting import filters
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.filters import RenyiFilter
-from fedpriv.accounting.risk import percent_up, risk_of
+from fedpriv.accounting.risk import risk_of
 from fedpriv.accounting.views import Release
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
+from fedpriv.texts import percent_up
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import write_ledger
 

@@ -11,8 +11,9 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.accounting.risk import percent_up, risk_of
+from fedpriv.accounting.risk import risk_of
 from fedpriv.serving.http.cards import Cards
+from fedpriv.texts import percent_up
 from fedpriv.variants import folders
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.composition import History, Upload, client_ancestors, global_ancestors

@@ -28,7 +28,7 @@ from fedpriv.runs.figures import (
     format_percent,
     format_seconds,
     risk_figures,
-    risk_in_words,
+    risk_sentences,
     why_not_private,
 )
 from fedpriv.runs.show import _plots
@@ -110,7 +110,7 @@ def render(
             earlier=_earlier_runs(summary),
             retired=_retired(summary),
             epsilon_rho=format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
-            risk=risk_in_words(summary),
+            risk=risk_sentences(summary),
             risk_figures=risk_figures(summary),
             risk_panel=_risk_panel(summary),
             audit=summary.get("audit"),

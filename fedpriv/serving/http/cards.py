@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.accounting.composition.law import Unit
-from fedpriv.accounting.risk import Risk, in_words, risks_of
+from fedpriv.accounting.risk import Risk, risks_of
 from fedpriv.errors import InputError, StoreError
 from fedpriv.ledger.statement import ADJACENCY
 from fedpriv.runs import files
+from fedpriv.texts import risk_in_words
 from fedpriv.variants import Manifest, folders, is_store
 from fedpriv.variants.composition import Guarantee, History, PublicationCost, publication_cost
 from fedpriv.variants.folders import Described
@@ -114,7 +115,7 @@ class Cards:
             "delta": guarantee.delta if guarantee else None,
             **{key: _finite(value) for key, value in figures.items()},
             "unit": unit,
-            "risk_in_words": " ".join(in_words(figures, guarantee.delta if guarantee else 0.0)) if risk else None,
+            "risk_in_words": " ".join(risk_in_words(figures, guarantee.delta if guarantee else 0.0)) if risk else None,
             "adjacency": ADJACENCY[unit],
             "view": VIEW,
             "method": method,
