@@ -1,9 +1,12 @@
-"""Texts for people and programs: names that data holders chose, sizes, and JSON without NaN and infinities."""
+"""Texts for people and programs: names that data holders chose, sizes, risks, and JSON without NaN and infinities."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Mapping
+from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 from fedpriv.errors import InputError
@@ -65,3 +68,51 @@ def strict_json(value: Any, *, indent: int | None = None) -> str:
     """
     finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
     return json.dumps(finite, indent=indent, allow_nan=False)
+
+
+# What is outside, and what is found, by unit.
+_FOUND: Mapping[str, tuple[str, str]] = {
+    "record": ("outside records", "records"),
+    "person": ("outsiders", "participants"),
+    "client": ("outside clients", "clients"),
+}
+
+
+def risk_in_words(values: Mapping[str, Any], delta: float) -> list[str]:
+    """The share found where 1 % is wrongly accused, and what delta means: sentences for people who read no curves.
+
+    Args:
+        values: with `tpr_at_fpr` and `unit`, as `fedpriv.accounting.risk.Risk.values` has them.
+        delta: beside it.
+    """
+    found = values["tpr_at_fpr"]["0.01"]
+    outside, members = _FOUND[values["unit"]]
+    if found >= 1:
+        return [f"Nothing bounds what an attacker finds: without one wrong accusation, it may be all of the {members}."]
+    return [
+        f"An attacker who wrongly accuses 1 % of {outside} identifies at most {percent_up(found)} of the {members}.",
+        f"Delta, {_short(delta)}, is the small probability that epsilon leaves out; the share identified includes it.",
+    ]
+
+
+def _short(delta: float) -> str:
+    return f"{delta:g}".replace("e-0", "e-")
+
+
+def risk_in_short(values: Mapping[str, Any]) -> str:
+    """The share found where 1 % is wrongly accused, in half a line."""
+    found = values["tpr_at_fpr"]["0.01"]
+    return f"at most {percent_up(found)} of the {_FOUND[values['unit']][1]} found, where 1 % are wrongly accused"
+
+
+def risk_in_figures(values: Mapping[str, Any]) -> str:
+    """The shares found, by those wrongly accused, the greatest advantage, and mu, in a line."""
+    found = ", ".join(f"{percent_up(y)} at {100 * float(x):g} %" for x, y in values["tpr_at_fpr"].items())
+    mu = values["mu"]
+    told = "no mu" if mu is None or mu == math.inf else f"mu {math.ceil(1000 * mu) / 1000:.3f}"
+    return f"{found} wrongly accused; advantage {percent_up(values['advantage'])}; {told}"
+
+
+def percent_up(share: float) -> str:
+    """A share as a percentage with one decimal, rounded up: a bound must not be understated."""
+    return f"{Decimal(repr(100 * float(share))).quantize(Decimal('0.1'), rounding=ROUND_CEILING)} %"

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from fedpriv.accounting.accountants import PrivacySpent, epsilon_of
+from fedpriv.accounting.risk import Risk
 from fedpriv.accounting.views import VIEWS
 from fedpriv.adapters import A_SUFFIX, B_SUFFIX
 from fedpriv.aggregation import GlobalModel
@@ -70,7 +71,11 @@ def summarize(
     known = [cost for by_client in costs.values() for cost in by_client.values() if cost is not None]
     costs["epsilon_local_this_run"] = accounts.final("local", part="this run")
     tested = _tests_of_holders(bench, outcome.test, baselines)
-    clients = [_client(client, costs, outcome) | tested[client] for client in outcome.strategy.books.sizes]
+    risks = accounts.risks(config.privacy_view)
+    clients = [
+        _client(client, costs, outcome) | tested[client] | _risk(risks[client])
+        for client in outcome.strategy.books.sizes
+    ]
     labels = bench.data.label_names or (config.answers if outcome.test else ())
     unmoved = unmoved_tensors(outcome.strategy.model)
     largest = {view: _largest(costs[f"epsilon_{view}"].values()) for view in VIEWS}
@@ -98,6 +103,7 @@ def summarize(
         "num_readers": accounts.num_readers,
         "aggregate_objections": list(objections_to_aggregate(config)),
         "unit": next(iter(outcome.strategy.books.costs.units)),
+        **_largest_risk(risks.values()),
         "accountant": "pld or rdp" if any(cost.upper_bound_only for cost in known) else "pld",
         "private": largest["local"] != math.inf and not config.simulate and not caveat,
         "mechanism": config.mechanism,
@@ -107,6 +113,7 @@ def summarize(
         "budget_epsilon": list(config.budget_epsilon),
         "privacy_view": config.privacy_view,
         "target_epsilon": config.target_epsilon,
+        "target_risk": config.target_risk,
         "stopped_early": outcome.strategy.stopped,
         "adapters_moved": not unmoved,
         "unmoved_tensors": unmoved,
@@ -188,6 +195,24 @@ def _largest(costs: Iterable[PrivacySpent | None]) -> float | None:
     """The largest epsilon; None if the view does not hold for a client."""
     epsilons = [cost.epsilon if cost else None for cost in costs]
     return None if None in epsilons else max((e for e in epsilons if e is not None), default=0.0)
+
+
+# The shares wrongly accused for which a summary has the trade-off curve, as a report draws it.
+_CURVE = (*(n / 1000 for n in (0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70)), *(n / 20 for n in range(2, 21)))
+
+
+def _risk(risk: Risk | None) -> dict[str, Any]:
+    """The keys about an account's risk; each None where the view does not hold."""
+    return dict.fromkeys(Risk.none().values) if risk is None else risk.values
+
+
+def _largest_risk(risks: Iterable[Risk | None]) -> dict[str, Any]:
+    """The keys about the risk on the run's view, each the largest of any client, with the curve above all of theirs."""
+    known = [risk for risk in risks if risk is not None]
+    if not known:
+        return _risk(None) | {"trade_off": None}
+    worst = Risk.worst(known)
+    return worst.values | {"trade_off": {"fpr": list(_CURVE), "tpr": worst.curve(_CURVE)}}
 
 
 def unmoved_tensors(model: GlobalModel) -> list[str]:

@@ -2,11 +2,14 @@
 
 Forty noisy steps on Poisson samples of, on average, 64 of 1,200 records:
 
->>> from fedpriv.accounting import SubsampledGaussian, epsilon_of, noise_multiplier_for
+>>> from fedpriv.accounting import SubsampledGaussian, epsilon_of, noise_multiplier_for, risk_of
 >>> steps = SubsampledGaussian(noise_multiplier=1.2, sampling_probability=64 / 1200, count=40)
 >>> spent = epsilon_of([steps], delta=1e-5)
 >>> print(f"epsilon {spent.epsilon:.3f} at delta {spent.delta:g}, by {spent.accountant}")
 epsilon 1.783 at delta 1e-05, by pld
+>>> found = risk_of([steps], delta=1e-5).tpr_at_fpr["0.01"]
+>>> print(f"who wrongly accuses 1 % of outside records finds at most {found:.1%} of the records")
+who wrongly accuses 1 % of outside records finds at most 3.0% of the records
 >>> z = noise_multiplier_for(1.0, 1e-5, sampling_probability=64 / 1200, steps=40)
 >>> print(f"noise multiplier {z:.3f} for epsilon 1")
 noise multiplier 1.660 for epsilon 1
@@ -33,9 +36,13 @@ if TYPE_CHECKING:
     from fedpriv.accounting.events import SubsampledGaussian as SubsampledGaussian
     from fedpriv.accounting.intervals import accuracy_from_counts as accuracy_from_counts
     from fedpriv.accounting.many_clients import epsilons as epsilons
+    from fedpriv.accounting.risk import Risk as Risk
+    from fedpriv.accounting.risk import RiskTarget as RiskTarget
+    from fedpriv.accounting.risk import risk_of as risk_of
     from fedpriv.accounting.sensitivity import clipping_parts as clipping_parts
     from fedpriv.accounting.sensitivity import num_parts as num_parts
     from fedpriv.accounting.sensitivity import sensitivity_factor as sensitivity_factor
+    from fedpriv.accounting.trade_off import gaussian_epsilon as gaussian_epsilon
     from fedpriv.accounting.views import Release as Release
     from fedpriv.accounting.views import aggregate_objections as aggregate_objections
     from fedpriv.accounting.views import default_delta as default_delta

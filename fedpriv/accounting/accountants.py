@@ -78,7 +78,7 @@ def epsilon_of(
     """
     check_delta(delta)
     check_accountant(accountant)
-    composition, remaining_delta = _participating(_checked(events), delta)
+    composition, remaining_delta = _participating(checked(events), delta)
     proven = all(event.is_guarantee for event in composition)
     if not composition:
         return PrivacySpent(epsilon=0.0 if remaining_delta > 0 else math.inf, delta=delta, accountant=accountant)
@@ -123,7 +123,7 @@ def delta_of(events: Iterable[Event], epsilon: float, accountant: Accountant = "
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon = {epsilon}: must be finite and >= 0")
     check_accountant(accountant)
-    composition, remaining_delta = _participating(_checked(events), 1.0)
+    composition, remaining_delta = _participating(checked(events), 1.0)
     if not composition:
         return 1.0 - remaining_delta
     if not all(event.is_noised and event.is_guarantee for event in composition):
@@ -134,7 +134,7 @@ def delta_of(events: Iterable[Event], epsilon: float, accountant: Accountant = "
     if accountant == "rdp" or rdp_epsilon > PLD_LIMIT or not all(event.has_pld for event in composition):
         from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 
-        converted = float(compute_delta(ORDERS, _total_curve(composition), epsilon)[0])
+        converted = float(compute_delta(ORDERS, total_curve(composition), epsilon)[0])
     else:
         converted = float(total_loss(composition, FINEST_INTERVAL).get_delta_for_epsilon(epsilon))
     return min(1.0, 1.0 - remaining_delta + converted)
@@ -152,8 +152,12 @@ def check_accountant(accountant: str) -> None:
         raise ValueError(f"accountant = {accountant!r}: must be pld or rdp")
 
 
-def _checked(events: Iterable[Event]) -> tuple[Event, ...]:
-    """The events, grouped, after a check that their types are known and that they protect one unit."""
+def checked(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The events, grouped and in an order of their own, so that equal compositions are equal.
+
+    Raises:
+        ValueError: the type of one is unknown, or they protect different units.
+    """
     events = tuple(events)
     for event in events:
         check_known(event)
@@ -204,7 +208,7 @@ def _quiet_absl() -> Iterator[None]:
 
 def _rdp_epsilon(events: tuple[Event, ...], delta: float) -> float:
     """The sum of the Renyi curves, converted once; at most the sum of the largest privacy losses."""
-    return min(_epsilon_of_curve(_total_curve(events), delta), math.fsum(event.max_loss for event in events))
+    return min(_epsilon_of_curve(total_curve(events), delta), math.fsum(event.max_loss for event in events))
 
 
 def _epsilon_of_curve(curve: Array, delta: float) -> float:
@@ -217,7 +221,8 @@ def _epsilon_of_curve(curve: Array, delta: float) -> float:
     return float(compute_epsilon(ORDERS, curve, delta)[0]) if np.isfinite(curve).any() else math.inf
 
 
-def _total_curve(events: tuple[Event, ...]) -> Array:
+def total_curve(events: Iterable[Event]) -> Array:
+    """[orders] The Renyi divergence of a composition at `ORDERS`; infinite where no bound is known."""
     total: Array = np.sum([event.count * _single_curve(event.with_count(1)) for event in events], axis=0)
     return total
 

@@ -1,4 +1,4 @@
-"""The noise that a target epsilon needs, and the number of rounds that a budget allows."""
+"""The noise that a target of epsilon or risk needs, and the number of rounds that a budget allows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from fedpriv.accounting._gaussian import MAX_NOISE
 from fedpriv.accounting.accountants import check_delta, epsilon_of
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, SubsampledGaussian
+from fedpriv.accounting.risk import RiskTarget
+from fedpriv.accounting.trade_off import gaussian_epsilon
 
 # All releases of one client as a function of the noise multiplier.
 Schedule = Callable[[float], Sequence[Event]]
@@ -111,6 +113,45 @@ def calibrate_all(
     Raises:
         ValueError: a value is out of range, there is no client, or no noise suffices.
     """
+
+    def exceeds(schedule: Schedule, delta: float, z: float) -> bool:
+        return epsilon_of([*schedule(z), *fixed], delta, accountant).epsilon > epsilon
+
+    return _for_all(
+        clients, exceeds, lambda schedule, delta: calibrate(schedule, epsilon, delta, accountant, fixed=fixed)
+    )
+
+
+def calibrate_to_risk(
+    clients: Iterable[tuple[Schedule, float]], target: RiskTarget, *, fixed: Sequence[Event] = ()
+) -> float:
+    """The smallest noise multiplier, to 1e-4, with which no client's releases exceed a risk.
+
+    Args:
+        clients, fixed: as for `calibrate_all`.
+        target: the risk, for which the releases count as fixed in advance.
+
+    Raises:
+        ValueError: there is no client, or no noise suffices.
+    """
+
+    def excess(schedule: Schedule, delta: float, z: float) -> float:
+        return target.excess([*schedule(z), *fixed], delta)
+
+    def needed(schedule: Schedule, delta: float) -> float:
+        # Unsampled noise of that risk has this epsilon, which by rdp is near.
+        start = calibrate(schedule, gaussian_epsilon(target.gaussian_mu, delta), delta, "rdp")
+        return _smallest(lambda z: excess(schedule, delta, z), start=start, tolerance=1e-4)
+
+    return _for_all(clients, lambda schedule, delta, z: excess(schedule, delta, z) > 0, needed)
+
+
+def _for_all(
+    clients: Iterable[tuple[Schedule, float]],
+    exceeds: Callable[[Schedule, float, float], bool],
+    needed: Callable[[Schedule, float], float],
+) -> float:
+    """The noise multiplier with which no client, by schedule and delta, exceeds its limit."""
     # The client with the highest sampling probability usually needs the most noise. The others are checked, and rarely
     # need more because of their delta.
     distinct = {(tuple(schedule(1.0)), delta): schedule for schedule, delta in clients}
@@ -120,8 +161,8 @@ def calibrate_all(
     multiplier = 0.0
     for events, delta in ordered:
         schedule = distinct[events, delta]
-        if multiplier == 0 or epsilon_of([*schedule(multiplier), *fixed], delta, accountant).epsilon > epsilon:
-            multiplier = calibrate(schedule, epsilon, delta, accountant, fixed=fixed)
+        if multiplier == 0 or exceeds(schedule, delta, multiplier):
+            multiplier = needed(schedule, delta)
     return multiplier
 
 

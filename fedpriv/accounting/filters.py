@@ -27,12 +27,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from scipy import optimize
 from scipy.special import log_ndtr
 
 from fedpriv.accounting import events as known_events
 from fedpriv.accounting.accountants import INTEGER_ORDERS, check_delta, epsilon_of
+from fedpriv.accounting.composition.law import Unit
 from fedpriv.accounting.events import Event, SubsampledGaussian, group
+from fedpriv.accounting.risk import Risk, risk_of
+from fedpriv.accounting.trade_off import TradeOff, gaussian, renyi
 
 # A sum of costs counts as this much larger, which is far beyond the rounding of any term.
 _ROUNDING = 1e-9
@@ -48,6 +52,25 @@ class _Filter:
     def limit(self, epsilon: float, delta: float) -> float:
         """The largest sum for which all is (epsilon, delta)-DP; not positive if there is none."""
         raise NotImplementedError
+
+    def trade_off(self, total: float) -> TradeOff:
+        """The trade-off function that a bound on the sum guarantees, however the releases were chosen."""
+        raise NotImplementedError
+
+    def risk(self, history: Sequence[Event], *, epsilon: float | None, delta: float) -> Risk:
+        """The risk of all that the filter lets pass within (epsilon, delta), however the releases are chosen.
+
+        Args:
+            history: all events so far, of one unit; what exceeds the limit counts too.
+            epsilon: of the budget; None where it is not known: then the sum so far counts, as if it had been the limit.
+            delta: in (0, 1).
+        """
+        unit: Unit = history[0].unit if history else "record"
+        if not all(self.covers(each) for each in history):
+            return Risk.none(unit)
+        spent = math.fsum(map(self.cost, history))
+        limit = 0.0 if epsilon is None else self.limit(epsilon, delta)
+        return Risk.of(self.trade_off(max(spent, limit, 0.0)), delta, unit)
 
     def covers(self, event: Event) -> bool:
         """Whether the event may ever be released; one with a delta of its own, or without a guarantee, may not."""
@@ -116,6 +139,10 @@ class RenyiFilter(_Filter):
         order = self.order
         return epsilon - math.log1p(-1 / order) + (math.log(delta) + math.log(order)) / (order - 1)
 
+    def trade_off(self, total: float) -> TradeOff:
+        """That of the Renyi divergence at this order alone."""
+        return renyi(np.array([float(self.order)]), np.array([total]))
+
     def __str__(self) -> str:
         return f"a Renyi filter of order {self.order}"
 
@@ -148,6 +175,10 @@ class GaussianFilter(_Filter):
 
         root = optimize.brentq(log_excess, math.log(1e-8), math.log(1e8), xtol=1e-13)
         return math.exp(2 * root) * (1 - 1e-9)
+
+    def trade_off(self, total: float) -> TradeOff:
+        """That of N(0, 1) and N(mu, 1)."""
+        return gaussian(math.sqrt(total))
 
     def __str__(self) -> str:
         return "a filter of Gaussian DP"
@@ -213,6 +244,10 @@ class CommittedPlans:
         """The share of the slots that the history has taken; arguments as for `remaining`."""
         taken, slots = (sum(event.count for event in each) for each in (history, self._events))
         return taken / slots
+
+    def risk(self, history: Sequence[Event], *, epsilon: float | None, delta: float) -> Risk:
+        """The risk of all slots, used or not; arguments as for a filter's, of which delta alone counts."""
+        return risk_of(self._events, delta)
 
     @property
     def _events(self) -> list[Event]:

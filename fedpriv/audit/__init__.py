@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from fedpriv.audit.black_box import audit_run as audit_run
     from fedpriv.audit.black_box import audited_client as audited_client
     from fedpriv.audit.black_box import inclusions as inclusions
-    from fedpriv.audit.f_dp import gaussian_epsilon as gaussian_epsilon
     from fedpriv.audit.f_dp import gaussian_mu as gaussian_mu
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -24,57 +24,24 @@ Source: Mahloujifar, Melis and Chaudhuri 2024 (arXiv 2410.22235), for two outcom
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, special
 
 from fedpriv.accounting.composition.law import Array
-
-# [claims] F^{-1} of each claim at its own x in [0, 1]: the smallest probability that can be blown up to x.
-InverseBlowUp = Callable[[Array], Array]
+from fedpriv.accounting.trade_off import TradeOff, gaussian
 
 _GRID = 17
 _PASSES = 5
 _LARGEST_MU = 16.0
 
 
-def gaussian(mu: npt.ArrayLike) -> InverseBlowUp:
-    """mu-GDP: distinguishing the two worlds is at least as hard as distinguishing N(0, 1) from N(mu, 1)."""
-    mu = np.asarray(mu, dtype=float)
-    return lambda x: np.asarray(special.ndtr(special.ndtri(x) - mu))
-
-
-def _epsilon_delta(epsilon: npt.ArrayLike, delta: npt.ArrayLike) -> InverseBlowUp:
-    """(epsilon, delta)-DP."""
-    ratio, delta = np.exp(np.asarray(epsilon, dtype=float)), np.asarray(delta, dtype=float)
-    return lambda x: np.asarray(np.maximum(0.0, np.maximum((x - delta) / ratio, 1 - delta - ratio * (1 - x))))
-
-
-def profile(epsilons: Array, deltas: Array) -> InverseBlowUp:
-    """(epsilon_j, delta_j)-DP for all j at once, such as a privacy profile; fewer points make a weaker claim.
-
-    Args:
-        epsilons: [points], >= 0.
-        deltas: [points] or [claims, points].
-    """
-    ratio = np.exp(epsilons)
-
-    def inverse(x: Array) -> Array:
-        x = x[:, None]
-        lines = np.maximum((x - deltas) / ratio, 1 - deltas - ratio * (1 - x))
-        return np.asarray(np.maximum(0.0, lines.max(axis=-1)))
-
-    return inverse
-
-
-def _p_value(inverse: InverseBlowUp, *, num_canaries: int, num_guesses: int, num_correct: int) -> float:
+def _p_value(trade_off: TradeOff, *, num_canaries: int, num_guesses: int, num_correct: int) -> float:
     """Upper bound on the probability of at least this many correct guesses under one claim, in [0, 1].
 
     Args:
-        inverse: inverse blow-up of the claim.
+        trade_off: f of the claim.
         num_canaries: m.
         num_guesses: g <= m, fixed.
         num_correct: c <= g.
@@ -82,19 +49,19 @@ def _p_value(inverse: InverseBlowUp, *, num_canaries: int, num_guesses: int, num
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        impossible = rejected(inverse, middle, num_canaries, num_guesses, num_correct)[0]
+        impossible = rejected(trade_off, middle, num_canaries, num_guesses, num_correct)[0]
         low, high = (low, middle) if impossible else (middle, high)
     return high
 
 
 def rejected(
-    inverse: InverseBlowUp, level: float, num_canaries: int, num_guesses: int, num_correct: int, num_claims: int = 1
+    trade_off: TradeOff, level: float, num_canaries: int, num_guesses: int, num_correct: int, num_claims: int = 1
 ) -> npt.NDArray[np.bool_]:
     """[claims] Which claims make at least this many correct guesses less likely than the level."""
     m, g, c = num_canaries, num_guesses, num_correct
     r, h = np.full(num_claims, level * c / m), np.full(num_claims, level * (g - c) / m)
     for i in range(c - 1, -1, -1):
-        needed = np.maximum(h, inverse(np.minimum(r, 1.0)))
+        needed = np.maximum(h, trade_off(1 - np.minimum(r, 1.0)))  # F^{-1}(r) = f(1 - r), since f is symmetric
         r, h = r + i / (g - i) * (needed - h), needed
         if (r + h > g / m).all():
             break
@@ -103,7 +70,7 @@ def rejected(
 
 
 def _largest_rejected(
-    claims: Callable[[Array], InverseBlowUp],
+    claims: Callable[[Array], TradeOff],
     largest: float,
     *,
     num_canaries: int,
@@ -114,7 +81,7 @@ def _largest_rejected(
     """The largest parameter rejected at the level 1 - confidence, in a family of weakening claims; >= 0.
 
     Args:
-        claims: maps parameters, [n] >= 0, to inverse blow-ups; a larger parameter claims less privacy.
+        claims: maps parameters, [n] >= 0, to trade-off functions, one for each; a larger parameter claims less privacy.
         largest: upper end of the search.
         num_canaries, num_guesses, num_correct: as for `p_value`.
         confidence: in (0, 1).
@@ -142,25 +109,3 @@ def gaussian_mu(*, num_canaries: int, num_guesses: int, num_correct: int, confid
         num_correct=num_correct,
         confidence=confidence,
     )
-
-
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """The epsilon that mu-GDP implies at delta, >= 0.
-
-    Args:
-        mu: >= 0, finite.
-        delta: in (0, 1).
-
-    Source: Dong, Roth and Su 2022, Corollary 2.13.
-    """
-
-    def excess(epsilon: float) -> float:
-        tail = math.exp(min(700.0, epsilon + float(special.log_ndtr(-epsilon / mu - mu / 2))))
-        return float(special.ndtr(mu / 2 - epsilon / mu)) - tail - delta
-
-    if mu == 0 or excess(0.0) <= 0:
-        return 0.0
-    high = 1.0
-    while excess(high) > 0:
-        high *= 2
-    return float(optimize.brentq(excess, 0.0, high, xtol=1e-12))

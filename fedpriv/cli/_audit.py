@@ -47,7 +47,8 @@ def one_run(
 
     Example: fedpriv audit one-run --scores scores.csv --delta 1e-5 --guesses 200 --claimed-epsilon 4
     """
-    from fedpriv.audit import gaussian_epsilon, gaussian_mu, one_run_audit
+    from fedpriv.accounting import gaussian_epsilon
+    from fedpriv.audit import gaussian_mu, one_run_audit
 
     if gaussian and not (guesses and delta > 0):
         raise InputError("gaussian: needs --guesses, fixed beforehand, and --delta > 0")

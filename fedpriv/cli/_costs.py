@@ -51,8 +51,8 @@ def account(
     num_tensors: NumTensors = 1,
     head: Head = False,
     rho_bar: RhoBar = 1.0,
-) -> dict[str, Any]:
-    """The epsilon that a client spends.
+) -> Result:
+    """The epsilon that a client spends, and what an attacker finds at most.
 
     Adjacency: one record of one client added or removed. Example, the smallest hospital of the default run:
 
@@ -63,7 +63,7 @@ def account(
     _check_rho_bar(rho_bar)
     local = noise_multiplier / _sensitivity_factor(clipping, num_tensors, head)
     event = SubsampledGaussian(noise_multiplier=rho_bar * local, sampling_probability=sampling_probability, count=steps)
-    return _cost(event, delta, accountant) | {
+    cost = _cost(event, delta, accountant) | {
         "delta": delta,
         "noise_multiplier": noise_multiplier,
         "effective_noise_multiplier": event.noise_multiplier,
@@ -74,40 +74,61 @@ def account(
         "accountant": accountant,
         "adjacency": "one record of one client added or removed",
     }
+    return _with_risk(cost, event, delta)
 
 
 def calibrate(
-    epsilon: Annotated[float, typer.Option(help="Target, > 0.")],
     delta: Delta,
     sampling_probability: SamplingProbability,
     steps: Steps,
+    epsilon: Annotated[float | None, typer.Option(help="Target, > 0; give one of the three targets.")] = None,
+    target_mu: Annotated[float | None, typer.Option(help="Target: mu of Gaussian differential privacy, > 0.")] = None,
+    target_risk: Annotated[
+        str | None,
+        typer.Option(help="Target: the share found at a share wrongly accused, such as tpr=0.1@fpr=0.01."),
+    ] = None,
     accountant: AccountantName = "pld",
     clipping: Clipping = "joint",
     num_tensors: NumTensors = 1,
     head: Head = False,
     rho_bar: RhoBar = 1.0,
-) -> dict[str, Any]:
-    """The smallest noise multiplier that keeps a schedule within (epsilon, delta).
+) -> Result:
+    """The smallest noise multiplier that keeps a schedule within (epsilon, delta), or within a risk.
 
     Example: fedpriv calibrate --epsilon 2 --delta 1e-5 --sampling-probability 0.16 --steps 30
+
+    Example: fedpriv calibrate --target-risk tpr=0.1@fpr=0.01 --delta 1e-5 --sampling-probability 0.16 --steps 30
     """
-    from fedpriv.accounting.calibration import noise_multiplier_for
+    from fedpriv.accounting.calibration import calibrate_to_risk, noise_multiplier_for
     from fedpriv.accounting.events import SubsampledGaussian
+    from fedpriv.accounting.risk import RiskTarget
 
     if accountant == CLOSED_FORM:
         raise InputError("accountant = closed-form: it can under-report, so it may not calibrate; use pld or rdp")
     _check_rho_bar(rho_bar)
     scale = rho_bar / _sensitivity_factor(clipping, num_tensors, head)
-    found = noise_multiplier_for(
-        epsilon,
-        delta,
-        sampling_probability=sampling_probability,
-        steps=steps,
-        scale=scale,
-        accountant=cast("Accountant", accountant),
-    )
-    event = SubsampledGaussian(noise_multiplier=found * scale, sampling_probability=sampling_probability, count=steps)
-    return {
+    if [epsilon, target_mu, target_risk].count(None) != 2:
+        raise InputError("calibrate: give one of --epsilon, --target-mu and --target-risk")
+
+    def steps_with(z: float) -> SubsampledGaussian:
+        return SubsampledGaussian(noise_multiplier=z * scale, sampling_probability=sampling_probability, count=steps)
+
+    if epsilon is not None:
+        found = noise_multiplier_for(
+            epsilon,
+            delta,
+            sampling_probability=sampling_probability,
+            steps=steps,
+            scale=scale,
+            accountant=cast("Accountant", accountant),
+        )
+    else:
+        target = (
+            RiskTarget(mu=target_mu) if target_risk is None else RiskTarget.parse(target_risk, name="--target-risk")
+        )
+        found = calibrate_to_risk([(lambda z: [steps_with(z)], delta)], target)
+    event = steps_with(found)
+    values = {
         "noise_multiplier": found,
         "effective_noise_multiplier": event.noise_multiplier,
         "epsilon": _cost(event, delta, accountant)["epsilon"],
@@ -118,6 +139,7 @@ def calibrate(
         "clipping": clipping,
         "accountant": accountant,
     }
+    return _with_risk(values, event, delta)
 
 
 def repeat_and_select(
@@ -173,6 +195,15 @@ def _cost(event: Any, delta: float, accountant: str) -> dict[str, Any]:
 
     cost = epsilon_of([event], delta, cast("Accountant", accountant))
     return {"epsilon": cost.epsilon, "upper_bound_only": cost.upper_bound_only}
+
+
+def _with_risk(values: dict[str, Any], event: Any, delta: float) -> Result:
+    """The values, and what they mean for people."""
+    from fedpriv.accounting.risk import risk_of
+    from fedpriv.texts import risk_in_words
+
+    found = values | risk_of([event], delta).values
+    return Result(found, [*entries(found), *risk_in_words(found, delta)])
 
 
 def _check_rho_bar(rho_bar: float) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from fedpriv.cli._command import OneOf, Result, command, entries, table
 from fedpriv.errors import InputError
+from fedpriv.texts import percent_up, risk_in_words
 
 if TYPE_CHECKING:
     from fedpriv.accounting.views import PlannedView
@@ -42,6 +43,7 @@ HEADINGS = {
     "epsilon_rho": "ε rho",
     "epsilon_aggregate": "ε aggregate",
     "delta": "δ",
+    "found": "found",
     "noise_source": "noise",
     "remaining_rounds": "left",
 }
@@ -69,7 +71,7 @@ def show_ledger(
         known = reader.holder_names(db, path, run)
         rows = statement.spending(db, names=known, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
         gaps = statement.gaps(db)
-    lines = [*_spent(rows, view), *statement.gap_lines(**gaps)]
+    lines = [*_spent(rows, view), *_worst(rows), *statement.gap_lines(**gaps)]
     lines += [
         f"{statement.label(row['client'], row['name'])}: enforced by {row['enforced_by']}"
         for row in rows
@@ -86,6 +88,7 @@ def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
     """A line for each data set, with what is known of it."""
     from fedpriv.ledger.statement import label
 
+    rows = [row | {"found": percent_up(row["tpr_at_fpr"]["0.01"])} for row in rows]
     shown = {name for row in rows for name in row} | (HEADINGS.keys() - {"epsilon_aggregate", "remaining_rounds"})
     if view != "aggregate":
         shown.discard("epsilon_aggregate")
@@ -96,6 +99,18 @@ def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
     ]
     cells = [{heading: row.get(name) for name, heading in headings.items()} for row in named]
     return table(cells, list(headings.values()))
+
+
+def _worst(rows: list[dict[str, Any]]) -> list[str]:
+    """The largest risk of any data set, in words; `found` in the table is its figure."""
+    from fedpriv.ledger.statement import label
+
+    if not rows:
+        return []
+    worst = max(rows, key=lambda row: row["tpr_at_fpr"]["0.01"])
+    whose = f"{label(worst['client'], worst['name'])}: " if len(rows) > 1 else ""
+    first, *others = risk_in_words(worst, worst["delta"])
+    return [f"{whose}{first}", *others]
 
 
 @command(app)

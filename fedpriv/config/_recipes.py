@@ -107,9 +107,9 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     steps, another optimizer, clipping rule or mechanism, noise on the upload, or a rule that is no sum of LoRA.
     Columns of prompts or chat messages imply a causal model, and the recipe `instruction`; one of persons implies that
     these are the unit.
-    A noise multiplier without a `target_epsilon` leaves out the recipe's target, and secure aggregation has the noise
-    and the view that it is for, and needs every client's upload. The value `by recipe` is that of a key that is left
-    out.
+    A noise multiplier or a `target_risk` without a `target_epsilon` leaves out the recipe's target, and secure
+    aggregation has the noise and the view that it is for, and needs every client's upload. The value `by recipe` is
+    that of a key that is left out.
     """
     values = {key: value for key, value in values.items() if value != BY_RECIPE}
     if values.get("prompt_column") or values.get("messages_column"):
@@ -120,7 +120,7 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     presets = dict(_PRESETS[recipe]) if recipe in list(RECIPES) else {}
     if recipe == "instruction" and "batch_size" in values:
         presets["sampling_probability"] = ""
-    if "noise_multiplier" in values:
+    if "noise_multiplier" in values or values.get("target_risk"):
         presets["target_epsilon"] = ""
     if values.get("secure_aggregation") is True:
         presets |= _WITH_SECURE_AGGREGATION

@@ -89,6 +89,7 @@ class RunConfig(
             mechanism="gaussian",
             mechanism_parameters="",
             target_epsilon=None,
+            target_risk="",
             budget_epsilon=(),
             privacy_view="local",
             secure_aggregation=False,

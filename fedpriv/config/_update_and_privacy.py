@@ -102,6 +102,11 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
     """instead of a noise multiplier: the smallest one is used that keeps every client within this epsilon, at its
     delta, on the `privacy_view`, even if it takes part in every round. Empty, and by default with a `noise_multiplier`,
     there is no target"""
+    target_risk: Annotated[str, Fact.PRIVACY | Fact.LATER] = ""
+    """instead of a `target_epsilon`: the smallest noise multiplier is used with which an attacker who wrongly accuses
+    the share `fpr` of outsiders finds at most the share `tpr` of those who took part, at every client, on the
+    `privacy_view`: `tpr=0.1@fpr=0.01`. Or the largest mu of Gaussian differential privacy: `mu=0.9`
+    ([docs/accounting.md](accounting.md#risk))"""
     noise_on: Annotated[Literal["gradients", "upload"], Fact.RELOADS] = "gradients"
     """`gradients`: noise is added in every step. `upload`: the steps are plain, then the whole update is clipped to
     `clip_norm` and noised (the paper's Eq. 8); its epsilon protects a *client*, see [docs/privacy.md](privacy.md)"""
@@ -161,10 +166,22 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
         if self.mechanism_parameters_are_a_file:
             return
         MECHANISMS.checked_parameters(self.mechanism, self.mechanism_parameters, self.noise_multiplier)
-        if self.caveat and (self.target_epsilon or self.budget_epsilon):
+        if self.caveat and (self.target_epsilon or self.target_risk or self.budget_epsilon):
             raise ValueError(
                 f"mechanism_parameters: their cost is no privacy guarantee ({self.caveat}), so no target or budget of "
                 "epsilon can be kept"
+            )
+
+    def _check_targets(self) -> None:
+        if not self.target_risk:
+            return
+        from fedpriv.accounting.risk import RiskTarget  # deferred: few runs need it
+
+        RiskTarget.parse(self.target_risk)
+        if self.target_epsilon is not None:
+            raise ValueError(
+                f"target_risk = {self.target_risk!r}: target_epsilon = {self.target_epsilon} is another target; give "
+                "one of the two (-c target_epsilon= leaves out a file's)"
             )
 
     def _check_upload_noise(self) -> None:

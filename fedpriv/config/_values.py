@@ -43,14 +43,20 @@ def is_resolved(values: Mapping[str, Any]) -> bool:
 
 
 def two_noises(values: Mapping[str, Any]) -> list[str]:
-    """A line if values that somebody chose hold both a noise multiplier and the target that would derive it."""
-    noise, target = (values.get(key, BY_RECIPE) for key in ("noise_multiplier", "target_epsilon"))
-    if BY_RECIPE in (noise, target) or target in ("", None):
+    """A line for each target in values that somebody chose, beside the noise multiplier that it would derive."""
+    noise = values.get("noise_multiplier", BY_RECIPE)
+    if noise == BY_RECIPE:
         return []
     return [
-        f"noise_multiplier = {noise!r}: target_epsilon = {target!r} says how much noise there is; give one of the two "
-        f"(-c target_epsilon= or -c 'noise_multiplier={BY_RECIPE}' leaves out a file's)"
+        f"noise_multiplier = {noise!r}: {key} = {values[key]!r} says how much noise there is; give one of the two "
+        f"(-c {key}= or -c 'noise_multiplier={BY_RECIPE}' leaves out a file's)"
+        for key in _targets_of(values)
     ]
+
+
+def _targets_of(values: Mapping[str, Any]) -> list[str]:
+    """The keys of targets that somebody chose."""
+    return [key for key in ("target_epsilon", "target_risk") if values.get(key) not in ("", None, BY_RECIPE)]
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,8 +68,7 @@ def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
         InputError: together they give both a noise multiplier and a target.
     """
     merged = {**values, **overrides}
-    has_target = merged.get("target_epsilon", BY_RECIPE) not in ("", None, BY_RECIPE)
-    if is_resolved(values) and has_target and "noise_multiplier" not in overrides:
+    if is_resolved(values) and _targets_of(merged) and "noise_multiplier" not in overrides:
         merged.pop("noise_multiplier", None)
     for problem in two_noises(merged):
         raise InputError(problem)

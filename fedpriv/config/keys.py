@@ -97,6 +97,7 @@ class _CommonKeys(TypedDict, total=False):
     start_noise_multiplier: float | None
     lora_noise_multiplier: float | None
     target_epsilon: float | None
+    target_risk: str
     noise_on: Literal["gradients", "upload"]
     mechanism: str
     mechanism_parameters: str | Path

@@ -12,6 +12,7 @@ from fedpriv.accounting.accountants import PrivacySpent, check_delta, epsilon_of
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, group
 from fedpriv.accounting.many_clients import epsilons
+from fedpriv.accounting.risk import Risk, risks_of
 from fedpriv.accounting.views import VIEWS, Release, View, default_delta
 
 # Up to this many different histories are each accounted by pld, at about 0.3 s.
@@ -89,6 +90,20 @@ class Accounts:
         too_many = len(set(keys.values())) > _MAX_PLD_HISTORIES
         costs = _in_bulk(set(keys.values())) if too_many else {key: epsilon_of(*key) for key in set(keys.values())}
         return {client: costs[keys[client]] if client in keys else None for client in self._own}
+
+    def risks(self, view: View) -> dict[int, Risk | None]:
+        """The risk of every client's whole account, as that of a schedule fixed in advance; None as in `final`.
+
+        Of many that differ, most are upper bounds; see `fedpriv.accounting.risk.risks_of`.
+        """
+        histories = {client: self._histories(client, "whole") for client in self._own}
+        known = {
+            client: (_events(several, view), self.deltas[client])
+            for client, several in histories.items()
+            if all(history.holds[view] for history in several)
+        }
+        found = risks_of(known)
+        return {client: found.get(client) for client in self._own}
 
     @property
     def has_earlier(self) -> bool:

@@ -18,11 +18,12 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.filters import CommittedPlans, RenyiFilter
+from fedpriv.accounting.risk import Risk, risk_of
 from fedpriv.accounting.views import PlannedView, Release, least_readers, readers_label
 from fedpriv.errors import InputError
 from fedpriv.ledger import reader
 from fedpriv.ledger.entries import COLUMNS, DataSet, Entry, LedgerConnection
-from fedpriv.texts import holder_label, printable, what_is_counted
+from fedpriv.texts import holder_label, printable, risk_in_figures, risk_in_words, what_is_counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -156,8 +157,9 @@ def spending(
         db: the ledger, open for reading.
         names: {id of a data set: its holder's name}, where it is known.
         budget_epsilon: if given, `remaining_rounds` is added: the rounds like the last one that this budget still
-            allows on the view.
-        view: of the budget.
+            allows on the view. The risk of a data set with a filter is then that of all that the budget lets pass;
+            else that of what was spent, by the filter's own measure.
+        view: of the budget and of the risk.
     """
     known = names or {}
     return [_spending(db, each, known.get(each.id), budget_epsilon, view) for each in db.data_sets()]
@@ -205,6 +207,13 @@ def _spending(
     }
     rule = filters.rule_of(db.bounds(data_set.id))
     result["enforced_by"] = None if rule is None else str(rule)
+    if not is_known:
+        risk = Risk.none(result["unit"])
+    elif rule is None:
+        risk = risk_of(charged[view], data_set.delta)
+    else:
+        risk = rule.risk(charged[view], epsilon=budget_epsilon, delta=data_set.delta_for_releases)
+    result |= risk.values
     if budget_epsilon is not None and (last := _last_charge(db, data_set)) is not None:
         event, before = last.charged_on(view), charged[view]
         if rule is None:
@@ -322,6 +331,7 @@ def render(page: Mapping[str, Any]) -> str:
         ]
         if page["num_readers"] == 0:
             lines += ["", *textwrap.wrap(_OLD_SUMS, 104)]
+    lines += ["", *_risk_lines(page)]
     if page["enforced_by"]:
         lines += ["", *textwrap.wrap(f"Enforced by {page['enforced_by']}. Each {ODOMETER}.", 104)]
     for caveat in page["caveats"]:
@@ -343,6 +353,11 @@ def render(page: Mapping[str, Any]) -> str:
     lines += ["", f"Ledger            {page['ledger']}", f"Entries           {page['entries']}, chain verified"]
     lines += [f"Head of the chain {page['head']}"]
     return "\n".join([*lines, f"Keep it, and check  fedpriv ledger verify {page['ledger']} --head {page['head']}"])
+
+
+def _risk_lines(page: Mapping[str, Any]) -> list[str]:
+    """The risk on the page's view, in words and in figures."""
+    return [*risk_in_words(page, page["delta"]), f"Found at most     {risk_in_figures(page)}"]
 
 
 def label(client: str, name: str | None) -> str:

@@ -22,7 +22,7 @@ from fedpriv.publishing import _card_texts
 from fedpriv.publishing._card_texts import Form, markdown
 from fedpriv.publishing.saved import GLOBAL, SavedVariant, find, names_in
 from fedpriv.runs import RunFolder, files
-from fedpriv.runs.figures import figures, format_delta
+from fedpriv.runs.figures import figures, format_delta, risk_figures, risk_sentences
 
 FILE = "README.md"
 
@@ -185,6 +185,7 @@ def _privacy(saved: SavedVariant, summary: Mapping[str, Any], reason: str) -> li
         "| --- | --- | --- | --- |",
         *rows,
         "",
+        *(_risk(summary, reason) if summary.get("privacy_view") in views else []),
         *(f"- {name}: {markdown(value)}" for name, value in facts.items()),
         f"- ledger head: {ledger}. Whoever has the ledger can check it: `fedpriv ledger verify PATH --head HEAD`.",
         "",
@@ -192,6 +193,14 @@ def _privacy(saved: SavedVariant, summary: Mapping[str, Any], reason: str) -> li
         "",
         *(f"- {line}" for line in not_covered(unit)),
     ]
+
+
+def _risk(summary: Mapping[str, Any], reason: str) -> list[str]:
+    """The risk on the view that the budget counts, in words and figures; nothing where the run does not say."""
+    if reason or not (figures_told := risk_figures(summary)):
+        return []
+    view = summary.get("privacy_view")
+    return [" ".join(risk_sentences(summary)), "", f"Found at most, on the {view} view: {figures_told}.", ""]
 
 
 def _data(saved: SavedVariant, summary: Mapping[str, Any]) -> str:

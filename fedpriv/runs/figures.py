@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from decimal import ROUND_CEILING, Decimal
 from typing import Any, Literal, get_args
 
+from fedpriv import texts
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._rows import parse_epsilon
 from fedpriv.runs._status import account_parts, spent_on_view, status_of
@@ -370,6 +371,25 @@ def _spent(folder: RunFolder) -> str | None:
     )
 
 
+def risk_sentences(summary: Mapping[str, Any]) -> list[str]:
+    """The risk on the run's view, and the meaning of delta; empty where the run does not say."""
+    return texts.risk_in_words(summary, summary["delta_max"]) if summary.get("tpr_at_fpr") else []
+
+
+def _risk(folder: RunFolder) -> str | None:
+    """The risk on the run's view, in a line of a terminal, with the target."""
+    summary = folder.summary
+    if not summary.get("tpr_at_fpr"):
+        return None
+    target = f"; target {summary['target_risk']}" if summary.get("target_risk") else ""
+    return f"{texts.risk_in_short(summary)}{target}"
+
+
+def risk_figures(summary: Mapping[str, Any]) -> str | None:
+    """The figures of the risk on the run's view, in a line; None where the run does not say."""
+    return texts.risk_in_figures(summary) if summary.get("tpr_at_fpr") else None
+
+
 def _charged_again(folder: RunFolder) -> str | None:
     """Why a run may have spent more than its target; None for one of which no round was charged again."""
     rounds = folder.summary.get("rounds_charged_again")
@@ -411,6 +431,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("bytes", "sent", _traffic, on=_on("terminal")),
     Figure("audit", "audit", _audit, on=_on("closing"), is_alarming=_is_refuted),
     Figure("spent", "spent", _spent, on=_on("closing")),
+    Figure("risk", "risk", _risk, on=_on("terminal", "closing")),
     Figure("test_accuracy", _accuracy_label, _test_accuracy, format_percent, on=_on("live"), has_dash=True),
     Figure("largest_spent", _spent_label, _largest_spent, on=_on("live"), has_dash=True, is_wide=True),
     Figure("bytes_up", "Sent by the clients", lambda f: status_of(f).bytes_up, format_bytes, on=_on("live")),

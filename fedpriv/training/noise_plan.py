@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.calibration import Schedule, calibrate_all
+from fedpriv.accounting.calibration import Schedule, calibrate_all, calibrate_to_risk
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.recipe import (
     LORA_ADAM_NOISE,
@@ -27,6 +27,8 @@ from fedpriv.accounting.recipe import (
     start_noise_for_steps,
     start_noise_multiplier,
 )
+from fedpriv.accounting.risk import RiskTarget
+from fedpriv.accounting.trade_off import gaussian_epsilon
 from fedpriv.accounting.views import default_delta, smallest_aggregate_scales
 from fedpriv.adapters import Adapter
 from fedpriv.config import FederationSection, RunConfig, UpdateSection
@@ -39,7 +41,9 @@ from fedpriv.training.summing import grid_of, record_weights
 
 
 def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> RunConfig:
-    """The configuration with the noise multipliers of its start and steps, as one charge, for its `target_epsilon`.
+    """The configuration with the noise multipliers of its start and steps, as one charge, for its target.
+
+    The shares of a target of risk are those of the epsilon of noise without sampling that has this risk.
 
     A client is assumed to take part in every round, and in the evaluation on its records if there is one; on views
     other than `local`, the worst case over who may drop out counts.
@@ -47,18 +51,20 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
     Raises:
         InputError: no noise meets the target.
     """
-    target = config.target_epsilon
-    if target is None:
+    if config.target_epsilon is None and not config.target_risk:
         return _with_start_beside(config)
     scale = view_scale(config, sizes)
     deltas = [config.delta or default_delta(size) for size in sizes]
+    risk = RiskTarget.parse(config.target_risk) if config.target_risk else None
+    target = config.target_epsilon or gaussian_epsilon(risk.gaussian_mu if risk else 0.0, min(deltas))
+    named = f"target_risk = {config.target_risk}" if risk else f"target_epsilon = {target}"
     evaluation = EvaluationSpec.of(config)
     fixed = [planned_evaluation(evaluation)] if evaluation else []
     cost = epsilon_of(fixed, min(deltas)).epsilon
     if cost >= target:
         raise InputError(
             f"evaluation_noise_multiplier = {config.evaluation_noise_multiplier}: the evaluation alone costs epsilon "
-            f"{cost:.4g} of target_epsilon = {target}; use more noise for it"
+            f"{cost:.4g} of {named}; use more noise for it"
         )
     try:
         if config.head_start and config.start_noise_multiplier is None:
@@ -85,9 +91,10 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
         schedules = [
             (_releases(config, name, clients, client, initial, scale), delta) for client, delta in enumerate(deltas)
         ]
-        return _with_value(config, name, calibrate_all(schedules, target, fixed=fixed))
+        by_risk = risk and calibrate_to_risk(schedules, risk, fixed=fixed)
+        return _with_value(config, name, by_risk or calibrate_all(schedules, target, fixed=fixed))
     except ValueError as error:
-        raise InputError(f"target_epsilon = {target}: {error}") from None
+        raise InputError(f"{named}: {error}") from None
 
 
 def planned_releases(config: RunConfig, sizes: Mapping[int, int], client: int, initial: Adapter) -> list[Event]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 
-import dp_accounting
 import numpy as np
 import pytest
 from scipy import optimize, special, stats
 
+from fedpriv.accounting import trade_off
 from fedpriv.audit import f_dp
 from fedpriv.audit._bounds import num_correct
+
+
+def epsilon_delta(epsilon: float | np.ndarray, delta: float) -> trade_off.TradeOff:
+    return trade_off.profile(np.atleast_1d(epsilon)[:, None], np.array([delta]))
 
 
 def most_likely(epsilon: float, delta: float, canaries: int, guesses: int, correct: int) -> float:
@@ -34,7 +38,7 @@ def most_likely(epsilon: float, delta: float, canaries: int, guesses: int, corre
 def test_p_value_is_the_largest_probability_that_the_constraints_allow(canaries, guesses, epsilon, delta):
     for correct in np.unique(np.linspace(1, guesses, 6).round().astype(int)):
         found = f_dp._p_value(
-            f_dp._epsilon_delta(epsilon, delta), num_canaries=canaries, num_guesses=guesses, num_correct=int(correct)
+            epsilon_delta(epsilon, delta), num_canaries=canaries, num_guesses=guesses, num_correct=int(correct)
         )
         assert found == pytest.approx(most_likely(epsilon, delta, canaries, guesses, int(correct)), abs=1e-6)
 
@@ -43,7 +47,7 @@ def test_p_value_is_the_largest_probability_that_the_constraints_allow(canaries,
 def test_p_value_covers_randomised_response_exactly(epsilon):
     for correct in range(41):
         exact = stats.binom.sf(correct - 1, 40, special.expit(epsilon))
-        found = f_dp._p_value(f_dp._epsilon_delta(epsilon, 0.0), num_canaries=40, num_guesses=40, num_correct=correct)
+        found = f_dp._p_value(epsilon_delta(epsilon, 0.0), num_canaries=40, num_guesses=40, num_correct=correct)
         assert found >= exact - 1e-9
 
 
@@ -74,41 +78,16 @@ def test_gaussian_bound_is_larger_than_that_of_epsilon_delta_for_gaussian_noise(
     typical = int(np.median(counts))
     mu = f_dp.gaussian_mu(num_canaries=1000, num_guesses=100, num_correct=typical)
     weaker = f_dp._largest_rejected(
-        lambda epsilon: f_dp._epsilon_delta(epsilon, 1e-5),
+        lambda epsilon: epsilon_delta(epsilon, 1e-5),
         16.0,
         num_canaries=1000,
         num_guesses=100,
         num_correct=typical,
         confidence=0.95,
     )
-    assert f_dp.gaussian_epsilon(mu, 1e-5) > 1.2 * weaker
-
-
-@pytest.mark.parametrize("mu", [0.1, 0.925, 3.0])
-@pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
-def test_gaussian_epsilon_meets_dp_accounting(mu, delta):
-    assert f_dp.gaussian_epsilon(mu, delta) == pytest.approx(
-        dp_accounting.get_epsilon_gaussian(1 / mu, delta), rel=1e-6, abs=1e-9
-    )
-
-
-def test_inverse_blow_ups_undo_blow_ups():
-    x = np.linspace(0.01, 0.99, 25)
-    assert f_dp.gaussian(1.3)(special.ndtr(special.ndtri(x) + 1.3)) == pytest.approx(x)
-    blown = np.minimum(0.01 + math.e * x, 1 - (1 - 0.01 - x) / math.e)
-    inside = blown < 1
-    assert f_dp._epsilon_delta(1.0, 0.01)(blown)[inside] == pytest.approx(x[inside])
-
-
-def test_profile_of_gaussian_dp_is_weaker_than_the_curve_and_close():
-    epsilons = np.concatenate([[0.0], np.geomspace(0.01, 12, 200)])
-    deltas = special.ndtr(0.5 - epsilons) - np.exp(epsilons) * special.ndtr(-epsilons - 0.5)
-    x = np.linspace(0.001, 0.999, 99)
-    approximate, exact = f_dp.profile(epsilons, deltas)(x), f_dp.gaussian(1.0)(x)
-    assert (approximate <= exact + 1e-12).all()
-    assert approximate == pytest.approx(exact, abs=2e-3)
+    assert trade_off.gaussian_epsilon(mu, 1e-5) > 1.2 * weaker
 
 
 def test_nothing_is_rejected_without_evidence():
     assert f_dp.gaussian_mu(num_canaries=100, num_guesses=50, num_correct=25) == 0.0
-    assert f_dp._p_value(f_dp.gaussian(0.5), num_canaries=10, num_guesses=10, num_correct=0) == 1.0
+    assert f_dp._p_value(trade_off.gaussian(0.5), num_canaries=10, num_guesses=10, num_correct=0) == 1.0

@@ -6,6 +6,7 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.risk import risk_of
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import ACCOUNT
 
@@ -71,3 +72,37 @@ def test_repeat_and_select_needs_its_conditions_stated():
     assert "random and secret" in fedpriv(*arguments, code=2)[1]
     result = as_json(*arguments, "--number-is-random-and-secret", "--losers-are-hidden")
     assert result["epsilon_of_one_run"] < result["epsilon"] < 10 * result["epsilon_of_one_run"]
+
+
+SCHEDULE = ("--delta", "1e-5", "--sampling-probability", "0.2", "--steps", "5")
+
+
+def test_account_says_what_an_attacker_finds():
+    event = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.05, count=40)
+    result = as_json(*ACCOUNT)
+    told = risk_of([event], 1e-5)
+    assert (result["mu"], result["advantage"], result["tpr_at_fpr"]) == (told.mu, told.advantage, told.tpr_at_fpr)
+    assert result["unit"] == "record"
+    text = fedpriv(*ACCOUNT)[0]
+    assert "An attacker who wrongly accuses 1 % of outside records identifies at most" in text
+    assert "Delta, 1e-5, is the small probability" in text
+
+
+def test_without_noise_everybody_may_be_found():
+    result = as_json(*ACCOUNT[:2], "0", *ACCOUNT[3:])
+    assert (result["mu"], result["advantage"], set(result["tpr_at_fpr"].values())) == (None, 1.0, {1.0})
+
+
+@pytest.mark.parametrize(("option", "target"), [("--target-risk", "tpr=0.05@fpr=0.01"), ("--target-mu", "0.8")])
+def test_noise_is_calibrated_to_a_risk(option, target):
+    result = as_json("calibrate", option, target, *SCHEDULE)
+    reached, limit = (result["mu"], 0.8) if option == "--target-mu" else (result["tpr_at_fpr"]["0.01"], 0.05)
+    assert 0.98 * limit < reached <= limit
+
+
+def test_calibration_needs_one_target():
+    assert "give one of --epsilon" in fedpriv("calibrate", *SCHEDULE, code=2)[1]
+    both = ["--epsilon", "2", "--target-mu", "1"]
+    assert "give one of --epsilon" in fedpriv("calibrate", *both, *SCHEDULE, code=2)[1]
+    wrong = fedpriv("calibrate", "--target-risk", "tpr=0.1", *SCHEDULE, code=2)[1]
+    assert "--target-risk = 'tpr=0.1': must be such as tpr=0.1@fpr=0.01" in wrong

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.accounting import filters
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.filters import RenyiFilter
+from fedpriv.accounting.risk import risk_of
 from fedpriv.accounting.views import Release
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
+from fedpriv.texts import percent_up
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import write_ledger
 
@@ -38,7 +42,7 @@ def test_show_agrees_with_the_accountant(path):
         for more in (row["remaining_rounds"], row["remaining_rounds"] + 1)
     ]
     assert costs[0] <= 5 < costs[1]
-    assert fedpriv("ledger", "show", path)[0].count("\n") == 3
+    assert fedpriv("ledger", "show", path)[0].count("\n") == 5, "headings, a line each, and the largest risk in words"
 
 
 def test_the_aggregate_view_counts_what_sums_showed_and_single_uploads_in_full(tmp_path):
@@ -116,6 +120,26 @@ def test_statement_says_what_was_spent_what_it_covers_and_where_to_check(path):
     assert page["epsilon_local"] <= shown <= page["epsilon_local"] + 1e-4, "rounded up"
     assert page["private"] is True
     assert "NOT PRIVATE" not in text
+    row = as_json("ledger", "show", path)["data_sets"][0]
+    assert page["tpr_at_fpr"] == row["tpr_at_fpr"]
+    assert f"identifies at most {percent_up(page['tpr_at_fpr']['0.01'])} of the records." in text
+    assert percent_up(page["tpr_at_fpr"]["0.01"]) in fedpriv("ledger", "show", path)[0]
+
+
+def test_a_filter_states_what_its_budget_lets_pass(tmp_path):
+    path, event = tmp_path / "node.sqlite", SubsampledGaussian(noise_multiplier=4.0, sampling_probability=0.1)
+    rule = RenyiFilter.derived(3.0, 1e-5)
+    with Ledger(path) as ledger:
+        data_set = ledger.register("0", 100, 1e-5)
+        ledger.bound(data_set, filters.to_json(rule))
+        key = Key(run="run", client="0", round=1, request="x")
+        release = Release(event=event, rho_bar=1.0)
+        ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
+    (with_budget,) = as_json("ledger", "show", path, "--budget-epsilon", "3")["data_sets"]
+    told = rule.risk([event], epsilon=3.0, delta=data_set.delta_for_releases)
+    assert with_budget["tpr_at_fpr"] == told.tpr_at_fpr
+    (so_far,) = as_json("ledger", "show", path)["data_sets"]
+    assert risk_of([event], 1e-5).tpr_at_fpr["0.01"] < so_far["tpr_at_fpr"]["0.01"] < told.tpr_at_fpr["0.01"]
 
 
 def test_statement_of_seeded_noise_promises_nothing(path):

@@ -199,3 +199,22 @@ def test_what_needs_a_test_set_is_refused_in_one_line_where_there_is_none(settin
     with pytest.raises(InputError, match=message) as caught:
         parse(settings)
     assert "\n" not in str(caught.value)
+
+
+def test_a_target_of_risk_stands_in_place_of_one_of_epsilon():
+    config = parse({"target_risk": "tpr=0.1@fpr=0.01"})
+    assert config.target_epsilon is None, "the recipe's own target yields"
+    assert parse({"target_risk": "", "target_epsilon": 4}).target_epsilon == 4
+    for values, problem in (
+        (
+            {"target_risk": "mu=1", "target_epsilon": 4},
+            r"^target_risk = 'mu=1': target_epsilon = 4\.0 is another target",
+        ),
+        ({"target_risk": "mu=1", "noise_multiplier": 2}, r"^noise_multiplier = 2: target_risk = 'mu=1' says how much"),
+        ({"target_risk": "tpr=0.1"}, r"^target_risk = 'tpr=0\.1': must be such as tpr=0\.1@fpr=0\.01"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            parse(values)
+    resolved = tomllib.loads(to_toml(replace(config, noise_multiplier=0.7)))
+    assert with_overrides(resolved, {"rounds": 5}).get("noise_multiplier") is None, "derived again"
+    assert parse({}).digest == parse({"target_risk": ""}).digest

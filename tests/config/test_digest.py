@@ -25,6 +25,7 @@ OTHER |= {
     "baselines": True,
     "delta": 1e-7,
     "target_epsilon": 2.0,
+    "target_risk": "mu=1",
     "test_fraction": 0.3,
     "evaluation_noise_multiplier": 4.0,
 }

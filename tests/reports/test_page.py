@@ -339,3 +339,32 @@ def test_reports_import_neither_torch_nor_flower_nor_ray() -> None:
     code = "import sys, fedpriv.runs.show._report_page; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     assert not {"torch", "flwr", "ray", "matplotlib.pyplot"} & set(loaded)
+
+
+RISK = {
+    "mu": 0.5,
+    "mu_regret": 0.01,
+    "advantage": 0.197,
+    "tpr_at_fpr": {"0.001": 0.0048, "0.01": 0.0339, "0.05": 0.1261},
+    "trade_off": {"fpr": [0.0005, 0.01, 0.5, 1.0], "tpr": [0.003, 0.0339, 0.69, 1.0]},
+}
+
+
+def test_it_says_and_draws_what_an_attacker_finds(write_run):
+    page = Page(write_report(write_run(**RISK)).read_text())
+    assert "wrongly accuses 1 % of outside records identifies at most 3.4 % of the records." in page.text
+    assert "12.7 % at 5 % wrongly accused; advantage 19.7 %; mu 0.500" in page.text
+    told = "The share found at most, by the share wrongly accused: 0.5% at 0.1%, 3.4% at 1%, 12.6% at 5%."
+    assert ("aria-label", told) in page.attributes
+
+
+def test_without_a_bound_it_says_so_and_draws_nothing(write_run):
+    none = RISK | {"mu": None, "tpr_at_fpr": dict.fromkeys(RISK["tpr_at_fpr"], 1.0)}
+    none |= {"trade_off": {"fpr": [0.01], "tpr": [1.0]}}
+    page = Page(write_report(write_run(**none)).read_text())
+    assert "it may be all of the records" in page.text
+    assert "Found by an attacker" not in page.text
+
+
+def test_a_run_of_an_earlier_version_has_no_risk(write_run):
+    assert "Risk: what an attacker finds" not in Page(write_report(write_run()).read_text()).text

@@ -11,7 +11,9 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, SubsampledGaussian
+from fedpriv.accounting.risk import risk_of
 from fedpriv.serving.http.cards import Cards
+from fedpriv.texts import percent_up
 from fedpriv.variants import folders
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.composition import History, Upload, client_ancestors, global_ancestors
@@ -80,6 +82,8 @@ def test_a_variant_costs_its_uploads_at_the_data_set_that_pays_most(run):
     assert card["ancestors"] == {"num_uploads": 2, "uploads_of_data_sets": {"A": 1, "B": 1}, "runs": ["r"], "bases": []}
     assert card["run"]["ledger_head"] == "abc"
     assert card["run"]["epsilon_local_max"] is None
+    assert card["tpr_at_fpr"] == risk_of([EVENT], 1e-6).tpr_at_fpr
+    assert percent_up(card["tpr_at_fpr"]["0.01"]) in card["risk_in_words"]
 
 
 def test_readers_of_several_pay_each_upload_once(run):
@@ -112,6 +116,7 @@ def test_a_store_alone_adds_up_what_it_states(tmp_path):
     both = cards.together(["x", "y"])
     assert (both["epsilon"], both["delta"], both["method"]) == (3.0, pytest.approx(3e-5), "basic")
     assert cards.card("x")["epsilon"] == 1.0
+    assert (cards.card("x")["tpr_at_fpr"], cards.card("x")["risk_in_words"]) == (None, None)
     unknown = cards.together(["x", "z"])
     assert (unknown["epsilon"], unknown["is_guarantee"]) == (None, False)
     assert "take it as not private" in unknown["note"]
@@ -133,6 +138,8 @@ def test_without_noise_or_with_seeded_noise_it_says_that_nobody_is_protected(run
     card = Cards(run).card("bare")
     assert (card["epsilon"], card["is_guarantee"]) == (None, False)
     assert "protects nobody" in card["note"]
+    assert (card["mu"], card["advantage"], card["tpr_at_fpr"]["0.001"]) == (None, 1.0, 1.0)
+    assert "Nothing bounds" in card["risk_in_words"]
     (run / "summary.json").write_text('{"noise_source": "seeded"}')
     seeded = Cards(run).card("round-1")
     assert seeded["epsilon"] == spent(1)

@@ -23,6 +23,7 @@ from transformers import (
 import fedpriv.adapters
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.risk import risk_of
 from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.data.records import tokenize
@@ -100,6 +101,24 @@ def test_epsilons_are_those_of_dp_accounting_for_what_was_sampled(finished, smal
     live = clients[clients["round"] == 2].set_index("client").epsilon_local
     for row in summary(finished)["clients"]:
         assert live[row["client"]] >= row["epsilon_local"] * (1 - 1e-3), "rdp is never below pld"
+
+
+def test_risks_are_those_of_what_was_charged(finished):
+    told, clients = summary(finished), summary(finished)["clients"]
+    for row in clients:
+        event = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=8 / row["num_records"], count=4)
+        assert {key: row[key] for key in risk_of([event], 1e-5).values} == risk_of([event], 1e-5).values
+    assert told["tpr_at_fpr"]["0.01"] == max(row["tpr_at_fpr"]["0.01"] for row in clients)
+    assert told["trade_off"]["tpr"][told["trade_off"]["fpr"].index(0.01)] == told["tpr_at_fpr"]["0.01"]
+    without = summary(finished / "comparison")
+    assert (without["mu"], without["advantage"], without["tpr_at_fpr"]["0.001"]) == (None, 1.0, 1.0)
+
+
+def test_a_target_of_risk_gives_the_noise(small_run, tmp_path):
+    values = {key: value for key, value in small_run.items() if key != "noise_multiplier"}
+    folder = run(values, tmp_path / "one", target_risk="tpr=0.05@fpr=0.01", rounds=1)
+    assert 0.049 < summary(folder)["tpr_at_fpr"]["0.01"] <= 0.05
+    assert tomllib.loads((folder / "config.toml").read_text())["target_epsilon"] == ""
 
 
 def test_comparison_has_no_noise_and_infinite_epsilon(finished):

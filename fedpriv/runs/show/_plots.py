@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba, to_rgba_array
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from fedpriv.accounting.views import View
 from fedpriv.runs.figures import INFINITY, format_bound, format_bytes, format_number, format_percent
@@ -74,6 +74,44 @@ def evaluation_plot(frame: pd.DataFrame, *, references: Mapping[str, float], nam
     interval = f"95% interval {format_percent(low)} to {format_percent(high)}"
     description = f"Accuracy after round {round_:g}: {format_percent(accuracy)}, {interval}."
     return to_svg(figure, name=name, description=description)
+
+
+def trade_off_plot(found: pd.Series, points: Mapping[str, float], *, name: str = "risk") -> str:
+    """The share found by the share wrongly accused, both on logarithmic axes, against accusing at random.
+
+    Args:
+        found: in [0, 1], over shares in (0, 1], which rise.
+        points: {share wrongly accused: share found} of those that are told in figures.
+        name: a word that is unique on the page.
+    """
+    labels = [format_percent(share) for share in points.values()]
+    figure, axes = _axes([*labels, "at random"], _percent_tick)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(float(found.index.min()), 1.0)
+    axes.set_ylim(float(found.index.min()), 1.0)
+    axes.plot(found.index, found.index, color=INK, linestyle=":", linewidth=1)
+    axes.plot(found.index, found, color=SERIES[0], linewidth=1.6, clip_on=False)
+    axes.plot([float(x) for x in points], list(points.values()), "o", color=SERIES[0], markersize=5, clip_on=False)
+    for x, y in points.items():
+        axes.annotate(
+            format_percent(y),
+            xy=(float(x), y),
+            xytext=(-3, 5),
+            textcoords="offset points",
+            ha="right",
+            color=SERIES[0],
+            fontsize=FONT_SIZE,
+        )
+    axes.annotate("at random", (0.1, 0.1), (6, -10), textcoords="offset points", color=INK, fontsize=FONT_SIZE)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(FixedLocator([0.001, 0.01, 0.1, 1.0]))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda share, _: _percent_tick(share)))
+    axes.set_ylabel("found", color=INK, fontsize=FONT_SIZE, labelpad=-2)
+    axes.set_xlabel("wrongly accused", color=INK, fontsize=FONT_SIZE)
+    told = ", ".join(f"{format_percent(y)} at {_percent_tick(float(x))}" for x, y in points.items())
+    return to_svg(figure, name=name, description=f"The share found at most, by the share wrongly accused: {told}.")
 
 
 def loss_plot(frame: pd.DataFrame, *, title: str = "Test loss", name: str = "loss") -> str:

@@ -27,6 +27,8 @@ from fedpriv.runs.figures import (
     format_number,
     format_percent,
     format_seconds,
+    risk_figures,
+    risk_sentences,
     why_not_private,
 )
 from fedpriv.runs.show import _plots
@@ -108,6 +110,9 @@ def render(
             earlier=_earlier_runs(summary),
             retired=_retired(summary),
             epsilon_rho=format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
+            risk=risk_sentences(summary),
+            risk_figures=risk_figures(summary),
+            risk_panel=_risk_panel(summary),
             audit=summary.get("audit"),
             audit_bound=audit_bound(summary.get("audit")),
             recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
@@ -295,6 +300,22 @@ def _epsilon_panels(run: RunFolder) -> list[Panel]:
         svg = _plots.epsilon_plot(spent, title=title, name=f"epsilon-{view}")
         panels.append(panel(title, note, svg, spent, format_bound))
     return panels
+
+
+def _risk_panel(summary: Mapping[str, Any]) -> Panel | None:
+    """The curve of the largest shares found; None where the run does not say, or nothing bounds them."""
+    curve = summary.get("trade_off")
+    if not curve or min(curve["tpr"]) >= 1:
+        return None
+    index = pd.Index(curve["fpr"], name="wrongly accused")
+    frame = pd.DataFrame({"found at most": curve["tpr"]}, index=index, dtype=float)
+    points = {share: float(found) for share, found in summary["tpr_at_fpr"].items()}
+    svg = _plots.trade_off_plot(frame["found at most"], points)
+    note = (
+        f"At most, of any client, on the {summary['privacy_view']} view. Accusing at random finds as many as it "
+        "accuses wrongly; both axes are logarithmic."
+    )
+    return panel("Found by an attacker", note, svg, frame, format_percent)
 
 
 def _traffic_panels(run: RunFolder) -> list[Panel]:

@@ -13,15 +13,20 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from fedpriv.accounting.composition.law import Unit
+from fedpriv.accounting.risk import Risk, risks_of
 from fedpriv.errors import InputError, StoreError
 from fedpriv.ledger.statement import ADJACENCY
 from fedpriv.runs import files
+from fedpriv.texts import risk_in_words
 from fedpriv.variants import Manifest, folders, is_store
 from fedpriv.variants.composition import Guarantee, History, PublicationCost, publication_cost
 from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
 
 VIEW = "local"
+
+_RISK = ("mu", "mu_regret", "advantage", "tpr_at_fpr")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +90,9 @@ class Cards:
         hidden = any(stored.is_private for name in consulted if (stored := self._stored.get(name)))
         hidden |= any(name in self._damaged for name in consulted if name not in names or not self._has_file(name))
         units = {event.unit for each in described for event in _events(each.history)}
-        note, method, guarantee = "", "basic", by_store
+        note, method, guarantee, risk = "", "basic", by_store, None
         if len(described) == len(consulted) and not hidden and len(units) <= 1:
-            cost = _composed(described)
+            cost, risk = _composed(described), _risk(described)
             known = cost.guarantee
             if by_store is None or known.epsilon <= by_store.epsilon:
                 guarantee = known
@@ -100,12 +105,17 @@ class Cards:
             note = "no noise, or too little: this protects nobody"
         elif self._run.get("noise_source") not in (None, "secure"):
             note = "the noise was seeded, so that the run can be repeated: this protects nobody"
-        unit = next(iter(units), "record")
+        unit: Unit = next(iter(units), "record")
+        # A sum of stated epsilons does not say what an attacker finds; without a guarantee it is everybody.
+        risk = Risk.none(unit) if note else risk
+        figures = risk.values if risk else dict.fromkeys(Risk.none().values)
         is_finite = guarantee is not None and math.isfinite(guarantee.epsilon)
         return {
             "epsilon": guarantee.epsilon if guarantee and is_finite else None,
             "delta": guarantee.delta if guarantee else None,
+            **{key: _finite(value) for key, value in figures.items()},
             "unit": unit,
+            "risk_in_words": " ".join(risk_in_words(figures, guarantee.delta if guarantee else 0.0)) if risk else None,
             "adjacency": ADJACENCY[unit],
             "view": VIEW,
             "method": method,
@@ -183,7 +193,7 @@ class Cards:
         for folder in (self._source, self._source.absolute().parent):
             if (folder / files.SUMMARY).is_file():
                 summary = files.read_values(folder / files.SUMMARY)
-                keys = ("noise_source", "ledger_head", "epsilon_local_max", "delta_max", "unit")
+                keys = ("noise_source", "ledger_head", "epsilon_local_max", "delta_max", "unit", *_RISK)
                 return {key: _finite(summary[key]) for key in keys if key in summary}
         return {}
 
@@ -205,6 +215,11 @@ def _stored(manifest: Manifest) -> _Stored:
 
 def _composed(described: list[Described]) -> PublicationCost:
     """The cost of reading all of them; one history of all uploads where these are known, since each counts once."""
+    return publication_cost(*_united(described))
+
+
+def _united(described: list[Described]) -> tuple[list[History], dict[str, float]]:
+    """The histories to be composed, and {data set: the smallest delta of any}."""
     deltas: dict[str, float] = {}
     for each in described:
         for id_, delta in each.deltas.items():
@@ -213,7 +228,16 @@ def _composed(described: list[Described]) -> PublicationCost:
     if all(history.ancestors is not None for history in histories):
         uploads = frozenset().union(*(history.ancestors or () for history in histories))
         histories = [History(name="together", ancestors=uploads)]
-    return publication_cost(histories, deltas)
+    return histories, deltas
+
+
+def _risk(described: list[Described]) -> Risk | None:
+    """The largest risk of any data set behind them; None if there is none."""
+    histories, deltas = _united(described)
+    ids = frozenset().union(*(history.data_sets for history in histories))
+    events = {id_: [event for each in histories for event in each.events_on(frozenset({id_}))] for id_ in ids}
+    risks = risks_of({id_: (events[id_], deltas[id_]) for id_ in sorted(ids)})
+    return Risk.worst(risks.values()) if risks else None
 
 
 def _sum(stated: list[Guarantee]) -> Guarantee:

@@ -20,6 +20,7 @@ import torch
 from scipy import special
 from torch import Tensor
 
+from fedpriv.accounting import trade_off
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.events import Event
@@ -392,13 +393,15 @@ def gaussian(mu: float, num_canaries: int, num_guesses: int) -> Line:
         scores = included + generator.standard_normal(num_canaries) / mu
         counts[trial] = num_correct(scores, included, sizes)[0]
     worst = {
-        int(count): bool(f_dp.rejected(f_dp.gaussian(mu), 1 - CONFIDENCE, num_canaries, num_guesses, int(count))[0])
+        int(count): bool(
+            f_dp.rejected(trade_off.gaussian(mu), 1 - CONFIDENCE, num_canaries, num_guesses, int(count))[0]
+        )
         for count in np.unique(counts)
     }
     return {
         "kind": "coverage",
         "mechanism": "Gaussian, f-DP bound",
-        "epsilon": f_dp.gaussian_epsilon(mu, 1e-5),
+        "epsilon": trade_off.gaussian_epsilon(mu, 1e-5),
         "num_canaries": num_canaries,
         "trials": TRIALS,
         "num_exceeding": sum(worst[int(count)] for count in counts),

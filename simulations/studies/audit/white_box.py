@@ -13,6 +13,7 @@ from fedpriv.accounting.accountants import epsilon_of, total_loss
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.trade_off import TradeOff, profile
 from fedpriv.accounting.views import Release
 from fedpriv.audit import f_dp, inclusions, ladder, num_correct, one_run_audit, one_run_epsilon
 from simulations.studies.audit.harness import (
@@ -140,15 +141,15 @@ def f_dp_epsilon(schedule: Schedule, num_canaries: int, num_guesses: int, correc
 
     Every claim is the schedule's whole privacy curve at the noise that gives the epsilon; at q = 1, Gaussian DP.
     """
-    inverse, epsilons = _family(schedule)
-    rejected = f_dp.rejected(inverse, 1 - CONFIDENCE, num_canaries, num_guesses, correct, len(epsilons))
+    claims, epsilons = _family(schedule)
+    rejected = f_dp.rejected(claims, 1 - CONFIDENCE, num_canaries, num_guesses, correct, len(epsilons))
     end = int(np.argmin(rejected)) if not rejected.all() else len(epsilons)
     return float(epsilons[end - 1]) if end else 0.0
 
 
 @cache
-def _family(schedule: Schedule) -> tuple[f_dp.InverseBlowUp, Array]:
-    """Inverse blow-up functions and epsilons of the schedule as its noise falls, from the accountant's whole curves."""
+def _family(schedule: Schedule) -> tuple[TradeOff, Array]:
+    """Trade-off functions and epsilons of the schedule as its noise falls, from the accountant's whole curves."""
     most, least = 3 * noise_for(schedule, min(CLAIMS)), 0.8 * noise_for(schedule, max(CLAIMS))
     deltas, epsilons = [], []
     for noise_multiplier in np.geomspace(most, least, FAMILY):
@@ -160,7 +161,7 @@ def _family(schedule: Schedule) -> tuple[f_dp.InverseBlowUp, Array]:
         loss = total_loss((event,), 1e-3)
         deltas.append([loss.get_delta_for_epsilon(float(point)) for point in _POINTS])
         epsilons.append(loss.get_epsilon_for_delta(DELTA))
-    return f_dp.profile(_POINTS, np.array(deltas)), np.array(epsilons)
+    return profile(_POINTS, np.array(deltas)), np.array(epsilons)
 
 
 def local_run(name: str, epsilon: float, num: int, seed: int) -> Line:
