@@ -36,6 +36,7 @@ from fedpriv.secure_aggregation import (
     Sessions,
     Terms,
     make_identity,
+    read_identity,
     smallest_threshold,
     terms_from_text,
     to_words,
@@ -123,7 +124,7 @@ class Part:
 def identity_of(holder: Holder, client: int) -> Identity:
     """The key that signs for the node: its vault's or, in a simulation, one made in memory."""
     if holder.identity_key is not None:
-        return Identity(public_line=keys.public_line(holder.identity_key), sign=partial(keys.sign, holder.identity_key))
+        return read_identity(holder.identity_key)
     if client not in _identities:
         _identities[client] = make_identity()
     return _identities[client]
