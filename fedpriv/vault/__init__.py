@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fedpriv.vault._charging import RetiredError as RetiredError
     from fedpriv.vault._charging import charge as charge
     from fedpriv.vault._charging import choose_rule as choose_rule
+    from fedpriv.vault._charging import refused as refused
     from fedpriv.vault._charging import registered_data_set as registered_data_set
     from fedpriv.vault._charging import rule_note as rule_note
     from fedpriv.vault._charging import store_reply as store_reply

@@ -31,10 +31,10 @@ from fedpriv.vault._charging import (
     RefusedError,
     charge,
     coin_key,
+    refused,
     registered_data_set,
     store_reply,
 )
-from fedpriv.vault.answer import refused
 from fedpriv.vault.frames import RELEASE, UPDATE, Request, Response, pack_response, unpack_response
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import NodeLimits, UpdateSettings, VaultSettings

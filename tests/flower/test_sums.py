@@ -187,24 +187,26 @@ def test_the_sum_carries_the_noise_of_all(tmp_path):
     assert noised.std() == pytest.approx(expected, rel=0.05)
 
 
-def test_a_train_message_sent_again_gets_the_stored_vector(tmp_path):
-    nodes, kept = federation(tmp_path, NOISED), []
-    nodes.altered = _keeping(kept)
-    nodes.run(SumStrategy(fed_avg(), **NOISED), rounds=1)
-    before = {reply.metadata.src_node_id: reply.content for reply in nodes.replies("train")}
-    calls = len(nodes.calls)
-    with task_identity(1):
-        again = list(nodes.grid.send_and_receive([Message(c, node, "train") for node, c in kept if node == 2]))
-    assert again[0].content == before[2]
-    assert len(nodes.calls) == calls
+def test_a_train_message_sent_again_gets_the_stored_vector_until_the_attempt_is_over(tmp_path):
+    nodes, kept, again = federation(tmp_path, NOISED), [], []
 
+    def ask_again() -> Message:
+        (reply,) = nodes.grid.send_and_receive([Message(RecordDict(dict(kept[0])), 2, "train")])
+        return reply
 
-def _keeping(kept):
     def keep(message: Message) -> None:
-        if message.metadata.message_type == "train":
-            kept.append((message.metadata.dst_node_id, RecordDict(dict(message.content))))
+        if message.metadata.dst_node_id == 2 and message.metadata.message_type == "train" and not kept:
+            kept.append(RecordDict(dict(message.content)))
+        if message.metadata.dst_node_id == 2 and message.metadata.message_type == CONFIRM:
+            again.append(ask_again())
 
-    return keep
+    nodes.altered = keep
+    nodes.run(SumStrategy(fed_avg(), **NOISED), rounds=1)
+    first = next(reply for reply in nodes.replies("train") if reply.metadata.src_node_id == 2)
+    assert again[0].content == first.content
+    with task_identity(1):
+        assert ask_again().error.code == REFUSED
+    assert nodes.calls.count(2) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The example's filter under NVFLARE, where it is installed: what leaves a site is the vault's answer and nothing else."""
+"""The example's filter under NVFLARE, where it is installed: the vault's answer leaves a site, and nothing else."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def test_what_leaves_is_the_vaults_answer_alone(filter_, settings):
     for each in made:
         dxo = from_shareable(each)
         assert dxo.data_kind == DataKind.WEIGHT_DIFF
-        assert {n: (a.shape, a.dtype) for n, a in dxo.data.items()} == {n: (a.shape, a.dtype) for n, a in UPDATE.items()}
+        assert {n: (a.shape, a.dtype) for n, a in dxo.data.items()} == {
+            n: (a.shape, a.dtype) for n, a in UPDATE.items()
+        }
         assert dxo.data["fc.weight"][0, 0] == pytest.approx(1000, abs=20)
         assert not dxo.meta
         assert not {"loss", "first record"} & {*each, *each.get("__headers__", {})}
