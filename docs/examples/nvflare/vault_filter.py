@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.dxo_filter import DXOFilter
-from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.app_constant import AppConstants
@@ -34,7 +34,7 @@ class VaultFilter(DXOFilter):
 
     def __init__(self, socket: str, retry_seconds: float = 60.0) -> None:
         super().__init__([DataKind.WEIGHT_DIFF], None)
-        self._socket, self._retry_seconds = Path(socket), retry_seconds
+        self._socket, self._retry_seconds, self._num_results = Path(socket), retry_seconds, 0
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """A new result with the vault's answer alone."""
@@ -47,9 +47,13 @@ class VaultFilter(DXOFilter):
         return make_reply(ReturnCode.EXECUTION_RESULT_ERROR) if result is None else result.to_shareable()
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
-        """The noised weight difference, released for the job and the round of the task."""
-        task = fl_ctx.get_prop(FLContextKey.TASK_DATA)
-        round_ = int(task.get_header(AppConstants.CURRENT_ROUND))
+        """The noised weight difference, released for the job and the round that the result tells, else its number.
+
+        Both are labels in the ledger: two different updates are two charges, whatever round they are for.
+        """
+        self._num_results += 1
+        told = shareable.get_header(AppConstants.CURRENT_ROUND)
+        round_ = told if type(told) is int else self._num_results
         released = release_update(
             self._socket, fl_ctx.get_job_id(), round_, dxo.data, retry_seconds=self._retry_seconds
         )
