@@ -180,7 +180,7 @@ class _PaidMod(ABC):
 
     @abstractmethod
     def _made(self, ask: _Ask | None, received: Parameters, key: Key) -> tuple[Parameters, Mapping[str, Scalar]]:
-        """What leaves: parameters, and the numbers that the operator allows.
+        """The parameters that leave, and the numbers that the operator allows.
 
         Args:
             ask: asks the app; None if an earlier attempt may have asked it.

@@ -65,9 +65,9 @@ class SuperNodes:
         def status() -> str:
             return json.loads(self.flwr("ls", "here", "--run-id", found[1], "--format", "json"))["runs"][0]["status"]
 
-        deadline = time.monotonic() + 400
+        deadline = time.monotonic() + 900
         while not (state := status()).startswith("finished") and time.monotonic() < deadline:
-            time.sleep(2)
+            time.sleep(5)
         return state
 
     def stop(self) -> None:
