@@ -148,7 +148,7 @@ class SumMod:
         return _refusing(message, answer)
 
     def _identity_of(self, context: Context) -> Identity:
-        return self._identity or make_identity(_secret(context, _IDENTITY) or _new_secret(context, _IDENTITY))
+        return self._identity or make_identity(_secrets(context).get(_IDENTITY) or _new_secret(context, _IDENTITY))
 
     def _registration(self, context: Context) -> dict[str, str | int]:
         num_records = self._account_of(context).data_set.num_records
@@ -174,7 +174,7 @@ class SumMod:
         Raises:
             ProtocolError: there is none, or it is of another attempt.
         """
-        key = _secret(context, _SESSION_KEY)
+        key = _secrets(context).get(_SESSION_KEY)
         if key is None:
             raise ProtocolError(f"attempt {attempt} of run {run}: this node takes no part in it")
         path = self._path(run, context)
@@ -312,22 +312,22 @@ def _grid_values(clipped: Tensor, terms: Terms, client: int) -> np.ndarray:
     return integers(noised[0], points).numpy()
 
 
-def _secret(context: Context, name: str) -> bytes | None:
-    """A secret that this node keeps for the run; None if it has none."""
-    found = context.state.config_records.get(SUM, {}).get(name)
-    return found if isinstance(found, bytes) else None
+def _secrets(context: Context) -> dict[str, bytes]:
+    """The secrets that this node keeps for the run."""
+    if SUM not in context.state.config_records:
+        return {}
+    return {name: value for name, value in context.state.config_records[SUM].items() if isinstance(value, bytes)}
 
 
 def _new_secret(context: Context, name: str) -> bytes:
-    """A secret of 32 bytes that this node keeps for the run from now on."""
+    """A secret that this node keeps for the run from now on."""
     secret = os.urandom(SECRET_BYTES)
-    context.state[SUM] = ConfigRecord({**context.state.config_records.get(SUM, {}), name: secret})
+    context.state[SUM] = ConfigRecord({**_secrets(context), name: secret})
     return secret
 
 
 def _forget(context: Context, name: str) -> None:
-    kept = {key: value for key, value in context.state.config_records.get(SUM, {}).items() if key != name}
-    context.state[SUM] = ConfigRecord(kept)
+    context.state[SUM] = ConfigRecord({key: value for key, value in _secrets(context).items() if key != name})
 
 
 def _terms_of(message: Message) -> Terms:

@@ -35,9 +35,9 @@ def state_from_text(text: str, *, sign: Sign, verify: Verify) -> State:
         ValueError: a part is malformed.
     """
     values = json.loads(text)
-    state: State = _advertised(values, sign, verify)
+    state: State = (begun := _advertised(values, sign, verify))
     if "advertisements" in values:
-        state = _shared(values, state)
+        state = _shared(values, begun)
         if "held" in values:
             state = node.Masked(shared=state, held=_shares_by_client(values["held"]))
             if "survivors" in values:

@@ -185,7 +185,7 @@ def _request_key(update: Update, secret: bytes) -> str:
     named = hashlib.sha256(json.dumps(layout).encode())
     values = hashlib.blake2b(key=secret, digest_size=32, person=b"update values")
     for _, array in sorted(update.items()):
-        values.update(np.ascontiguousarray(array))
+        values.update(np.ascontiguousarray(array).data)
     return named.hexdigest()[:_LAYOUT_DIGITS] + values.hexdigest()[_LAYOUT_DIGITS:]
 
 
