@@ -143,7 +143,7 @@ def test_all_examples_have_one_task():
 @pytest.mark.skipif(find_spec("ray") is None, reason="Flower's own simulation engine needs the extra ray")
 def test_an_example_gives_the_same_under_flwr_run(flower_environment, apps, example, name, tmp_path):
     out = tmp_path / "model.safetensors"
-    # One process answers all nodes, so that what a node remembers between two messages is there.
+    # One process answers all nodes: loading torch in a second one takes longer.
     federation = f"num-supernodes={NUM_CLIENTS} client-resources-num-cpus=2 init-args-num-cpus=2"
     output = flwr(
         flower_environment, "run", str(example), "--stream", "--federation-config", federation,
