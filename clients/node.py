@@ -15,7 +15,7 @@ from clients.pipe import message_of, request_of
 from fedpriv.config import EMBEDDED, RunConfig
 from fedpriv.files import Journal
 from fedpriv.training.local_update import ClientUpdate
-from fedpriv.vault import NodePolicy
+from fedpriv.vault import NodePolicy, refused
 from fedpriv.vault import answer as vault
 from fedpriv.vault.answer import Prepared
 from fedpriv.vault.frames import TRAIN, Request, Response
@@ -127,7 +127,7 @@ def reply(message: Message, prepared: Prepared, update: ClientUpdate | Exception
 
 def failed(message: Message, error: Exception) -> Message:
     """The reply to a message that failed; the error's text must not leave the node."""
-    return message_of(vault.refused(error), message)
+    return message_of(refused(error), message)
 
 
 def _request_and_holder(kind: str, message: Message, context: Context) -> tuple[Request, Holder]:

@@ -304,7 +304,11 @@ def units(node: Node) -> list[Unit]:
             user=client.name,
             variables={"HOME": str(node.flower_home), "PATH": path, **variables(node)},
             writable=[node.flower_home],
-            hidden=[*data, vault.ledger, vault.tokens, node.key, vault.key, vault.policy, vault.events, vault.receipts],
+            hidden=[
+                *data,
+                *(vault.ledger, vault.tokens, node.key, vault.key, vault.policy, vault.events, vault.receipts),
+                *(vault.updates_ledger, vault.updates_receipts, vault.updates_socket),
+            ],
             after=[f"{name}.service"],
         ),
     ]

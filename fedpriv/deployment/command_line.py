@@ -78,6 +78,9 @@ def validated(settings_type: type[Settings], values: Mapping[str, Any], *, prefi
             raise InputError(prefix + first["msg"].removeprefix("Value error, ")) from None
         key = str(first["loc"][0])
         value = f" = {values[key]!r}" if key in values else ""
+        if isinstance(values.get(key), dict):  # a section of the file
+            key = ".".join(map(str, first["loc"]))
+            value = "" if first["type"] == "missing" else f" = {first['input']!r}"
         raise InputError(f"{prefix}{key}{value}: {first['msg'].lower()}") from None
 
 

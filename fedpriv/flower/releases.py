@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -35,16 +36,12 @@ from fedpriv.flower._messages import (
     round_of,
 )
 from fedpriv.ledger import DataSet, Key, reading
-from fedpriv.mechanisms import MECHANISMS, NoiseRequest, SecureSource
-from fedpriv.mechanisms.registry import FOR_SUMS
-from fedpriv.training import clipped_rows
+from fedpriv.mechanisms import SecureSource
+from fedpriv.training import UpdateNoise
 from fedpriv.vault import AlreadyReleasedError, NodePolicy, RefusedError, charge, registered_data_set, store_reply
 from fedpriv.vault.frames import Response, Scalar, pack_response, unpack_response
 
 log = logging.getLogger("flwr")
-
-# Any two updates of norm C are at most 2 C apart: the server knows who takes part, so a client's data are replaced.
-REPLACEMENT_FACTOR = 2.0
 
 # What LocalDpMod's norms in the arrays' own type may be off by: clipped float32 updates of 10^7 values stay below it.
 _CLIPPING_MARGIN = 1e-3
@@ -137,8 +134,62 @@ class Account:
 AccountOf = Callable[[Context], Account]
 """The account of the node in whose context a mod runs."""
 
+_Ask = Callable[[], Message]
 
-class LedgerMod:
+
+class _PaidMod(ABC):
+    """A Flower mod that pays for its reply to each train message, and refuses others that the operator does not allow.
+
+    Args:
+        account_of: gives the node's account.
+        metrics: names of numbers in the app's replies that leave all the same; no epsilon covers them.
+        uncovered: types of messages, such as `evaluate`, that the app answers by itself; no epsilon covers them.
+    """
+
+    _noise_source = SecureSource.name
+
+    def __init__(
+        self, account_of: AccountOf, *, metrics: Collection[str] = (), uncovered: Collection[str] = ()
+    ) -> None:
+        self._account_of = account_of
+        self._metrics, self._uncovered = check_names("metrics", metrics), check_names("uncovered", uncovered)
+
+    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        """The paid reply to a message, or an error."""
+
+        def answer() -> Message:
+            if not check_type(message, self._uncovered):
+                return call_next(message, context)
+            received = parameters_of(message.content)
+            account = self._account_of(context)
+            key = key_of(message, account)
+
+            def make(is_new: bool) -> Response:
+                ask = partial(call_next, message, context) if is_new else None
+                return response_of(*self._made(ask, received, key), account)
+
+            release = Release(event=self._event(context, received), rho_bar=1.0)
+            response = account.pay(key, release, self._noise_source, make)
+            return reply_of(message, response, {name: array.shape for name, array in received.arrays.items()})
+
+        return refusing(message, answer)
+
+    @abstractmethod
+    def _event(self, context: Context, received: Parameters) -> Event:
+        """The cost of the reply to a train message with these parameters."""
+
+    @abstractmethod
+    def _made(self, ask: _Ask | None, received: Parameters, key: Key) -> tuple[Parameters, Mapping[str, Scalar]]:
+        """The parameters that leave, and the numbers that the operator allows.
+
+        Args:
+            ask: asks the app; None if an earlier attempt may have asked it.
+            received: parameters of the message.
+            key: that was charged.
+        """
+
+
+class LedgerMod(_PaidMod):
     """A Flower mod that charges each train message with a fixed event before the app runs, and stores the reply.
 
     It adds no noise: the mods behind it and the app must give what the event says. The reply's arrays leave as the app
@@ -157,35 +208,23 @@ class LedgerMod:
         account_of: AccountOf,
         event_of: Callable[[Context], Event],
         *,
-        noise_source: str = "secure",
+        noise_source: str = SecureSource.name,
         metrics: Collection[str] = (),
         uncovered: Collection[str] = (),
     ) -> None:
-        self._account_of, self._event_of, self._noise_source = account_of, event_of, noise_source
-        self._metrics, self._uncovered = check_names("metrics", metrics), check_names("uncovered", uncovered)
+        super().__init__(account_of, metrics=metrics, uncovered=uncovered)
+        self._event_of, self._noise_source = event_of, noise_source
 
-    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """The paid reply to a message, or an error."""
+    def _event(self, context: Context, received: Parameters) -> Event:
+        return self._event_of(context)
 
-        def answer() -> Message:
-            if not check_type(message, self._uncovered):
-                return call_next(message, context)
-            received = parameters_of(message.content)
-            account = self._account_of(context)
-            key = key_of(message, account)
-
-            def make(is_new: bool) -> Response:
-                if not is_new:
-                    raise RefusedError(f"round {key.round}: was charged, and its reply is lost; make a new request")
-                return response_of(*_trained(message, context, call_next, received, self._metrics), account)
-
-            release = Release(event=self._event_of(context), rho_bar=1.0)
-            return paid_reply(message, received, account.pay(key, release, self._noise_source, make))
-
-        return refusing(message, answer)
+    def _made(self, ask: _Ask | None, received: Parameters, key: Key) -> tuple[Parameters, Mapping[str, Scalar]]:
+        if ask is None:
+            raise RefusedError(f"round {key.round}: was charged, and its reply is lost; make a new request")
+        return _trained(ask, received, self._metrics)
 
 
-class UpdateMod:
+class UpdateMod(_PaidMod):
     """A Flower mod that releases the app's update under client-level differential privacy, or nothing.
 
     Only the difference to the received parameters is released: clipped to C as a whole, with exact discrete Gaussian
@@ -216,56 +255,21 @@ class UpdateMod:
         metrics: Collection[str] = (),
         uncovered: Collection[str] = (),
     ) -> None:
-        if not noise_multiplier > 0:
-            raise InputError(f"noise_multiplier = {noise_multiplier}: must be > 0")
-        self._account_of, self._clip_norm, self._noise_multiplier = account_of, clip_norm, noise_multiplier
-        self._metrics, self._uncovered = check_names("metrics", metrics), check_names("uncovered", uncovered)
-        try:
-            self._noised(torch.zeros(1, dtype=torch.float64), SecureSource())
-        except ValueError as error:
-            raise InputError(str(error)) from None
+        super().__init__(account_of, metrics=metrics, uncovered=uncovered)
+        self._noise = UpdateNoise(clip_norm=clip_norm, noise_multiplier=noise_multiplier)
 
     def event(self, num_values: int) -> Event:
         """The cost of one release of so many values; rounding to the mechanism's grid adds a little for each."""
-        (event,) = MECHANISMS[FOR_SUMS].planned_events(self._request(num_values))
-        return event
+        return self._noise.event(num_values)
 
-    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """The paid reply to a message, or an error."""
+    def _event(self, context: Context, received: Parameters) -> Event:
+        return self.event(received.num_values)
 
-        def answer() -> Message:
-            if not check_type(message, self._uncovered):
-                return call_next(message, context)
-            received = parameters_of(message.content)
-            account = self._account_of(context)
-            source = SecureSource()
-
-            def make(is_new: bool) -> Response:
-                update, metrics = torch.zeros(received.num_values, dtype=torch.float64), dict[str, Scalar]()
-                if is_new:
-                    update, metrics = app_update(message, context, call_next, received, self._metrics)
-                noised = self._noised(update, source)
-                return response_of(received.moved(noised), metrics, account)
-
-            release = Release(event=self.event(received.num_values), rho_bar=1.0)
-            return paid_reply(message, received, account.pay(key_of(message, account), release, source.name, make))
-
-        return refusing(message, answer)
-
-    def _request(self, num_values: int) -> NoiseRequest:
-        return NoiseRequest(
-            noise_multiplier=self._noise_multiplier,
-            clip_norm=self._clip_norm,
-            sensitivity_factor=REPLACEMENT_FACTOR,
-            dimension=num_values,
-            sampling_probabilities=(1.0,),
-            unit="client",
-        )
-
-    def _noised(self, update: Tensor, source: SecureSource) -> Tensor:
-        clipped = clipped_update(update, self._clip_norm).unsqueeze(0)
-        noised, _ = MECHANISMS[FOR_SUMS].add_noise(clipped, self._request(len(update)), [source])
-        return noised[0]
+    def _made(self, ask: _Ask | None, received: Parameters, key: Key) -> tuple[Parameters, Mapping[str, Scalar]]:
+        update, metrics = torch.zeros(received.num_values, dtype=torch.float64), dict[str, Scalar]()
+        if ask is not None:
+            update, metrics = app_update(ask, received, self._metrics)
+        return received.moved(self._noise.noised(update, SecureSource())), metrics
 
 
 def key_of(message: Message, account: Account) -> Key:
@@ -289,24 +293,17 @@ def response_of(parameters: Parameters, metrics: Mapping[str, Scalar], account: 
     return Response(record=parameters.record, fields=fields, arrays=parameters.arrays)
 
 
-def paid_reply(message: Message, received: Parameters, response: Response) -> Message:
-    """The reply that a stored response makes, with arrays of the received shapes."""
-    return reply_of(message, response, {name: array.shape for name, array in received.arrays.items()})
-
-
-def _trained(
-    message: Message, context: Context, call_next: ClientAppCallable, received: Parameters, allowed: Collection[str]
-) -> tuple[Parameters, dict[str, Scalar]]:
+def _trained(ask: _Ask, received: Parameters, allowed: Collection[str]) -> tuple[Parameters, dict[str, Scalar]]:
     """The app's parameters under the received record's name, and the numbers that may leave.
 
     Args:
-        message, context, call_next, received, allowed: as for `app_update`.
+        ask, received, allowed: as for `app_update`.
 
     Raises:
         ValueError: the reply holds none that may leave; the text is for this node's log alone.
     """
     try:
-        reply = call_next(message, context)
+        reply = ask()
         trained = parameters_of(reply.content)
     except RefusedError as error:  # its text would leave
         raise ValueError(f"the app's reply: {error}") from None
@@ -314,29 +311,20 @@ def _trained(
     return Parameters(record=received.record, arrays=trained.arrays), metrics_of(reply, allowed)
 
 
-def app_update(
-    message: Message, context: Context, call_next: ClientAppCallable, received: Parameters, allowed: Collection[str]
-) -> tuple[Tensor, dict[str, Scalar]]:
+def app_update(ask: _Ask, received: Parameters, allowed: Collection[str]) -> tuple[Tensor, dict[str, Scalar]]:
     """The app's update, float64 [values], and the numbers that may leave; zero and none if the app failed.
 
     Args:
-        message: received; the app may change it.
-        context: of the node.
-        call_next: the app.
+        ask: asks the app; it may change the message.
         received: parameters of the message, read before the app runs.
         allowed: names of numbers that the operator lets leave.
     """
     try:
-        reply = call_next(message, context)
+        reply = ask()
         return parameters_of(reply.content).difference(received), metrics_of(reply, allowed)
     except Exception:  # a record may have caused it, so the reply is noise like any other
         log.exception("the app failed; its update counts as zero")
         return torch.zeros(received.num_values, dtype=torch.float64), {}
-
-
-def clipped_update(update: Tensor, clip_norm: float) -> Tensor:
-    """The update, clipped to `clip_norm` as a whole, float64 [values]; zero if a value is not finite."""
-    return clipped_rows(update.unsqueeze(0), clip_norm, [slice(0, len(update))])[0]
 
 
 class LocalDp(Protocol):

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
 from fedpriv.accounting import Release
+from fedpriv.accounting.sensitivity import UPLOAD_FACTOR
 from fedpriv.accounting.views import num_readers, smallest_aggregate_scales
 from fedpriv.errors import InputError
 from fedpriv.flower._messages import (
@@ -32,20 +36,23 @@ from fedpriv.flower._messages import (
     reply_of,
     request_digest,
 )
-from fedpriv.flower.releases import REPLACEMENT_FACTOR, Account, AccountOf, app_update, clipped_update
+from fedpriv.flower.releases import Account, AccountOf, app_update
 from fedpriv.ledger import Key
 from fedpriv.mechanisms import MECHANISMS, NoiseRequest, SecureSource
 from fedpriv.mechanisms.discrete_gaussian import integers
 from fedpriv.mechanisms.registry import FOR_SUMS
 from fedpriv.secure_aggregation import (
+    MAX_RUNS,
+    SECRET_BYTES,
     Identity,
     ProtocolError,
+    SealedSession,
     Session,
-    Sessions,
     Terms,
     make_identity,
     terms_from_text,
 )
+from fedpriv.training import clipped_update
 from fedpriv.vault import NodePolicy, RefusedError, check_grid, check_policy
 from fedpriv.vault.frames import Response
 
@@ -57,9 +64,8 @@ CHECK, CONFIRM, REVEAL = "query.sum_check", "query.sum_confirm", "query.sum_reve
 SUM = "fedpriv-sum"
 VECTOR = "vector"
 
-# By node: the nodes of a simulation share a process.
-_sessions: defaultdict[int, Sessions] = defaultdict(Sessions)
-_identities: defaultdict[int, Identity] = defaultdict(make_identity)
+# Secrets in the state that a SuperNode keeps in memory for a run: never on disk, and never sent.
+_SESSION_KEY, _IDENTITY = "session-key", "identity"
 
 _STEPS: dict[str, Callable[[Session, str], str]] = {
     SHARE: Session.share,
@@ -77,14 +83,16 @@ class SumMod:
     that of the client's own noise, and the ledger's `aggregate` view counts that of the others. Without noise nothing
     is charged, and the sum is exact to the grid: then no epsilon covers what the sum shows of one client.
 
-    A node that restarts between two exchanges has dropped out of the round, since its secrets are in memory alone. So
-    one process must answer all messages of a node.
+    A node's session waits in a file next to its ledger while no message is answered, so each message may have a process
+    of its own. The key to the file is in the context's state, which a SuperNode keeps in memory: a node that restarts
+    has dropped out of the round, and so has one whose process dies.
 
     Args:
         account_of: gives the node's account.
         clip_norm: C, finite, > 0, in units of the parameters; the server's must be equal.
         noise_multiplier: z >= 0, this client's noise over C; the server's must be equal.
-        identity: key of the node, which its peers approved; None makes one for each node, for a simulation.
+        identity: key of the node, which its peers approved, of `read_identity`; None makes one in the context's state,
+            for a simulation.
         peers: public lines of the clients that the operator approved; None accepts everyone, for a simulation.
         min_survivors: t; sums of fewer clients are refused.
         colluding: c, how many others may collude with the server; terms that count on fewer are refused.
@@ -134,27 +142,62 @@ class SumMod:
             if kind == ADVERTISE:
                 return _text_reply(message, {"text": self._advertised(message, context)})
             fields = config_record(message.content, SUM)
-            session = _sessions[context.node_id].of(run, str(fields.get("attempt")))
-            return _text_reply(message, {"text": _STEPS[kind](session, str(fields.get("text")))})
+            with self._session(run, str(fields.get("attempt")), context) as session:
+                return _text_reply(message, {"text": _STEPS[kind](session, str(fields.get("text")))})
 
         return _refusing(message, answer)
 
     def _identity_of(self, context: Context) -> Identity:
-        return self._identity or _identities[context.node_id]
+        return self._identity or make_identity(_secrets(context).get(_IDENTITY) or _new_secret(context, _IDENTITY))
 
     def _registration(self, context: Context) -> dict[str, str | int]:
         num_records = self._account_of(context).data_set.num_records
         return {"identity": self._identity_of(context).public_line, "num_records": num_records}
 
     def _advertised(self, message: Message, context: Context) -> str:
-        """Fresh keys for an attempt, once its terms are what the operator agreed to."""
+        """Fresh keys for an attempt, once its terms are what the operator agreed to; an earlier attempt is over."""
+        path = self._path(str(message.metadata.run_id), context)
+        path.unlink(missing_ok=True)
         terms, identity = _terms_of(message), self._identity_of(context)
         approved = None
         if self._peers is not None:
             approved = {each.client: each.identity for each in terms.participants if each.identity in self._peers}
         client = self._checked(terms, message, context)
-        session = _sessions[context.node_id].begin(terms, client, sign=identity.sign, approved=approved)
+        session = Session(terms, client, sign=identity.sign, approved=approved)
+        SealedSession(path, _new_secret(context, _SESSION_KEY)).put(session)
         return session.advertisement
+
+    @contextmanager
+    def _session(self, run: str, attempt: str, context: Context) -> Iterator[Session]:
+        """The node's session of an attempt; while it is used, no other process finds it.
+
+        Raises:
+            ProtocolError: there is none, or it is of another attempt.
+        """
+        key = _secrets(context).get(_SESSION_KEY)
+        if key is None:
+            raise ProtocolError(f"attempt {attempt} of run {run}: this node takes no part in it")
+        path = self._path(run, context)
+        session = SealedSession(path, key).take(sign=self._identity_of(context).sign)
+        try:
+            if session.terms.attempt != attempt:
+                raise ProtocolError(f"attempt {attempt} of run {run}: this node takes no part in it")
+            yield session
+        finally:
+            _forget(context, _SESSION_KEY)
+            if session.expects is not None:  # under another key, so that no copy of the file is an earlier state
+                SealedSession(path, _new_secret(context, _SESSION_KEY)).put(session)
+
+    def _path(self, run: str, context: Context) -> Path:
+        """The file of a run's session, in a folder next to the ledger that holds a few of them."""
+        ledger = self._account_of(context).ledger
+        folder = ledger.with_name(f"{ledger.name}.sums")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / f"{run}-{context.node_id}"
+        others = sorted((each for each in folder.iterdir() if each != path), key=lambda each: each.stat().st_mtime)
+        for old in others[: len(others) + 1 - MAX_RUNS]:
+            old.unlink(missing_ok=True)
+        return path
 
     def _checked(self, terms: Terms, message: Message, context: Context) -> int:
         """This node's number in terms that the operator agreed to.
@@ -187,21 +230,22 @@ class SumMod:
         message.content = _without_sum(message.content)  # the app gets what the strategy made
         client = self._checked(terms, message, context)
         received, digest = _asked(message, terms)
-        account, session = self._account_of(context), _sessions[context.node_id].of(terms.run, terms.attempt)
-        if session.terms.digest() != terms.digest():
-            raise RefusedError("terms: are not those that this node has signed")
-        if session.expects in ("share", "mask"):  # afterwards the stored reply is sent again
-            session.check_sealed(sealed)
+        account = self._account_of(context)
 
         def make(is_new: bool) -> Response:
             if not is_new:
                 raise RefusedError(f"round {terms.round}: was charged, and its reply is lost; make a new attempt")
-            update, _ = app_update(message, context, call_next, received, ())
+            update, _ = app_update(partial(call_next, message, context), received, ())
             words = session.mask(sealed, _grid_values(clipped_update(update, terms.clip_norm), terms, client))
             vector = words.view(np.dtype(f"int{terms.modulus_bits}"))
             return Response(record=SUM, fields={NUM_EXAMPLES: account.data_set.num_records}, arrays={VECTOR: vector})
 
-        response = make(True) if not terms.noise_multiplier else _paid(account, session, digest, make)
+        with self._session(terms.run, terms.attempt, context) as session:
+            if session.terms.digest() != terms.digest():
+                raise RefusedError("terms: are not those that this node has signed")
+            if session.expects in ("share", "mask"):  # afterwards the stored reply is sent again
+                session.check_sealed(sealed)
+            response = make(True) if not terms.noise_multiplier else _paid(account, session, digest, make)
         return reply_of(message, response, {VECTOR: (terms.dimension,)})
 
 
@@ -249,7 +293,7 @@ def _noise_request(terms: Terms, client: int) -> NoiseRequest:
     return NoiseRequest(
         noise_multiplier=terms.noise_multiplier,
         clip_norm=terms.clip_norm,
-        sensitivity_factor=REPLACEMENT_FACTOR,
+        sensitivity_factor=UPLOAD_FACTOR,
         dimension=terms.dimension,
         sampling_probabilities=(1.0,),
         unit="client",
@@ -266,6 +310,24 @@ def _grid_values(clipped: Tensor, terms: Terms, client: int) -> np.ndarray:
     if not terms.noise_multiplier:
         return noised[0].mul(points).round_().to(torch.int64).numpy()
     return integers(noised[0], points).numpy()
+
+
+def _secrets(context: Context) -> dict[str, bytes]:
+    """The secrets that this node keeps for the run."""
+    if SUM not in context.state.config_records:
+        return {}
+    return {name: value for name, value in context.state.config_records[SUM].items() if isinstance(value, bytes)}
+
+
+def _new_secret(context: Context, name: str) -> bytes:
+    """A secret that this node keeps for the run from now on."""
+    secret = os.urandom(SECRET_BYTES)
+    context.state[SUM] = ConfigRecord({**_secrets(context), name: secret})
+    return secret
+
+
+def _forget(context: Context, name: str) -> None:
+    context.state[SUM] = ConfigRecord({key: value for key, value in _secrets(context).items() if key != name})
 
 
 def _terms_of(message: Message) -> Terms:

@@ -19,7 +19,8 @@ import hmac
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,10 +98,26 @@ class Identity:
     sign: Sign = field(repr=False)
 
 
-def make_identity() -> Identity:
-    """A new identity in memory, for simulations and tests; `fedpriv.deployment.keys.verify` checks its signatures."""
-    key = Ed25519PrivateKey.generate()
+def make_identity(secret: bytes | None = None) -> Identity:
+    """An identity in memory, for simulations and tests; `fedpriv.deployment.keys.verify` checks its signatures.
+
+    Args:
+        secret: 32 bytes that it follows from; None makes a new one.
+    """
+    key = Ed25519PrivateKey.generate() if secret is None else Ed25519PrivateKey.from_private_bytes(secret)
     return Identity(public_line=keys.line_of(key), sign=lambda message: base64.b64encode(key.sign(message)).decode())
+
+
+def read_identity(path: Path) -> Identity:
+    """The identity of a private key's file, which is read for each signature.
+
+    Args:
+        path: of a key that `fedpriv.deployment.keys.make_key_pair` made, such as a vault.key.
+
+    Raises:
+        InputError: the file is missing, or is no such key.
+    """
+    return Identity(public_line=keys.public_line(path), sign=partial(keys.sign, path))
 
 
 def verify_once(public_line: str, message: bytes, signature: str) -> bool:

@@ -1,4 +1,4 @@
-"""Charges of releases to the node's own ledger, before anything is computed, and the budget that bounds them.
+"""Charges of releases to the node's own ledger, before anything is computed; the budget that bounds them; refusals.
 
 A filter enforces the budget, or plans that the node's operator committed.
 """
@@ -18,14 +18,19 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter, Rule
 from fedpriv.accounting.views import PlannedView, Release, default_delta
 from fedpriv.errors import InputError, LedgerError
+from fedpriv.files import trace_without_message
 from fedpriv.ledger.entries import CHARGED, RELEASED, Charge, DataSet, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import chain_of
+from fedpriv.vault.frames import FAILED, REFUSED, RETIRED, Response
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import NodeLimits
 
 log = logging.getLogger(__name__)
+
+# Characters of a refusal, which may quote what a coordinator sent.
+_LONGEST_REASON = 300
 
 Choice = RenyiFilter | GaussianFilter | CommittedPlan
 """A rule that an operator can choose at once."""
@@ -37,6 +42,25 @@ class RefusedError(Exception):
 
 class RetiredError(RefusedError):
     """The guard refused because the data's budget is spent; it will refuse every later request too."""
+
+
+def refused(error: Exception) -> Response:
+    """An error response, which says only that the guard refused, or that the request failed.
+
+    An exception's text may contain a record, so it stays in this node's log.
+    """
+    if isinstance(error, RetiredError):
+        log.warning("retired: %s", error)
+        return Response(code=RETIRED, reason=f"retired: {error}")
+    if isinstance(error, RefusedError):
+        log.warning("refused: %s", error)
+        return Response(code=REFUSED, reason=f"refused: {error}"[:_LONGEST_REASON])
+    if isinstance(error, LedgerError):
+        log.error("refused: %s", error)
+        return Response(code=REFUSED, reason="refused: this node's ledger cannot be used; its log says why")
+    # An InputError may name the node's own keys, columns or labels.
+    log.error("failed: %s", error if isinstance(error, InputError) else trace_without_message(error))
+    return Response(code=FAILED, reason="failed; this node's log says why")
 
 
 class AlreadyReleasedError(Exception):

@@ -1,8 +1,8 @@
 """The vault as a process of the data holder's own: records, ledger, keys, guard and model, behind a Unix socket.
 
-The service itself only carries frames between the socket and a child process, one at a time. If the child is killed,
+The service itself only carries frames between a socket and a child process, one at a time. If the child is killed,
 another takes its place and gets the same frame again: the ledger then knows whether the request was charged, and if it
-was, the answer is noise alone.
+was, the answer is noise alone. Updates of other frameworks come on a second socket, to a child of their own.
 
 From a charge on, nothing leaves before the public time that the child has named, whatever becomes of the child; nor
 does anything else get an answer before, which would tell how long the records took.
@@ -26,6 +26,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from fedpriv.errors import InputError
 from fedpriv.vault.frames import (
@@ -94,10 +95,14 @@ class Worker:
     Args:
         folder: of the node.
         on_death: called with a line when the child died while it worked on records.
+        run: the child's program.
     """
 
-    def __init__(self, folder: Path, on_death: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, on_death: Callable[[str], None], run: Callable[[Connection, Path], None] | None = None
+    ) -> None:
         self._folder = folder
+        self._run = run or run_worker
         self._on_death = on_death
         self._lock = threading.Lock()
         self._context = multiprocessing.get_context("spawn")
@@ -106,7 +111,7 @@ class Worker:
     def start(self) -> None:
         """Start a child."""
         self._connection, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=run_worker, args=(theirs, self._folder), daemon=True)
+        self._process = self._context.Process(target=self._run, args=(theirs, self._folder), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -154,20 +159,31 @@ def serve(settings: VaultSettings, say: Callable[[str], None]) -> None:
         say: prints a line; called once, when the vault listens.
 
     Raises:
-        InputError: another vault listens there, the path is too long, or the user of the ClientApp is unknown.
+        InputError: another vault listens there, a path is too long, or the user of the ClientApp is unknown.
     """
-    users = _allowed_users(settings.client_user)
-    listener = _listener(settings.socket, mode=0o600 if len(users) == 1 else 0o666)
-    worker = Worker(settings.folder, lambda reason: _close_node(settings.closed, reason))
+    users, own = _allowed_users(settings.client_user), {os.geteuid()}
+    listeners = [_listener(settings.socket, mode=0o600 if users == own else 0o666)]
+    workers = [Worker(settings.folder, lambda reason: _close_node(settings.closed, reason))]
+    if settings.updates is not None:
+        listeners.append(_listener(settings.updates_socket, mode=0o600))
+        workers.append(Worker(settings.folder, log.error, run_update_worker))
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        settings.socket.unlink(missing_ok=True)
-        worker.stop()
+        for listener, worker in zip(listeners, workers, strict=True):
+            Path(listener.getsockname()).unlink(missing_ok=True)
+            worker.stop()
         os._exit(0)  # threads may wait for a client, or for the child
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    say(f"vault listens on {settings.socket}")
+    for listener, worker in list(zip(listeners, workers, strict=True))[1:]:
+        threading.Thread(target=_accept, args=(listener, own, worker), daemon=True).start()
+    say(f"vault listens on {' and '.join(listener.getsockname() for listener in listeners)}")
+    _accept(listeners[0], users, workers[0])
+
+
+def _accept(listener: socket.socket, users: set[int], worker: Worker) -> NoReturn:
+    """Answer every connection of these users, for ever."""
     connections, readers = threading.Semaphore(_MAX_CONNECTIONS), threading.Semaphore(_MAX_READERS)
 
     def converse(connection: socket.socket) -> None:
@@ -239,40 +255,60 @@ def _listener(path: Path, *, mode: int) -> socket.socket:
 
 
 def run_worker(connection: Connection, folder: Path) -> None:
-    """Answer frames until the other end closes.
+    """Answer a coordinator's frames until the other end closes.
 
     Args:
         connection: to the service.
         folder: of the node.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when its child ends
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    _prepare_process()
     # These load torch, which the service itself does without.
-    import torch
-
     from fedpriv.vault.answer import answer
     from fedpriv.vault.holder import Holder
-
-    # Subnormal numbers, which a broadcast may hold or lead to, take a hundred times longer: a reply's public time would
-    # not suffice. Other threads inherit this from the one that starts them.
-    torch.set_flush_denormal(True)
 
     def charged(reply_seconds: float) -> None:
         connection.send_bytes(CHARGED + SECONDS.pack(reply_seconds))
 
     holder = replace(Holder.of(VaultSettings.read(folder)), before_records=charged)
+    _answer_frames(connection, lambda request: answer(request, holder))
 
-    def answered(request: Request | FrameError) -> Response:
-        if isinstance(request, FrameError):
-            return Response(code=REFUSED, reason=f"refused: {request}")
-        return answer(request, holder)
 
+def run_update_worker(connection: Connection, folder: Path) -> None:
+    """Answer frames with updates of other frameworks until the other end closes.
+
+    Args:
+        connection: to the service.
+        folder: of the node.
+    """
+    _prepare_process()
+    from fedpriv.vault._updates import UpdateGuard, release  # loads torch
+
+    guard = UpdateGuard.of(VaultSettings.read(folder))
+    _answer_frames(connection, lambda request: release(request, guard))
+
+
+def _prepare_process() -> None:
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when its child ends
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    # Subnormal numbers, which a broadcast may hold or lead to, take a hundred times longer: a reply's public time would
+    # not suffice. Other threads inherit this from the one that starts them.
+    torch.set_flush_denormal(True)
+
+
+def _answer_frames(connection: Connection, answer: Callable[[Request], Response]) -> None:
     while True:
         try:
             frame = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(ANSWERED + pack_response(answered(_request(frame))))
+        request = _request(frame)
+        if isinstance(request, FrameError):
+            response = Response(code=REFUSED, reason=f"refused: {request}")
+        else:
+            response = answer(request)
+        connection.send_bytes(ANSWERED + pack_response(response))
 
 
 def _request(frame: bytes) -> Request | FrameError:

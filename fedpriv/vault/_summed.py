@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fedpriv import protocol
-from fedpriv.accounting.discrete_gaussian import MIN_STDDEV
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import Release, aggregate_objections, num_readers, smallest_aggregate_scales
 from fedpriv.adapters import Adapter
@@ -26,7 +25,6 @@ from fedpriv.config import RunConfig
 from fedpriv.deployment import keys
 from fedpriv.ledger.receipts import from_text
 from fedpriv.mechanisms.discrete_gaussian import integers
-from fedpriv.mechanisms.discrete_sampler import MAX_SIGMA
 from fedpriv.secure_aggregation import (
     MAX_RECEIPT,
     MAX_RECEIPTS,
@@ -36,16 +34,17 @@ from fedpriv.secure_aggregation import (
     Sessions,
     Terms,
     make_identity,
-    smallest_threshold,
+    read_identity,
     terms_from_text,
     to_words,
     verify_once,
 )
-from fedpriv.secure_aggregation.grid import DEVIATIONS, RANGE_BITS, ClientGrid
+from fedpriv.secure_aggregation.grid import ClientGrid
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, num_trained_values
 from fedpriv.training.summing import num_included
 from fedpriv.vault import _charging
-from fedpriv.vault._charging import NodePolicy, RefusedError
+from fedpriv.vault._charging import RefusedError
+from fedpriv.vault._sum_terms import check_grid, check_policy
 from fedpriv.vault.frames import Request, Response
 from fedpriv.vault.holder import Holder, NodeHolder, bench_of, run_of
 from fedpriv.vault.settings import approved_peers
@@ -123,7 +122,7 @@ class Part:
 def identity_of(holder: Holder, client: int) -> Identity:
     """The key that signs for the node: its vault's or, in a simulation, one made in memory."""
     if holder.identity_key is not None:
-        return Identity(public_line=keys.public_line(holder.identity_key), sign=partial(keys.sign, holder.identity_key))
+        return read_identity(holder.identity_key)
     if client not in _identities:
         _identities[client] = make_identity()
     return _identities[client]
@@ -191,45 +190,6 @@ def part_of(
         session=session,
         sealed=sealed,
     )
-
-
-def check_policy(terms: Terms, client: int, policy: NodePolicy) -> None:
-    """Refuse terms under which less noise, or fewer honest peers, would count than the node's operator agreed to.
-
-    Raises:
-        RefusedError: one line with the name, the value and the limit.
-    """
-    if client not in terms.by_client:
-        raise RefusedError(f"terms: client {client}, this node, is not among the participants")
-    if terms.colluding < policy.colluding_clients:
-        raise RefusedError(
-            f"terms: colluding = {terms.colluding}: this node counts on {policy.colluding_clients} that may collude"
-        )
-    least = max(policy.min_survivors, smallest_threshold(len(terms.participants), terms.colluding))
-    if terms.threshold < least:
-        raise RefusedError(
-            f"terms: threshold = {terms.threshold}: this node needs at least {least} survivors among "
-            f"{len(terms.participants)} participants, of whom {terms.colluding} may collude"
-        )
-
-
-def check_grid(terms: Terms, client: int, bound: float) -> None:
-    """Refuse a grid on which the node's noise would be too coarse, or its part no integers that add up.
-
-    On such a grid a vector would be no sum of integers, and whether there is one at all could depend on the records.
-    """
-    stddev = terms.noise_stddev(client)
-    steps = terms.gamma * terms.participant(client).scale * bound + DEVIATIONS * stddev
-    if stddev and not MIN_STDDEV <= stddev <= MAX_SIGMA:
-        raise RefusedError(
-            f"terms: grid_exponent = {terms.grid_exponent}: gives this node's noise {stddev:g} steps, must be "
-            f"{MIN_STDDEV:g} to {MAX_SIGMA:g}"
-        )
-    if steps >= 2.0 ** RANGE_BITS[terms.modulus_bits]:
-        raise RefusedError(
-            f"terms: grid_exponent = {terms.grid_exponent}: this node's part may have {steps:g} steps, which "
-            f"modulus_bits = {terms.modulus_bits} does not hold"
-        )
 
 
 def _session_of(terms: Terms, client: int, sealed: str) -> Session:

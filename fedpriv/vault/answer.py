@@ -22,7 +22,6 @@ from fedpriv.accounting.views import Release
 from fedpriv.adapters import Adapter, difference
 from fedpriv.aggregation import is_irrelevant
 from fedpriv.config import Fact, RunConfig
-from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import trace_without_message
 from fedpriv.ledger.entries import Key
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
@@ -33,7 +32,7 @@ from fedpriv.training.private_evaluation import NoisedCounts
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault import _charging, _records, _reply_times, _summed
-from fedpriv.vault._charging import AlreadyReleasedError, NodePolicy, RefusedError, RetiredError
+from fedpriv.vault._charging import AlreadyReleasedError, NodePolicy, RefusedError, refused
 from fedpriv.vault._guard import check_broadcast, check_evaluation, check_instruction, check_limits, check_unit
 from fedpriv.vault._summed import Part
 from fedpriv.vault.frames import (
@@ -41,7 +40,6 @@ from fedpriv.vault.frames import (
     CHECK,
     CONFIRM,
     EVALUATE,
-    FAILED,
     REFUSED,
     REGISTER,
     RETIRED,
@@ -56,9 +54,6 @@ from fedpriv.vault.holder import Holder, NodeHolder, bench_of, run_of
 log = logging.getLogger(__name__)
 
 _secure = SecureSource()
-
-# Characters of a refusal, which may quote what a coordinator sent.
-_LONGEST_REASON = 300
 
 
 class _Decoded(NamedTuple):
@@ -158,25 +153,6 @@ def settle(prepared: Prepared, update: ClientUpdate | Exception) -> Response:
         return _response(request.kind, content)
     except Exception as error:  # the release must not leave, and neither must the error's text
         return _refused(error, request, holder)
-
-
-def refused(error: Exception) -> Response:
-    """An error response, which says only that the guard refused, or that the request failed.
-
-    An exception's text may contain a record, so it stays in this node's log.
-    """
-    if isinstance(error, RetiredError):
-        log.warning("retired: %s", error)
-        return Response(code=RETIRED, reason=f"retired: {error}")
-    if isinstance(error, RefusedError):
-        log.warning("refused: %s", error)
-        return Response(code=REFUSED, reason=f"refused: {error}"[:_LONGEST_REASON])
-    if isinstance(error, LedgerError):
-        log.error("refused: %s", error)
-        return Response(code=REFUSED, reason="refused: this node's ledger cannot be used; its log says why")
-    # An InputError may name the node's own keys, columns or labels.
-    log.error("failed: %s", error if isinstance(error, InputError) else trace_without_message(error))
-    return Response(code=FAILED, reason="failed; this node's log says why")
 
 
 _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {

@@ -21,8 +21,7 @@ from fedpriv.training import workbench as workbench_module
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
-from fedpriv.vault import _charging
-from fedpriv.vault.answer import refused
+from fedpriv.vault import _charging, refused
 from fedpriv.vault.frames import FAILED, REFUSED, REGISTER, RETIRED
 from fedpriv.vault.settings import NodeLimits
 from simulations.engines.flower_private import task_identity

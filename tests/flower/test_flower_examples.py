@@ -77,14 +77,14 @@ def apps(example, name, monkeypatch) -> Iterator[tuple]:
         del sys.modules[loaded]
 
 
-def contexts(run_config) -> list[Context]:
+def contexts(run_config, num_clients: int = NUM_CLIENTS) -> list[Context]:
     return [
-        Context(1, 11 + k, {"partition-id": k, "num-partitions": NUM_CLIENTS}, RecordDict(), run_config)
-        for k in range(NUM_CLIENTS)
+        Context(1, 11 + k, {"partition-id": k, "num-partitions": num_clients}, RecordDict(), run_config)
+        for k in range(num_clients)
     ]
 
 
-def plain_weights(task) -> dict[str, np.ndarray]:
+def plain_weights(task, num_clients: int = NUM_CLIENTS) -> dict[str, np.ndarray]:
     """What Flower's FedAvg makes of the same task without fedpriv."""
     app = ClientApp()
 
@@ -92,21 +92,21 @@ def plain_weights(task) -> dict[str, np.ndarray]:
     def train(message: Message, context: Context) -> Message:
         model = task.make_model()
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-        images, labels = task.records_of(context.node_config["partition-id"], NUM_CLIENTS)
+        images, labels = task.records_of(context.node_config["partition-id"], num_clients)
         task.train(model, images, labels)
         metrics = MetricRecord({"num-examples": len(images)})
         content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
         return Message(content, reply_to=message)
 
-    strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=NUM_CLIENTS, min_available_nodes=NUM_CLIENTS)
+    strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=num_clients, min_available_nodes=num_clients)
     with task_identity(1):
-        grid = LocalGrid(contexts({}), None, app)
+        grid = LocalGrid(contexts({}, num_clients), None, app)
         result = strategy.start(grid, ArrayRecord(task.make_model().state_dict()), num_rounds=ROUNDS)
     return {key: array.numpy() for key, array in result.arrays.items()}
 
 
-def check_same(out: Path, task, name: str) -> None:
-    made, plain = load_file(out), plain_weights(task)
+def check_same(out: Path, task, name: str, num_clients: int = NUM_CLIENTS) -> None:
+    made, plain = load_file(out), plain_weights(task, num_clients)
     assert made.keys() == plain.keys()
     assert max(np.abs(array).max() for array in plain.values()) > 0.1, "the check would be blind"
     for key, array in plain.items():
@@ -143,7 +143,7 @@ def test_all_examples_have_one_task():
 @pytest.mark.skipif(find_spec("ray") is None, reason="Flower's own simulation engine needs the extra ray")
 def test_an_example_gives_the_same_under_flwr_run(flower_environment, apps, example, name, tmp_path):
     out = tmp_path / "model.safetensors"
-    # One process answers all nodes, so that what a node remembers between two messages is there.
+    # One process answers all nodes: loading torch in a second one takes longer.
     federation = f"num-supernodes={NUM_CLIENTS} client-resources-num-cpus=2 init-args-num-cpus=2"
     output = flwr(
         flower_environment, "run", str(example), "--stream", "--federation-config", federation,

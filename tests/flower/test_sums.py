@@ -187,24 +187,26 @@ def test_the_sum_carries_the_noise_of_all(tmp_path):
     assert noised.std() == pytest.approx(expected, rel=0.05)
 
 
-def test_a_train_message_sent_again_gets_the_stored_vector(tmp_path):
-    nodes, kept = federation(tmp_path, NOISED), []
-    nodes.altered = _keeping(kept)
-    nodes.run(SumStrategy(fed_avg(), **NOISED), rounds=1)
-    before = {reply.metadata.src_node_id: reply.content for reply in nodes.replies("train")}
-    calls = len(nodes.calls)
-    with task_identity(1):
-        again = list(nodes.grid.send_and_receive([Message(c, node, "train") for node, c in kept if node == 2]))
-    assert again[0].content == before[2]
-    assert len(nodes.calls) == calls
+def test_a_train_message_sent_again_gets_the_stored_vector_until_the_attempt_is_over(tmp_path):
+    nodes, kept, again = federation(tmp_path, NOISED), [], []
 
+    def ask_again() -> Message:
+        (reply,) = nodes.grid.send_and_receive([Message(RecordDict(dict(kept[0])), 2, "train")])
+        return reply
 
-def _keeping(kept):
     def keep(message: Message) -> None:
-        if message.metadata.message_type == "train":
-            kept.append((message.metadata.dst_node_id, RecordDict(dict(message.content))))
+        if message.metadata.dst_node_id == 2 and message.metadata.message_type == "train" and not kept:
+            kept.append(RecordDict(dict(message.content)))
+        if message.metadata.dst_node_id == 2 and message.metadata.message_type == CONFIRM:
+            again.append(ask_again())
 
-    return keep
+    nodes.altered = keep
+    nodes.run(SumStrategy(fed_avg(), **NOISED), rounds=1)
+    first = next(reply for reply in nodes.replies("train") if reply.metadata.src_node_id == 2)
+    assert again[0].content == first.content
+    with task_identity(1):
+        assert ask_again().error.code == REFUSED
+    assert nodes.calls.count(2) == 1
 
 
 @pytest.mark.parametrize(
@@ -264,6 +266,62 @@ def test_two_lists_of_survivors_are_not_both_signed(tmp_path):
     with task_identity(1):
         again = list(nodes.grid.send_and_receive([Message(content, node, CONFIRM) for node, content in asked[:1]]))
     assert again[0].error.code == REFUSED
+
+
+def test_a_node_that_restarts_between_two_exchanges_has_dropped_out_and_leaves_no_secret(tmp_path):
+    """Its state, which a SuperNode has in memory, is lost; the file is not."""
+    nodes = federation(tmp_path)
+
+    def restart(message: Message) -> None:
+        if message.metadata.message_type == "train" and message.metadata.dst_node_id == 3:
+            nodes.contexts[list(SIZES).index(3)].state.clear()
+
+    nodes.altered = restart
+    summed = nodes.run(SumStrategy(fed_avg(), **NOISE_OFF), rounds=1)
+    left = {node: size for node, size in SIZES.items() if node != 3}
+    expected = sum(size * update_of(node, START)["weight"] for node, size in left.items()) / sum(left.values())
+    np.testing.assert_allclose(summed["weight"], expected, atol=2e-7)
+    assert 3 not in nodes.calls
+    assert [len(list((tmp_path / f"{node}.sqlite.sums").iterdir())) for node in SIZES] == [0, 1, 0, 0]
+    assert not any("session-key" in context.state.config_records.get(SUM, {}) for context in nodes.contexts)
+
+
+def test_a_node_whose_process_dies_in_an_exchange_has_dropped_out(tmp_path, monkeypatch):
+    """As by `kill -9` while the app trains: nothing of the session is left for a second masked vector."""
+
+    class KilledError(BaseException):
+        pass
+
+    def killed(node, received):
+        if node == 3:
+            assert not list((tmp_path / "3.sqlite.sums").iterdir()), "would outlive the process"
+            raise KilledError
+        return dict(received)
+
+    monkeypatch.setattr(f"{__name__}.update_of", killed)
+    nodes = federation(tmp_path)
+    with pytest.raises(KilledError):
+        nodes.run(SumStrategy(fed_avg(), **NOISE_OFF), rounds=1)
+
+
+def test_a_copy_of_the_file_brings_no_earlier_state_back(tmp_path):
+    nodes, copies = federation(tmp_path), []
+    folder = tmp_path / "3.sqlite.sums"
+
+    def rewind(message: Message) -> None:
+        if message.metadata.dst_node_id != 3:
+            return
+        if message.metadata.message_type == "train":
+            copies.extend((path, path.read_bytes()) for path in folder.iterdir())
+        if message.metadata.message_type == CONFIRM:
+            for path, content in copies:
+                path.write_bytes(content)
+
+    nodes.altered = rewind
+    nodes.run(SumStrategy(fed_avg(), **NOISE_OFF), rounds=1)
+    assert copies, "the check would be blind"
+    (confirmed,) = (each for each in nodes.replies(CONFIRM) if each.metadata.src_node_id == 3)
+    assert "takes part in no attempt" in confirmed.error.reason
 
 
 def test_an_app_that_fails_is_a_part_of_the_sum_like_any_other(tmp_path, monkeypatch):
