@@ -17,6 +17,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
+from fedpriv.config._model_and_data import OWN_MODEL
 from fedpriv.config._recipes import BY_RECIPE
 from fedpriv.config._run_config import RunConfig
 from fedpriv.config._section import Fact, split
@@ -50,6 +51,18 @@ def two_noises(values: Mapping[str, Any]) -> list[str]:
     return [
         f"noise_multiplier = {noise!r}: target_epsilon = {target!r} says how much noise there is; give one of the two "
         f"(-c target_epsilon= or -c 'noise_multiplier={BY_RECIPE}' leaves out a file's)"
+    ]
+
+
+def foreign_to_own_models(values: Mapping[str, Any]) -> list[str]:
+    """A line for each key that somebody chose and that a run of a program's own model does not read."""
+    if not str(values.get("model", "")).startswith(OWN_MODEL):
+        return []
+    foreign = RunConfig.keys_with(Fact.TEXTS)
+    return [
+        f"{key} = {value!r}: is for language models; leave it out with a model of your own"
+        for key, value in values.items()
+        if key in foreign and value != BY_RECIPE
     ]
 
 
@@ -196,7 +209,7 @@ def checked(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
     values = with_current_keys(values)
     problems = [_unknown(key) for key in values if key not in KEYS]
     if not is_resolved(values):
-        problems += two_noises(values)
+        problems += two_noises(values) + foreign_to_own_models(values)
     known = {key: value for key, value in values.items() if key in KEYS}
     try:
         config = RunConfig(**known)

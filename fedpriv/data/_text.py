@@ -32,6 +32,11 @@ class TextData:
     def __len__(self) -> int:
         return len(self.texts)
 
+    @property
+    def content(self) -> bytes:
+        """The records as bytes, equal for equal records alone."""
+        return json.dumps([self.texts, self.labels, self.pairs]).encode()
+
     def part(self, indices: Sequence[int]) -> TextData:
         """The records with the given indices."""
 

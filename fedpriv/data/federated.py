@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hmac
 import io
-import json
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +27,10 @@ from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
+
+    from fedpriv.data.tensors import TensorRecords
+
+Held = TypeVar("Held", TextData, "TensorRecords")
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +71,28 @@ def load(config: RunConfig) -> FederatedData:
     data = replace(
         data, clients=tuple(_at_most(records, client, config) for client, records in enumerate(data.clients))
     )
-    for client, records in enumerate(data.clients):
-        if not len(records):
-            raise InputError(f"client {client} ({data.client_names[client]}): has no records; leave it out")
-        if config.sampling_probability is None and config.batch_size > len(records):
-            raise InputError(
-                f"batch_size = {config.batch_size}: client {client} ({data.client_names[client]}) has only "
-                f"{len(records)} records; use at most {min(map(len, data.clients))}"
-            )
+    check_sizes(config, dict(zip(data.client_names, map(len, data.clients), strict=True)))
     return data
+
+
+def check_sizes(config: RunConfig, sizes: Mapping[str, int]) -> None:
+    """Refuse clients without records, or with fewer than a batch is expected to have.
+
+    Args:
+        config: of the run.
+        sizes: {name of a client: its number of records}, by partition id.
+
+    Raises:
+        InputError: names the client and what would be right.
+    """
+    for client, (name, size) in enumerate(sizes.items()):
+        if not size:
+            raise InputError(f"client {client} ({name}): has no records; leave it out")
+        if config.sampling_probability is None and config.batch_size > size:
+            raise InputError(
+                f"batch_size = {config.batch_size}: client {client} ({name}) has only {size} records; use at most "
+                f"{min(sizes.values())}"
+            )
 
 
 def _at_most(records: TextData, client: int, config: RunConfig) -> TextData:
@@ -345,7 +361,7 @@ def _partitioner(config: RunConfig) -> Any:
             )
 
 
-def held_out(data: TextData, *, fraction: float, key: bytes) -> tuple[TextData, TextData]:
+def held_out(data: Held, *, fraction: float, key: bytes) -> tuple[Held, Held]:
     """The records to train on and those to evaluate on, both in their order.
 
     Guarantee: where a record goes depends on its own content, the key and the fraction alone, so adding or removing
@@ -364,8 +380,6 @@ def held_out(data: TextData, *, fraction: float, key: bytes) -> tuple[TextData, 
     )
 
 
-def _is_set_aside(data: TextData, index: int, fraction: float, key: bytes) -> bool:
-    record = data.part([index])
-    content = json.dumps([record.texts, record.labels, record.pairs]).encode()
-    coin = hmac.digest(key, content, "sha256")
+def _is_set_aside(data: TextData | TensorRecords, index: int, fraction: float, key: bytes) -> bool:
+    coin = hmac.digest(key, data.part([index]).content, "sha256")
     return int.from_bytes(coin[:8]) < fraction * 2.0**64
