@@ -366,13 +366,15 @@ class OwnWorkbench(Workbench):
 
     def client(self, client: int, encode: object = None) -> TensorRecords:  # type: ignore[override]
         """The records that the client trains on."""
-        if client not in self._clients:
-            self._clients[client] = self.tokenize(self._split(client)[0])
-        return self._clients[client]
+        read: dict[int, Any] = self._clients
+        if client not in read:
+            read[client] = self._split(client)[0]
+        return self.tokenize(read[client])
 
     def tokenize(self, data: Any, encode: object = None) -> TensorRecords:  # type: ignore[override]
         """The records as they are: the model reads tensors."""
-        return data
+        records: TensorRecords = data
+        return records
 
     def content(self, client: int) -> bytes:
         """Bytes that differ where the client's records do; they stay with their holder."""

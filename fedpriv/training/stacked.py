@@ -318,7 +318,8 @@ def _gradient_rows(
         sampled = [((clients.tasks[k].data, index), k) for k in selected for index in drawn[k]]
         items, owners = [item for item, _ in sampled if usable(item)], [k for item, k in sampled if usable(item)]
         if cached and model.cache is not None:  # in the first step, whatever is drawn in it
-            model.cache.fill([(clients.tasks[k].data, 0) for k in selected if len(clients.tasks[k].data)])
+            held = [clients.tasks[k].data for k in selected if len(clients.tasks[k].data)]
+            model.cache.fill([item for records in held for item in records.items([0])])
         num_expected = sum(clients.tasks[k].sampler.expected_batch_size for k in selected)
         for together in model.passes(items, num_expected, clients.layout.size, clients.rank):
             run = partial(_pass_gradients, clients, stacked, items, owners, cached, together.shape)
