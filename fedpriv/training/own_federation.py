@@ -294,7 +294,7 @@ class _CrossEntropies(TorchFunctionMode):
 
     @property
     def num_classes(self) -> int:
-        """Of the last cross-entropy."""
+        """The number of classes of the last cross-entropy."""
         return self._calls[-1][0].shape[-1]
 
     def classes_of(self, losses: Tensor) -> tuple[Tensor, Tensor] | None:

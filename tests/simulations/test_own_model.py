@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
-from fedpriv.config import parse
+from fedpriv.config import Fact, RunConfig, checked, parse
 from fedpriv.data.tensors import TensorRecords, tensor_records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms import SeededSource
@@ -256,6 +256,16 @@ def test_what_cannot_be_run_is_refused_in_one_line_before_anything_is_written(ca
         run(**{**SEEDED, **given}, out=tmp_path / "run")
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_every_key_about_texts_is_refused_by_name_even_at_its_default():
+    own_keys = {"model": "own:x", "data": "in-memory", "learning_rate": 1.0}
+    assert parse(own_keys).recipe == "dp-lora-paper"
+    for key in RunConfig.keys_with(Fact.TEXTS):
+        value = getattr(RunConfig(), key)
+        found, problems = checked(own_keys | {key: "" if value is None else value})
+        assert found is None
+        assert f"{key} = " in problems[0], problems
 
 
 def updates(records: list[TensorRecords], execute=execute_one_by_one) -> list[torch.Tensor]:
