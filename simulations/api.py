@@ -163,6 +163,10 @@ def sweep_all(
 ) -> FinishedSweep:
     """Run what `fedpriv.sweep` describes."""
     console = _console(progress)
+    if _in_memory(keys)[0]:
+        raise InputError(
+            "model: a sweep's runs are processes of their own; call fedpriv.run(model=...) for each of them"
+        )
     from simulations.sweeps import command, plan
 
     path = None if config is None else Path(config)

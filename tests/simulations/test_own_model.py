@@ -18,11 +18,12 @@ from fedpriv.config import Fact, RunConfig, checked, parse
 from fedpriv.data.tensors import TensorRecords, tensor_records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms import SeededSource
+from fedpriv.publishing.saved import find
 from fedpriv.training import OwnModel, UpdateSpec, UpdateTask
 from fedpriv.training.own_federation import OwnFederation
 from fedpriv.training.stacked import execute_one_by_one, execute_stacked
 from server import checkpoint
-from simulations import run
+from simulations import run, sweep
 
 WIDTH, CLASSES, SIZES = 6, 3, (40, 60, 80)
 
@@ -96,6 +97,16 @@ def test_a_target_is_kept_and_every_release_is_in_the_ledger(tmp_path):
 def test_a_holder_whose_budget_is_spent_retires(tmp_path):
     result = run(**{**SEEDED, "min_clients": 1}, budget_epsilon=[1.0, 90.0, 90.0], out=tmp_path / "run")
     assert [client["retired"] is None for client in result.summary["clients"]] == [False, True, True]
+
+
+def test_what_needs_a_language_model_or_other_processes_says_what_is_possible(finished, tmp_path):
+    with pytest.raises(InputError, match=r"call fedpriv\.run\(model=\.\.\.\) for each"):
+        sweep(model=build, data=HOLDERS, grid={"rounds": [1, 2]}, out=tmp_path / "sweep")
+    with pytest.raises(InputError, match=r"is a program's own; load the model\.safetensors"):
+        find(finished.folder)
+    with pytest.raises(InputError, match="was made by a program"):
+        run(model="own:x", data="in-memory", learning_rate=1.0, simulate=True, out=tmp_path / "run", progress=False)
+    assert not list(tmp_path.iterdir())
 
 
 def stopped_after(round_: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +199,7 @@ def test_another_loss_is_tested_by_a_function_of_its_own_and_privately_too(tmp_p
     assert counted.rounds["test_accuracy"].isna().all()
 
 
+@pytest.mark.slow
 def test_a_sum_is_all_that_the_server_sees_if_it_is_asked_for(tmp_path):
     result = run(**{**GIVEN, **SHORT, "rounds": 2}, secure_aggregation=True, target_epsilon=4.0, out=tmp_path / "run")
     assert result.epsilon("aggregate") <= 4.0 < result.epsilon("local")
