@@ -79,9 +79,11 @@ def run(
         config: a TOML file; without one, the embedded default.
         out: folder for the results, new or empty; by default a new one in results/.
         resume: the folder of an interrupted run, or one of its checkpoints. It keeps its configuration, so nothing
-            else may be given with it.
+            else may be given with it but a model of your own and its records.
         progress: whether to show the rounds, in the terminal or below the notebook's cell.
-        keys: of the configuration, see docs/configuration.md; they go before the file's.
+        keys: of the configuration, see docs/configuration.md; they go before the file's. `model` may also be a function
+            that returns an `OwnModel`; then `data` holds the records of each holder, and `test_data` the server's, as
+            docs/training.md says. To resume such a run, give these again.
 
     Raises:
         InputError: one line that names the key, the value and what would be right.

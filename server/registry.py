@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.adapter_variants import AdapterEvaluator
-from fedpriv.adapters import Adapter, Merged, lora
+from fedpriv.adapters import Adapter, Merged
 from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
-from fedpriv.data.records import TextReading
 from fedpriv.dedup import pipeline
 from fedpriv.dedup.pipeline import validation_digest
 from fedpriv.dedup.planning import DedupSettings
@@ -51,9 +50,9 @@ def uploads_in(ledger: Ledger, run: str, registrations: Iterable[Registration]) 
     ]
 
 
-def keep_round(config: RunConfig, bench: Workbench, writer: RunWriter, round_: int, model: GlobalModel) -> None:
+def keep_round(bench: Workbench, writer: RunWriter, round_: int, model: GlobalModel) -> None:
     """Store the global model after a round as a variant."""
-    _save(config, bench, writer.variant(f"round-{round_}"), model.adapter, model.merged)
+    _save(bench, writer.variant(f"round-{round_}"), model.adapter, model.merged)
 
 
 def keep(
@@ -77,7 +76,7 @@ def keep(
     uploads, strategy = list(uploads), outcome.strategy
     by_client = {registration.client: registration for registration in registrations}
     deltas = {r.data_set: strategy.books.accounts.deltas[r.client] for r in by_client.values()}
-    _save(config, bench, writer.variant(FINAL), strategy.model.adapter, strategy.model.merged)
+    _save(bench, writer.variant(FINAL), strategy.model.adapter, strategy.model.merged)
     accuracies = {row.round: row.test_accuracy for row in outcome.rows}
     last = outcome.rows[-1].round
     rounds = {FINAL: last, **{f"round-{n}": n for n in config.variant_rounds if n <= last}}
@@ -90,7 +89,7 @@ def keep(
     last_used = {row.client: row.round for row in outcome.client_rows if row.status == "ok"}
     for client, (adapter, merged) in sorted(strategy.uploads.items()):
         path = writer.variant(f"client-{client}")
-        _save(config, bench, path, adapter, merged)
+        _save(bench, path, adapter, merged)
         ancestors = client_ancestors(uploads, outcome.run_id, last_used[client], by_client[client].data_set)
         _describe(config, path, History(name=path.name, ancestors=ancestors), deltas, None)
 
@@ -109,7 +108,7 @@ def keep_recurring(
         # All were trained from one model, so what had been merged into that model belongs to the mean as well.
         client = int(clusters[0].clients[0].removeprefix("client-"))
         path = writer.variant(RECURRING)
-        _save(config, bench, path, clusters[0].mean, outcome.strategy.uploads[client][1])
+        _save(bench, path, clusters[0].mean, outcome.strategy.uploads[client][1])
         ancestors = global_ancestors(uploads, outcome.run_id, outcome.rows[-1].round)
         deltas = {r.data_set: outcome.strategy.books.accounts.deltas[r.client] for r in registrations}
         _describe(config, path, History(name=path.name, ancestors=ancestors), deltas, None)
@@ -173,12 +172,9 @@ def _judged(described: Sequence[Described], judge: AdapterEvaluator) -> dict[str
     return {each.name: judge for each in described}
 
 
-def _save(config: RunConfig, bench: Workbench, path: Path, adapter: Adapter, merged: Merged) -> None:
-    labels = bench.data.label_names
+def _save(bench: Workbench, path: Path, adapter: Adapter, merged: Merged) -> None:
     (path / folders.FILE).unlink(missing_ok=True)  # of an interrupted attempt, whose tensors may have been others
-    reading = TextReading.of(config).to_json()
-    peft_model = bench.model.peft_model
-    lora.save(peft_model, bench.base, path, adapter=adapter, merged=merged, labels=labels, reading=reading)
+    bench.save(path, adapter, merged)
 
 
 def _describe(

@@ -19,7 +19,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.runs import ClientRow, RoundRow, RunWriter
 from fedpriv.texts import holder_label
 from fedpriv.training import with_adapter
-from fedpriv.training.evaluation import Choices, Evaluation, choices_of, evaluate
+from fedpriv.training.evaluation import Choices, Evaluation, choices_of
 from fedpriv.training.noise_plan import derived_learning_rate, with_learning_rates
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.training.workbench import Workbench
@@ -94,7 +94,7 @@ class Series:
         def on_round(row: RoundRow, clients: list[ClientRow]) -> None:
             writer.add(row, clients)
             if row.round in self._config.variant_rounds:
-                registry.keep_round(self._config, bench, writer, row.round, strategy.model)
+                registry.keep_round(bench, writer, row.round, strategy.model)
             if self._ledger is not None:
                 checkpoint.write(writer.path, self._checkpoint(row.round, strategy))
                 journal.write("checkpoint", round=row.round)
@@ -161,7 +161,7 @@ class Series:
         self._bench.model.merge(model.merged)
         lora.write_parameters(self._bench.model.parameters, model.adapter)
         keep = self._has_first_body(model)
-        tested = evaluate(self._bench.model, self._bench.test, keep_features=keep, choices=choices)
+        tested = self._bench.evaluate(keep_features=keep, choices=choices)
         if is_untrained:
             self._untrained = tested
         return tested

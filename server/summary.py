@@ -77,6 +77,7 @@ def summarize(
         for client in outcome.strategy.books.sizes
     ]
     labels = bench.data.label_names or (config.answers if outcome.test else ())
+    num_outcomes = len(labels) or bench.num_outcomes
     unmoved = unmoved_tensors(outcome.strategy.model)
     largest = {view: _largest(costs[f"epsilon_{view}"].values()) for view in VIEWS}
     parts: dict[str, Part] = {"this_run": "this run", "before": "before"} if accounts.has_earlier else {}
@@ -90,7 +91,7 @@ def summarize(
         "num_evaluated_clients": evaluation.num_answers if evaluation else None,
         "accuracy_initial": rows[0].test_accuracy,
         "accuracy_non_private": comparison.rows[-1].test_accuracy if comparison else None,
-        "chance_accuracy": 1 / (len(labels) if labels else bench.base.model.config.vocab_size),
+        "chance_accuracy": 1 / num_outcomes if num_outcomes else None,
         **quality(rows, outcome.test, labels, baselines),
         **perplexities(outcome.untrained, outcome.test, comparison.test if comparison else None),
         **{f"epsilon_{view}_max": epsilon for view, epsilon in largest.items()},
@@ -121,7 +122,7 @@ def summarize(
         "upload_codec": outcome.strategy.spec.codec,
         "num_silent": sum(row.num_silent for row in rows),
         "num_refused": sum(row.status == "malformed" for row in outcome.client_rows),
-        "base_model_bytes": _frozen_bytes(bench),
+        "base_model_bytes": 4 * bench.model.num_frozen_values,  # as float32
         "num_clients": len(clients),
         "num_rounds": rows[-1].round,
         "bytes_up": sum(client["bytes_up"] for client in clients),
@@ -173,13 +174,6 @@ def _client(client: int, costs: _CostsByView, outcome: SeriesOutcome) -> dict[st
         "bytes_up": up + sum(row.bytes_up for row in outcome.client_rows if row.client == client),
         "bytes_down": down + sum(row.bytes_down for row in outcome.client_rows if row.client == client),
     }
-
-
-def _frozen_bytes(bench: Workbench) -> int:
-    """The size of the frozen model that every variant is an adapter of, as float32."""
-    trained = {id(parameter) for parameter in bench.model.parameters.values()}
-    num_values: int = sum(p.numel() for p in bench.model.peft_model.parameters() if id(p) not in trained)
-    return 4 * num_values
 
 
 def _unproven(outcome: SeriesOutcome) -> float:

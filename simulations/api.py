@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -40,12 +41,16 @@ def federate(
 ) -> Path:
     """Run what `fedpriv.run` describes, and return the run's folder."""
     console = _console(progress)
+    given, named = _in_memory(keys)
     if resume is None:
-        resolved = _resolved(config, keys, out)
-    elif config is not None or out is not None or keys:
-        raise InputError(f"resume = {str(resume)!r}: a run keeps the configuration it began with; give nothing else")
+        resolved = _resolved(config, named, out)
+    elif config is not None or out is not None or keys.keys() - set(_GIVEN if given else ()):
+        more = " but its model and records" if given else ""
+        raise InputError(
+            f"resume = {str(resume)!r}: a run keeps the configuration it began with; give nothing else{more}"
+        )
     else:
-        resolved = _resumed(Path(resume).expanduser().absolute())
+        resolved = _resumed(Path(resume).expanduser().absolute(), named)
     _check_simulated(resolved)
     preflight.check(resolved)  # before the imports below, which take longer
     if not console.is_terminal:
@@ -54,28 +59,78 @@ def federate(
         from simulations.display import TerminalObserver
         from simulations.engines import federation, flower_private
 
+        resolved, provided = _with_own_model(resolved, given)
     flower_private.leave_output_to_display()
     folder = run_folder_of(Path(resolved.resume)) if resolved.resume else Path(resolved.out)
-    with _ends_in_one_line(folder, resolved.engine), TerminalObserver(console) as observer:
+    with provided, _ends_in_one_line(folder, resolved), TerminalObserver(console) as observer:
         federation.run(resolved, observer)
     return Path(resolved.out)
 
 
+# Keys of which a program may give the thing itself in place of its name.
+_GIVEN = ("model", "data", "test_data")
+
+
+def _in_memory(keys: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """{key: the model, or the records, that a program gave}; and the keys with names in their places.
+
+    Raises:
+        InputError: they do not go together.
+    """
+    named = {key: value for key, value in keys.items() if key not in _GIVEN or value is not None}
+    given = {key: named[key] for key in _GIVEN if not isinstance(named.get(key, ""), (str, PurePath))}
+    if not given:
+        return {}, dict(keys)
+    if not callable(given.get("model")):
+        what = type(given["model"]).__name__ if "model" in given else str(named.get("model", RunConfig.model))
+        raise InputError(f"model = {what}: records in memory need a function that returns an OwnModel")
+    if "data" not in given:
+        raise InputError(
+            f"data = {named.get('data', '')!r}: a model of your own takes a sequence with the records of each holder, "
+            "or {name: records}"
+        )
+    if "num_clients" in keys:
+        raise InputError(f"num_clients = {keys['num_clients']}: data says how many holders there are; leave it out")
+    if isinstance(given["data"], Sized) and len(given["data"]):
+        named["num_clients"] = len(given["data"])
+    return given, {**named, **dict.fromkeys(given, configuration.IN_MEMORY), "model": configuration.OWN_MODEL}
+
+
+def _with_own_model(config: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, AbstractContextManager[None]]:
+    """The configuration with the name of the model that a program gave; within the context, runs find it by that.
+
+    Raises:
+        InputError: the model or the records cannot be used, or a resumed run began with another model.
+    """
+    if not given:
+        return config, nullcontext()
+    from fedpriv.training.own_federation import OwnFederation
+    from fedpriv.training.workbench import providing
+
+    federation = OwnFederation.of(given["model"], given["data"], given.get("test_data"), seed=config.seed)
+    if config.resume and config.model != federation.name:
+        raise InputError(
+            f"resume = {config.resume!r}: the run began with model = {config.model}, and this one is "
+            f"{federation.name}; give the function that built the first"
+        )
+    return replace(config, model=federation.name), providing(federation.name, federation.workbench)
+
+
 @contextmanager
-def _ends_in_one_line(folder: Path, engine: str) -> Iterator[None]:
+def _ends_in_one_line(folder: Path, config: RunConfig) -> Iterator[None]:
     """Say of a run that is interrupted, or that a full disk ends, where it is and how to go on."""
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted; {_how_to_go_on(folder, engine)}") from None
+        raise KeyboardInterrupt(f"interrupted; {_how_to_go_on(folder, config)}") from None
     except Exception as error:
         if not _is_for_want_of_space(error):
             raise
         reason = " ".join(str(error).split())
-        raise DiskFullError(f"the disk is full ({reason}); make room, then: {_how_to_go_on(folder, engine)}") from None
+        raise DiskFullError(f"the disk is full ({reason}); make room, then: {_how_to_go_on(folder, config)}") from None
 
 
-def _how_to_go_on(folder: Path, engine: str) -> str:
+def _how_to_go_on(folder: Path, config: RunConfig) -> str:
     """The folder of a run that ended too early, and the command that resumes it."""
     from fedpriv.runs import resume_command
 
@@ -85,7 +140,8 @@ def _how_to_go_on(folder: Path, engine: str) -> str:
         return "nothing was written"
     if not checkpoints(folder):
         return f"{folder} holds no finished round; remove it, and start again"
-    return f"{folder} holds the run up to its last finished round; resume it: {resume_command(folder, engine)}"
+    command = resume_command(folder, config.engine, config.model)
+    return f"{folder} holds the run up to its last finished round; resume it: {command}"
 
 
 def _is_for_want_of_space(error: Exception) -> bool:
@@ -107,6 +163,10 @@ def sweep_all(
 ) -> FinishedSweep:
     """Run what `fedpriv.sweep` describes."""
     console = _console(progress)
+    if _in_memory(keys)[0]:
+        raise InputError(
+            "model: a sweep's runs are processes of their own; call fedpriv.run(model=...) for each of them"
+        )
     from simulations.sweeps import command, plan
 
     path = None if config is None else Path(config)
@@ -144,10 +204,28 @@ def _check_simulated(config: RunConfig) -> None:
         raise InputError(f"data = {config.data!r}: is for deployments; a simulation needs the records, in a file")
 
 
-def _resumed(path: Path) -> RunConfig:
-    """The configuration that a run began with, set to resume."""
+def _resumed(path: Path, named: Mapping[str, Any]) -> RunConfig:
+    """The configuration that a run began with, set to resume.
+
+    Args:
+        path: of the run, or of a checkpoint.
+        named: from `_in_memory`.
+
+    Raises:
+        InputError: records are given that the run did not begin with, or the other way round.
+    """
     values = configuration.read(run_folder_of(path) / CONFIG)
-    return configuration.parse(values | {"resume": str(path)})
+    config = configuration.parse(values | {"resume": str(path)})
+    began = {key for key in ("data", "test_data") if getattr(config, key) == configuration.IN_MEMORY}
+    if named and began != (differing := named.keys() & {"data", "test_data"}):
+        raise InputError(
+            f"resume = {str(path)!r}: the run began with {_listed_keys(began)} in memory, not {_listed_keys(differing)}"
+        )
+    return config
+
+
+def _listed_keys(keys: Iterable[str]) -> str:
+    return " and ".join(sorted(keys)) or "nothing"
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,8 @@ class TerminalObserver:
         )
         if private:
             show(_who(registrations, config.unit), highlight=False, markup=False)
-            show(f"{config.model}, LoRA rank {config.rank}, noise source: {config.noise_source}", markup=False)
+            model = "a model of your own" if config.is_own_model else f"{config.model}, LoRA rank {config.rank}"
+            show(f"{model}, noise source: {config.noise_source}", markup=False)
             show(_rounds(config), highlight=False)
             if limit := limit_of(config.target_epsilon, config.budget_epsilon):
                 whose = " of a person" if config.unit == "person" else ""
@@ -228,7 +229,7 @@ def _who(registrations: Sequence[Registration], unit: str) -> str:
 def _rounds(config: RunConfig) -> str:
     """A line that says how many rounds train the head and how many train all, in order."""
     phases = {phase.name: phase for phase in config.phases}
-    trained = "A and B" if config.task == "CAUSAL_LM" else "A, B and head"
+    trained = "A and B" if config.task == "CAUSAL_LM" else "all" if config.is_own_model else "A, B and head"
     if config.rule.trains == "lora-b":
         trained = trained.replace("A and B", "B").replace("A, B", "B")
     parts = ["1 round for the head's start"] if "start" in phases else []

@@ -61,12 +61,16 @@ def python_of(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.M | re.S)
 
 
-def test_the_lines_on_a_model_of_ones_own_print_what_stands_beside_them():
-    (code,) = python_of("training.md")
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code, "training.md", "exec"), {})
-    assert printed.getvalue().splitlines() == re.findall(r"^print\(.*\)  # (.*)$", code, re.M)
+def test_the_lines_on_a_model_of_ones_own_print_what_stands_beside_them(tmp_path, monkeypatch):
+    step, federation = python_of("training.md")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for code in (step, federation.replace('out="own"', 'out="own", progress=False')):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, "training.md", "exec"), names)
+        assert printed.getvalue().splitlines() == re.findall(r"^print\(.*\)  # (.*)$", code, re.M)
+    assert (tmp_path / "own" / "variants" / "global" / "model.safetensors").is_file()
 
 
 def test_the_lines_on_a_rule_of_ones_own_register_it(monkeypatch):

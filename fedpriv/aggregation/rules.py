@@ -58,6 +58,12 @@ class Rule:
         return self.turns != ("all",)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it makes the weighted sum of whatever tensors are trained, and asks nothing of them."""
+        asks = self.is_partial or self.has_one_factor or self.orthonormal or self.finish is not None
+        return self.linear and not asks
+
+    @property
     def has_one_factor(self) -> bool:
         """Whether its uploads hold one factor of the map alone; the others are frozen in every model."""
         return self.trains in ("lora-b", "lora-r")

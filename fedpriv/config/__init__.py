@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from fedpriv.config._federation import MachineSection as MachineSection
     from fedpriv.config._federation import Track as Track
     from fedpriv.config._model_and_data import EMBEDDED as EMBEDDED
+    from fedpriv.config._model_and_data import IN_MEMORY as IN_MEMORY
     from fedpriv.config._model_and_data import ON_NODES as ON_NODES
+    from fedpriv.config._model_and_data import OWN_MODEL as OWN_MODEL
     from fedpriv.config._model_and_data import DataSection as DataSection
     from fedpriv.config._model_and_data import Encoding as Encoding
     from fedpriv.config._model_and_data import Separator as Separator

@@ -32,9 +32,9 @@ Written by `make keys` from the sections of `fedpriv.config`. docs/configuration
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from fedpriv.config import ALIASES
 
@@ -49,12 +49,18 @@ class RunKeys(_CommonKeys, total=False):
     """The keys of one run."""
 
     batch_size: int
+    model: str | Path | Callable[[], Any]
+    data: str | Path | Sequence[Any] | Mapping[str, Any]
+    test_data: str | Path | Any
 
 
 class SweepKeys(_CommonKeys, total=False):
     """The keys of every run of a sweep; the batch size `auto` follows each run's smallest client."""
 
     batch_size: int | Literal["auto"]
+    model: str | Path
+    data: str | Path
+    test_data: str | Path
 '''
 
 
@@ -100,7 +106,7 @@ def _for_editors() -> str:
     aliases = {value: name for name, value in exported.items() if get_origin(value) is Literal}
     hints = get_type_hints(RunConfig, include_extras=True)
     paths = {*RunConfig.keys_with(Fact.PATH), *RunConfig.keys_with(Fact.LOCATION)}
-    left_out = {*RunConfig.keys_with(Fact.ARGUMENT), "batch_size"}
+    left_out = {*RunConfig.keys_with(Fact.ARGUMENT), "batch_size", "model", "data", "test_data"}
     parts, used = [], set()
     for title, keys in groups().items():
         lines = [f"    # {title}"]

@@ -17,15 +17,15 @@ class FederationSection(ConfigSection, title="Federation"):
 
     rounds: Count = 40
     """the number of rounds, the head's start included"""
-    head_start: bool = True
+    head_start: Annotated[bool, Fact.TEXTS] = True
     """the first round is one release of every record's features, summed by class: the head starts from class means"""
     evaluate_every: Count = 1
     """the server tests the model after every so many rounds, and after the last; in rounds that train A and B a test
     costs a pass of the whole test set"""
-    lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe, Fact.BY_TRAIN] = 4
+    lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS] = 4
     """in how many of the last rounds A and B are trained with the head; empty means in all rounds after the start, with
     the same noise"""
-    lora_share: Annotated[float, Field(gt=0, lt=0.8), Fact.BY_TRAIN] = 0.02
+    lora_share: Annotated[float, Field(gt=0, lt=0.8), Fact.BY_TRAIN | Fact.TEXTS] = 0.02
     """the share of the budget that the last `lora_rounds` have, in units of 1 / z^2"""
     clients_per_round: Annotated[int, Field(ge=0)] = 0
     """number of clients sampled per round; 0 means all"""
@@ -46,7 +46,7 @@ class FederationSection(ConfigSection, title="Federation"):
     `fed-sb`, `fedex-lora`, `flora` on LoRA adapters; `fedavg`, `t-fedavg`, `cmfl` on full weight matrices; or
     [one of your own](aggregation.md#a-rule-of-your-own).
     [docs/aggregation.md](aggregation.md) explains what each rule averages, what it costs and which to use"""
-    client_ranks: Annotated[Sizes, Fact.RELOADS] = ()
+    client_ranks: Annotated[Sizes, Fact.RELOADS | Fact.TEXTS] = ()
     """with `flora`: one rank per client, such as `[4, 8, 16]`; otherwise all clients use `rank`"""
     client_weights: Literal["auto", "records", "root-records"] = "auto"
     """rho_k, the weight of a client's upload, in proportion to N_k (`records`, the paper's) or to N_k^1.5
@@ -61,10 +61,10 @@ class FederationSection(ConfigSection, title="Federation"):
     server_rate_decay: Literal["none", "linear"] = "none"
     """`linear` lets the server's rates fall from round to round, to 1 / `rounds` of themselves in the last one: against
     a model that sways about what it has learned, where steps stay long"""
-    lora_server_optimizer: Annotated[Literal["same", "adam"], Fact.BY_TRAIN] = "same"
+    lora_server_optimizer: Annotated[Literal["same", "adam"], Fact.BY_TRAIN | Fact.TEXTS] = "same"
     """what takes the place of `server_optimizer` for A and B, or R: `adam`, where there are so many records that LoRA
     pays; or `same`"""
-    lora_server_learning_rate: Annotated[Positive, Fact.BY_TRAIN] = 0.02
+    lora_server_learning_rate: Annotated[Positive, Fact.BY_TRAIN | Fact.TEXTS] = 0.02
     """the rate of `lora_server_optimizer = adam`"""
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """what `server_optimizer = momentum` keeps of its last step, in [0, 1)"""
@@ -118,21 +118,21 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
     """rounds whose global models are kept as variants, such as `[5, 10]`, in addition to the final one"""
     variant_clients: bool = True
     """whether each client's last upload is kept as a variant"""
-    dedup: Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis"] = ""
+    dedup: Annotated[Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis"], Fact.TEXTS] = ""
     """the search algorithm with which the server deduplicates the variants into shared blocks after the last round:
     `drd`, `dred`, `greedy`, `mcts`, `dedup` or `mistique`; or `shared-basis`, by which they are stored as sums of
     common components; empty leaves this to `fedpriv dedup run`. See [docs/deduplication.md](deduplication.md)"""
-    dedup_block_size: Count = 256
+    dedup_block_size: Annotated[Count, Fact.TEXTS] = 256
     """number of values in a block; `fedpriv dedup run` chooses one by the size of the model instead, unless it is
     given"""
-    dedup_records: Annotated[int, Field(ge=0)] = 0
+    dedup_records: Annotated[int, Field(ge=0), Fact.TEXTS] = 0
     """number of test records for validation, drawn with the seed; 0 uses all. Every validation is a pass over them.
     `fedpriv dedup run` has `--validation-records` and `--seed` for it"""
-    dedup_epsilon_bound: NonNegative = 0.5
+    dedup_epsilon_bound: Annotated[NonNegative, Fact.TEXTS] = 0.5
     """the largest permitted rise of a variant's epsilon"""
-    dedup_utility_bound: Annotated[float, Field(ge=0, le=1)] = 0.01
+    dedup_utility_bound: Annotated[float, Field(ge=0, le=1), Fact.TEXTS] = 0.01
     """the largest permitted fall of a variant's accuracy on the validation records"""
-    integral_epsilon: Annotated[NonNegative | None, Maybe] = None
+    integral_epsilon: Annotated[NonNegative | None, Maybe, Fact.TEXTS] = None
     """compares the clients' uploads of the last round by what they add to the model: finds those that agree within this
     distance in every weight, and keeps their mean as a variant ([docs/integral.md](integral.md)). This is not
     differential privacy; empty compares none"""
@@ -142,15 +142,15 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
 class AuditSection(ConfigSection, title="Variants and deduplication"):
     """The questions that a language model is asked before and after, and canaries that test the run's epsilon."""
 
-    generated_answers: Annotated[int, Field(ge=0)] = 50
+    generated_answers: Annotated[int, Field(ge=0), Fact.TEXTS] = 50
     """how many test prompts a language model answers before and after"""
-    max_new_tokens: Count = 96
+    max_new_tokens: Annotated[Count, Fact.TEXTS] = 96
     """the most tokens of an answer"""
-    audit: Annotated[Literal["", "tokens", "mislabelled"], Fact.RELOADS] = ""
+    audit: Annotated[Literal["", "tokens", "mislabelled"], Fact.RELOADS | Fact.TEXTS] = ""
     """inserts canaries into every client's data, each with probability 1/2, and tests the run's epsilon by what its
     final model reveals about them: `tokens` (random tokens and labels) or `mislabelled` (the client's last records). In
     simulations only; see [docs/audit.md](audit.md)"""
-    audit_canaries: Annotated[int, Field(ge=2), Fact.RELOADS] = 50
+    audit_canaries: Annotated[int, Field(ge=2), Fact.RELOADS | Fact.TEXTS] = 50
     """the number of canaries of each client"""
 
 
@@ -166,7 +166,7 @@ class ExperimentSection(ConfigSection, title="Execution"):
     comparison: Annotated[bool | None, Maybe] = None
     """a second run with z = 0 and the same clipping; on by default wherever it is allowed: with synthetic or public
     data, or `simulate`"""
-    baselines: Annotated[bool | None, Maybe, Fact.RELOADS] = None
+    baselines: Annotated[bool | None, Maybe, Fact.RELOADS | Fact.TEXTS] = None
     """plain classifiers [next to the run's accuracy](configuration.md#what-an-accuracy-is-compared-with); on by default
     for classifiers wherever public data are tested on: the embedded corpus, or `public_data`. With `data = "on-nodes"`,
     true if the server's own `test_data` are public: a cross-validation on these. Refused without a test set, and where
@@ -189,7 +189,7 @@ Track = Literal["none", "mlflow", "tensorboard", "wandb"]
 class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
     """The machine's part in a run: formats, memory, devices, processes and folders."""
 
-    base_dtype: BaseFormat = "auto"
+    base_dtype: Annotated[BaseFormat, Fact.TEXTS] = "auto"
     """the format in which the frozen base computes: `float32`, `bfloat16`, `nf4` ([4
     bits](architecture.md#the-frozen-base-in-4-bits), for less memory; needs the extra `quantized` and the rule
     `dp-lora`, `ffa-lora`, `rolora` or `fedsvd`), or `auto`, which is bfloat16 on a GPU, and on a CPU bfloat16 where a
@@ -197,24 +197,24 @@ class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
     float32). Adapters, heads, gradients, noise and sums are float32 or float64 in any case. In a deployment each node
     decides for itself what `auto` is. `config.toml` and `environment.json` of a run hold what it came to, and a resumed
     run keeps it"""
-    prefix_cache: bool = True
+    prefix_cache: Annotated[bool, Fact.TEXTS] = True
     """whether to cache the states below the first trainable layer"""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, Fact.TEXTS] = False
     """whether the layers from the first trainable one on keep their inputs alone and run again in the backward pass:
     less memory for long records, up to half more time, the same bits"""
     memory_limit_mb: Count = 1024
     """memory limit for one pass, in MiB, and the same again for the prefix cache"""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Fact.TEXTS] = "auto"
     """where the model runs: `cpu`, `cuda` or `cuda:1`; `auto` uses a GPU if there is one; on a node `vault.toml`
     decides, and its `auto` is the CPU unless `device_couples_records = true`."""
     engine: Literal["stacked", "in-process", "ray", "flower"] = "stacked"
     """`stacked`: the clients of a round share passes of the frozen base; `in-process`: one client at a time; `ray`: one
     actor per core or GPU, each stacking its share (needs the extra `ray`). The results are the same except for
     rounding. `flower` is set by `flwr run`"""
-    ray_address: Annotated[str, Fact.HIDDEN] = ""
+    ray_address: Annotated[str, Fact.HIDDEN | Fact.TEXTS] = ""
     """an existing Ray cluster, such as `auto` or `head:6379` ([ray_cluster.md](ray_cluster.md)); empty takes
     `RAY_ADDRESS`, and without that starts one on this machine"""
-    ray_workers: Annotated[int, Field(ge=0)] = 0
+    ray_workers: Annotated[int, Field(ge=0), Fact.TEXTS] = 0
     """maximum number of actors; 0 means one per GPU, or one per core if there is no GPU"""
     track: Annotated[Track, Fact.OUTSIDE] = "none"
     """where the figures are also shown: `mlflow`, `tensorboard` or `wandb`, each with the extra of that name; see

@@ -30,6 +30,12 @@ ON_NODES = "on-nodes"
 The server then knows only what the node registers.
 """
 
+IN_MEMORY = "in-memory"
+"""The value of `data`, and of `test_data`, that stands for the records which a program gave to `fedpriv.run`."""
+
+OWN_MODEL = "own:"
+"""The beginning of a `model` that a program gave to `fedpriv.run`; a digest of the model follows."""
+
 # Characters of a text that the run puts into every record. A record's own label chooses its answer, so without a bound
 # answers of very different lengths would let the memory that a holder needs, and whether it replies, tell its labels.
 _MOST_CHARACTERS = {"system_prompt": 20_000, "prompt_template": 20_000, "answers": 1_000}
@@ -42,26 +48,27 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     model: Annotated[str, Fact.PATH] = "all-MiniLM-L6-v2"
     """a local folder; the path of a `.gguf` file with a tokenizer; the bundled encoder; `SmolLM2-135M-Instruct`, which
     `make llm` installs; or a name on the Hugging Face Hub, tried in this order; weights in a folder must be
-    safetensors. A GGUF file is [converted once](architecture.md#models-in-gguf-files)"""
-    task: Annotated[Literal["SEQ_CLS", "CAUSAL_LM"], Fact.RECORDS] = "SEQ_CLS"
+    safetensors. A GGUF file is [converted once](architecture.md#models-in-gguf-files). From Python also [a function
+    that builds a module of your own](training.md#a-federation); `own:DIGEST` stands for it"""
+    task: Annotated[Literal["SEQ_CLS", "CAUSAL_LM"], Fact.RECORDS | Fact.TEXTS] = "SEQ_CLS"
     """what the model does: `SEQ_CLS` (also trains a classification head) or `CAUSAL_LM`"""
-    rank: Count = 4
+    rank: Annotated[Count, Fact.TEXTS] = 4
     """LoRA's r"""
-    alpha: Positive = 8.0
+    alpha: Annotated[Positive, Fact.TEXTS] = 8.0
     """the product B A is scaled by `alpha` / `rank`"""
-    target_modules: Names = ()
+    target_modules: Annotated[Names, Fact.TEXTS] = ()
     """names of linear layers; by default those that peft chooses for the model type; query and value for CamemBERT and
     DistilBERT, for which it has no choice"""
-    layers: Layers = "last-1"
+    layers: Annotated[Layers, Fact.TEXTS] = "last-1"
     """`all`, `last-N`, or indices such as `4,5`"""
-    max_length: Count = 64
+    max_length: Annotated[Count, Fact.TEXTS] = 64
     """maximum number of tokens; longer records are truncated, prompts [before their
     responses](language_models.md#what-the-model-sees-and-what-of-it-is-learned)"""
-    normalize_features: bool = True
+    normalize_features: Annotated[bool, Fact.TEXTS] = True
     """scales what the head reads to unit length, so that no record counts for more than another; stored with the
     adapter, and restored by `fedpriv.adapters.load`; RoBERTa, XLM-R, CamemBERT, ELECTRA and DistilBERT get a [linear
     head](architecture.md#encoders-are-mean-pooled)"""
-    train: Train = "all"
+    train: Annotated[Train, Fact.TEXTS] = "all"
     """what is trained: `all`: A, B and head; `head`: the head alone, A and B stay as they are; `auto`: decides from N,
     K, epsilon and q which of the two, and says why"""
 
@@ -73,7 +80,7 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     data: Annotated[str, Fact.PATH | Fact.RECORDS] = EMBEDDED
     """`embedded`, the synthetic hospital corpus; `on-nodes` (each node trains on the data named in its own
     configuration; needs `labels`); a CSV, TSV, JSONL or Parquet file (optionally gzipped); or a data set on the Hub
-    (`name:split`)"""
+    (`name:split`). With a model of your own, the records of each holder, for which `in-memory` stands"""
     test_data: Annotated[str, Fact.PATH | Fact.RECORDS] = ""
     """the server's own test set. Without it, a share of `data` is held out at random where nobody's privacy depends on
     it: of the embedded corpus, with `public_data` and with `simulate`. Otherwise nothing is evaluated on holders'
@@ -86,65 +93,70 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     that it set aside and never trains on, and releases both with Gaussian noise of this standard deviation. This costs
     epsilon like any other release; [docs/privacy.md](privacy.md#private-evaluation) says how much, and what comes out.
     `batch_size` stays relative to all records, set aside or not"""
-    separator: Annotated[Separator, Fact.RECORDS | Fact.LATER] = "auto"
+    separator: Annotated[Separator, Fact.RECORDS | Fact.LATER | Fact.TEXTS] = "auto"
     """the separator of CSV files: `comma`, `semicolon` or `tab`; with `auto` the header decides, and a TSV file has
     tabs"""
-    encoding: Annotated[Encoding, Fact.RECORDS | Fact.LATER] = "utf-8"
+    encoding: Annotated[Encoding, Fact.RECORDS | Fact.LATER | Fact.TEXTS] = "utf-8"
     """the encoding of CSV and JSONL files; UTF-8 may have a byte order mark. Another one is read only where it is
     named: `latin-1`, or `cp1252`, that of Windows"""
-    table_checks: Annotated[TableChecks, Fact.OUTSIDE] = "refuse"
+    table_checks: Annotated[TableChecks, Fact.OUTSIDE | Fact.TEXTS] = "refuse"
     """the answer to [likely mistakes in a table](tables.md#what-is-likely-a-mistake), such as a holder in two
     spellings: `refuse` the run, or `warn` and take every value as it is written"""
-    text_column: Annotated[str, Fact.RECORDS] = "text"
+    text_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = "text"
     """the column with the text"""
-    text_pair_column: Annotated[str, Fact.RECORDS] = ""
+    text_pair_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = ""
     """the column with a second text, for tasks on pairs"""
-    prompt_column: Annotated[str, Fact.RECORDS] = ""
+    prompt_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = ""
     """the column of instruction data with what is asked ([language_models.md](language_models.md)); it implies `task =
     CAUSAL_LM`"""
-    response_column: Annotated[str, Fact.RECORDS] = ""
+    response_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = ""
     """the column with what is learned, the responses to `prompt_column`"""
-    messages_column: Annotated[str, Fact.RECORDS] = ""
+    messages_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = ""
     """a column with lists of chat messages, `{"role": ..., "content": ...}`, the last assistant's being the response.
     It implies `task = "CAUSAL_LM"`"""
-    system_prompt: Annotated[str, Fact.RELEASE] = ""
+    system_prompt: Annotated[str, Fact.RELEASE | Fact.TEXTS] = ""
     """a text that is put before each chat that has no system turn"""
-    prompt_template: Annotated[str, Fact.RELEASE] = ""
+    prompt_template: Annotated[str, Fact.RELEASE | Fact.TEXTS] = ""
     """a text around each prompt, with one `{}` where it goes"""
-    answers: Annotated[Names, Fact.RELEASE | Fact.RECORDS] = ()
+    answers: Annotated[Names, Fact.RELEASE | Fact.RECORDS | Fact.TEXTS] = ()
     """the allowed responses, if the prompts ask for one of a few: `response_column` holds `labels`, in the same order,
     or without those the answers themselves; records with others are omitted"""
-    label_column: Annotated[str, Fact.RECORDS] = "label"
+    label_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = "label"
     """the column with the label"""
-    client_column: Annotated[str, Fact.RECORDS] = ""
+    client_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = ""
     """the column that names the holder of each record"""
-    unit: Annotated[Literal["record", "person"], Fact.RECORDS | Fact.LATER] = "record"
+    unit: Annotated[Literal["record", "person"], Fact.RECORDS | Fact.LATER | Fact.TEXTS] = "record"
     """whom an epsilon protects: one `record`, or one `person` with all records at one client. A `person_column` implies
     `person`; then N_k, B and q count persons, and a person's records have one clipped gradient, of their mean
     ([docs/privacy.md](privacy.md#persons))"""
-    person_column: Annotated[str, Fact.RECORDS | Fact.LATER] = ""
+    person_column: Annotated[str, Fact.RECORDS | Fact.LATER | Fact.TEXTS] = ""
     """the column that says whom each record is about. With `data = on-nodes` each node names its own"""
-    max_records_per_person: Annotated[Count, Fact.LATER] = 8
+    max_records_per_person: Annotated[Count, Fact.LATER | Fact.TEXTS] = 8
     """m: of a person who is drawn, at most so many records, drawn anew in each step, with `unit = person`. Everyone may
     know it; time and memory are for so many records of each person"""
-    labels: Annotated[Names, Fact.RELEASE | Fact.RECORDS] = ()
+    labels: Annotated[Names, Fact.RELEASE | Fact.RECORDS | Fact.TEXTS] = ()
     """the classes; records with other labels are omitted. By default the labels of the training records"""
-    partition: Annotated[Literal["auto", "natural", "iid", "dirichlet", "sizes"], Fact.RECORDS] = "auto"
+    partition: Annotated[Literal["auto", "natural", "iid", "dirichlet", "sizes"], Fact.RECORDS | Fact.TEXTS] = "auto"
     """how records are split among clients: `natural` (by `client_column`), `iid`, `dirichlet` (by label), `sizes`;
     `auto` means `natural` if a client column is set, else `iid`. The embedded corpus belongs to five hospitals unless
     `iid`, `dirichlet` or `sizes` partitions it again"""
     num_clients: Annotated[Count, Fact.RECORDS] = 5
     """the number of clients, for `iid` and `dirichlet`; with `on-nodes`, of nodes that the run waits for"""
-    client_sizes: Annotated[Sizes, Fact.RECORDS] = ()
+    client_sizes: Annotated[Sizes, Fact.RECORDS | Fact.TEXTS] = ()
     """the numbers of records of the clients, or of persons with `unit = person`, for `partition = sizes`, such as
     `[1200, 1000, 800]`"""
-    dirichlet_alpha: Annotated[Positive, Fact.RECORDS] = 0.5
+    dirichlet_alpha: Annotated[Positive, Fact.RECORDS | Fact.TEXTS] = 0.5
     """the concentration of `partition = dirichlet`; smaller values give more uneven clients"""
-    max_records: Annotated[int, Field(ge=0), Fact.RECORDS] = 0
+    max_records: Annotated[int, Field(ge=0), Fact.RECORDS | Fact.TEXTS] = 0
     """the most training records of each simulated client, or persons with `unit = person`, drawn with the seed; 0 takes
     all. Not with `data = on-nodes`"""
     public_data: bool = False
     """your statement that nobody's privacy depends on the data; it permits a comparison run without noise"""
+
+    @property
+    def splits_off_test_set(self) -> bool:
+        """Whether the data are in a table that a test set can be split off."""
+        return self.data not in (ON_NODES, IN_MEMORY)
 
     @property
     def instructs(self) -> bool:

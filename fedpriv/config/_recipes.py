@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedpriv.aggregation.rules import RULES
+from fedpriv.config._model_and_data import OWN_MODEL
 from fedpriv.config._section import ConfigSection
 from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
@@ -104,7 +105,8 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values, with those of their recipe in place of what they leave out.
 
     Without a `recipe` it is `fedpriv`, unless a value asks for what that has no part in: a batch size, several local
-    steps, another optimizer, clipping rule or mechanism, noise on the upload, or a rule that is no sum of LoRA.
+    steps, another optimizer, clipping rule or mechanism, noise on the upload, a rule that is no sum of LoRA, or a
+    program's own model.
     Columns of prompts or chat messages imply a causal model, and the recipe `instruction`; one of persons implies that
     these are the unit.
     A noise multiplier or a `target_risk` without a `target_epsilon` leaves out the recipe's target, and secure
@@ -132,6 +134,8 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
 def _implied(values: Mapping[str, Any]) -> Recipe:
     if values.get("prompt_column") or values.get("messages_column"):
         return "instruction"
+    if str(values.get("model", "")).startswith(OWN_MODEL):
+        return "dp-lora-paper"
     foreign = any(key in values and values[key] not in known for key, known in _ONLY_IN_FEDPRIV.items())
     rule = values.get("aggregation")
     foreign = foreign or (rule is not None and not (rule in list(RULES) and RULES[rule].sums_lora))

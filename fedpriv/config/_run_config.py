@@ -20,7 +20,7 @@ from fedpriv.config._federation import (
     MachineSection,
     VariantsSection,
 )
-from fedpriv.config._model_and_data import ON_NODES, DataSection, ModelSection
+from fedpriv.config._model_and_data import IN_MEMORY, ON_NODES, OWN_MODEL, DataSection, ModelSection
 from fedpriv.config._recipes import RecipeSection, with_recipe
 from fedpriv.config._section import Fact
 from fedpriv.config._update_and_privacy import Phase, PrivacySection, UpdateSection
@@ -118,11 +118,16 @@ class RunConfig(
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     @property
+    def is_own_model(self) -> bool:
+        """Whether a program gave the model, and the records with it."""
+        return self.model.startswith(OWN_MODEL)
+
+    @property
     def has_test_set(self) -> bool:
         """Whether the server evaluates on records of its own, or on some that nobody's privacy depends on."""
         if self.test_data:
             return True
-        splits_off = self.data != ON_NODES and (self.data_are_public or self.simulate)
+        splits_off = self.splits_off_test_set and (self.data_are_public or self.simulate)
         return splits_off and self.evaluation_noise_multiplier is None
 
     @property
@@ -139,7 +144,7 @@ class RunConfig(
         """Whether plain classifiers are compared with the run; by default, wherever public data are tested on."""
         if self.baselines is not None:
             return self.baselines
-        return self.task == "SEQ_CLS" and self.has_test_set and self.data_are_public
+        return self.task == "SEQ_CLS" and self.has_test_set and self.data_are_public and not self.is_own_model
 
     @property
     def generates_answers(self) -> bool:
@@ -212,6 +217,29 @@ class RunConfig(
     def rank_of(self, client: int) -> int:
         """The rank of a client's adapter, by partition id."""
         return self.client_ranks[client] if self.client_ranks else self.rank
+
+    def _check_own_model(self) -> None:
+        """Refuse what a model of a program's own has no part in."""
+        if self.is_own_model != (self.data == IN_MEMORY):
+            raise ValueError(
+                f"model = {self.model}, data = {self.data}: a model of your own and records in memory go together, as "
+                "in fedpriv.run(model=..., data=...)"
+            )
+        if not self.is_own_model:
+            return
+        if self.engine not in (engines := ("stacked", "in-process")):
+            raise ValueError(
+                f"engine = {self.engine}: a model of your own is in one process alone; use {' or '.join(engines)}"
+            )
+        if self.recipe != "dp-lora-paper":
+            raise ValueError(f"recipe = {self.recipe}: is for language models; leave it out with a model of your own")
+        if self.learning_rate == "auto":
+            raise ValueError("learning_rate = auto: is derived for language models alone; give a number")
+        if not self.rule.is_plain:
+            raise ValueError(
+                f"aggregation = {self.aggregation}: needs the adapters of a language model; with a model of your own "
+                f"use {RULES.names_of(lambda rule: rule.is_plain)}"
+            )
 
     def _check_task(self) -> None:
         if self.data == ON_NODES and self.task == "SEQ_CLS" and len(self.labels) < 2:

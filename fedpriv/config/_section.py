@@ -59,6 +59,9 @@ class Fact(Flag):
     LATER = 1 << 12
     """It came when there were runs already; a run's digest has it only where it is not the default, so they resume."""
 
+    TEXTS = 1 << 13
+    """It is about texts, or a model that reads them; a run of a program's own model has no use for it."""
+
 
 class ConfigSection:
     """Keys that belong together, each with its type, default and, right below, its meaning.

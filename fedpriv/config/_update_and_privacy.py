@@ -64,15 +64,15 @@ class UpdateSection(ConfigSection, title="Local update and privacy"):
     sampling_probability: Annotated[Probability | None, Maybe, Fact.RELOADS] = 1.0
     """q, the probability with which a client samples each of its records in a step; the same at every client, and 1
     means full batches"""
-    lora_sampling_probability: Annotated[Probability | None, Maybe, Fact.BY_TRAIN] = 0.125
+    lora_sampling_probability: Annotated[Probability | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS] = 0.125
     """q in the last `lora_rounds`"""
     optimizer: Annotated[Literal["sgd", "adamw"], Fact.RELOADS] = "sgd"
     """of the clients: `sgd` or `adamw`, neither with state from earlier rounds"""
     learning_rate: Positive | Literal["auto"] = "auto"
     """of the clients; `auto` derives it from noise, number of records and rounds, and prints it with its terms"""
-    lora_learning_rate: Positive | Literal["auto"] = "auto"
+    lora_learning_rate: Annotated[Positive | Literal["auto"], Fact.TEXTS] = "auto"
     """the rate of A and B in the last `lora_rounds`; `auto` derives it from noise, number of records and of values"""
-    lora_head_learning_rate: Positive | Literal["auto"] = "auto"
+    lora_head_learning_rate: Annotated[Positive | Literal["auto"], Fact.TEXTS] = "auto"
     """the rate of the head in the last `lora_rounds`; `auto` derives it likewise"""
     weight_decay: Annotated[NonNegative, Fact.RELOADS] = 0.0
     """of `adamw`"""
@@ -94,9 +94,9 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
     noise_multiplier: Annotated[NonNegative, Fact.PRIVACY] = 1.0
     """z, the standard deviation of the noise divided by C, of every step; derived where there is a `target_epsilon`, so
     give one of the two"""
-    start_noise_multiplier: Annotated[NonNegative | None, Maybe, Fact.CALIBRATED] = None
+    start_noise_multiplier: Annotated[NonNegative | None, Maybe, Fact.CALIBRATED | Fact.TEXTS] = None
     """z of the head's start; empty gives it 15 % of the budget"""
-    lora_noise_multiplier: Annotated[NonNegative | None, Maybe, Fact.CALIBRATED] = None
+    lora_noise_multiplier: Annotated[NonNegative | None, Maybe, Fact.CALIBRATED | Fact.TEXTS] = None
     """z of the last `lora_rounds`; empty gives them `lora_share`"""
     target_epsilon: Annotated[Positive | None, Maybe, Fact.PRIVACY] = 2.3
     """instead of a noise multiplier: the smallest one is used that keeps every client within this epsilon, at its

@@ -17,6 +17,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
+from fedpriv.config._model_and_data import OWN_MODEL
 from fedpriv.config._recipes import BY_RECIPE
 from fedpriv.config._run_config import RunConfig
 from fedpriv.config._section import Fact, split
@@ -57,6 +58,18 @@ def two_noises(values: Mapping[str, Any]) -> list[str]:
 def _targets_of(values: Mapping[str, Any]) -> list[str]:
     """The keys of targets that somebody chose."""
     return [key for key in ("target_epsilon", "target_risk") if values.get(key) not in ("", None, BY_RECIPE)]
+
+
+def foreign_to_own_models(values: Mapping[str, Any]) -> list[str]:
+    """A line for each key that somebody chose and that a run of a program's own model does not read."""
+    if not str(values.get("model", "")).startswith(OWN_MODEL):
+        return []
+    foreign = RunConfig.keys_with(Fact.TEXTS)
+    return [
+        f"{key} = {value!r}: is for language models; leave it out with a model of your own"
+        for key, value in values.items()
+        if key in foreign and value != BY_RECIPE
+    ]
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,7 +214,7 @@ def checked(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
     values = with_current_keys(values)
     problems = [_unknown(key) for key in values if key not in KEYS]
     if not is_resolved(values):
-        problems += two_noises(values)
+        problems += two_noises(values) + foreign_to_own_models(values)
     known = {key: value for key, value in values.items() if key in KEYS}
     try:
         config = RunConfig(**known)

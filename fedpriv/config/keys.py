@@ -5,9 +5,9 @@ Written by `make keys` from the sections of `fedpriv.config`. docs/configuration
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from fedpriv.config import BaseFormat, Encoding, Recipe, Separator, TableChecks, Track, Train
 
@@ -19,7 +19,6 @@ class _CommonKeys(TypedDict, total=False):
     recipe: Recipe
 
     # Model and adapter
-    model: str | Path
     task: Literal["SEQ_CLS", "CAUSAL_LM"]
     rank: int
     alpha: float
@@ -30,8 +29,6 @@ class _CommonKeys(TypedDict, total=False):
     train: Train
 
     # Data
-    data: str | Path
-    test_data: str | Path
     test_fraction: float
     evaluation_noise_multiplier: float | None
     separator: Separator
@@ -143,9 +140,15 @@ class RunKeys(_CommonKeys, total=False):
     """The keys of one run."""
 
     batch_size: int
+    model: str | Path | Callable[[], Any]
+    data: str | Path | Sequence[Any] | Mapping[str, Any]
+    test_data: str | Path | Any
 
 
 class SweepKeys(_CommonKeys, total=False):
     """The keys of every run of a sweep; the batch size `auto` follows each run's smallest client."""
 
     batch_size: int | Literal["auto"]
+    model: str | Path
+    data: str | Path
+    test_data: str | Path

@@ -42,5 +42,6 @@ if TYPE_CHECKING:
     from fedpriv.data.records import Records as Records
     from fedpriv.data.records import collate as collate
     from fedpriv.data.records import tokenize as tokenize
+    from fedpriv.data.tensors import TensorRecords as TensorRecords
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -40,6 +40,11 @@ class TextData:
         """The number of what is protected and registered: persons, or records where these are the unit."""
         return len(self) if self.persons is None else len(set(self.persons))
 
+    @property
+    def content(self) -> bytes:
+        """The records as bytes, equal for equal records alone."""
+        return json.dumps([self.texts, self.labels, self.pairs]).encode()
+
     def part(self, indices: Sequence[int]) -> TextData:
         """The records with the given indices."""
 

@@ -12,10 +12,10 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,10 @@ from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
+
+    from fedpriv.data.tensors import TensorRecords
+
+Held = TypeVar("Held", TextData, "TensorRecords")
 
 log = logging.getLogger(__name__)
 
@@ -73,15 +77,29 @@ def load(config: RunConfig) -> FederatedData:
     data = replace(
         data, clients=tuple(_at_most(records, client, config) for client, records in enumerate(data.clients))
     )
-    for client, records in enumerate(data.clients):
-        if not len(records):
-            raise InputError(f"client {client} ({data.client_names[client]}): has no records; leave it out")
-        if config.sampling_probability is None and config.batch_size > records.num_units:
-            raise InputError(
-                f"batch_size = {config.batch_size}: client {client} ({data.client_names[client]}) has only "
-                f"{records.num_units} {config.unit}s; use at most {min(each.num_units for each in data.clients)}"
-            )
+    sizes = {name: each.num_units for name, each in zip(data.client_names, data.clients, strict=True)}
+    check_sizes(config, sizes)
     return data
+
+
+def check_sizes(config: RunConfig, sizes: Mapping[str, int]) -> None:
+    """Refuse clients without records, or with fewer than a batch is expected to have.
+
+    Args:
+        config: of the run.
+        sizes: {name of a client: its number of records}, by partition id.
+
+    Raises:
+        InputError: names the client and what would be right.
+    """
+    for client, (name, size) in enumerate(sizes.items()):
+        if not size:
+            raise InputError(f"client {client} ({name}): has no records; leave it out")
+        if config.sampling_probability is None and config.batch_size > size:
+            raise InputError(
+                f"batch_size = {config.batch_size}: client {client} ({name}) has only {size} {config.unit}s; use at "
+                f"most {min(sizes.values())}"
+            )
 
 
 def _at_most(records: TextData, client: int, config: RunConfig) -> TextData:
@@ -425,7 +443,7 @@ def _partitioner(config: RunConfig) -> Any:
             )
 
 
-def held_out(data: TextData, *, fraction: float, key: bytes) -> tuple[TextData, TextData]:
+def held_out(data: Held, *, fraction: float, key: bytes) -> tuple[Held, Held]:
     """The records to train on and those to evaluate on, both in their order.
 
     Guarantee: where a record goes depends on its own content, the key and the fraction alone, so adding or removing
@@ -445,9 +463,8 @@ def held_out(data: TextData, *, fraction: float, key: bytes) -> tuple[TextData, 
     )
 
 
-def _is_set_aside(data: TextData, index: int, fraction: float, key: bytes) -> bool:
+def _is_set_aside(data: TextData | TensorRecords, index: int, fraction: float, key: bytes) -> bool:
     record = data.part([index])
-    decides = [record.texts, record.labels, record.pairs] if record.persons is None else [record.persons]
-    content = json.dumps(decides).encode()
+    content = record.content if record.persons is None else json.dumps([record.persons]).encode()
     coin = hmac.digest(key, content, "sha256")
     return int.from_bytes(coin[:8]) < fraction * 2.0**64

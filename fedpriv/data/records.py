@@ -17,6 +17,26 @@ from fedpriv.data.persons import by_person
 from fedpriv.errors import InputError
 
 
+class RecordSet(Protocol):
+    """The records of one holder, in the form that its run's model reads."""
+
+    @property
+    def unusable(self) -> Tensor | None:
+        """Bool [records], those that no model can read; None if there are none."""
+
+    @property
+    def num_units(self) -> int:
+        """The number of what is protected and registered: persons, or records where these are the unit."""
+
+    def __len__(self) -> int: ...
+
+    def part(self, indices: Sequence[int]) -> RecordSet:
+        """A new set of the records with the given indices."""
+
+    def items(self, indices: Iterable[int] | None = None) -> list[Any]:
+        """(this set, index) of the records with the given indices, or of all of them."""
+
+
 @dataclass(frozen=True, eq=False)
 class Records:
     """Tokenised records of one holder.
@@ -88,7 +108,7 @@ def num_tokens(item: Item) -> int:
     return len(records.features["input_ids"][index])
 
 
-def usable(item: Item) -> bool:
+def usable(item: tuple[RecordSet, int]) -> bool:
     """Whether a model can read the record."""
     records, index = item
     return records.unusable is None or not bool(records.unusable[index])

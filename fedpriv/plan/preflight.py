@@ -58,10 +58,11 @@ def _looks(configs: Iterable[RunConfig]) -> list[Callable[[], object]]:
         values = (config.mechanism, config.mechanism_parameters, config.noise_multiplier)
         looks[("mechanism", values)] = partial(with_mechanism_parameters, config)
     for config in configs:
-        looks[("model", config.model)] = partial(check_model, config.model)
+        if not config.is_own_model:
+            looks[("model", config.model)] = partial(check_model, config.model)
     num_clients: dict[object, int] = {}
     for config in configs:
-        if config.data != ON_NODES or config.test_data:
+        if not config.is_own_model and (config.data != ON_NODES or config.test_data):
             looks[("data", federated.loaded(config))] = partial(_load, config, num_clients)
     for config in configs:
         looks[("clients", config)] = partial(_check_clients, config, num_clients)
@@ -81,7 +82,8 @@ def _load(config: RunConfig, num_clients: dict[object, int]) -> None:
 
 def _check_clients(config: RunConfig, num_clients: Mapping[object, int]) -> None:
     """Refuse keys that do not fit the number of clients; data that cannot be loaded are another check's problem."""
-    num = config.num_clients if config.data == ON_NODES else num_clients.get(federated.loaded(config))
+    is_stated = config.data == ON_NODES or config.is_own_model
+    num = config.num_clients if is_stated else num_clients.get(federated.loaded(config))
     if num is not None:
         check_clients(config, num)
 

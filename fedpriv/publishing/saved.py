@@ -131,6 +131,10 @@ def find(path: Path, *, variant: str = "", model: str = "") -> SavedVariant:
         folder, store = path / files.VARIANTS / name, path / files.STORE
         if name in known:
             return _in_folder(folder, path, model)
+        if files.read_config(path).is_own_model:
+            raise InputError(
+                f"{path}: the run's model is a program's own; load the model.safetensors of a variant into its module"
+            )
     elif (path / lora.CONVENTION_FILE).is_file():
         if variant:
             raise InputError(f"variant = {variant!r}: {path} is one variant already; give the folder of its run")

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fedpriv.config import OWN_MODEL
 from fedpriv.errors import InputError
 from fedpriv.runs import files
 from fedpriv.runs._folder import RunFolder
@@ -168,7 +169,7 @@ def _status_of(folder: RunFolder) -> RunStatus:
         engine=engine,
         seconds_since_change=silence,
         round_seconds=round_seconds,
-        resume_command=resume_command(run_dir, engine) if resumable else None,
+        resume_command=resume_command(run_dir, engine, str(config.get("model", ""))) if resumable else None,
         stopped_early=summary.get("stopped_early"),
         num_rounds=rounds[-1]["round"] if rounds else 0,
         num_rounds_planned=config.get("rounds"),
@@ -234,14 +235,17 @@ def _state(run_dir: Path, alive: bool | None, *, is_silent: bool) -> State:
     return "interrupted" if alive is False else "running"
 
 
-def resume_command(run_dir: Path, engine: str) -> str:
-    """The command line that resumes the run in a folder.
+def resume_command(run_dir: Path, engine: str, model: str = "") -> str:
+    """The command line that resumes the run in a folder; the line of Python, for a model that a program gave.
 
     Args:
         run_dir: the folder.
         engine: of the run; `flower` stands for a deployment.
+        model: of the run, as its configuration names it.
     """
     path = str(run_dir.absolute())
+    if model.startswith(OWN_MODEL):
+        return f"fedpriv.run(resume={path!r}, model=..., data=...)"
     if engine == "flower":
         return f"fedpriv coordinator run COORDINATOR -c {shlex.quote(f'resume={path}')}"
     return f"fedpriv run --resume {shlex.quote(path)}"

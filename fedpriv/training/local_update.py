@@ -5,20 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fedpriv.accounting.events import Event, Unit
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.adapters import Adapter, Merged
 from fedpriv.adapters.pooling import BIAS_SCALE
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Records
+from fedpriv.data.records import BatchShape, RecordSet
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.secure_aggregation.grid import ClientGrid
 from fedpriv.training._sampling import PoissonSampler
+from fedpriv.training.progress import Tell
+
+if TYPE_CHECKING:
+    from fedpriv.training._caches import FeatureCache, PrefixCache
+    from fedpriv.training._losses import Predictions
+    from fedpriv.training._shapes import Pass
+    from fedpriv.training.per_sample import TrainableLayer
 
 OPTIMIZERS = ("sgd", "adamw")
 # Values that a tensor may take in training: any, or three around its initial one.
@@ -215,13 +223,94 @@ class UpdateTask:
     """
 
     adapter: Adapter
-    data: Records
+    data: RecordSet
     spec: UpdateSpec
     round: int
     sampler: PoissonSampler
     noise: RandomSource
     merged: Merged = field(default_factory=dict)
     grid: ClientGrid | None = None
+
+
+class TrainedModel(Protocol):
+    """A frozen base with trained tensors, as local updates and evaluations use it; an item is a record of a set.
+
+    Attributes:
+        tell: told how far training, tests and caches are.
+    """
+
+    tell: Tell
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which it computes."""
+
+    @property
+    def layers(self) -> Mapping[str, TrainableLayer]:
+        """The trainable layers by module name."""
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """{name of a trained tensor in adapters: its parameter}."""
+
+    @property
+    def adapter_names(self) -> Mapping[str, str]:
+        """{name of a parameter in gradients: its name in adapters}."""
+
+    @property
+    def initial(self) -> Adapter:
+        """The trained tensors that a run starts from."""
+
+    @property
+    def num_frozen_values(self) -> int:
+        """The number of values of the base."""
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes for the clients of a stack, and for one pass."""
+
+    @property
+    def recomputed(self) -> Sequence[nn.Module]:
+        """Layers that run again in the backward pass."""
+
+    @property
+    def head(self) -> str | None:
+        """Name of the layer that makes one vector of each record into its logits; None if no such layer is trained."""
+
+    @property
+    def head_tensors(self) -> set[str]:
+        """Names of the head's tensors in adapters."""
+
+    @property
+    def features(self) -> FeatureCache | None:
+        """The vectors that the head reads, kept; None without a head."""
+
+    @property
+    def cache(self) -> PrefixCache | None:
+        """The states below the first trained layer; None if they are not kept."""
+
+    def check(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Refuse an adapter that does not fit, with a ValueError."""
+
+    def check_merged(self, merged: Merged) -> None:
+        """Refuse additions to frozen weights that do not fit, with a ValueError."""
+
+    def merge(self, merged: Merged) -> None:
+        """Set the frozen weights to the pretrained ones plus these."""
+
+    def passes(
+        self, items: Sequence[Any], num_expected: float, num_values: int | None = None, rank: int | None = None
+    ) -> Iterable[Pass]:
+        """The records in passes whose shapes do not depend on what else was drawn."""
+
+    def predictions(self, items: Sequence[Any], *, cached: bool, shape: BatchShape | None = None) -> Predictions:
+        """The predictions of the records with the tensors of the model; rows beyond them are dummies'."""
+
+    def objectives(self, items: Sequence[Any], objective: str, *, cached: bool, shape: BatchShape) -> Tensor:
+        """[rows] The values whose gradients an update descends; rows beyond the records are dummies'."""
+
+    def features_at_once(self, num_values: int) -> int:
+        """Records of a pass through the head alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

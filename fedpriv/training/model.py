@@ -35,6 +35,7 @@ from fedpriv.training._isolation import raising_failures
 from fedpriv.training._losses import (
     IGNORED,
     Predictions,
+    class_sum_losses,
     next_token_targets,
     output_layer,
     places_of,
@@ -193,6 +194,12 @@ class TrainingModel:
         return shapes
 
     @property
+    def num_frozen_values(self) -> int:
+        """The number of values of the base."""
+        trained = {id(parameter) for parameter in self.parameters.values()}
+        return sum(p.numel() for p in self.peft_model.parameters() if id(p) not in trained)
+
+    @property
     def merged(self) -> Merged:
         """The sum of products that was added to the pretrained weights."""
         return self._merged
@@ -256,6 +263,19 @@ class TrainingModel:
         hidden = self.cache.hidden(items, batch["input_ids"].shape).to(self.device)
         with skipping_prefix(self.cache.prefix, hidden):
             return self.peft_model(**inputs)
+
+    def objectives(self, items: Sequence[Item], objective: str, *, cached: bool, shape: BatchShape) -> Tensor:
+        """[rows] The values whose gradients an update descends; rows beyond the records are dummies'.
+
+        Args:
+            items: the records.
+            objective: one of `OBJECTIVES`.
+            cached: whether the states of the prefix cache are used.
+            shape: of the batch.
+        """
+        if objective == "class-sums":
+            return class_sum_losses(*self.logits(items, cached=cached, shape=shape))
+        return self.predictions(items, cached=cached, shape=shape).losses
 
     def _first_tokens(self) -> dict[str, Tensor]:
         """A record of the vocabulary's first tokens: that of padding alone may have no embedding."""

@@ -7,6 +7,7 @@ them. Every pass of a step has the same number of rows, filled with public recor
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fedpriv.accounting.events import Event
 from fedpriv.adapters import Adapter
+from fedpriv.data.tensors import Batch, form_of, num_records, rows_of
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource
 from fedpriv.training._coordinates import VectorLayout
@@ -30,9 +32,6 @@ from fedpriv.training.per_sample import Stack, per_sample_gradients, trainable_l
 from fedpriv.training.summing import noised_sum
 
 log = logging.getLogger(__name__)
-
-# Tensors with one row per record, or a tuple, list or dictionary of such.
-_Batch = Any
 
 # The share of a row's largest value that may be rounding, in passes of other lengths or on a GPU.
 _TOLERANCE = 1e-4
@@ -69,39 +68,59 @@ class OwnModel:
         public: public or made-up records, at least four and not all equal, in the form of the private ones: tensors
             with one row per record, or a tuple, list or dictionary of them. They try the module and fill passes.
         rows: of a pass, at most; >= 1.
+        evaluate: takes a batch and returns how right the module is on each record, [records] in [0, 1]. Without it,
+            where the losses are a cross-entropy over logits, that is 1 where the likeliest class is the right one, else
+            0. `fedpriv.run` needs it where it tests the model.
+
+    Attributes:
+        layers: those that are trained, by name.
+        parameters: {name in the module: trained parameter}.
+        layout: of their values in a row.
+        device: of the module.
+        rows: of every pass; on a CPU as many as give a record the same bits in each place.
+        public: the public records, on the device.
 
     Raises:
         InputError: a trained layer is of another kind; or records touch each other, or a pass fails, draws random
             numbers or keeps a state. One line names the layer and what would help.
     """
 
-    def __init__(self, module: nn.Module, losses: Callable[[Any], Tensor], public: Any, *, rows: int = 32) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        losses: Callable[[Any], Tensor],
+        public: Any,
+        *,
+        rows: int = 32,
+        evaluate: Callable[[Any], Tensor] | None = None,
+    ) -> None:
         if rows < 1:
             raise InputError(f"rows = {rows}: must be at least 1")
-        self._module, self._losses = module, losses
+        self._module, self._losses, self.evaluate = module, losses, evaluate
         try:
-            self._layers = trainable_layers(module, (nn.Linear, nn.Embedding))
+            self.layers = trainable_layers(module, (nn.Linear, nn.Embedding))
         except ValueError as error:
             raise InputError(f"module: {error}") from None
-        self.parameters = {name: p for layer in self._layers.values() for name, p in layer.parameters.items()}
+        trained = {name for layer in self.layers.values() for name in layer.parameters}
+        self.parameters = {name: p for name, p in module.named_parameters() if name in trained}
         if not self.parameters:
             raise InputError("module: trains no parameter; a Linear or Embedding layer must require gradients")
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self.layout = VectorLayout.of(shapes, [list(shapes)])
         if num_records(public) < _FEWEST or not _differ(public):
             raise InputError(f"public: {num_records(public)} records; must be >= {_FEWEST}, and not all equal")
-        self._device = next(iter(self.parameters.values())).device
-        self._public = tree_map(lambda tensor: tensor.to(self._device), public)
-        self._rows = 1
+        self.device = next(iter(self.parameters.values())).device
+        self.public = tree_map(lambda tensor: tensor.to(self.device), public)
+        self.rows = 1
         with _refusing_failures(), _left_as_it_is(module):
             self._try(rows)
         self._tried = self._state()
 
     def gradient_rows(self, records: Any, positions: Sequence[int]) -> Iterator[Tensor]:
         """Gradients of the records at the positions, in pieces [records, values]; a record that fails has none."""
-        for begin in range(0, len(positions), self._rows):
+        for begin in range(0, len(positions), self.rows):
             compute = partial(self._in_pass, records)
-            for chunk, rows in isolated(compute, positions[begin : begin + self._rows]):
+            for chunk, rows in isolated(compute, positions[begin : begin + self.rows]):
                 if rows is not None:
                     yield rows[: len(chunk), 1:]
 
@@ -114,9 +133,17 @@ class OwnModel:
             InputError: names what differs.
         """
         num_records(records)
-        of_records, of_public = map(_form, (records, self._public))
+        of_records, of_public = map(form_of, (records, self.public))
         if of_records != of_public:
             raise InputError(f"records: are {of_records}; must be {of_public}, as the public ones")
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Refuse a module that has changed since it was tried.
+
+        Raises:
+            InputError: it has.
+        """
         if self._state() != self._tried:
             raise InputError(
                 "module: layers, modes, trained parameters or threads are others than when it was tried; build a new "
@@ -129,27 +156,49 @@ class OwnModel:
         trained = tuple((name, id(p), p.requires_grad) for name, p in self._module.named_parameters())
         return modes, trained, torch.get_num_threads()
 
-    def _in_pass(self, records: _Batch, positions: Sequence[int]) -> Tensor:
-        """[rows, 1 + values] The results of the records at the positions and, after them, of what fills the pass."""
-        fill = [k % num_records(self._public) for k in range(self._rows - len(positions))]
-        chosen = list(positions)
-        batch = tree_map(lambda own, public: torch.cat([own[chosen].to(public), public[fill]]), records, self._public)
-        return self._results(batch)
+    def digest(self) -> str:
+        """SHA-256, in hex, of the module: its layers, and the names, formats and values of parameters and buffers."""
+        digest = hashlib.sha256(repr(self._module).encode())
+        for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
+            digest.update(f"\0{name} {tensor.dtype} {list(tensor.shape)} {tensor.requires_grad}\0".encode())
+            digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
-    def _results(self, batch: _Batch) -> Tensor:
+    @property
+    def num_frozen_values(self) -> int:
+        """The number of values of the module that are not trained."""
+        return sum(p.numel() for p in self._module.parameters() if not p.requires_grad)
+
+    def in_pass(self, pieces: Sequence[tuple[Batch, Sequence[int]]]) -> Batch:
+        """The records at the positions of each piece as a pass, which public records fill."""
+        num = sum(len(positions) for _, positions in pieces)
+        fill = self.public, [k % num_records(self.public) for k in range(self.rows - num)]
+        rows = [rows_of(records, positions) for records, positions in (*pieces, fill)]
+        return tree_map(lambda public, *leaves: torch.cat([leaf.to(public) for leaf in leaves]), self.public, *rows)
+
+    def _in_pass(self, records: Batch, positions: Sequence[int]) -> Tensor:
+        """[rows, 1 + values] The results of the records at the positions and, after them, of what fills the pass."""
+        return self._results(self.in_pass([(records, positions)]))
+
+    def _results(self, batch: Batch) -> Tensor:
         """[records, 1 + values] Loss and gradient of each record in one pass of the batch."""
-        compute = partial(self._losses_of, batch)
+        compute = partial(self.losses_of, batch)
         with torch.enable_grad():
-            gradients, losses = per_sample_gradients(self._layers, compute, self._stack(num_records(batch)))
+            gradients, losses = per_sample_gradients(self.layers, compute, self._stack(num_records(batch)))
         rows = self.layout.flatten(gradients)
         return torch.cat([losses.unsqueeze(1).to(rows.dtype), rows], dim=1)
 
     def _stack(self, rows: int) -> Stack:
         """The parameters for a pass, in which a product with few outputs rounds a row the same in every place."""
         parameters = {name: parameter.detach().unsqueeze(0) for name, parameter in self.parameters.items()}
-        return Stack(parameters=parameters, owners=torch.zeros(rows, dtype=torch.int64, device=self._device))
+        return Stack(parameters=parameters, owners=torch.zeros(rows, dtype=torch.int64, device=self.device))
 
-    def _losses_of(self, batch: _Batch) -> Tensor:
+    def losses_of(self, batch: Batch) -> Tensor:
+        """[records] The losses of a batch.
+
+        Raises:
+            InputError: they have another shape.
+        """
         losses, num = self._losses(batch), num_records(batch)
         if losses.shape != (num,):
             raise InputError(
@@ -164,23 +213,23 @@ class OwnModel:
         Args:
             rows: at most.
         """
-        num = min(_MOST, num_records(self._public))
-        finite = _rows_of(self._public, range(num))
+        num = min(_MOST, num_records(self.public))
+        finite = rows_of(self.public, range(num))
         pool = tree_map(lambda tensor: torch.cat([tensor, _not_finite(tensor)]), finite)
         records, turned, broken = list(range(num)), [*range(1, num), 0], list(range(num, 2 * num))
 
         def together(items: Sequence[int]) -> Tensor:
-            return self._results(_rows_of(pool, items))
+            return self._results(rows_of(pool, items))
 
         def in_passes(items: Sequence[int]) -> Tensor:
-            pieces = [items[k : k + self._rows] for k in range(0, len(items), self._rows)]
+            pieces = [items[k : k + self.rows] for k in range(0, len(items), self.rows)]
             return torch.cat([self._in_pass(pool, piece)[: len(piece)] for piece in pieces])
 
         results = together(records)
         if not results.isfinite().all() or not results[:, 1:].any():
             raise InputError("losses: are not finite on the public records, or no trained parameter has a gradient")
         self._refuse(pool, records, turned, dependence(together, records, turned, _close))
-        self._rows = self._most_rows(rows)
+        self.rows = self._most_rows(rows)
         for others in (turned, broken):
             self._refuse(pool, records, others, dependence(in_passes, records, others, self._equal))
         self._refuse_missed_gradients(finite, results[:, 1:].sum(dim=0))
@@ -190,21 +239,21 @@ class OwnModel:
 
     def _most_rows(self, limit: int) -> int:
         """The rows of a pass: as many as give a record the same bits in every place; on a GPU, as many as may be."""
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             return limit
         for size in reversed(candidates(limit)):
-            compute = partial(self._losses_of, _rows_of(self._public, [0] * size))
-            if bits_of(size, self._layers, self._stack(size), compute) is not None:
+            compute = partial(self.losses_of, rows_of(self.public, [0] * size))
+            if bits_of(size, self.layers, self._stack(size), compute) is not None:
                 return size
         log.warning("a record's place in a pass changes its last bits here, so each has a pass of its own: slow")
         return 1
 
-    def _refuse(self, pool: _Batch, records: Sequence[int], others: Sequence[int], change: Change[int] | None) -> None:
+    def _refuse(self, pool: Batch, records: Sequence[int], others: Sequence[int], change: Change[int] | None) -> None:
         if change is None:
             return
         layer = culprit(
             self._module,
-            lambda items: self._losses_of(_rows_of(pool, items)),
+            lambda items: self.losses_of(rows_of(pool, items)),
             records,
             others,
             change,
@@ -228,7 +277,7 @@ class OwnModel:
         fitting = (text for kind, text in _REMEDIES.items() if isinstance(module, kind))
         return next(fitting, "compute each record by itself")
 
-    def _refuse_missed_gradients(self, batch: _Batch, found: Tensor) -> None:
+    def _refuse_missed_gradients(self, batch: Batch, found: Tensor) -> None:
         """Refuse a trained parameter that the module also uses outside of the layer's own pass, as tied weights are.
 
         Args:
@@ -236,7 +285,7 @@ class OwnModel:
             found: [values], the sum of their gradients.
         """
         with torch.enable_grad():
-            total = self._losses_of(batch).sum()
+            total = self.losses_of(batch).sum()
             expected = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
         for (name, own), whole in zip(self.layout.unflatten_one(found).items(), expected, strict=True):
             if not _close(own.reshape(1, -1), (torch.zeros_like(own) if whole is None else whole).reshape(1, -1)):
@@ -301,31 +350,7 @@ def private_step(
     return gradient, event
 
 
-def num_records(batch: Any) -> int:
-    """The number of rows of a batch's tensors.
-
-    Raises:
-        InputError: it has none, a leaf is no tensor, or the tensors' numbers of rows differ.
-    """
-    leaves = tree_leaves(batch)
-    lengths = {len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else -1 for leaf in leaves}
-    if len(lengths) != 1 or -1 in lengths:
-        raise InputError("records: must be tensors with one row per record, or a tuple, list or dictionary of them")
-    return lengths.pop()
-
-
-def _form(batch: _Batch) -> str:
-    """The structure of a batch, with the shapes and formats of a record's tensors."""
-    leaves, spec = tree_flatten(batch)
-    rows = ", ".join(f"{leaf.dtype} {list(leaf.shape[1:])}".removeprefix("torch.") for leaf in leaves)
-    return f"{spec.type.__name__ if spec.type else 'tensor'} of {rows}"
-
-
-def _rows_of(batch: _Batch, positions: Sequence[int]) -> _Batch:
-    return tree_map(lambda tensor: tensor[list(positions)], batch)
-
-
-def _differ(batch: _Batch) -> bool:
+def _differ(batch: Batch) -> bool:
     """Whether some record differs from the first one."""
     return any(bool((leaf != leaf[:1]).any()) for leaf in tree_leaves(batch))
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,11 +14,11 @@ from torch import Tensor
 from fedpriv.accounting.events import Event
 from fedpriv.adapters import Adapter, Merged, lora
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Item, Records, num_tokens, usable
+from fedpriv.data.records import Records, RecordSet, num_tokens, usable
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training import local_update
-from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, noise_request
+from fedpriv.training.local_update import ClientUpdate, TrainedModel, UpdateSpec, UpdateTask, noise_request
 from fedpriv.training.model import TrainingModel
 
 # Shares of correct tokens are rounded to multiples of 2^-20. Sums of up to 2^32 records are then exact in float64, so
@@ -77,7 +78,7 @@ def planned_event(spec: EvaluationSpec) -> Event:
     return local_update.planned_event(spec.update, 1.0, {})
 
 
-def check_fits(model: TrainingModel, adapter: Adapter, merged: Merged) -> None:
+def check_fits(model: TrainedModel, adapter: Adapter, merged: Merged) -> None:
     """Refuse an adapter that does not have the model's tensors, or additions to frozen weights that do not fit.
 
     Raises:
@@ -90,7 +91,7 @@ def check_fits(model: TrainingModel, adapter: Adapter, merged: Merged) -> None:
     model.check_merged(merged)
 
 
-def counted(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
+def counted(model: TrainedModel, task: UpdateTask) -> ClientUpdate:
     """The noised counts of a task whose objective is `counts`, as its `noised` values; its adapter is the broadcast.
 
     Without records it is noise alone, and the model is not touched.
@@ -108,15 +109,15 @@ def counted(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
 
 def _counted_together(task: UpdateTask) -> list[list[int]] | None:
     """The records that count of each person, as units; None where the unit is the record."""
-    most, records = task.spec.max_records_per_person, task.data
+    most, records = task.spec.max_records_per_person, cast("Records", task.data)  # persons are known of these alone
     return task.sampler.some_of_each(records, range(records.num_units), most) if most else None
 
 
 def count(
-    model: TrainingModel,
+    model: TrainedModel,
     adapter: Adapter,
     merged: Merged,
-    records: Records,
+    records: RecordSet,
     units: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
     """The exact (hits, misses), float64 [2].
@@ -181,7 +182,7 @@ def noised(counts: Tensor, spec: UpdateSpec, source: RandomSource) -> tuple[Tens
 
 
 @torch.no_grad()
-def _contribution(model: TrainingModel, item: Item) -> Tensor:
+def _contribution(model: TrainedModel, item: tuple[RecordSet, int]) -> Tensor:
     """(h, 1 - h) of one record, float64 [2]; zeros if it cannot be evaluated."""
     try:
         share = _share(model, [item]) if usable(item) else math.nan
@@ -193,6 +194,6 @@ def _contribution(model: TrainingModel, item: Item) -> Tensor:
     return torch.tensor([share, 1 - share], dtype=torch.float64)
 
 
-def _share(model: TrainingModel, items: Sequence[Item]) -> float:
+def _share(model: TrainedModel, items: Sequence[tuple[RecordSet, int]]) -> float:
     """The first record's share of correct predictions."""
     return float(model.predictions(items, cached=False).hits[0])

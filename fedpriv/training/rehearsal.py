@@ -16,7 +16,7 @@ import torch
 
 from fedpriv.adapters import Adapter, Merged
 from fedpriv.data.chat import RESPONSE_MASK
-from fedpriv.data.records import Records, num_tokens
+from fedpriv.data.records import Records, RecordSet, num_tokens
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training._isolation import raising_failures, refusing
 from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
@@ -195,7 +195,7 @@ def _pace(model: TrainingModel, task: UpdateTask) -> Pace:
     lengths = [model.lengths.padded(number)[0] for number in sorted(set(tokens))]
     sizes = [model.sizes(length, size, num_values, _rank(task.adapter)) for length in lengths]
 
-    def seconds(data: Records) -> float:
+    def seconds(data: RecordSet) -> float:
         begin = time.perf_counter()
         local_update(model, replace(task, data=data))
         return time.perf_counter() - begin

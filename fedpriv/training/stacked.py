@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from fedpriv.accounting.events import Event, group
 from fedpriv.adapters import Adapter, same_merged
-from fedpriv.data.records import BatchShape, Item, usable
+from fedpriv.data.records import BatchShape, Records, RecordSet, usable
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.training._caches import Body, FeatureCache
 from fedpriv.training._coordinates import Coordinates, VectorLayout, scaled, trained_weights
@@ -32,12 +33,13 @@ from fedpriv.training.local_update import (
     COUNTS,
     OBJECTIVES,
     ClientUpdate,
+    TrainedModel,
     UpdateSpec,
     UpdateTask,
     noise_request,
     planned_event,
 )
-from fedpriv.training.model import TrainingModel, rank_of
+from fedpriv.training.model import rank_of
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.private_evaluation import counted
 from fedpriv.training.progress import TRAINING
@@ -51,14 +53,14 @@ _BYTES_OF_A_MEAN = 16
 _PARTS_OF_MEMORY = 4
 
 
-def local_update(model: TrainingModel, task: UpdateTask) -> ClientUpdate:
+def local_update(model: TrainedModel, task: UpdateTask) -> ClientUpdate:
     """`stacked_updates` for a single client, or the counts of its evaluation."""
     if task.spec.objective == COUNTS:
         return counted(model, task)
     return stacked_updates(model, [task])[0]
 
 
-def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate]:
+def stacked_updates(model: TrainedModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate]:
     """Each client's adapter after its steps, and the event that pays for them.
 
     With noise on the gradients, each step of a client is: Poisson sample, per-sample gradients of the trained tensors,
@@ -115,7 +117,7 @@ def stacked_updates(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[C
     ]
 
 
-def execute_one_by_one(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
+def execute_one_by_one(model: TrainedModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
     """Run the tasks in turn; one that fails yields its exception, and the others go on."""
     results: list[ClientUpdate | Exception] = []
     for task in tasks:
@@ -126,7 +128,7 @@ def execute_one_by_one(model: TrainingModel, tasks: Sequence[UpdateTask]) -> lis
     return results
 
 
-def execute_stacked(model: TrainingModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
+def execute_stacked(model: TrainedModel, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
     """Run the tasks together, as many at once as the model's memory limit allows; one that fails yields its exception.
 
     If a client fails, its stack runs again one by one: nothing was released from it, and noise is drawn again.
@@ -148,18 +150,18 @@ def caching_pays_off(spec: UpdateSpec, sampler: PoissonSampler) -> bool:
     return spec.num_rounds * spec.local_steps * sampler.sampling_probability >= 1
 
 
-def clients_at_once(model: TrainingModel) -> int:
+def clients_at_once(model: TrainedModel) -> int:
     """The number of clients whose adapters, gradients and optimizer state fit the memory limit; at least 1."""
     num_values = sum(parameter.numel() for parameter in model.parameters.values())
     return max(1, model.memory_limit // (4 * FLOATS_PER_VALUE * num_values))
 
 
-def persons_at_once(model: TrainingModel, num_values: int) -> int:
+def persons_at_once(model: TrainedModel, num_values: int) -> int:
     """The number of persons whose mean gradients, of so many values, fit a part of the memory limit; at least 1."""
     return max(1, model.memory_limit // (_PARTS_OF_MEMORY * _BYTES_OF_A_MEAN * num_values))
 
 
-def _one_stack(model: TrainingModel, tasks: Sequence[UpdateTask]) -> Sequence[ClientUpdate | Exception]:
+def _one_stack(model: TrainedModel, tasks: Sequence[UpdateTask]) -> Sequence[ClientUpdate | Exception]:
     try:
         return stacked_updates(model, tasks)
     except Exception:  # only separate runs tell which client failed
@@ -180,7 +182,7 @@ class _Clients:
         step: the current one, from 0.
     """
 
-    model: TrainingModel
+    model: TrainedModel
     tasks: Sequence[UpdateTask]
     spec: UpdateSpec
     coordinates: Coordinates
@@ -190,7 +192,7 @@ class _Clients:
     step: int = 0
 
     @staticmethod
-    def of(model: TrainingModel, tasks: Sequence[UpdateTask]) -> _Clients:
+    def of(model: TrainedModel, tasks: Sequence[UpdateTask]) -> _Clients:
         spec = tasks[0].spec
         if spec.objective not in OBJECTIVES:
             raise ValueError(f"objective = {spec.objective!r}: must be one of {', '.join(OBJECTIVES)} in a stack")
@@ -339,7 +341,8 @@ def _means_of_persons(clients: _Clients, parameters: Tensor) -> Iterator[tuple[T
     and then of their indices, which no other person's record changes.
     """
     most, at_once = clients.spec.max_records_per_person, persons_at_once(clients.model, clients.layout.size)
-    drawn = [task.sampler.draw_persons(task.data, most) for task in clients.tasks]
+    # Persons are known of tokenised records alone.
+    drawn = [task.sampler.draw_persons(cast("Records", task.data), most) for task in clients.tasks]
     persons = [(client, records) for client, each in enumerate(drawn) for records in each]
     for begin in range(0, len(persons), at_once):
         chunk = persons[begin : begin + at_once]
@@ -376,7 +379,8 @@ def _gradient_rows(clients: _Clients, parameters: Tensor, drawn: _Drawn) -> Iter
         sampled = [each for each in sampled if usable(each[0])]
         items, owners = [item for item, _, _ in sampled], [k for _, k, _ in sampled]
         if cached and model.cache is not None:  # in the first step, whatever is drawn in it
-            model.cache.fill([(clients.tasks[k].data, 0) for k in selected if len(clients.tasks[k].data)])
+            held = [clients.tasks[k].data for k in selected if len(clients.tasks[k].data)]
+            model.cache.fill([item for records in held for item in records.items([0])])
         num_expected = sum(clients.spec.expected_records(clients.tasks[k].sampler) for k in selected)
         for together in model.passes(items, num_expected, clients.layout.size, clients.rank):
             run = partial(_pass_gradients, clients, stacked, items, owners, cached, together.shape)
@@ -390,7 +394,7 @@ def _gradient_rows(clients: _Clients, parameters: Tensor, drawn: _Drawn) -> Iter
 def _pass_gradients(
     clients: _Clients,
     stacked: Mapping[str, Tensor],
-    items: Sequence[Item],
+    items: Sequence[tuple[RecordSet, int]],
     owners: Sequence[int],
     cached: bool,
     shape: BatchShape,
@@ -403,13 +407,12 @@ def _pass_gradients(
     rows_owners = [owners[position] for position in positions] + [0] * (shape.rows - len(positions))
     stack = Stack(parameters=stacked, owners=torch.tensor(rows_owners, device=model.device))
 
-    def losses() -> Tensor:
-        if clients.spec.objective == "class-sums":
-            return class_sum_losses(*model.logits(batch, cached=cached, shape=shape))
-        return model.predictions(batch, cached=cached, shape=shape).losses
-
     gradients, _ = per_sample_gradients(
-        model.layers, losses, stack, trained=clients.trained_parameters, recomputed=model.recomputed
+        model.layers,
+        partial(model.objectives, batch, clients.spec.objective, cached=cached, shape=shape),
+        stack,
+        trained=clients.trained_parameters,
+        recomputed=model.recomputed,
     )
     rows = clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
     return scaled(rows, clients.coordinates.scales)
@@ -420,7 +423,9 @@ def _head_gradient_rows(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """`_gradient_rows` where the head alone is trained: through the head alone, from the features of the records."""
     for body, keep, members in _by_body(clients):
-        records = [(clients.tasks[k].data, torch.as_tensor(drawn.indices[k], dtype=torch.int64)) for k in members]
+        # Features are kept of tokenised records alone.
+        held = [(cast("Records", clients.tasks[k].data), k) for k in members]
+        records = [(data, torch.as_tensor(drawn.indices[k], dtype=torch.int64)) for data, k in held]
         inputs = features.features(records, body, keep=keep)
         labels = torch.cat([data.labels[indices] for data, indices in records])
         numbers = torch.tensor([len(drawn.indices[k]) for k in members])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 
-from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base, quantise
+from fedpriv.adapters import Adapter, BaseModel, LoraSettings, Merged, attach, load_base, quantise, save
 from fedpriv.config import ON_NODES, Fact, RunConfig
 from fedpriv.data import DataSource, FederatedData, TextData, federated
 from fedpriv.data.chat import ChatFormat
@@ -19,6 +21,7 @@ from fedpriv.data.records import (
     Encode,
     Encoder,
     Records,
+    TextReading,
     check_max_length,
     encoder_of,
     tokenize,
@@ -29,6 +32,7 @@ from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training._admission import admit, in_format
 from fedpriv.training._isolation import refusing
 from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
+from fedpriv.training.evaluation import Choices, Evaluation, evaluate
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update
@@ -198,6 +202,26 @@ class Workbench:
             return end
         return self.encoder.end(self.base.tokenizer)
 
+    @property
+    def num_outcomes(self) -> int | None:
+        """The number of answers of which guessing finds one: classes, or tokens; None if that is not known."""
+        vocabulary: int = self.base.model.config.vocab_size
+        return len(self.label_names) or vocabulary
+
+    def evaluate(self, *, keep_features: bool = False, choices: Choices | None = None) -> Evaluation:
+        """The quality of the model, with its current adapter, on the server's test set; see `evaluate`."""
+        return evaluate(self.model, self.test, keep_features=keep_features, choices=choices)
+
+    def save(self, path: Path, adapter: Adapter, merged: Merged) -> None:
+        """Write the model with this adapter into a variant's folder, in the form in which others can use it."""
+        reading = TextReading.of(self._config).to_json()
+        labels = self.data.label_names
+        save(self.model.peft_model, self.base, path, adapter=adapter, merged=merged, labels=labels, reading=reading)
+
+    def content(self, client: int) -> bytes:
+        """Bytes that differ where the client's records do; they stay with their holder."""
+        return repr(self.data.clients[client]).encode()
+
     def forget_records(self) -> None:
         """Read a node's own records again when they are next asked for."""
         self.__dict__.pop("data", None)
@@ -217,7 +241,7 @@ class Workbench:
         if self._source:  # whose replies have time for so many
             data = at_most(data, self._source.most_of_a_person, self.coin_key)
         if self._config.evaluation_noise_multiplier is None:
-            return data, TextData((), ())
+            return data, data.part([])
         return federated.held_out(data, fraction=self._config.test_fraction, key=self.coin_key)
 
     def tokenize(self, data: TextData, encode: Encode | None = None) -> Records:
@@ -234,10 +258,14 @@ class Workbench:
 
 
 def workbench(config: RunConfig, source: DataSource | None = None) -> Workbench:
-    """The workbench of this configuration; runs that need the same model and data share one, with its caches."""
+    """The workbench of this configuration; runs that need the same model and data share one, with its caches.
+
+    Raises:
+        InputError: the model is a program's own, and this process has none of this name.
+    """
     if _key(config, source) not in _last:
         _last.clear()
-        bench = Workbench(config, source)
+        bench = _made(config, source)
         settled = replace(config, base_dtype=bench.model.base_dtype_name)
         _last[_key(config, source)] = _last[_key(settled, source)] = bench
     return _last[_key(config, source)]
@@ -248,6 +276,33 @@ def _key(config: RunConfig, source: DataSource | None) -> Hashable:
     return frozenset((key, getattr(config, key)) for key in keys), source
 
 
+def _made(config: RunConfig, source: DataSource | None) -> Workbench:
+    if not config.is_own_model:
+        return Workbench(config, source)
+    if config.model not in _own or source:
+        raise InputError(
+            f"model = {config.model!r}: was made by a program, which alone has it; run, or resume, it there with "
+            "fedpriv.run(model=..., data=...)"
+        )
+    return _own[config.model](config)
+
+
+@contextmanager
+def providing(model: str, make: Callable[[RunConfig], Workbench]) -> Iterator[None]:
+    """Within this context the runs of this process find a program's own model, and its records, by the model's name.
+
+    Args:
+        model: as a configuration names it.
+        make: the workbench of a configuration.
+    """
+    _own[model] = make
+    try:
+        yield
+    finally:
+        del _own[model]
+        forget()
+
+
 def forget() -> None:
     """Free the last workbench; the next one reads data and model again."""
     _last.clear()
@@ -255,6 +310,7 @@ def forget() -> None:
 
 # The last workbench, by what it depends on; with `base_dtype = auto` also by what that came to.
 _last: dict[Hashable, Workbench] = {}
+_own: dict[str, Callable[[RunConfig], Workbench]] = {}
 
 _NUM_LABELS = 8
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from fedpriv import protocol
 from fedpriv.audit.black_box import audited
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Encode, Records
+from fedpriv.data.records import Encode, RecordSet
 from fedpriv.files import trace_without_message
 from fedpriv.ledger.entries import DataSet
 from fedpriv.training.workbench import Workbench
@@ -40,9 +40,7 @@ def register(request: Request, holder: Holder) -> Response:
     if bench is not None:
         name = name or bench.data.client_names[client]
         if data_set is not None:
-            _charging.log_content(
-                holder.policy, data_set, repr(bench.data.clients[client]).encode(), _size(bench, client)
-            )
+            _charging.log_content(holder.policy, data_set, bench.content(client), _size(bench, client))
     signs = holder.identity_key is not None or config.secure_aggregation
     identity = _summed.identity_of(holder, client) if signs else None
     registration = protocol.Registration(
@@ -88,7 +86,7 @@ def _size(bench: Workbench, client: int) -> int:
 
 def of_release(
     config: RunConfig, bench: Workbench, holder: Holder, data_set: DataSet | None, *, aside: bool, may_begin: bool
-) -> Records:
+) -> RecordSet:
     """The records that a release reads; in an audited run, with the canaries that are included.
 
     The charge is made, so records that cannot be read are none, and the release is noise alone.
@@ -133,7 +131,7 @@ def _read_own(bench: Workbench, holder: Holder, data_set: DataSet | None) -> Non
     bench.forget_records()
     # Before the note on the records, which may fill the disk.
     bench.coin_key = _charging.coin_key(holder.policy, data_set)
-    _charging.log_content(holder.policy, data_set, repr(bench.data.clients[0]).encode(), _size(bench, 0))
+    _charging.log_content(holder.policy, data_set, bench.content(0), _size(bench, 0))
     bench.read_for = data_set.id
 
 

@@ -27,7 +27,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         "fedpriv.vault.answer:execute_one_by_one",
         "simulations.engines.ray_actors:RayExecutor.__call__",
     ),
-    "evaluation": ("server.series:evaluate",),
+    "evaluation": ("fedpriv.training.workbench:Workbench.evaluate",),
     "aggregation": ("server.strategy:RuleStrategy._close_round",),
     "ledger": tuple(f"fedpriv.ledger.ledger:Ledger.{name}" for name in ("__init__", "charge", "release", "store")),
     "messages": ("server.strategy:RuleStrategy._charged_messages", "server.round:Round.collect"),

@@ -12,8 +12,7 @@ from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.runs.show import check_installed
-from fedpriv.training.local_update import ClientUpdate, Execute, UpdateTask
-from fedpriv.training.model import TrainingModel
+from fedpriv.training.local_update import ClientUpdate, Execute, TrainedModel, UpdateTask
 from fedpriv.training.progress import TRAINING, unfailing
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
@@ -116,7 +115,7 @@ class _Followed:
 
 
 @contextmanager
-def _following(model: TrainingModel, execute: Execute, follow: Follow) -> Iterator[_Followed]:
+def _following(model: TrainedModel, execute: Execute, follow: Follow) -> Iterator[_Followed]:
     """Within this context the model tells the follower what it does, and so does what it trains."""
     followed = _Followed(execute, follow)
     model.tell = followed.tell

@@ -18,7 +18,7 @@ import torch
 from fedpriv.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
 from fedpriv.apps import CHECKOUT
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Records
+from fedpriv.data.records import RecordSet
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.secure_aggregation.grid import ClientGrid
@@ -76,7 +76,7 @@ class RayExecutor:
         self._config = config
         self._actors: list[Any] = []
         self._tally: Any = None
-        self._records: WeakKeyDictionary[Records, Any] = WeakKeyDictionary()
+        self._records: WeakKeyDictionary[RecordSet, Any] = WeakKeyDictionary()
         self._num_labels = len(workbench(config).data.label_names)
 
     def __enter__(self) -> Self:
@@ -191,7 +191,7 @@ class _Worker:
         self._tally, self._told, self._name = tally, 0.0, secrets.token_hex(8)
         if tally is not None:
             self._model.tell = unfailing(self._tell)
-        self._records: dict[Any, Records] = {}
+        self._records: dict[Any, RecordSet] = {}
 
     def _tell(self, what: str, done: float, total: float) -> None:
         """Pass on how far the current stack is, not too often; what came before it is added up by the tally."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -19,6 +19,12 @@ ARGUMENTS = inspect.signature(run).parameters.keys() & set(KEYS)
 # What a run takes beyond its key's type, since a file could hold nothing else.
 PATHS = {"model", "data", "test_data", "mechanism_parameters", "node_keys", "ledger"}
 ALSO: dict[str, Any] = {**dict.fromkeys(PATHS, Path), "budget_epsilon": float}
+# What a program may give to a run in place of a name.
+GIVEN: dict[str, Any] = {
+    "model": Callable[[], Any],
+    "data": Sequence[Any] | Mapping[str, Any],
+    "test_data": Any,
+}
 
 
 def plain(declared: Any) -> frozenset[Any]:
@@ -43,6 +49,8 @@ def test_every_key_of_a_configuration_is_a_keyword_of_its_type(kind):
     assert keywords.keys() <= set(KEYS)
     for key, type_ in keywords.items():
         expected = plain(configured[key]) | ({ALSO[key]} if key in ALSO else set())
+        if kind is RunKeys and key in GIVEN:
+            expected |= plain(GIVEN[key])
         if kind is SweepKeys and key == "batch_size":
             expected |= {(Literal, "auto")}
         assert plain(type_) == expected, key

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fedpriv.data.tensors import num_records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms import SeededSource
 from fedpriv.training import OwnModel, PoissonSampler, per_sample_gradients, private_step, trainable_layers
-from fedpriv.training.own_models import num_records
 
 WIDTH, CLASSES = 6, 3
 
