@@ -81,7 +81,7 @@ def client_table(
 
 
 def joining_table(summary: Mapping[str, Any]) -> TextTable | None:
-    """What joining brings each holder: its own model's accuracy beside the federation's; None if no own one is known.
+    """The gain of a holder by joining: its own model's accuracy beside the federation's; None if no own one is known.
 
     Both are tested on the holder's own test records, or on all where nobody knows whose they are.
 
