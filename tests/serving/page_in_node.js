@@ -32,7 +32,8 @@ const events = [{ role: "assistant", content: "" }, { content: EVIL }, { content
 async function fetch(path, options) {
   asked.push({ path, options });
   if (!options.headers.Authorization) return { ok: false, status: 401, json: async () => ({ error: { message: EVIL } }) };
-  const card = { id: EVIL, epsilon: 1.2345, delta: 1e-5, accuracy: 0.5, unit: "record", note: EVIL };
+  const card = { id: EVIL, epsilon: 1.2345, delta: 1e-5, accuracy: 0.5, unit: "record", note: EVIL,
+    tpr_at_fpr: { "0.01": 0.03391 }, risk_in_words: "An attacker finds few. " + EVIL };
   if (path === "/v1/models") {
     return { ok: true, json: async () => ({ base_model: EVIL, task: "CAUSAL_LM", data: [{ id: EVIL }, { id: "global" }] }) };
   }
@@ -62,8 +63,9 @@ const event = { preventDefault() {} };
   assert.equal(byId("base").textContent, EVIL);
   assert.deepEqual(byId("first").children.map((each) => each.textContent), [EVIL, "global"]);
   assert.deepEqual(byId("variants").children[0].children.map((each) => each.textContent),
-    [EVIL, "50.0 %", "1.24", "0.00001", "a record", EVIL]);
+    [EVIL, "50.0 %", "1.24", "0.00001", "3.4 %", "a record", EVIL]);
   assert.match(byId("reader").textContent, /^Whoever reads all 2 variants listed here pays ε = 1.24/);
+  assert.ok(byId("reader").textContent.endsWith(". An attacker finds few. " + EVIL), "the risk in words, as text");
   byId("first").value = EVIL;
   byId("second").value = "global";
   byId("prompt").value = "what hurts?";
