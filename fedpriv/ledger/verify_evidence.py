@@ -230,8 +230,8 @@ def epsilon_of(events: Events, delta: float, accountant: str) -> float:
 @functools.lru_cache(maxsize=256)
 def loss_of(events: Events) -> Any:
     """The privacy loss distribution of all events, rounded up to the grid."""
-    build = pld.privacy_loss_distribution
-    total = build.identity(GRID)
+    build, grid = pld.privacy_loss_distribution, GRID * (10 if any(len(e.moves) > 1 for e, _ in events) else 1)
+    total = build.identity(grid)  # that of mixtures, which take long, is coarser
     for event, count in events:
         if len(event.moves) > 1 and event.q < 1:
             sums: Counter[float] = Counter()
@@ -239,10 +239,10 @@ def loss_of(events: Events) -> Any:
                 moved = math.fsum(m * d for m, d in zip(event.moves, who, strict=True))
                 sums[moved] += math.prod(p if d else 1 - p for p, d in zip(event.drawn, who, strict=True))
             moves, shares = zip(*sorted(sums.items()), strict=True)
-            one = build.from_mixture_gaussian_mechanism(event.noise, moves, shares, value_discretization_interval=GRID)
+            one = build.from_mixture_gaussian_mechanism(event.noise, moves, shares, value_discretization_interval=grid)
         else:  # releases without sampling are one with less noise
             noise, count = (event.z / math.sqrt(count), 1) if event.q == 1 else (event.z, count)
-            one = build.from_gaussian_mechanism(noise, value_discretization_interval=GRID, sampling_prob=event.q)
+            one = build.from_gaussian_mechanism(noise, value_discretization_interval=grid, sampling_prob=event.q)
         total = total.compose(one.self_compose(count))
     return total
 
