@@ -190,7 +190,7 @@ Events = tuple[tuple[Event, int], ...]  # each different release, and how many o
 def releases_of(entries: Sequence[Object], data_set: str) -> list[Object]:
     """The charges of a data set, each with what the entry of its end says of its round."""
     ends = {tuple(entry[key] for key in KEY): entry for entry in entries if entry["phase"] == "released"}
-    found = []
+    found: list[Object] = []
     for entry in charges_of(entries, data_set):
         end = ends.get(tuple(entry[key] for key in KEY), entry)
         event, note = (json.loads(entry[name] or "{}") for name in ("event", "note"))
@@ -241,9 +241,9 @@ def loss_of(events: Events) -> Any:
             moves, shares = zip(*sorted(sums.items()), strict=True)
             one = build.from_mixture_gaussian_mechanism(event.noise, moves, shares, value_discretization_interval=grid)
         else:  # releases without sampling are one with less noise
-            noise, count = (event.z / math.sqrt(count), 1) if event.q == 1 else (event.z, count)
+            noise = event.z / math.sqrt(count) if event.q == 1 else event.z
             one = build.from_gaussian_mechanism(noise, value_discretization_interval=grid, sampling_prob=event.q)
-        total = total.compose(one.self_compose(count))
+        total = total.compose(one.self_compose(1 if event.q == 1 else count))
     return total
 
 
