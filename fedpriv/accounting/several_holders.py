@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -121,7 +121,7 @@ class SummedGaussian(Event):
 
     def moves(self) -> dict[float, float]:
         """{amount that the person moves the sum by: its probability}, of all that have one."""
-        found: Counter[float] = Counter()
+        found: defaultdict[float, float] = defaultdict(float)
         for drawn in itertools.product((0, 1), repeat=len(self.sensitivities)):
             coins = zip(self.sampling_probabilities, drawn, strict=True)
             moved = math.fsum(s * is_in for s, is_in in zip(self.sensitivities, drawn, strict=True))
@@ -131,7 +131,8 @@ class SummedGaussian(Event):
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """The event that `to_fields` described; JSON has lists for tuples."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        return cls(**values)
 
 
 @lru_cache(maxsize=64)
@@ -163,7 +164,7 @@ def _divergences(event: SummedGaussian, losses: Array, *, removed: bool) -> Arra
     with_person = shares @ ndtr(sign * (moves[:, None] - at) / noise)
     without = ndtr(-sign * at / noise)
     first, second = (with_person, without) if removed else (without, with_person)
-    return np.clip(first - np.exp(losses) * second, 0.0, 1.0)
+    return np.asarray(np.clip(first - np.exp(losses) * second, 0.0, 1.0))
 
 
 def _points(losses: Array, moves: Array, shares: Array, noise: float) -> Array:

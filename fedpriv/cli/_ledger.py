@@ -13,7 +13,7 @@ from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
     from fedpriv.accounting.views import PlannedView
-    from fedpriv.ledger.evidence import Source
+    from fedpriv.ledger.evidence import Exhibit
     from fedpriv.vault.settings import VaultSettings
 
 app = typer.Typer(no_args_is_help=True, help="What every data set has spent, from its ledger.")
@@ -357,9 +357,9 @@ def evidence(
     return Result(values, entries({**values, "check": f"unzip {out} verify_evidence.py, then run it on {out}"}))
 
 
-def _sources(path: Path) -> dict[str, Source]:
+def _sources(path: Path) -> dict[str, Exhibit]:
     """{folder in the bundle: ledger} of what a path names."""
-    from fedpriv.ledger.evidence import Source
+    from fedpriv.ledger.evidence import Exhibit
     from fedpriv.runs import files
     from fedpriv.vault.settings import FILE, VaultSettings
 
@@ -367,18 +367,18 @@ def _sources(path: Path) -> dict[str, Source]:
     if (folder / FILE).is_file():
         return {"node": _of_node(VaultSettings.read(folder))}
     if not path.is_dir():
-        return {"ledger": Source(ledger=path)}
+        return {"ledger": Exhibit(ledger=path)}
     if (path / files.CONFIG).is_file():
         return {"run": _of_run(path)}
     runs = sorted(file.parent for file in path.glob(f"*/{files.SUMMARY}"))
     return {run.name: _of_run(run) for run in runs if files.SWEEP_KEY.fullmatch(run.name)}
 
 
-def _of_node(node: VaultSettings) -> Source:
-    from fedpriv.ledger.evidence import Source
+def _of_node(node: VaultSettings) -> Exhibit:
+    from fedpriv.ledger.evidence import Exhibit
     from fedpriv.vault.settings import read_models
 
-    return Source(
+    return Exhibit(
         ledger=node.ledger,
         receipts=(node.receipts,),
         models={model.digest: Path(model.name).name for model in read_models(node.models)},
@@ -387,15 +387,15 @@ def _of_node(node: VaultSettings) -> Source:
     )
 
 
-def _of_run(folder: Path) -> Source:
+def _of_run(folder: Path) -> Exhibit:
     from fedpriv import protocol
     from fedpriv.adapters import public_name, weights_digests
-    from fedpriv.ledger.evidence import Source
+    from fedpriv.ledger.evidence import Exhibit
     from fedpriv.runs import RunFolder, files
 
     run = RunFolder(folder)
     model, ledger = str(run.config["model"]), str(run.config.get("ledger") or "")
-    return Source(
+    return Exhibit(
         ledger=folder / files.LEDGER,
         receipts=(Path(f"{ledger}.receipts") if ledger else folder.parent / "receipts.jsonl",),
         registrations={

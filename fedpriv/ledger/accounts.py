@@ -168,7 +168,7 @@ def _events(histories: Iterable[_History], view: View) -> list[Event]:
 
 
 def _bound_of_largest(histories: Sequence[Iterable[Event]], holders: int, delta: float) -> PrivacySpent:
-    """What no so many of the histories exceed together, by the largest divergences at every order."""
+    """A bound on what so many of the histories cost together, by the largest divergences at every order."""
     from dp_accounting.rdp import compute_epsilon
 
     curves = np.stack([sum((event.rdp(ORDERS) for event in each), np.zeros(len(ORDERS))) for each in histories])

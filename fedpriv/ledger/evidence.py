@@ -24,6 +24,7 @@ from fedpriv.accounting.views import VIEWS, PlannedView
 from fedpriv.errors import InputError
 from fedpriv.files import write_new
 from fedpriv.ledger import reader
+from fedpriv.ledger._head import EMPTY_CHAIN
 from fedpriv.ledger.entries import DataSet, LedgerConnection
 from fedpriv.ledger.receipts import Receipt, ReceiptLog
 from fedpriv.ledger.statement import spending
@@ -58,7 +59,7 @@ _TIME = (1980, 1, 1, 0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class Exhibit:
     """A ledger, and what its folder says of how its releases were made.
 
     Attributes:
@@ -82,7 +83,7 @@ class Source:
     budget: tuple[float, PlannedView] | None = None
 
 
-def write_evidence(path: Path, sources: Mapping[str, Source]) -> dict[str, Any]:
+def write_evidence(path: Path, sources: Mapping[str, Exhibit]) -> dict[str, Any]:
     """Write a bundle, and return its path, its SHA-256, and the head of each ledger in it.
 
     Args:
@@ -108,7 +109,7 @@ def write_evidence(path: Path, sources: Mapping[str, Source]) -> dict[str, Any]:
     return {"bundle": str(path), "sha256": hashlib.sha256(content).hexdigest(), "heads": heads}
 
 
-def _part(source: Source) -> dict[str, bytes]:
+def _part(source: Exhibit) -> dict[str, bytes]:
     """{name of a file: its content} of one ledger."""
     with reader.reading(source.ledger) as db:
         last = reader.verify_with_head(db, source.ledger)
@@ -117,7 +118,7 @@ def _part(source: Source) -> dict[str, bytes]:
     runs = {entry.run for entry in entries if entry.run}
     policy = {"policy.toml": source.policy.read_bytes()} if source.policy and source.policy.is_file() else {}
     about = {
-        "head": {"number": last.number if last else 0, "digest": last.digest if last else reader.EMPTY_CHAIN},
+        "head": {"number": last.number if last else 0, "digest": last.digest if last else EMPTY_CHAIN},
         "software": {"fedpriv": fedpriv.__version__, "digest": _package_digest()},
         "environment": {key: v for key, v in source.environment.items() if key not in _ENVIRONMENT_OF_THE_MACHINE},
         "schedule": {key: source.config[key] for key in _SCHEDULE if key in source.config},
@@ -200,6 +201,6 @@ def _zipped(files: Mapping[str, bytes]) -> bytes:
 
 
 def _ordered(files: Mapping[str, bytes]) -> Iterator[str]:
-    """What a person opens first comes first."""
+    """The names of the files, with those that a person opens first before the others."""
     yield from (MANIFEST, PROGRAM)
     yield from sorted(name for name in files if name not in (MANIFEST, PROGRAM))

@@ -385,7 +385,7 @@ def _table(page: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
 
 
 def _warnings(page: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader must know before the figures."""
+    """The warnings that come before the figures."""
     for caveat in page["caveats"]:
         yield f"NOT A PRIVACY GUARANTEE: {caveat}."
     if "seeded" in page["noise_source"]:
@@ -417,7 +417,7 @@ def _composition(page: Mapping[str, Any]) -> str:
 
 
 def _assumptions(page: Mapping[str, Any]) -> str:
-    """What the figures assume of anyone but the holder."""
+    """The assumptions of the figures on the holder and on others."""
     if page["view"] != "aggregate":
         return _ASSUMED_OF_OTHERS
     return f"{_ASSUMED_OF_OTHERS} On the aggregate view also that no more participants read together than it says."

@@ -17,7 +17,7 @@ import logging
 import math
 import sys
 import zipfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -173,7 +173,7 @@ def is_signed(signer: str, content: Object, signature: str) -> bool:
     return True
 
 
-class Event(NamedTuple):
+class SeenUpload(NamedTuple):
     """One release: noise on a sum, to which a record or a person adds at each of its holders, if it is drawn there."""
 
     unit: str
@@ -184,7 +184,7 @@ class Event(NamedTuple):
     drawn: tuple[float, ...]
 
 
-Events = tuple[tuple[Event, int], ...]  # each different release, and how many of it there were
+Events = tuple[tuple[SeenUpload, int], ...]  # each different release, and how many of it there were
 
 
 def releases_of(entries: Sequence[Object], data_set: str) -> list[Object]:
@@ -201,7 +201,7 @@ def releases_of(entries: Sequence[Object], data_set: str) -> list[Object]:
 
 def seen_by(view: str, releases: Iterable[Object]) -> Events:
     """The events of releases on a view, which scales their noise; where `aggregate` does not hold, none is scaled."""
-    counts: Counter[Event] = Counter()
+    counts: Counter[SeenUpload] = Counter()
     for release in releases:
         event, scale = release["event"], release.get(view, 1.0)
         if (event["version"], event["kind"]) != (1, "subsampled_gaussian"):
@@ -210,7 +210,7 @@ def seen_by(view: str, releases: Iterable[Object]) -> Events:
         moves, drawn = zip((1.0, event["sampling_probability"]), *others, strict=True)
         noise = min(event["noise_multiplier"] * (1.0 if scale is None else scale), MOST_NOISE)
         q = 1 - math.prod(1 - p for p in drawn) if others else drawn[0]
-        counts[Event(event["unit"], q, noise / math.fsum(moves), noise, moves, drawn)] += event["count"]
+        counts[SeenUpload(event["unit"], q, noise / math.fsum(moves), noise, moves, drawn)] += event["count"]
     return tuple(sorted(counts.items()))
 
 
@@ -234,7 +234,7 @@ def loss_of(events: Events) -> Any:
     total = build.identity(grid)  # that of mixtures, which take long, is coarser
     for event, count in events:
         if len(event.moves) > 1 and event.q < 1:
-            sums: Counter[float] = Counter()
+            sums: defaultdict[float, float] = defaultdict(float)
             for who in itertools.product((0, 1), repeat=len(event.moves)):
                 moved = math.fsum(m * d for m, d in zip(event.moves, who, strict=True))
                 sums[moved] += math.prod(p if d else 1 - p for p, d in zip(event.drawn, who, strict=True))
@@ -351,7 +351,7 @@ def check_budget(row: Object, releases: Sequence[Object], entries: Iterable[Obje
     findings.check(share <= 1 + 1e-9, f"{name}: its budget is kept", f"{share:.6%} of it is used")
 
 
-def divergence(event: Event, order: int) -> float:
+def divergence(event: SeenUpload, order: int) -> float:
     """The Renyi divergence of one release at a whole order."""
     plain, k = order / (2 * event.z**2), np.arange(order + 1)
     log_moment = np.logaddexp.reduce(stats.binom.logpmf(k, order, event.q) + (k * k - k) / (2 * event.z**2))
@@ -364,7 +364,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
     return float(stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(min(below, 0.0)))
 
 
-def slots_left(plans: Sequence[Events], history: Iterable[tuple[Event, int]]) -> int:
+def slots_left(plans: Sequence[Events], history: Iterable[tuple[SeenUpload, int]]) -> int:
     """How many slots are free after each release took the first that dominates it, of those that protect most."""
     slots = [slot for plan in plans for slot in sorted(plan, key=lambda slot: (slot[0].q, -slot[0].z))]
     for event, missing in history:

@@ -19,7 +19,7 @@ from fedpriv.accounting.several_holders import MAX_HOLDERS, worst_other_holders
 from fedpriv.accounting.views import Release, aggregate_scale
 from fedpriv.ledger.accounts import Accounts
 from fedpriv.ledger.entries import Charge, Key
-from fedpriv.ledger.evidence import Source, write_evidence
+from fedpriv.ledger.evidence import Exhibit, write_evidence
 from fedpriv.ledger.ledger import Ledger
 from tests.ledger.test_evidence import verified
 
@@ -196,7 +196,7 @@ def test_a_ledger_keeps_other_holders_and_the_verifier_computes_the_mixture(tmp_
             key = Key(run="run", client="0", round=round_, request="x")
             ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
         assert ledger.releases_in_order(data_set.id) == [release] * 4
-    write_evidence(tmp_path / "bundle.zip", {"ledger": Source(ledger=tmp_path / "ledger.sqlite")})
+    write_evidence(tmp_path / "bundle.zip", {"ledger": Exhibit(ledger=tmp_path / "ledger.sqlite")})
     code, lines = verified(tmp_path / "bundle.zip")
     assert code == 0, lines
     expected = epsilon_of([summed(4.0, (1.0, 1.0, 1.5), (0.1, 0.1, 0.2), 4)], DELTA).epsilon

@@ -28,7 +28,7 @@ from fedpriv.accounting.views import Release
 from fedpriv.config import parse
 from fedpriv.ledger import evidence, verify_evidence
 from fedpriv.ledger.entries import Charge, Key
-from fedpriv.ledger.evidence import Source, write_evidence
+from fedpriv.ledger.evidence import Exhibit, write_evidence
 from fedpriv.ledger.ledger import Ledger
 from server.observer import LogObserver
 from simulations.api import sweep_all
@@ -78,7 +78,7 @@ def node(tmp_path_factory) -> Path:
     made.charge(1, 2, 3)
     policy = folder / "node" / "policy.toml"
     policy.write_text("max_rounds = 3\n")
-    source = Source(ledger=made.path, receipts=(made.receipts,), policy=policy, budget=(100.0, "local"))
+    source = Exhibit(ledger=made.path, receipts=(made.receipts,), policy=policy, budget=(100.0, "local"))
     write_evidence(folder / "bundle.zip", {"node": source})
     return folder / "bundle.zip"
 
@@ -171,7 +171,7 @@ def test_the_share_of_a_budget_is_confirmed_for_every_rule_and_a_spent_one_is_na
             key, release = Key(run="run", client="0", round=round_, request="x"), Release(event=event, rho_bar=1.0)
             ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
     for name, epsilon in {"enough": 20.0, "spent": 0.9}.items():
-        source = Source(ledger=tmp_path / "node.sqlite", budget=(epsilon, "local"))
+        source = Exhibit(ledger=tmp_path / "node.sqlite", budget=(epsilon, "local"))
         write_evidence(tmp_path / f"{name}.zip", {"node": source})
         code, lines = verified(tmp_path / f"{name}.zip")
         assert code == (name == "spent"), failures(lines)
@@ -202,7 +202,7 @@ def test_noise_that_the_verifier_does_not_know_is_not_confirmed(tmp_path):
         data_set = ledger.register("0", 100, 1e-5)
         key, release = Key(run="run", client="0", round=1, request="x"), Release(event=event, rho_bar=1.0)
         ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
-    write_evidence(tmp_path / "bundle.zip", {"ledger": Source(ledger=tmp_path / "ledger.sqlite")})
+    write_evidence(tmp_path / "bundle.zip", {"ledger": Exhibit(ledger=tmp_path / "ledger.sqlite")})
     code, lines = verified(tmp_path / "bundle.zip")
     assert code == 1
     assert "subsampled_lmo" in "".join(failures(lines))
