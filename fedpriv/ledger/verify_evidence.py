@@ -145,15 +145,15 @@ def check_receipts(entries: Sequence[Object], receipts: Iterable[dict[str, Any]]
     links = [link for id_ in {entry["data_set"] for entry in entries} for link in links_of(entries, id_)]
     known = {digest_of(link) for link in links}
     known |= {json.loads(e["note"] or "{}").get("replaces", "") for e in entries if e["phase"] == "recovered"}
-    # A coordinator's ledger lacks what the node released to others, so a link may have another place there.
-    charged = {digest_of(link, "counter", "previous") for link in links}
+    # A coordinator's ledger lacks releases to others, and names requests in its own way.
+    charged = {digest_of(link, "counter", "previous", "request") for link in links}
     signed: Counter[tuple[str, str]] = Counter()
     for receipt in receipts:
         signer, signature = receipt.pop("signer"), receipt.pop("signature")
         link, name = {**SIGNED, **receipt}, f"receipt {receipt['counter']} of data set {receipt['data_set']}"
         if not is_signed(signer, link, signature):
             findings.check(False, f"{name} is signed", "the signature is not of this text and key")
-        elif digest_of(link) not in known and digest_of(link, "counter", "previous") not in charged:
+        elif digest_of(link) not in known and digest_of(link, "counter", "previous", "request") not in charged:
             findings.check(False, f"{name} is of a charge of this ledger", "the ledger has no such charge")
         else:
             signed[link["data_set"], signer] += 1
