@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from fedpriv.accounting.sensitivity import clipping_parts as clipping_parts
     from fedpriv.accounting.sensitivity import num_parts as num_parts
     from fedpriv.accounting.sensitivity import sensitivity_factor as sensitivity_factor
+    from fedpriv.accounting.several_holders import SummedGaussian as SummedGaussian
+    from fedpriv.accounting.several_holders import worst_other_holders as worst_other_holders
     from fedpriv.accounting.trade_off import gaussian_epsilon as gaussian_epsilon
     from fedpriv.accounting.views import Release as Release
     from fedpriv.accounting.views import aggregate_objections as aggregate_objections

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaln, log_ndtr, logsumexp
 
-from fedpriv.accounting.composition.law import Array
+from fedpriv.accounting.composition.law import SMALLEST_DIVERGENCE, Array
 
 # Outside this range of z floating-point results are meaningless: a smaller z counts as no noise, a larger one as the
 # largest. Both only raise the cost.
@@ -97,6 +97,29 @@ def _log_binomial(orders: Array, k: Array) -> Array:
     distinct, row = np.unique(orders, return_inverse=True)
     n = distinct[:, None]
     return np.asarray((gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1))[row])
+
+
+def composed_curve(sampling_probability: float, noise_multiplier: float, count: int, orders: npt.ArrayLike) -> Array:
+    """[orders] Renyi divergence of `count` releases; infinite without noise.
+
+    Args:
+        sampling_probability: q in [0, 1].
+        noise_multiplier: z >= 0.
+        count: number of releases, >= 1.
+        orders: each > 1.
+    """
+    orders = np.asarray(orders, dtype=float)
+    if sampling_probability == 0:
+        return np.zeros(orders.shape)
+    if noise_multiplier < MIN_NOISE:
+        return np.full(orders.shape, math.inf)
+    noise_multiplier = min(noise_multiplier, MAX_NOISE)
+    without_sampling = orders / (2 * noise_multiplier**2)
+    if sampling_probability == 1:
+        return np.asarray(count * without_sampling)
+    # The Gaussian without sampling bounds the curve from above, so the floor never exceeds it.
+    floor = np.minimum(without_sampling, SMALLEST_DIVERGENCE)
+    return np.asarray(count * np.maximum(sampled_curve(sampling_probability, noise_multiplier, orders), floor))
 
 
 def composed_loss(sampling_probability: float, noise_multiplier: float, count: int, value_interval: float) -> Any:

@@ -6,7 +6,6 @@ Here are Gaussian noise on a Poisson sample of the records, and releases of whic
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.accounting._gaussian import MAX_NOISE, MIN_NOISE, composed_loss, sampled_curve
+from fedpriv.accounting._gaussian import MAX_NOISE, MIN_NOISE, composed_curve, composed_loss, sampled_curve
 from fedpriv.accounting.composition.law import (
     SMALLEST_DIVERGENCE,
     Array,
@@ -27,6 +26,7 @@ from fedpriv.accounting.composition.law import (
 from fedpriv.accounting.composition.law import Event as Event
 from fedpriv.accounting.composition.law import Unit as Unit
 from fedpriv.accounting.lmo.event import SubsampledLmo as SubsampledLmo
+from fedpriv.accounting.several_holders import SummedGaussian as SummedGaussian
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +59,7 @@ class SubsampledGaussian(Event):
 
     def rdp(self, orders: npt.ArrayLike) -> Array:
         """[orders] Renyi divergence of all releases; infinite without noise."""
-        orders = np.asarray(orders, dtype=float)
-        if self.sampling_probability == 0:
-            return np.zeros(orders.shape)
-        if self.noise_multiplier < MIN_NOISE:
-            return np.full(orders.shape, math.inf)
-        without_sampling = orders / (2 * self._noise**2)
-        if self.sampling_probability == 1:
-            return np.asarray(self.count * without_sampling)
-        # The Gaussian without sampling bounds the curve from above, so the floor never exceeds it.
-        floor = np.minimum(without_sampling, SMALLEST_DIVERGENCE)
-        return np.asarray(self.count * np.maximum(sampled_curve(self.sampling_probability, self._noise, orders), floor))
+        return composed_curve(self.sampling_probability, self.noise_multiplier, self.count, orders)
 
     def pld(self, value_interval: float) -> Any:
         """The privacy loss distribution of all releases, built in the same steps as by dp-accounting's accountant."""
@@ -230,6 +220,7 @@ EVENTS: dict[str, type[Event]] = {
     "pure_epsilon": PureEpsilon,
     "epsilon_delta": EpsilonDelta,
     "subsampled_lmo": SubsampledLmo,
+    "summed_gaussian": SummedGaussian,
 }
 
 

@@ -15,7 +15,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from fedpriv.accounting.events import Event
+from fedpriv.accounting.events import Event, SubsampledGaussian
+from fedpriv.accounting.several_holders import SummedGaussian
 
 View = Literal["local", "rho", "aggregate"]
 VIEWS: tuple[View, ...] = get_args(View)
@@ -34,6 +35,8 @@ class Release:
             `aggregate` view does not hold.
         num_readers: against how many participants that scale holds, together with the server, >= 0; 0, the server
             alone, where none was counted, as before fedpriv counted them.
+        other_holders: (s_j, q_j) of each other holder in the sum at which a person may have records too: its weight
+            over this client's, and its sampling probability; see `several_holders.worst_other_holders`.
 
     Raises:
         ValueError: a value is out of range.
@@ -43,6 +46,7 @@ class Release:
     rho_bar: float
     aggregate_scale: float | None = None
     num_readers: int = 0
+    other_holders: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.rho_bar <= 1:
@@ -51,6 +55,8 @@ class Release:
             raise ValueError(f"aggregate_scale = {self.aggregate_scale}: must be finite and >= 1")
         if self.num_readers < 0:
             raise ValueError(f"num_readers = {self.num_readers}: must be >= 0")
+        if self.other_holders:
+            self._summed()  # which checks each of them
 
     @property
     def counts_on_others(self) -> bool:
@@ -70,9 +76,27 @@ class Release:
         if view == "aggregate":
             if self.aggregate_scale is None:
                 raise ValueError("view = aggregate: does not hold for this release, whose upload or steps were visible")
+            if self.other_holders:
+                return self._summed()
             if self.event.noise_adds_up:
                 return self.event.with_noise(self.aggregate_scale)
         return self.event
+
+    def _summed(self) -> Event:
+        """The event on the `aggregate` view of a person at other holders too.
+
+        Raises:
+            ValueError: the noise is not Gaussian, so that no mixture is known, or an other holder is out of range.
+        """
+        if not isinstance(self.event, SubsampledGaussian):
+            raise ValueError(f"other_holders: what a sum costs with {type(self.event).__name__} is not known")
+        return SummedGaussian(
+            noise_multiplier=self.event.noise_multiplier * (self.aggregate_scale or 1.0),
+            sensitivities=(1.0, *(sensitivity for sensitivity, _ in self.other_holders)),
+            sampling_probabilities=(self.event.sampling_probability, *(q for _, q in self.other_holders)),
+            count=self.event.count,
+            unit=self.event.unit,
+        )
 
     def charged_on(self, view: View) -> Event:
         """The event that counts against a budget on the view: on `aggregate`, an upload that the server saw counts in

@@ -1,4 +1,4 @@
-"""`fedpriv ledger ...`: what every data set has spent, from its ledger."""
+"""`fedpriv ledger ...` and `fedpriv evidence`: what every data set has spent, from its ledger."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from fedpriv.texts import percent_up, risk_in_words
 
 if TYPE_CHECKING:
     from fedpriv.accounting.views import PlannedView
+    from fedpriv.ledger.evidence import Exhibit
+    from fedpriv.vault.settings import VaultSettings
 
 app = typer.Typer(no_args_is_help=True, help="What every data set has spent, from its ledger.")
 
@@ -349,3 +351,76 @@ def permit(
         head = opened.head
     values = {"client": client, "data_set": data_set.id, "run": known_run, "permitted": not withdraw, "head": head}
     return Result(values, entries(values))
+
+
+def evidence(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN|LEDGER", help="Folder of a run, a sweep or a node; or a ledger's file.")
+    ],
+    out: Annotated[Path, typer.Option(help="The bundle to write, a zip.")],
+) -> Result:
+    """Write a bundle with which anyone can compute the figures of a ledger again, without fedpriv.
+
+    It holds entries, receipts, registrations, schedule, digests, every figure that was printed, and verify_evidence.py,
+    which checks them: `python verify_evidence.py BUNDLE.zip` exits with 0 if all is confirmed. It holds no record, text
+    or seed. A node's bundle tells when its records' file changed: it is for those who may see the ledger.
+
+    Example: fedpriv evidence results/20261121-042553-embedded --out bundle.zip
+
+    Example: fedpriv evidence node/ledger.sqlite --out bundle.zip
+    """
+    from fedpriv.ledger.evidence import write_evidence
+
+    values = write_evidence(out, _sources(path))
+    return Result(values, entries({**values, "check": f"unzip {out} verify_evidence.py, then run it on {out}"}))
+
+
+def _sources(path: Path) -> dict[str, Exhibit]:
+    """{folder in the bundle: ledger} of what a path names."""
+    from fedpriv.ledger.evidence import Exhibit
+    from fedpriv.runs import files
+    from fedpriv.vault.settings import FILE, VaultSettings
+
+    folder = path if path.is_dir() else path.parent
+    if (folder / FILE).is_file():
+        return {"node": _of_node(VaultSettings.read(folder))}
+    if not path.is_dir():
+        return {"ledger": Exhibit(ledger=path)}
+    if (path / files.CONFIG).is_file():
+        return {"run": _of_run(path)}
+    runs = sorted(file.parent for file in path.glob(f"*/{files.SUMMARY}"))
+    return {run.name: _of_run(run) for run in runs if files.SWEEP_KEY.fullmatch(run.name)}
+
+
+def _of_node(node: VaultSettings) -> Exhibit:
+    from fedpriv.ledger.evidence import Exhibit
+    from fedpriv.vault.settings import read_models
+
+    return Exhibit(
+        ledger=node.ledger,
+        receipts=(node.receipts,),
+        models={model.digest: Path(model.name).name for model in read_models(node.models)},
+        policy=node.policy,
+        budget=None if node.budget_epsilon is None else (node.budget_epsilon, node.budget_view),
+    )
+
+
+def _of_run(folder: Path) -> Exhibit:
+    from fedpriv import protocol
+    from fedpriv.adapters import public_name, weights_digests
+    from fedpriv.ledger.evidence import Exhibit
+    from fedpriv.runs import RunFolder, files
+
+    run = RunFolder(folder)
+    model, ledger = str(run.config["model"]), str(run.config.get("ledger") or "")
+    return Exhibit(
+        ledger=folder / files.LEDGER,
+        receipts=(Path(f"{ledger}.receipts") if ledger else folder.parent / "receipts.jsonl",),
+        registrations={
+            client: {"version": protocol.VERSION, **registered} for client, registered in run.registrations.items()
+        },
+        config=run.config,
+        environment=run.environment,
+        summary=run.summary,
+        models={public_name(model): weights_digests(model)},
+    )

@@ -31,6 +31,7 @@ for of_models in (predict, export, card, push, _programs.app):
 app.add_typer(_config.app, name="config")
 app.add_typer(_data.app, name="data")
 app.add_typer(_ledger.app, name="ledger")
+command(app)(_ledger.evidence)
 app.add_typer(_dedup.app, name="dedup")
 app.add_typer(lmo.app, name="lmo")
 app.add_typer(_integral.app, name="integral")

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations_with_replacement
 from typing import Literal
 
-from fedpriv.accounting.accountants import PrivacySpent, check_delta, epsilon_of, stays_within
+import numpy as np
+
+from fedpriv.accounting.accountants import ORDERS, PrivacySpent, check_delta, epsilon_of, stays_within
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, group
 from fedpriv.accounting.many_clients import epsilons
 from fedpriv.accounting.risk import Risk, risks_of
 from fedpriv.accounting.views import VIEWS, Release, View, default_delta
+
+# More sets of different histories are bounded together.
+_MOST_SETS = 64
 
 # Up to this many different histories are each accounted by pld, at about 0.3 s.
 _MAX_PLD_HISTORIES = 32
@@ -105,6 +111,24 @@ class Accounts:
         found = risks_of(known)
         return {client: found.get(client) for client in self._own}
 
+    def of_person(self, holders: int) -> PrivacySpent:
+        """The most that a person with records at so many of the clients has spent, on the `local` view.
+
+        What any of these sets of clients released is composed, at the smallest delta. Where more than 64 sets differ,
+        it is a bound: the sum of their largest Renyi divergences at every order.
+
+        Args:
+            holders: h >= 1, at most as many as there are clients.
+        """
+        histories = Counter(tuple(sorted(group(self.history(client, "local")), key=repr)) for client in self._own)
+        delta = min(self.deltas.values())
+        if math.comb(len(histories) + holders - 1, holders) > _MOST_SETS:
+            return _bound_of_largest(list(histories.elements()), holders, delta)
+        chosen = combinations_with_replacement(histories, holders)
+        sets = [several for several in chosen if not Counter(several) - histories]
+        costs = [epsilon_of([event for history in several for event in history], delta) for several in sets]
+        return max(costs, key=lambda cost: cost.epsilon)
+
     @property
     def has_earlier(self) -> bool:
         """Whether an earlier run has released anything of a client."""
@@ -156,6 +180,18 @@ class Accounts:
 
 def _events(histories: Iterable[_History], view: View) -> list[Event]:
     return [event for history in histories for event in history.events(view)]
+
+
+def _bound_of_largest(histories: Sequence[Iterable[Event]], holders: int, delta: float) -> PrivacySpent:
+    """A bound on what so many of the histories cost together, by the largest divergences at every order."""
+    from dp_accounting.rdp import compute_epsilon
+
+    curves = np.stack([sum((event.rdp(ORDERS) for event in each), np.zeros(len(ORDERS))) for each in histories])
+    largest = np.sort(curves, axis=0)[-holders:].sum(axis=0)
+    proven = all(event.is_guarantee and event.total_delta == 0 for history in histories for event in history)
+    is_known = proven and bool(np.isfinite(largest).any())
+    epsilon = float(compute_epsilon(ORDERS, largest, delta)[0]) if is_known else math.inf
+    return PrivacySpent(epsilon=epsilon, delta=delta, accountant="rdp", upper_bound_only=True, is_guarantee=proven)
 
 
 def _in_bulk(histories: Iterable[tuple[frozenset[Event], float]]) -> dict[tuple[frozenset[Event], float], PrivacySpent]:

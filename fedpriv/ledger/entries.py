@@ -7,12 +7,11 @@ import json
 import secrets
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
 from fedpriv.accounting import events
-from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import Release
 
 VERSION = 1
@@ -85,8 +84,8 @@ class Entry:
         delta: for a registration.
         note: the holder's statement, a keyed hash of the content, the operator's reason to adopt, who permitted what,
             or a filter or plan as JSON; of a charge with noise of others, as JSON, the `num_readers` against whom its
-            aggregate_scale holds; of a `recovered` entry, as JSON, the `request`, the digest that it `replaces` in the
-            chain of charges, and the `reason`.
+            aggregate_scale holds, and the `other_holders` in the sum where a person may be at several; of a `recovered`
+            entry, as JSON, the `request`, the digest that it `replaces` in the chain of charges, and the `reason`.
         digest: SHA-256 of the previous entry's digest and everything above, in hex.
     """
 
@@ -171,12 +170,16 @@ class Charge:
     @property
     def line(self) -> dict[str, Any]:
         """The fields of its entry of phase `charged`; the note counts the readers against whom others' noise counts."""
-        counted = self.release.num_readers if self.release.counts_on_others else 0
+        note: dict[str, Any] = {}
+        if self.release.counts_on_others and self.release.num_readers:
+            note["num_readers"] = self.release.num_readers
+        if self.release.other_holders:
+            note["other_holders"] = self.release.other_holders
         return self._common | {
             "phase": CHARGED,
             "event": events.to_json(self.release.event),
             "noise_source": self.noise_source,
-            "note": json.dumps({"num_readers": counted}) if counted else None,
+            "note": json.dumps(note) if note else None,
         }
 
     def line_of_release(self, reply: str | None) -> dict[str, Any]:
@@ -197,11 +200,23 @@ def _data_set(row: tuple[str, str, int, float]) -> DataSet:
     return DataSet(id=row[0], client=row[1], num_records=row[2], delta=row[3])
 
 
+def _release(event: str, rho_bar: float, scale: float | None, readers: int, holders: str) -> Release:
+    """The release in a row of `_RELEASES`."""
+    return Release(
+        event=events.from_json(event),
+        rho_bar=rho_bar,
+        aggregate_scale=scale,
+        num_readers=readers,
+        other_holders=tuple((sensitivity, q) for sensitivity, q in json.loads(holders)),
+    )
+
+
 # A charge without an upload counts as it was charged: it may have been released.
 _RELEASES = """
     charged.event, coalesce(released.rho_bar, charged.rho_bar),
         CASE WHEN released.number IS NULL THEN charged.aggregate_scale ELSE released.aggregate_scale END,
-        coalesce(json_extract(charged.note, '$.num_readers'), 0)
+        coalesce(json_extract(charged.note, '$.num_readers'), 0),
+        coalesce(json_extract(charged.note, '$.other_holders'), '[]')
     FROM entries AS charged LEFT JOIN entries AS released ON released.phase = 'released'
         AND released.run = charged.run AND released.client = charged.client
         AND released.round = charged.round AND released.request = charged.request
@@ -272,22 +287,18 @@ class LedgerConnection(sqlite3.Connection):
     def releases(self, data_set: str, *, excluding_run: str = "") -> list[Release]:
         """Everything charged on a data set in all runs but one; equal releases are merged and their counts summed."""
         counted = _RELEASES.replace("FROM", ", count(*) FROM", 1)
-        rows = self.execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3, 4", (data_set, excluding_run))
+        rows = self.execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3, 4, 5", (data_set, excluding_run))
         merged = []
-        for text, rho_bar, scale, readers, num in rows:
-            event: Event = events.from_json(text)
-            event = event.with_count(num * event.count)
-            merged.append(Release(event=event, rho_bar=rho_bar, aggregate_scale=scale, num_readers=readers))
+        for *columns, num in rows:
+            release = _release(*columns)
+            merged.append(replace(release, event=release.event.with_count(num * release.event.count)))
         return merged
 
     def releases_in_order(self, data_set: str) -> list[Release]:
         """Everything charged on a data set, one by one, in the order of the charges."""
         rows = self.execute(f"SELECT {_RELEASES} ORDER BY charged.number", (data_set,))
-        known = lru_cache(events.from_json)
-        return [
-            Release(event=known(text), rho_bar=rho_bar, aggregate_scale=scale, num_readers=readers)
-            for text, rho_bar, scale, readers in rows
-        ]
+        known = lru_cache(_release)
+        return [known(*columns) for columns in rows]
 
     def releases_of(self, data_set: str, run: str) -> list[tuple[Key, Release]]:
         """The releases that one run was charged on a data set, each with its key, in order."""
@@ -297,11 +308,8 @@ class LedgerConnection(sqlite3.Connection):
             (data_set, run),
         )
         return [
-            (
-                Key(run=run, client=client, round=round_, request=request),
-                Release(event=events.from_json(text), rho_bar=rho_bar, aggregate_scale=scale, num_readers=readers),
-            )
-            for client, round_, request, text, rho_bar, scale, readers in rows
+            (Key(run=run, client=client, round=round_, request=request), _release(*columns))
+            for client, round_, request, *columns in rows
         ]
 
     def runs(self, data_set: str) -> list[RunRecord]:

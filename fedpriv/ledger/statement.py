@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,50 @@ _OLD_SUMS = (
     "Some sums were charged as read by the server alone: earlier versions did not count that each participant reads "
     "them too, and knows its own noise. Against a participant those cost up to what they cost on the local view."
 )
+
+_DELTA = "with so small a probability more may be learned than epsilon says"
+_ADVERSARY = (
+    "knows every other record, chose the model, the schedule and each request, sees all that is covered, and has any "
+    "amount of time"
+)
+_ASSUMED_OF_OTHERS = (
+    "On the local view nothing: not of the server, not of other holders. Of the holder's own machine: that it runs "
+    "this fedpriv unchanged and only models that its operator approved, and that AES is as good as random."
+)
+_ASKED = (
+    (
+        "Parameters, unit",
+        "NIST SP 800-226, top: see What is guaranteed. The smaller epsilon and delta, the more is hidden.",
+    ),
+    (
+        "Algorithms",
+        "NIST SP 800-226, middle: clipping and noise, whose sensitivity, accountants and floating-point "
+        "limits docs/privacy.md proves or names. Accuracy and bias are in a run's report.",
+    ),
+    (
+        "Exposure, security",
+        "NIST SP 800-226, base: whom you trust, side channels and who may read the records: "
+        "docs/privacy.md and docs/deployment.md. How the records were collected is outside of this page.",
+    ),
+    (
+        "Extraction",
+        "EDPB Opinion 28/2024: how likely is it that data of a person in the training are extracted from the "
+        "model? For the unit above, any outcome is at most e^epsilon times as likely as without it, but for delta.",
+    ),
+    (
+        "Queries",
+        "EDPB Opinion 28/2024: and that answers reveal them? The same bound, for any number of answers. What is "
+        "true of many people may still be inferred, of outsiders too; what the base model knew before is not bounded.",
+    ),
+    (
+        "Compliance",
+        "This page answers questions. It claims no compliance with any law or standard: whether a "
+        "likelihood is insignificant is for those who assess it, with tests beside proofs (fedpriv audit).",
+    ),
+)
+
+# Of the page, and of its left column.
+_COLUMNS, _LEFT = 80, 20
 
 # More of them are not counted.
 _MOST_ROUNDS = 100_000
@@ -306,58 +351,99 @@ def _is_called(name: str | None, given: str) -> bool:
 
 
 def render(page: Mapping[str, Any]) -> str:
-    """The statement as one page of plain text."""
-    bound = " (an upper bound)" if page["upper_bound_only"] else ""
-    delta = f"{page['delta']:g}{bound}"
-    size = f"{page['num_records']} {what_is_counted(page['unit'])}"
-    lines = [
-        "PRIVACY STATEMENT",
-        "",
-        f"Client            {label(page['client'], page['name'])}{_NAME_NOTE if page['name'] else ''}",
-        f"Data set          {page['data_set']}, {size} when it was registered",
-        f"As of             {page['as_of']}",
-        f"Protected         {page['adjacency']}",
-        "",
-        f"Against the server (local view)      epsilon {_rounded_up(page['epsilon_local'])} at delta {delta}",
-    ]
-    if page["epsilon_rho"] is not None:
-        lines.append(
-            f"By DP-LoRA's Theorem 1 (rho view)    epsilon {_rounded_up(page['epsilon_rho'])} at delta {delta}"
-        )
-    if page["view"] == "aggregate":
-        lines += [
-            f"Where it sees sums alone (aggregate)  epsilon {_rounded_up(page['epsilon_aggregate'])} at delta {delta}",
-            f"  against {readers_label(page['num_readers'])}",
+    """The statement as one page of plain text: a table of 80 columns, with an answer to each question."""
+    lines = ["PRIVACY STATEMENT", ""]
+    for heading, rows in _table(page).items():
+        lines += [heading.upper(), "-" * _COLUMNS] if heading else []
+        for question, answer in rows:
+            cells = textwrap.wrap(answer, _COLUMNS - _LEFT, break_long_words=False, break_on_hyphens=False)
+            lines += [f"{left:<{_LEFT}}{right}" for left, right in zip_longest([question], cells, fillvalue="")]
+        lines.append("")
+    lines += [f"Head of the chain of {page['entries']} entries, which was verified:", f"  {page['head']}"]
+    lines += ["Keep it, and check later that the ledger still holds it:"]
+    return "\n".join([*lines, f"  fedpriv ledger verify {page['ledger']} \\", f"    --head {page['head']}"])
+
+
+def _table(page: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """{heading: questions with their answers}."""
+    name = _NAME_NOTE if page["name"] else ""
+    return {
+        "": [
+            ("Client", f"{label(page['client'], page['name'])}{name}"),
+            (
+                "Data set",
+                f"{page['data_set']}, {page['num_records']} {what_is_counted(page['unit'])} when it was registered",
+            ),
+            ("As of", page["as_of"]),
+            *(("Take note", warning) for warning in _warnings(page)),
+        ],
+        "What is guaranteed": [
+            ("Unit", f"a {page['unit']}"),
+            ("Neighbouring data", page["adjacency"]),
+            *_epsilons(page),
+            ("Risk", " ".join(risk_in_words(page, page["delta"]))),
+            ("Found at most", risk_in_figures(page)),
+            ("Delta", f"{page['delta']:g}, registered with the data; {_DELTA}"),
+            ("Composition", _composition(page)),
+            ("Covered", page["covers"]),
+        ],
+        "Against whom, and what that rests on": [
+            ("Adversary", _ADVERSARY),
+            ("Assumed of others", _assumptions(page)),
+            ("Noise source", page["noise_source"] or "nothing was released"),
+            *(("Holder's statement", each) for each in page["statements"]),
+        ],
+        "What regulators ask": list(_ASKED),
+        "Not covered": [(f"{number}.", each) for number, each in enumerate(page["does_not_cover"], start=1)],
+        "Runs": [
+            (
+                run["run"][: _LEFT - 2],
+                f"{run['rounds']} rounds charged, noise {run['noise_source']}, {run['first'][:19]} to "
+                f"{run['last'][:19]} UTC",
+            )
+            for run in page["run_list"]
         ]
-        if page["num_readers"] == 0:
-            lines += ["", *textwrap.wrap(_OLD_SUMS, 104)]
-    lines += ["", *_risk_lines(page)]
-    if page["enforced_by"]:
-        lines += ["", *textwrap.wrap(f"Enforced by {page['enforced_by']}. Each {ODOMETER}.", 104)]
+        or [("None", "nothing was charged")],
+    }
+
+
+def _warnings(page: Mapping[str, Any]) -> Iterator[str]:
+    """The warnings that come before the figures."""
     for caveat in page["caveats"]:
-        lines += ["", f"NOT A PRIVACY GUARANTEE: {caveat}."]
+        yield f"NOT A PRIVACY GUARANTEE: {caveat}."
     if "seeded" in page["noise_source"]:
-        lines += ["", "NOT PRIVATE: some noise came from a seeded generator. Anyone who knows the seed can remove it."]
-    for line in gap_lines(adopted=page["adopted"], recovered=page["recovered"]):
-        lines += ["", *textwrap.wrap(line, 104)]
-    lines += ["", f"Noise source      {page['noise_source'] or 'nothing was released'}", "", "Covered"]
-    lines += [*_wrapped([page["covers"]]), "", "Not covered", *_wrapped(page["does_not_cover"])]
-    if page["statements"]:
-        lines += ["", "Stated by the holder at registration", *_wrapped(page["statements"])]
-    lines += ["", f"Runs              {len(page['run_list'])}, {page['rounds']} rounds charged"]
-    lines += [
-        f"  {run['run'][:16]:<16}  {run['rounds']:>5} rounds  {run['first'][:19]} to {run['last'][:19]} UTC  "
-        f"noise {run['noise_source']}"
-        for run in page["run_list"]
-    ]
-    lines += ["", f"Ledger            {page['ledger']}", f"Entries           {page['entries']}, chain verified"]
-    lines += [f"Head of the chain {page['head']}"]
-    return "\n".join([*lines, f"Keep it, and check  fedpriv ledger verify {page['ledger']} --head {page['head']}"])
+        yield "NOT PRIVATE: some noise came from a seeded generator. Anyone who knows the seed can remove it."
+    yield from gap_lines(adopted=page["adopted"], recovered=page["recovered"])
 
 
-def _risk_lines(page: Mapping[str, Any]) -> list[str]:
-    """The risk on the page's view, in words and in figures."""
-    return [*risk_in_words(page, page["delta"]), f"Found at most     {risk_in_figures(page)}"]
+def _epsilons(page: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The epsilon on each view, and who is meant by it."""
+    bound = ", an upper bound" if page["upper_bound_only"] else ""
+    delta = f"at delta {page['delta']:g}{bound}"
+    yield (
+        "Local view",
+        f"epsilon {_rounded_up(page['epsilon_local'])} {delta}: against the server, which sees each upload",
+    )
+    if page["epsilon_rho"] is not None:
+        yield "Rho view", f"epsilon {_rounded_up(page['epsilon_rho'])} {delta}: by DP-LoRA's Theorem 1, never below it"
+    if page["view"] == "aggregate":
+        against = f"against {readers_label(page['num_readers'])}, where the server saw sums alone"
+        yield "Aggregate view", f"epsilon {_rounded_up(page['epsilon_aggregate'])} {delta}: {against}"
+        if page["num_readers"] == 0:
+            yield "", _OLD_SUMS
+
+
+def _composition(page: Mapping[str, Any]) -> str:
+    """How releases were added up over rounds and runs."""
+    summed = f"{page['rounds']} rounds in {page['runs']} runs, composed first and converted once"
+    return f"{summed}. Enforced by {page['enforced_by']}. Each {ODOMETER}." if page["enforced_by"] else f"{summed}."
+
+
+def _assumptions(page: Mapping[str, Any]) -> str:
+    """The assumptions of the figures on the holder and on others."""
+    if page["view"] != "aggregate":
+        return _ASSUMED_OF_OTHERS
+    return f"{_ASSUMED_OF_OTHERS} On the aggregate view also that no more participants read together than it says."
 
 
 def label(client: str, name: str | None) -> str:
@@ -384,12 +470,6 @@ def _notes(db: LedgerConnection, data_set: DataSet) -> list[str]:
 def _rounded_up(epsilon: float) -> str:
     """To four decimal places, rounded up: a statement must not understate what was spent."""
     return f"{epsilon:.4f}" if float(f"{epsilon:.4f}") >= epsilon else f"{epsilon + 5e-5:.4f}"
-
-
-def _wrapped(texts: list[str]) -> list[str]:
-    return [
-        line for text in texts for line in textwrap.wrap(text, 100, initial_indent="  - ", subsequent_indent="    ")
-    ]
 
 
 def entries_frame(path: str | Path) -> pd.DataFrame:

@@ -71,6 +71,7 @@ EXAMPLES = {
     "card": Example("published"),
     "push": Example("published clinic/letters"),
     "data lines": Example("plain.csv plain.jsonl"),
+    "evidence": Example("ledger.sqlite --out bundle.zip"),
     "ledger show": Example("ledger.sqlite --budget-epsilon 2", infinite="data_sets 0 epsilon_local"),
     "ledger verify": Example("ledger.sqlite"),
     "ledger adopt-head": Example("moved.sqlite", infinite="data_sets 0 epsilon_local"),
