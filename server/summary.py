@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from fedpriv.plan.preflight import objections_to_aggregate
 from fedpriv.runs import ClientRow, RoundRow
 from fedpriv.training import class_figures, log_perplexity_change
 from fedpriv.training.evaluation import Evaluation
+from fedpriv.training.local_update import trained_names
 from fedpriv.training.workbench import Workbench
 from server.evaluation import PrivateEvaluation
 from server.strategy import RuleStrategy
@@ -78,7 +79,9 @@ def summarize(
     ]
     labels = bench.data.label_names or (config.answers if outcome.test else ())
     num_outcomes = len(labels) or bench.num_outcomes
-    unmoved = unmoved_tensors(outcome.strategy.model)
+    asked = outcome.strategy.schedule.totals
+    model = outcome.strategy.model
+    unmoved = unmoved_tensors(model, {name for spec in asked for name in trained_names(model.adapter, spec.trains)})
     largest = {view: _largest(costs[f"epsilon_{view}"].values()) for view in VIEWS}
     parts: dict[str, Part] = {"this_run": "this run", "before": "before"} if accounts.has_earlier else {}
     caveat = outcome.strategy.books.costs.caveat
@@ -209,12 +212,18 @@ def _largest_risk(risks: Iterable[Risk | None]) -> dict[str, Any]:
     return worst.values | {"trade_off": {"fpr": list(_CURVE), "tpr": worst.curve(_CURVE)}}
 
 
-def unmoved_tensors(model: GlobalModel) -> list[str]:
-    """The tensors that training did not change, in layers into whose frozen weight nothing was merged either."""
+def unmoved_tensors(model: GlobalModel, trained: Collection[str]) -> list[str]:
+    """The tensors that training did not change, in layers into whose frozen weight nothing was merged either.
+
+    Args:
+        model: the final one.
+        trained: names of the tensors that any round trains; where that is the head alone, A and B stay.
+    """
     return [
         name
         for name, start in model.initial.items()
-        if torch.equal(start, model.adapter[name])
+        if name in trained
+        and torch.equal(start, model.adapter[name])
         and name.removesuffix(A_SUFFIX).removesuffix(B_SUFFIX) not in model.merged
     ]
 

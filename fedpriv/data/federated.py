@@ -177,7 +177,6 @@ def _embedded(config: RunConfig) -> FederatedData:
         raise InputError(f"task = {config.task}: the embedded corpus is for SEQ_CLS; name a data file")
     names = tuple(dict.fromkeys(message.hospital for message in train))
     holders = [[m for m in train if m.hospital == name] for name in names]
-    test_holders = _numbers((message.hospital for message in test), names)
     if config.partition not in ("auto", "natural"):
         from datasets import Dataset
 
@@ -186,7 +185,6 @@ def _embedded(config: RunConfig) -> FederatedData:
         table = Dataset.from_dict(columns | {config.label_column: [message.department for message in train]})
         parts, labels = _partition(table, replace(config, person_column="patient") if _has_persons(config) else config)
         holders, names = [[train[index] for index in values_of(part, "index")] for part in parts], tuple(labels)
-        test_holders = ()
 
     def text_of(messages: list[hospital.Message]) -> TextData:
         return TextData(tuple(m.text for m in messages), tuple(m.department for m in messages))
@@ -199,7 +197,6 @@ def _embedded(config: RunConfig) -> FederatedData:
         client_names=names,
         test=text_of(test) if config.has_test_set else _NO_RECORDS,
         label_names=hospital.DEPARTMENTS,
-        test_holders=test_holders if config.has_test_set else (),
     )
 
 

@@ -182,8 +182,9 @@ def test_a_run_that_moved_nothing_says_so(small_run, tmp_path):
     assert summary(still)["adapters_moved"] is False
     assert summary(still)["unmoved_tensors"]
     start = {"a": torch.ones(2)}
-    assert unmoved_tensors(GlobalModel(initial=start, adapter={"a": torch.ones(2)})) == ["a"]
-    assert unmoved_tensors(GlobalModel(initial=start, adapter={"a": torch.zeros(2)})) == []
+    assert unmoved_tensors(GlobalModel(initial=start, adapter={"a": torch.ones(2)}), ["a"]) == ["a"]
+    assert unmoved_tensors(GlobalModel(initial=start, adapter={"a": torch.ones(2)}), []) == []
+    assert unmoved_tensors(GlobalModel(initial=start, adapter={"a": torch.zeros(2)}), ["a"]) == []
 
 
 def test_clients_are_sampled_by_partition_id_and_the_seed(small_run, tmp_path):
