@@ -367,6 +367,7 @@ def render(page: Mapping[str, Any]) -> str:
 def _table(page: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
     """{heading: questions with their answers}."""
     name = _NAME_NOTE if page["name"] else ""
+    size = f"{page['num_records']} {what_is_counted(page['unit'])}"
     return {
         "": [
             ("Client", f"{label(page['client'], page['name'])}{name}"),
