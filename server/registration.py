@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.5
 Nodes = dict[int, tuple[int, Registration]]
 
 
-def label_of(nodes: Nodes, client: int) -> str:
+def label_of(nodes: Mapping[int, tuple[int, Registration]], client: int) -> str:
     """A holder by the name that it registered, with its partition id."""
     return holder_label(client, nodes[client][1].name if client in nodes else None)
 

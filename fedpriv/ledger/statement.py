@@ -371,10 +371,7 @@ def _table(page: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
     return {
         "": [
             ("Client", f"{label(page['client'], page['name'])}{name}"),
-            (
-                "Data set",
-                f"{page['data_set']}, {page['num_records']} {what_is_counted(page['unit'])} when it was registered",
-            ),
+            ("Data set", f"{page['data_set']}, {size} when it was registered"),
             ("As of", page["as_of"]),
             *(("Take note", warning) for warning in _warnings(page)),
         ],
