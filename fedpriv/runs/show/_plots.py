@@ -23,6 +23,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from fedpriv.accounting.views import View
 from fedpriv.runs.figures import INFINITY, format_bound, format_bytes, format_number, format_percent
+from fedpriv.texts import percent_up
 
 # In points: small enough that a telephone shows the text at its size, large enough for half a column.
 WIDTH, HEIGHT = 340.0, 215.0
@@ -84,7 +85,7 @@ def trade_off_plot(found: pd.Series, points: Mapping[str, float], *, name: str =
         points: {share wrongly accused: share found} of those that are told in figures.
         name: a word that is unique on the page.
     """
-    labels = [format_percent(share) for share in points.values()]
+    labels = [percent_up(share) for share in points.values()]
     figure, axes = _axes([*labels, "at random"], _percent_tick)
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -95,7 +96,7 @@ def trade_off_plot(found: pd.Series, points: Mapping[str, float], *, name: str =
     axes.plot([float(x) for x in points], list(points.values()), "o", color=SERIES[0], markersize=5, clip_on=False)
     for x, y in points.items():
         axes.annotate(
-            format_percent(y),
+            percent_up(y),
             xy=(float(x), y),
             xytext=(-3, 5),
             textcoords="offset points",
@@ -110,7 +111,7 @@ def trade_off_plot(found: pd.Series, points: Mapping[str, float], *, name: str =
         axis.set_major_formatter(FuncFormatter(lambda share, _: _percent_tick(share)))
     axes.set_ylabel("found", color=INK, fontsize=FONT_SIZE, labelpad=-2)
     axes.set_xlabel("wrongly accused", color=INK, fontsize=FONT_SIZE)
-    told = ", ".join(f"{format_percent(y)} at {_percent_tick(float(x))}" for x, y in points.items())
+    told = ", ".join(f"{percent_up(y)} at {_percent_tick(float(x))}" for x, y in points.items())
     return to_svg(figure, name=name, description=f"The share found at most, by the share wrongly accused: {told}.")
 
 
