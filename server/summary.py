@@ -73,8 +73,10 @@ def summarize(
     costs["epsilon_local_this_run"] = accounts.final("local", part="this run")
     tested = _tests_of_holders(bench, outcome.test, baselines)
     risks = accounts.risks(config.privacy_view)
+    # That of a client without a release, too, whose risk names no unit of its own.
+    unit = {"unit": next(iter(outcome.strategy.books.costs.units))}
     clients = [
-        _client(client, costs, outcome) | tested[client] | _risk(risks[client])
+        _client(client, costs, outcome) | tested[client] | _risk(risks[client]) | unit
         for client in outcome.strategy.books.sizes
     ]
     labels = bench.data.label_names or (config.answers if outcome.test else ())
@@ -106,8 +108,8 @@ def summarize(
         "delta_max": max(accounts.deltas.values()),
         "num_readers": accounts.num_readers,
         "aggregate_objections": list(objections_to_aggregate(config)),
-        "unit": next(iter(outcome.strategy.books.costs.units)),
         **_largest_risk(risks.values()),
+        **unit,
         "accountant": "pld or rdp" if any(cost.upper_bound_only for cost in known) else "pld",
         "private": largest["local"] != math.inf and not config.simulate and not caveat,
         "mechanism": config.mechanism,

@@ -9,7 +9,7 @@ Forty noisy steps on Poisson samples of, on average, 64 of 1,200 records:
 epsilon 1.783 at delta 1e-05, by pld
 >>> found = risk_of([steps], delta=1e-5).tpr_at_fpr["0.01"]
 >>> print(f"who wrongly accuses 1 % of outside records finds at most {found:.1%} of the records")
-who wrongly accuses 1 % of outside records finds at most 3.0% of the records
+who wrongly accuses 1 % of outside records finds at most 2.6% of the records
 >>> z = noise_multiplier_for(1.0, 1e-5, sampling_probability=64 / 1200, steps=40)
 >>> print(f"noise multiplier {z:.3f} for epsilon 1")
 noise multiplier 1.660 for epsilon 1

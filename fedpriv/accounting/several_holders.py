@@ -50,7 +50,7 @@ class SummedGaussian(Event):
     Raises:
         ValueError: a value is out of range or not finite, or there is another number of one than of the other.
 
-    Source: the corollary on vectors of Choquette-Choo, Ganesh, Steinke and Thakurta 2024 (4.7): norms may stand for
+    Source: Choquette-Choo et al. 2024, corollary 4.7, on vectors: norms may stand for
         vectors. The distribution grows with each s_j and q_j, since the sum of coins then is larger, whatever happens.
     """
 

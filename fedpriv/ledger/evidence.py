@@ -43,16 +43,21 @@ _SCHEDULE = (
     *("simulate",),
 )
 _ENVIRONMENT_OF_THE_MACHINE = {"fedpriv_file", "platform", "cpu_count"}
+_RISK = ("mu", "advantage", "tpr_at_fpr")
 _FIGURES = (
     *("client", "data_set", "num_records", "delta", "unit", "rounds", "runs", "noise_source", "num_readers"),
     *(f"epsilon_{view}" for view in VIEWS),
-    *("mu", "advantage", "tpr_at_fpr"),
+    *_RISK,
 )
 _PRINTED = (
     *("run_id", "privacy_view", "budget_epsilon", "delta_max"),
     *(f"epsilon_{view}_max" for view in VIEWS),
+    *("unit", *_RISK),
 )
-_PRINTED_OF_CLIENTS = ("client", *(f"epsilon_{view}" for view in VIEWS), "epsilon_local_this_run", "delta")
+_PRINTED_OF_CLIENTS = (
+    *("client", *(f"epsilon_{view}" for view in VIEWS), "epsilon_local_this_run", "delta"),
+    *("unit", *_RISK),
+)
 
 # The earliest time that a zip can hold.
 _TIME = (1980, 1, 1, 0, 0, 0)

@@ -18,7 +18,7 @@ import math
 import sys
 import zipfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import dp_accounting
@@ -29,9 +29,11 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from dp_accounting import pld, rdp
 from scipy import optimize, stats
 
-PLD_TOLERANCE, RDP_TOLERANCE, RISK_TOLERANCE = 1e-3, 1e-6, 2e-2
+PLD_TOLERANCE, RDP_TOLERANCE, RISK_BELOW, RISK_ABOVE = 1e-3, 1e-6, 1 - 1e-3, 1 + 1e-2
+RATES = ("0.001", "0.01", "0.05")  # shares of outsiders who are wrongly accused
 GRID, RDP_ABOVE = 1e-4, 100.0  # of privacy losses; an epsilon by rdp above that stands for the one by pld
 LEAST_NOISE, MOST_NOISE, FOR_RELEASES = 1e-6, 1e6, 1 - 1e-9  # less is none, more counts as this; part of delta
+MANY_CLIENTS = 32  # risks of more are upper bounds
 VIEWS = ("local", "rho", "aggregate")
 PARTS = ("about.json", "figures.json", "registrations.json", "entries.jsonl", "receipts.jsonl")
 KEY = ("run", "client", "round", "request")
@@ -184,6 +186,7 @@ class SeenUpload(NamedTuple):
     drawn: tuple[float, ...]
 
 
+Curve = Callable[[Any], Any]  # [shares] the most found of each share of outsiders who are wrongly accused
 Events = tuple[tuple[SeenUpload, int], ...]  # each different release, and how many of it there were
 
 
@@ -228,9 +231,9 @@ def epsilon_of(events: Events, delta: float, accountant: str) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def loss_of(events: Events) -> Any:
-    """The privacy loss distribution of all events, rounded up to the grid."""
-    build, grid = pld.privacy_loss_distribution, GRID * (10 if any(len(e.moves) > 1 for e, _ in events) else 1)
+def loss_of(events: Events, interval: float = GRID) -> Any:
+    """The privacy loss distribution of all events, rounded up to a grid."""
+    build, grid = pld.privacy_loss_distribution, interval * (10 if any(len(e.moves) > 1 for e, _ in events) else 1)
     total = build.identity(grid)  # that of mixtures, which take long, is coarser
     for event, count in events:
         if len(event.moves) > 1 and event.q < 1:
@@ -245,6 +248,61 @@ def loss_of(events: Events) -> Any:
             one = build.from_gaussian_mechanism(noise, value_discretization_interval=grid, sampling_prob=event.q)
         total = total.compose(one.self_compose(1 if event.q == 1 else count))
     return total
+
+
+@functools.lru_cache(maxsize=4096)
+def risk_of(events: Events, delta: float, rule: str = "", order: int = 0) -> dict[str, float]:
+    """Mu, advantage, and shares found: of releases fixed in advance, or of all that a filter lets pass for as much."""
+    live = tuple((event, count) for event, count in events if event.q > 0)
+    if any(event.z < LEAST_NOISE for event, _ in live):
+        return {"mu": math.inf} | dict.fromkeys(("advantage", *RATES), 1.0)
+    found, exact = coin(order, math.fsum(count * divergence(event, order) for event, count in live)), {}
+    if rule != "renyi":
+        exact = {"mu": mu_of(live)} if not rule and all(event.q == 1 for event, _ in live) else {}
+        found = gaussian(mu_of(live)) if exact or rule else by_losses(live)
+    z = np.linspace(-37.0, 4.0, 1000)
+    beyond = stats.norm.ppf(np.clip(found(stats.norm.cdf(z)) - delta, 0, 1)) - z
+    mu = float(beyond[np.isfinite(beyond)].max(initial=0.0))
+    balanced = optimize.brentq(lambda x: float(found(np.array([max(x, 1e-300)]))[0]) + x - 1, -1.0, 0.5)
+    shares = dict(zip(RATES, found(np.array(RATES, float)).tolist(), strict=True))
+    return {"mu": mu, "advantage": 1 - 2 * balanced} | shares | exact
+
+
+def by_losses(events: Events) -> Curve:
+    """The most that an attacker finds by the privacy profile of both directions."""
+    finest = min(p * move / max(e.noise, 1.0) for e, _ in events for move, p in zip(e.moves, e.drawn, strict=True)) / 20
+    loss = loss_of(events, 50 * GRID if is_large(events) else min(GRID, max(finest, GRID / 10)))
+    epsilons = np.append(0.0, np.geomspace(1e-4, min(loss.get_epsilon_for_delta(1e-12), 600.0) + 1e-3, 1500))
+    deltas, ratio = np.asarray(loss.get_delta_for_epsilon(epsilons)), np.exp(epsilons)
+    return lambda x: np.minimum(deltas + np.outer(x, ratio), 1 - (1 - deltas - x[:, None]) / ratio).min(axis=1)
+
+
+def is_large(events: Events) -> bool:
+    """Whether losses are so large that a risk is printed by Renyi divergences, which bound it from above."""
+    return any(event.q < 1 for event, _ in events) and epsilon_of(events, 1e-5, "rdp") > RDP_ABOVE
+
+
+def gaussian(mu: float) -> Curve:
+    """The most that an attacker finds who tells N(0, 1) from N(mu, 1)."""
+    return lambda x: stats.norm.cdf(stats.norm.ppf(x) + mu)
+
+
+def coin(order: int, limit: float) -> Curve:
+    """The most that an attacker finds whose accusations, as coins, have a divergence of at most so much both ways."""
+
+    def moment(p: Any, q: Any) -> Any:
+        sides = [order * np.log(a) + (1 - order) * np.log(b) for a, b in ((p, q), (1 - p, 1 - q))]
+        return np.logaddexp(*sides)
+
+    def found(x: Any) -> Any:
+        low, high = x, np.ones_like(x)
+        for _ in range(45):
+            y = (low + high) / 2
+            fits = np.maximum(moment(x, y), moment(y, x)) <= (order - 1) * limit
+            low, high = np.where(fits, y, low), np.where(fits, high, y)
+        return high
+
+    return found
 
 
 def check_epsilon(claim: str, printed: float | None, found: float, kind: str, is_bound: bool, to: Findings) -> None:
@@ -271,59 +329,65 @@ def check_data_set(row: Object, entries: Sequence[Object], findings: Findings) -
         for kind, printed in (("pld", row[f"epsilon_{view}"]), ("rdp", row["rdp"][view])):
             epsilon = epsilon_of(seen_by(view, releases), delta, kind)
             check_epsilon(f"{name}: epsilon_{view} at delta {delta:g}", printed, epsilon, kind, False, findings)
+    rules = [json.loads(e["note"]) for e in entries if (e["phase"], e["data_set"]) == ("bounded", id_)]
     if row["budget"]:
-        check_budget(row, releases, entries, findings)
-    if "tpr_at_fpr" in row:
-        has_rule = any((entry["phase"], entry["data_set"]) == ("bounded", id_) for entry in entries)
-        check_risk(row, seen_by("local", releases), has_rule, findings)
+        check_budget(row, releases, rules, findings)
+    events, last = seen_by("local", releases), rules[-1] if rules else {"rule": ""}
+    if last["rule"] == "plan":  # all slots count
+        events = seen_by("local", [{"event": e} for rule in rules for e in rule.get("events", ())])
+    how = (last["rule"], last.get("order", 0)) if last["rule"] != "plan" else ()
+    risk = risk_of(events, delta * (FOR_RELEASES if rules else 1.0), *how)
+    check_risk(name, row, risk, not any(how) and is_large(events), findings)
 
 
 def check_printed(printed: Object, registrations: Object, entries: Sequence[Object], findings: Findings) -> None:
     """Check what a run printed at its end of every client, and of the worst."""
-    names = (*(f"epsilon_{view}" for view in VIEWS), "delta")
-    for client in printed["clients"]:
-        releases = releases_of(entries, registrations[str(client["client"])]["data_set"])
+    names, clients = (*(f"epsilon_{view}" for view in VIEWS), "delta"), printed["clients"]
+    risky, view = [client for client in clients if client["tpr_at_fpr"]], printed["privacy_view"]
+    of = {c["client"]: releases_of(entries, registrations[str(c["client"])]["data_set"]) for c in clients}
+    seen = {c["client"]: (seen_by(view, of[c["client"]]), c["delta"]) for c in risky}
+    for client in clients:
+        releases, name = of[client["client"]], f"client {client['client']} in the run's summary"
         own = [release for release in releases if release["run"] == printed["run_id"]]
         for key in (*names[:-1], "epsilon_local_this_run"):
-            view, counted = key.split("_")[1], own if key.endswith("run") else releases
-            if client[key] is not None or not any(release[view] is None for release in counted):
-                epsilon = epsilon_of(seen_by(view, counted), client["delta"], "pld")
-                claim = f"client {client['client']} in the run's summary: {key} at delta {client['delta']:g}"
+            on, counted = key.split("_")[1], own if key.endswith("run") else releases
+            if client[key] is not None or not any(release[on] is None for release in counted):
+                epsilon = epsilon_of(seen_by(on, counted), client["delta"], "pld")
+                claim = f"{name}: {key} at delta {client['delta']:g}"
                 check_epsilon(claim, client[key], epsilon, "pld", printed["upper_bound_only"], findings)
-    figures = {key: [client[key] for client in printed["clients"]] for key in names}
+        units = {release["event"]["unit"] for release in releases} | {printed["unit"]}
+        findings.check(units == {client["unit"]}, f"{name}: what is protected is a {client['unit']}", units)
+        if client in risky:
+            is_bound = len(set(seen.values())) > MANY_CLIENTS or is_large(seen[client["client"]][0])
+            check_risk(name, client, risk_of(*seen[client["client"]]), is_bound, findings)
+        else:
+            holds = all(release[view] is not None for release in releases)
+            findings.check(not holds, f"{name}: it has no risk, since the {view} view does not hold")
+    figures = {f"{key}_max": [client[key] for client in clients] for key in names}
+    figures |= {key: [(c | c["tpr_at_fpr"])[key] for c in risky] for key in ("mu", "advantage", *RATES) if risky}
     for key, values in figures.items():
-        worst, stated = None if None in values else max(values), printed[f"{key}_max"]
-        findings.check(stated == worst, f"{key}_max {stated} is that of the worst client", worst)
-    budgets, spent = printed["budget_epsilon"], figures[f"epsilon_{printed['privacy_view']}"]
+        worst, stated = None if None in values else max(values), (printed | (printed["tpr_at_fpr"] or {})).get(key)
+        findings.check(stated == worst, f"{key} {stated} is that of the worst client", worst)
+    budgets, spent = printed["budget_epsilon"], figures[f"epsilon_{view}_max"]
     for budget, epsilon in zip(budgets * (len(spent) if len(budgets) == 1 else 1), spent, strict=False):
         kept = epsilon is not None and epsilon <= budget * (1 + 1e-9)
-        findings.check(kept, f"the budget of epsilon {budget:g} on the {printed['privacy_view']} view is kept", epsilon)
+        findings.check(kept, f"the budget of epsilon {budget:g} on the {view} view is kept", epsilon)
 
 
-def check_risk(row: Object, events: Events, is_bound: bool, findings: Findings) -> None:
-    """Check `mu`, `advantage` and `tpr_at_fpr` by the loss distribution; what a filter guarantees may be larger."""
-    if (reach := epsilon_of(events, 1e-12, "pld")) > RDP_ABOVE:
-        findings.check({*row["tpr_at_fpr"].values()} == {1.0}, "everybody may be found", "not computed here")
-        return
-    epsilons = np.append(0.0, np.geomspace(1e-4, reach + 1e-3, 1500))
-    deltas = np.asarray(loss_of(events).get_delta_for_epsilon(epsilons))
-    rates, z = np.array([float(rate) for rate in row["tpr_at_fpr"]]), np.linspace(-37.0, 4.0, 1000)
-    x = np.concatenate([rates, stats.norm.cdf(z)])[:, None]
-    found = np.minimum(deltas + np.exp(epsilons) * x, 1 - (1 - deltas - x) / np.exp(epsilons)).min(axis=1)
-    beyond = stats.norm.ppf(np.clip(found[len(rates) :] - row["delta"], 0, 1)) - z
-    mu = beyond[np.isfinite(beyond)].max(initial=0.0)
-    figures = {"mu": (row["mu"], mu), "advantage": (row["advantage"], deltas[0])}
-    figures |= {f"tpr at fpr {rate:g}": (row["tpr_at_fpr"][f"{rate:g}"], found[i]) for i, rate in enumerate(rates)}
-    for key, (printed, value) in figures.items():
-        agrees = abs(printed - value) <= RISK_TOLERANCE * value or (is_bound and printed > value)
-        findings.check(agrees, f"data set {row['data_set']}: {key} {printed:.6g}", f"it is {value:.6g} here")
+def check_risk(name: str, row: Object, found: Mapping[str, float], is_bound: bool, findings: Findings) -> None:
+    """Compare a printed risk, which may not be too small; where it is stated as a bound, it may be larger."""
+    printed = {key: math.inf if row[key] is None else row[key] for key in ("mu", "advantage")} | row["tpr_at_fpr"]
+    findings.check(printed.keys() == found.keys(), f"{name}: a risk has {', '.join(found)}", [*printed])
+    for key in sorted(printed.keys() & found.keys()):
+        value, claim = found[key], f"{name}: {f'found at {key}' if key in RATES else key} is {printed[key]:.6g}"
+        is_close = printed[key] <= value * RISK_ABOVE + 1e-9 or is_bound
+        findings.check(is_close and printed[key] >= value * RISK_BELOW - 1e-9, claim, f"it is {value:.6g} here")
 
 
-def check_budget(row: Object, releases: Sequence[Object], entries: Iterable[Object], findings: Findings) -> None:
+def check_budget(row: Object, releases: Sequence[Object], rules: Sequence[Object], findings: Findings) -> None:
     """Compute the share of a budget that is used, by the rule that the ledger names."""
     name, budget, delta = f"data set {row['data_set']}", row["budget"], row["delta"] * FOR_RELEASES
     view, epsilon, events = budget["view"], budget["epsilon"], seen_by(budget["view"], releases)
-    rules = [json.loads(e["note"]) for e in entries if (e["phase"], e["data_set"]) == ("bounded", row["data_set"])]
     kind = rules[-1]["rule"] if rules else "none"
     used, limit = 0.0, 0.0
     if kind == "plan":
@@ -341,7 +405,7 @@ def check_budget(row: Object, releases: Sequence[Object], entries: Iterable[Obje
         used = math.fsum(count * divergence(event, order) for event, count in events)
         limit = epsilon - math.log1p(-1 / order) + (math.log(delta) + math.log(order)) / (order - 1)
     elif kind == "gaussian":
-        used = math.fsum(count / event.z**2 for event, count in events if event.q > 0)
+        used = mu_of(events) ** 2
         limit = optimize.brentq(lambda mu: gaussian_delta(mu, epsilon) - delta, 1e-8, 1e3, xtol=1e-13) ** 2
     share = used / limit if limit > 0 else math.inf if releases else 0.0
     stated = math.inf if budget["used"] is None else budget["used"]
@@ -356,6 +420,11 @@ def divergence(event: SeenUpload, order: int) -> float:
     plain, k = order / (2 * event.z**2), np.arange(order + 1)
     log_moment = np.logaddexp.reduce(stats.binom.logpmf(k, order, event.q) + (k * k - k) / (2 * event.z**2))
     return float(max(log_moment / (order - 1), min(plain, 1e-12)))
+
+
+def mu_of(events: Events) -> float:
+    """The mu of releases without sampling."""
+    return math.sqrt(math.fsum(count / event.z**2 for event, count in events if event.q > 0))
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:

@@ -24,6 +24,7 @@ from fedpriv.accounting.events import SubsampledGaussian, to_json
 from fedpriv.accounting.filters import CommittedPlan, GaussianFilter, RenyiFilter
 from fedpriv.accounting.lmo.event import SubsampledLmo
 from fedpriv.accounting.lmo.parameters import LmoParameters
+from fedpriv.accounting.risk import Risk, risk_of
 from fedpriv.accounting.views import Release
 from fedpriv.config import parse
 from fedpriv.ledger import evidence, verify_evidence
@@ -143,7 +144,7 @@ def test_a_bundle_holds_no_record_label_seed_or_secret(runs, table, tmp_path):
 def test_the_verifier_is_one_short_file_that_imports_nothing_of_ours_and_runs_alone(node, tmp_path):
     program = unpacked(node)["verify_evidence.py"]
     assert program == Path(verify_evidence.__file__).read_bytes()
-    assert len(program.splitlines()) <= 400
+    assert len(program.splitlines()) <= 470
     roots = set()
     for statement in ast.walk(ast.parse(program)):
         if isinstance(statement, ast.ImportFrom):
@@ -279,6 +280,18 @@ def _numbers(value: object) -> Iterator[tuple[dict, str]]:
             yield from _numbers(inner)
 
 
+def a_risk(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
+    """Of a data set, of a client in the run's summary, or the largest."""
+    name = f"{_part(files)}/figures.json"
+    figures = json.loads(files[name])
+    printed = figures["printed"]
+    place = rng.choice([*figures["data_sets"], *([printed, *printed["clients"]] if printed else [])])
+    if (key := rng.choice(["mu", "advantage", "0.001", "0.01", "0.05", "unit"])).startswith("0"):
+        place = place["tpr_at_fpr"]
+    place[key] = "client" if key == "unit" else place[key] * rng.choice([0.99, 1.02])
+    return files | {name: json.dumps(figures).encode()}, True, key
+
+
 def the_head(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
     name = f"{_part(files)}/about.json"
     about = json.loads(files[name])
@@ -324,7 +337,7 @@ def a_byte(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
 
 MUTATIONS: list[Mutation] = [
     *(an_entry, the_order, a_lost_entry, a_figure, the_head, a_policy, a_receipt, a_missing_file, a_byte, an_entry),
-    *(a_figure, a_figure),
+    *(a_figure, a_risk),
 ]
 
 
@@ -367,15 +380,41 @@ def test_what_is_no_bundle_is_named(tmp_path):
     assert evidence.PROGRAM == "verify_evidence.py"
 
 
-def test_risk_figures_are_computed_again_where_a_bundle_has_them():
-    """Gaussian noise on all records: mu is 1 / z, and telling the worlds apart is telling N(0, 1) from N(mu, 1)."""
+def test_a_risk_may_be_stated_too_large_by_a_hundredth_and_never_too_small():
+    """Gaussian noise on all records: mu is sqrt(T) / z, and the worlds differ as N(0, 1) and N(mu, 1) do."""
     event = SubsampledGaussian(noise_multiplier=4.0, sampling_probability=1.0, count=4)
     events = verify_evidence.seen_by("local", [{"event": json.loads(to_json(event))}])
     mu, rates = 0.5, (0.001, 0.01, 0.05)
     tprs = {f"{rate:g}": float(norm.cdf(mu + norm.ppf(rate))) for rate in rates}
-    row = {"data_set": "x", "delta": 1e-5, "budget": None, "mu": mu, "tpr_at_fpr": tprs}
-    row["advantage"] = float(2 * norm.cdf(mu / 2) - 1)
-    for changed in ({"mu": 0.525}, {"advantage": 0.19}, {"tpr_at_fpr": tprs | {"0.01": 0.9 * tprs["0.01"]}}):
-        findings = verify_evidence.Findings()
-        verify_evidence.check_risk(row | changed, events, False, findings)
-        assert [line.startswith("confirmed") for line in findings.lines].count(False) == findings.failures == 1
+    exact = {"mu": mu, "advantage": float(2 * norm.cdf(mu / 2) - 1), "tpr_at_fpr": tprs}
+    found = verify_evidence.risk_of(events, 1e-5)
+    assert found == pytest.approx({"mu": mu, "advantage": exact["advantage"], **tprs}, rel=1e-9)
+    for factor, is_right in {0.998: False, 0.9995: True, 1.0: True, 1.009: True, 1.02: False}.items():
+        for key in ("mu", "advantage", "0.001", "0.01", "0.05"):
+            changed = exact | {"tpr_at_fpr": {rate: tpr * (factor if key == rate else 1) for rate, tpr in tprs.items()}}
+            changed |= {name: exact[name] * factor for name in ("mu", "advantage") if name == key}
+            findings = verify_evidence.Findings()
+            verify_evidence.check_risk("x", changed, found, False, findings)
+            assert findings.failures == (not is_right), (key, factor)
+
+
+def test_risks_agree_with_ours_on_random_histories_and_for_every_rule():
+    rng = random.Random(44)
+    for trial in range(6):
+        q = [1.0, 0.3, 0.02, 0.002, 0.02, 0.3][trial]
+        events = [
+            SubsampledGaussian(noise_multiplier=rng.uniform(0.7, 4), sampling_probability=q, count=rng.randint(1, 40))
+        ]
+        check_risk_like_ours(events, "", 0, risk_of(events, 1e-5))
+        rule = RenyiFilter(order=rng.randint(2, 40))
+        check_risk_like_ours(events, "renyi", rule.order, rule.risk(events, epsilon=None, delta=1e-5))
+    unsampled = [SubsampledGaussian(noise_multiplier=3.0, sampling_probability=1.0, count=7)]
+    check_risk_like_ours(unsampled, "gaussian", 0, GaussianFilter().risk(unsampled, epsilon=None, delta=1e-5))
+
+
+def check_risk_like_ours(events: list[SubsampledGaussian], rule: str, order: int, ours: Risk) -> None:
+    seen = verify_evidence.seen_by("local", [{"event": json.loads(to_json(event))} for event in events])
+    findings = verify_evidence.Findings()
+    is_bound = not rule and verify_evidence.is_large(seen)
+    verify_evidence.check_risk("x", ours.values, verify_evidence.risk_of(seen, 1e-5, rule, order), is_bound, findings)
+    assert findings.failures == 0, (events, rule, findings.lines)

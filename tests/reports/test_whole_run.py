@@ -24,6 +24,7 @@ def test_every_series_of_a_run_is_drawn(
     federation.run(parse({**small_run, **changes, "out": str(tmp_path / "run")}), LogObserver())
     page = (tmp_path / "run" / "report.html").read_text()
     series = [*measured, "ε so far, local view", "ε so far, rho view", "Bytes in each round", "Bytes so far"]
-    assert page.count("<svg") == len(series)
+    assert page.count("<svg") == len(series) + 1
+    assert page.count('aria-label="The share found at most, ') == 1
     for name in series:
         assert page.count(f'aria-label="{name} ') == 1, name

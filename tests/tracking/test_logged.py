@@ -80,7 +80,16 @@ def test_every_key_of_free_text_is_known_to_hold_no_path_or_is_shortened_or_left
     told = _tracker.configuration(dict.fromkeys(texts, f"/home/{SECRET}/x"), nowhere)
     assert {key for key, value in told.items() if SECRET in value} == {
         *("text_column", "text_pair_column", "prompt_column", "response_column", "messages_column"),
-        *("label_column", "client_column", "system_prompt", "prompt_template", "mechanism", "aggregation"),
+        *(
+            "label_column",
+            "client_column",
+            "person_column",
+            "system_prompt",
+            "prompt_template",
+            "mechanism",
+            "aggregation",
+            "target_risk",
+        ),
     }
 
 

@@ -39,7 +39,8 @@ def head_task(model, records, *, num_registered=40, **changes):
 def rows_of(model, records, drawn, **changes):
     """Per-sample gradients of the drawn records, [records, values]."""
     clients = stacked._Clients.of(model, [head_task(model, records, **changes)])
-    found = [rows[: len(owners)] for rows, owners in stacked._gradient_rows(clients, clients.broadcast, [drawn])]
+    each = stacked._Drawn.of_records([drawn])
+    found = [rows[: len(owners)] for rows, owners in stacked._gradient_rows(clients, clients.broadcast, each)]
     return torch.cat(found) if found else torch.empty(0)
 
 

@@ -61,7 +61,7 @@ def gradients(
     num_expected = batch_size * len(clients)
     positions = [position for together in model.passes(items, num_expected) for position in together.positions]
     with raising_failures():
-        batches = list(stacked._gradient_rows(joined, joined.broadcast, drawn))
+        batches = list(stacked._gradient_rows(joined, joined.broadcast, stacked._Drawn.of_records(drawn)))
     rows = [row for batch, owners in batches for row in batch[: len(owners)]]
     for position, row in zip(positions, rows, strict=True):
         by_record[order[position]] = row

@@ -161,7 +161,9 @@ def test_no_class_sum_is_longer_than_one_before_any_clipping(model, make_records
     clients = stacked._Clients.of(model, [task])
     rows = [
         batch[: len(owners)]
-        for batch, owners in stacked._gradient_rows(clients, clients.broadcast, [list(range(len(task.data)))])
+        for batch, owners in stacked._gradient_rows(
+            clients, clients.broadcast, stacked._Drawn.of_records([list(range(len(task.data)))])
+        )
     ]
     norms = torch.cat(rows).double().norm(dim=1)
     assert len(norms) == 40

@@ -1,0 +1,200 @@
+"""The accuracy that protecting whole persons costs, beside records and beside group privacy: results/persons.md.
+
+    python -m simulations.studies.persons run|tables [--data FOLDER] [--runs results/persons.jsonl]
+
+Four ways to spend an epsilon on the same records and holders. `person`: the unit is the person. `record`: the same
+epsilon protects one record, which is less. `group`: the unit is the record, at the epsilon that k records of one person
+compose to the person's, k being the most that anyone has. `group, capped`: the same with at most `CAP` records of each
+person at each holder. MedQuAD's persons are the subjects of its questions: in `by focus` each is dealt to one of five
+holders, in `by source` up to four of the nine sources have written about one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from fedpriv.config import RunConfig, parse
+from fedpriv.data import hospital
+from simulations.studies.corpora import QUESTION_TYPES, TEST_FRACTION
+from simulations.studies.federations import run_federations
+from simulations.studies.harness import Estimate, Results, difference, fill, parser, shown, table, verdict
+
+DELTA = 1e-5
+SEEDS = (0, 1, 2)
+EPSILONS = (2.0, 8.0)
+CAP = 3
+EMBEDDED, BY_FOCUS, BY_SOURCE = "embedded", "MedQuAD by focus", "MedQuAD by source"
+PERSON, RECORD, GROUP, CAPPED = "person", "record", "group", "group, capped"
+
+SETTINGS = (EMBEDDED, BY_FOCUS)
+MOST_HOLDERS = 4
+
+_NUM_CLIENTS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PersonCell:
+    """One federation.
+
+    Attributes:
+        setting: the records, and who holds them.
+        method: one of the four.
+        epsilon: of every person on the local view, or, with `record`, of every record.
+        seed: of the split, the holders and the noise.
+    """
+
+    setting: str
+    method: str
+    epsilon: float
+    seed: int = 0
+
+    @property
+    def corpus(self) -> str:
+        """The corpus that the records are from."""
+        return EMBEDDED if self.setting == EMBEDDED else "MedQuAD by source"
+
+    @property
+    def holders_per_person(self) -> int:
+        """h."""
+        return MOST_HOLDERS if self.setting == BY_SOURCE else 1
+
+    @property
+    def key(self) -> str:
+        """Unique among the cells."""
+        return "/".join((self.setting, self.method, f"{self.epsilon:g}", str(self.seed)))
+
+
+def cells(seeds: Sequence[int] = SEEDS) -> Iterator[PersonCell]:
+    """All cells; those with the same features are neighbours."""
+    methods = (PERSON, RECORD, GROUP, CAPPED)
+    for setting, seed, epsilon, method in product(SETTINGS, seeds, EPSILONS, methods):
+        yield PersonCell(setting=setting, method=method, epsilon=epsilon, seed=seed)
+
+
+def record_epsilon(epsilon: float, size: int) -> tuple[float, float]:
+    """The (epsilon, delta) of one record from which those of a person with so many follow by group privacy.
+
+    k records at (e, d) are a group at (k e, d (e^(k e) - 1) / (e^e - 1)).
+
+    Source: Vadhan 2017, Lemma 2.2, with the sum of its geometric series.
+    """
+    own = epsilon / size
+    return own, DELTA * math.expm1(own) / math.expm1(epsilon)
+
+
+def frames(setting: str, data: Path, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Training and test records with the columns text, label, client and person; no person is in both."""
+    if setting == EMBEDDED:
+        columns = ["text", "label", "client", "person"]
+        rows = [[(m.text, m.department, m.hospital, m.patient) for m in part] for part in hospital.generate()]
+        return pd.DataFrame(rows[0], columns=columns), pd.DataFrame(rows[1], columns=columns)
+    read = pd.read_csv(data / "medquad.csv.gz", dtype=str).dropna(subset=["answer", "question_type", "focus"])
+    read = read[read["question_type"].isin(QUESTION_TYPES)]
+    chosen = pd.DataFrame({"text": read["answer"], "label": read["question_type"], "person": read["focus"]})
+    generator = np.random.default_rng(seed)
+    persons = generator.permutation(sorted(chosen["person"].unique()))
+    holder = dict(zip(persons, generator.integers(_NUM_CLIENTS, size=len(persons)), strict=True))
+    dealt = [f"site {holder[person]}" for person in chosen["person"]]
+    chosen["client"] = dealt if setting == BY_FOCUS else read["source"]
+    is_test = chosen["person"].isin(persons[: round(TEST_FRACTION * len(persons))])
+    return chosen[~is_test], chosen[is_test]
+
+
+def capped(train: pd.DataFrame, most: int, seed: int) -> pd.DataFrame:
+    """At most so many records of each person at a client, drawn with the seed."""
+    shuffled = train.sample(frac=1.0, random_state=seed)
+    return shuffled[shuffled.groupby(["client", "person"]).cumcount() < most].sort_index()
+
+
+def configuration(cell: PersonCell, written: Path, data: Path, out: Path) -> RunConfig:
+    """The configuration of a cell, whose records are written to a folder; see `run_federations`."""
+    train, test = frames(cell.setting, data, cell.seed)
+    if cell.method == CAPPED:
+        train = capped(train, CAP, cell.seed)
+    largest = int(train.groupby("person" if cell.holders_per_person > 1 else ["client", "person"]).size().max())
+    epsilon, delta = record_epsilon(cell.epsilon, largest) if cell.method in (GROUP, CAPPED) else (cell.epsilon, DELTA)
+    name = f"{cell.setting}-{cell.seed}{'-capped' * (cell.method == CAPPED)}".replace(" ", "-")
+    written.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for part, frame in (("train", train), ("test", test)):
+        paths.append(written / f"{name}-{part}.csv")
+        frame.to_csv(paths[-1], index=False)
+    values: dict[str, Any] = {
+        **{"data": str(paths[0]), "test_data": str(paths[1]), "client_column": "client", "public_data": True},
+        **{"labels": sorted({*train["label"], *test["label"]}), "table_checks": "warn", "train": "head"},
+        **{"evaluate_every": 1000, "prefix_cache": False, "comparison": False, "baselines": False, "simulate": True},
+        **{"target_epsilon": epsilon, "delta": delta, "seed": cell.seed, "out": str(out)},
+    }
+    if cell.method == PERSON:
+        values["person_column"] = "person"
+    return parse(values)
+
+
+def write(page: Path, runs: Path) -> None:
+    """Write the page's tables from the lines in the study's file of runs."""
+    results = Results.read(runs)
+    fill(
+        page,
+        {
+            "claims": table(("claim", "target", "measured", "met"), _claims(results)),
+            "accuracies": table(("records", "method", *(f"epsilon {e:g}" for e in EPSILONS)), _rows(results)),
+            "missing": results.missing(
+                cells(), lambda cell: (cell.setting, cell.method), ("records", "method", "left")
+            ),
+        },
+    )
+
+
+def _by_seed(results: Results, setting: str, method: str, epsilon: float) -> dict[int, float]:
+    return results.by_seed(PersonCell(setting=setting, method=method, epsilon=epsilon))
+
+
+def _rows(results: Results) -> Iterator[Sequence[str]]:
+    for setting, method in product(SETTINGS, (PERSON, RECORD, GROUP, CAPPED)):
+        found = [Estimate.of(_by_seed(results, setting, method, epsilon).values()) for epsilon in EPSILONS]
+        yield setting, method, *map(shown, found)
+
+
+def _claims(results: Results) -> Iterator[Sequence[str]]:
+    bounds = {
+        EMBEDDED: ((RECORD, 2.0, -0.05), (RECORD, 8.0, -0.03), (GROUP, 2.0, 0.05), (GROUP, 8.0, 0.0)),
+        BY_FOCUS: ((GROUP, 2.0, 0.05), (GROUP, 8.0, 0.0)),
+        BY_SOURCE: ((GROUP, 2.0, 0.05), (GROUP, 8.0, 0.0)),
+    }
+    for setting, own in bounds.items():
+        for method, epsilon, least in (*own, (CAPPED, 2.0, 0.05), (CAPPED, 8.0, 0.0)):
+            ours, theirs = (_by_seed(results, setting, each, epsilon) for each in (PERSON, method))
+            found = difference(ours, theirs)
+            claim = f"{setting}, epsilon {epsilon:g}: person less {method}"
+            yield claim, f">= {least:g}", shown(found, sign=True), verdict(found and found.mean >= least)
+
+
+def main() -> None:
+    """Do one step of the study."""
+    own = parser(__doc__)
+    own.add_argument("step", choices=("run", "tables"))
+    own.add_argument("--data", type=Path, default=Path("data"), help="folder of the public files")
+    own.add_argument("--runs", type=Path, default=Path("results/persons.jsonl"), help="a line for each cell")
+    own.add_argument("--out", type=Path, default=Path("results/studies/persons"), help="records and features")
+    own.add_argument("--page", type=Path, default=Path("results/persons.md"))
+    arguments = own.parse_args()
+    if arguments.step == "tables":
+        write(arguments.page, arguments.runs)
+        return
+    torch.set_num_threads(1)
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    run_federations(arguments.runs, arguments.out, arguments.data, list(cells()), configuration)
+
+
+if __name__ == "__main__":
+    main()
