@@ -127,7 +127,7 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     """the column that names the holder of each record"""
     unit: Annotated[Literal["record", "person"], Fact.RECORDS | Fact.LATER | Fact.TEXTS] = "record"
     """whom an epsilon protects: one `record`, or one `person` with all records at one client. A `person_column` implies
-    `person`; then N_k, B and q count persons, and a person's records have one clipped gradient, of their mean
+    `person`; then N_k, B and q count persons, and a person's records have one clipped gradient, their sum
     ([docs/privacy.md](privacy.md#persons))"""
     person_column: Annotated[str, Fact.RECORDS | Fact.LATER | Fact.TEXTS] = ""
     """the column that says whom each record is about. With `data = on-nodes` each node names its own"""

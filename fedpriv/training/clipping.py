@@ -1,4 +1,4 @@
-"""Clipping of per-sample gradients, or of persons' means of them, by parts: it bounds one's influence on a step.
+"""Clipping of per-sample gradients, or of persons' sums of them, by parts: it bounds one's influence on a step.
 
 Gradients are the rows of a matrix [records, values]; a part is a slice of its columns. Norms and sums are float64: the
 square of every float32 value is a float64, so nothing under- or overflows.

@@ -47,9 +47,9 @@ from fedpriv.training.progress import TRAINING
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
 FLOATS_PER_VALUE = 8
 
-# For each value of a person's mean: float64, and as much again while rows are added to it.
-_BYTES_OF_A_MEAN = 16
-# Means take one of so many equal parts of the memory limit.
+# For each value of a person's sum: float64, and as much again while rows are added to it.
+_BYTES_OF_A_VALUE = 16
+# Sums take one of so many equal parts of the memory limit.
 _PARTS_OF_MEMORY = 4
 
 
@@ -68,7 +68,7 @@ def stacked_updates(model: TrainedModel, tasks: Sequence[UpdateTask]) -> list[Cl
     sampler, optimizer step. An empty sample counts as a zero gradient. With noise on the upload, the steps add no
     noise, and the whole update is clipped and noised. Other clients affect a result through rounding alone.
 
-    Where the unit is the person, the sample is of persons, and what is clipped is the mean of the gradients of at most
+    Where the unit is the person, the sample is of persons, and what is clipped is the sum of the gradients of at most
     m records of each; one that fails counts as zero in it. So a person moves the sum by at most what a record would.
 
     With the objective `class-sums` the gradient of record i is -e_y x phi_i in the head: phi is what the head reads,
@@ -157,8 +157,8 @@ def clients_at_once(model: TrainedModel) -> int:
 
 
 def persons_at_once(model: TrainedModel, num_values: int) -> int:
-    """The number of persons whose mean gradients, of so many values, fit a part of the memory limit; at least 1."""
-    return max(1, model.memory_limit // (_PARTS_OF_MEMORY * _BYTES_OF_A_MEAN * num_values))
+    """The number of persons whose summed gradients, of so many values, fit a part of the memory limit; at least 1."""
+    return max(1, model.memory_limit // (_PARTS_OF_MEMORY * _BYTES_OF_A_VALUE * num_values))
 
 
 def _one_stack(model: TrainedModel, tasks: Sequence[UpdateTask]) -> Sequence[ClientUpdate | Exception]:
@@ -287,8 +287,8 @@ def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, T
     spec, parts, batch_rule = clients.spec, clients.layout.parts, clients.spec.clipping == "batch"
     totals = torch.zeros_like(parameters, dtype=torch.float64)
     if spec.max_records_per_person:
-        for means, owners in _means_of_persons(clients, parameters):
-            add_clipped(totals, means, owners, spec.clip_norm, parts)
+        for sums, owners in _sums_of_persons(clients, parameters):
+            add_clipped(totals, sums, owners, spec.clip_norm, parts)
     else:
         drawn = _Drawn.of_records([task.sampler.draw(len(task.data)) for task in clients.tasks])
         for rows, owners in _gradient_rows(clients, parameters, drawn):
@@ -334,10 +334,12 @@ class _Drawn:
         return sum(map(len, self.indices))
 
 
-def _means_of_persons(clients: _Clients, parameters: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The mean gradients of the drawn persons' records, float64 [persons, values], and their clients, int64 [persons].
+def _sums_of_persons(clients: _Clients, parameters: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The sum of each drawn person's gradients, float64 [persons, values], and the persons' clients, int64 [persons].
 
-    Guarantee: a mean depends on the person's own records, to the bit. They are added up in the order of their lengths
+    No mean: clipping bounds either by C, and a mean of records that differ is short, so it would waste what C pays for.
+
+    Guarantee: a sum depends on the person's own records, to the bit. They are added up in the order of their lengths
     and then of their indices, which no other person's record changes.
     """
     most, at_once = clients.spec.max_records_per_person, persons_at_once(clients.model, clients.layout.size)
@@ -351,11 +353,10 @@ def _means_of_persons(clients: _Clients, parameters: Tensor) -> Iterator[tuple[T
         for place, (client, records) in enumerate(chunk):
             indices[client] += records
             targets[client] += [place] * len(records)
-        means = parameters.new_zeros((len(chunk), parameters.shape[1]), dtype=torch.float64)
+        sums = parameters.new_zeros((len(chunk), parameters.shape[1]), dtype=torch.float64)
         for rows, places in _gradient_rows(clients, parameters, _Drawn(indices, targets)):
-            add_in_turn(means, rows, places)
-        numbers = torch.tensor([len(records) for _, records in chunk], device=means.device)
-        yield means.div_(numbers.unsqueeze(1)), torch.tensor([client for client, _ in chunk], device=means.device)
+            add_in_turn(sums, rows, places)
+        yield sums, torch.tensor([client for client, _ in chunk], device=sums.device)
 
 
 def _gradient_rows(clients: _Clients, parameters: Tensor, drawn: _Drawn) -> Iterator[tuple[Tensor, Tensor]]:

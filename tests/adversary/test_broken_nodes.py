@@ -107,7 +107,7 @@ def records_clipped_one_by_one(patch):
         every = stacked._Drawn.of_records([[index for person in each for index in person] for each in drawn])
         return stacked._gradient_rows(clients, parameters, every)
 
-    patch.setattr(stacked, "_means_of_persons", rows_of_persons)
+    patch.setattr(stacked, "_sums_of_persons", rows_of_persons)
 
 
 def choices_from_one_stream(patch):

@@ -116,13 +116,13 @@ def test_persons_of_one_record_each_are_records_to_the_bit(model, way, m):
     assert dataclasses.replace(other.event, unit="record") == one.event
 
 
-def test_a_person_adds_the_clipped_mean_of_the_gradients_of_its_records(model):
+def test_a_person_adds_the_clipped_sum_of_the_gradients_of_its_records(model):
     records = shuffled()
     by_record = torch.cat([_rows(model, records.part([index])) for index in range(len(records))])
     expected = torch.zeros(by_record.shape[1], dtype=torch.float64)
     for _, places in records.by_person:
-        mean = by_record[places].double().mean(dim=0, keepdim=True)
-        expected += clipped_rows(mean, CLIP_NORM, (slice(0, mean.shape[1]),))[0]
+        total = by_record[places].double().sum(dim=0, keepdim=True)
+        expected += clipped_rows(total, CLIP_NORM, (slice(0, total.shape[1]),))[0]
     (total,) = sums(model, task_of(model, records, m=7, local_steps=1))
     torch.testing.assert_close(total[0], expected, atol=1e-6, rtol=1e-5)
     assert float(expected.norm()) > CLIP_NORM, "nothing much was added up"
@@ -166,7 +166,7 @@ def test_removing_any_person_moves_the_sum_by_this_person_alone_and_never_beyond
 def test_records_clipped_one_by_one_and_summed_would_exceed_the_bound(model, monkeypatch):
     """So the test above can fail."""
     records = of_persons(random_records(6), ["one"] * 6)
-    monkeypatch.setattr(stacked, "_means_of_persons", one_by_one)
+    monkeypatch.setattr(stacked, "_sums_of_persons", one_by_one)
     (total,) = sums(model, task_of(model, records, m=6, local_steps=1, clip_norm=0.01))
     assert float(total.norm()) > 0.01 * 2
 
@@ -199,7 +199,7 @@ def test_a_stack_of_clients_gives_each_what_it_has_alone(model):
             torch.testing.assert_close(found.adapter[name], tensor, atol=1e-6, rtol=1e-5)
 
 
-def test_a_record_that_cannot_be_read_is_a_zero_in_its_persons_mean(model):
+def test_a_record_that_cannot_be_read_is_a_zero_in_its_persons_sum(model):
     good = of_persons(random_records(1), ["one"])
     both = of_persons(
         Records(
@@ -211,8 +211,8 @@ def test_a_record_that_cannot_be_read_is_a_zero_in_its_persons_mean(model):
         ["one", "one"],
     )
     loose = {"local_steps": 1, "clip_norm": 1e4}
-    (half,), (whole,) = (sums(model, task_of(model, each, **loose)) for each in (both, good))
-    torch.testing.assert_close(2 * half, whole, atol=1e-4, rtol=1e-5)
+    (with_other,), (whole,) = (sums(model, task_of(model, each, **loose)) for each in (both, good))
+    torch.testing.assert_close(with_other, whole, atol=1e-4, rtol=1e-5)
 
 
 def test_a_row_that_is_not_finite_adds_nothing_and_each_total_is_in_its_own_order():
