@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedpriv.accounting import events
+from fedpriv.accounting.several_holders import MAX_HOLDERS
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError
 from fedpriv.files import sync_folder
@@ -39,6 +41,7 @@ FIELD = "receipt"
 _PURPOSE = "fedpriv charge 1"
 
 _MAX_CHARACTERS = 4000
+_OPTIONAL = "other_holders"
 _NUMBERS = {"counter", "round"}
 _TEXTS = {"data_set", "previous", "run", "client", "request", "event", "noise_source", "signer", "signature"}
 
@@ -55,6 +58,7 @@ class Receipt:
         event: that was charged, as JSON; empty for the registration, and for releases of which nothing else is known.
         aggregate_scale: as charged; None if the `aggregate` view does not hold.
         noise_source: `secure` or `seeded`.
+        other_holders: as charged, see `Release`; left out of the statement where there are none, as in older receipts.
         signer: public line of the vault's key; empty as long as nobody has signed.
         signature: of `statement`, in base64.
     """
@@ -69,14 +73,19 @@ class Receipt:
     event: str = ""
     aggregate_scale: float | None = None
     noise_source: str = ""
+    other_holders: tuple[tuple[float, float], ...] = ()
     signer: str = ""
     signature: str = ""
 
     @property
     def statement(self) -> bytes:
         """The bytes that are signed: everything but who signs."""
-        content = {name: getattr(self, name) for name in Receipt.__annotations__.keys() - {"signer", "signature"}}
+        content = {name: value for name, value in self._content.items() if name not in ("signer", "signature")}
         return json.dumps({"purpose": _PURPOSE, **content}, sort_keys=True).encode()
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != _OPTIONAL or value}
 
     @cached_property
     def digest(self) -> str:
@@ -97,7 +106,7 @@ class Receipt:
 
     def text(self) -> str:
         """The receipt as JSON, in one line."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(self._content, sort_keys=True)
 
 
 def from_text(text: object) -> Receipt:
@@ -112,7 +121,7 @@ def from_text(text: object) -> Receipt:
         values = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError(f"{FIELD}: is not JSON") from None
-    if not isinstance(values, dict) or values.keys() != Receipt.__annotations__.keys():
+    if not isinstance(values, dict) or values.keys() | {_OPTIONAL} != Receipt.__annotations__.keys():
         raise ValueError(f"{FIELD}: must be an object with {', '.join(Receipt.__annotations__)}")
     for name, value in values.items():
         if name in _NUMBERS and not (type(value) is int and 0 <= value < 2**53):
@@ -121,7 +130,18 @@ def from_text(text: object) -> Receipt:
             raise ValueError(f"{FIELD}: {name}: must be a text")
     if values["aggregate_scale"] is not None and type(values["aggregate_scale"]) is not float:
         raise ValueError(f"{FIELD}: aggregate_scale: must be a number or null")
-    return Receipt(**values)
+    return Receipt(**values | {_OPTIONAL: _holders(values.get(_OPTIONAL, []))})
+
+
+def _holders(values: object) -> tuple[tuple[float, float], ...]:
+    """Pairs (s_j, q_j) as JSON has them."""
+    pairs: list[Any] = values if isinstance(values, list) else [values]
+    if not all(isinstance(pair, list) and [type(value) for value in pair] == [float, float] for pair in pairs):
+        raise ValueError(f"{FIELD}: {_OPTIONAL}: must be a list of pairs of numbers")
+    holders = tuple((s, q) for s, q in pairs)
+    if len(holders) >= MAX_HOLDERS or not all(0 < s < math.inf and 0 <= q <= 1 for s, q in holders):
+        raise ValueError(f"{FIELD}: {_OPTIONAL}: must be at most {MAX_HOLDERS - 1} pairs of s > 0 and q in [0, 1]")
+    return holders
 
 
 @dataclass(frozen=True)
@@ -152,7 +172,7 @@ def chain_of(db: LedgerConnection, data_set: str) -> Chain:
     links, replaced = [Receipt(data_set=data_set)], set()
     digest = links[0].digest
     for entry in db.charges(data_set):
-        note = json.loads(entry.note) if entry.phase == RECOVERED and entry.note else {}
+        note = json.loads(entry.note) if entry.note else {}
         replaced.add(note.get("replaces", ""))
         link = Receipt(
             data_set=data_set,
@@ -165,6 +185,7 @@ def chain_of(db: LedgerConnection, data_set: str) -> Chain:
             event=entry.event or "",
             aggregate_scale=entry.aggregate_scale,
             noise_source=entry.noise_source or "",
+            other_holders=tuple((s, q) for s, q in note.get(_OPTIONAL, ())),
         )
         links.append(link)
         digest = link.digest
@@ -273,6 +294,7 @@ class Missing:
         """
         replaced = [{"replaces": link.digest} for link in self.proven] + [{} for _ in self.claimed]
         for link, replaces in zip((*self.proven, *self.claimed), replaced, strict=True):
+            others = {_OPTIONAL: link.other_holders} if link.other_holders else {}
             yield {
                 **self._common,
                 "client": link.client,
@@ -282,7 +304,7 @@ class Missing:
                 "rho_bar": 1.0,
                 "aggregate_scale": link.aggregate_scale,
                 "noise_source": link.noise_source,
-                "note": json.dumps({"request": link.request, "reason": reason, **replaces}, sort_keys=True),
+                "note": json.dumps({"request": link.request, "reason": reason, **replaces, **others}, sort_keys=True),
             }
         for digest in self.unknown:
             note = json.dumps({"reason": reason, "replaces": digest}, sort_keys=True)

@@ -128,11 +128,11 @@ def links_of(entries: Iterable[Object], data_set: str) -> list[Object]:
     first = {**SIGNED, **dict.fromkeys(names, ""), "data_set": data_set, "round": 0, "aggregate_scale": None}
     links = [{**first, "counter": 0, "previous": "0" * 64}]
     for entry in charges_of(entries, data_set):
-        note = json.loads(entry["note"] or "{}") if entry["phase"] == "recovered" else {}
+        note = json.loads(entry["note"] or "{}")
         said = {name: entry[name] or "" for name in names} | {"request": entry["request"] or note.get("request", "")}
         said |= {"round": entry["round"] or 0, "aggregate_scale": entry["aggregate_scale"]}
         said |= {"counter": len(links), "previous": digest_of(links[-1])} | ({} if entry["run"] else {"client": ""})
-        links.append({**first, **said})
+        links.append({**first, **said, **{name: v for name, v in note.items() if name == "other_holders"}})
     return list[Object](links)
 
 

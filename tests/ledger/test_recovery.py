@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -23,7 +24,7 @@ from fedpriv.ledger import _head
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading, verify_with_head
-from fedpriv.ledger.receipts import Receipt, ReceiptLog, chain_of
+from fedpriv.ledger.receipts import Receipt, ReceiptLog, chain_of, from_text
 from fedpriv.vault._charging import NodePolicy, RefusedError, RetiredError, charge
 from fedpriv.vault.rollback import ReceiptWatch
 from tests.cli.command_line import as_json, fedpriv
@@ -137,6 +138,30 @@ def test_a_copy_of_the_ledger_proves_nothing_by_itself_and_counts_as_a_claim(res
     assert [(each["round"], each["known_by"]) for each in found["missing"]] == [(2, "claim"), (3, "claim")]
     assert restored.epsilon == epsilon(1, 2, 3)
     restored.charge(4)
+
+
+def test_a_recovered_charge_of_a_sum_keeps_the_other_holders_of_a_person(node, tmp_path):
+    backup = node.backup()
+    release = Release(
+        event=replace(event(1), unit="person"), rho_bar=0.5, aggregate_scale=2.0, other_holders=((1.5, 0.1),)
+    )
+    key = Key(run="run", client="0", round=1, request="request 1")
+    charge(node.policy, key, release, node.data_set, noise_source="secure", shown="")
+    Journal(node.events, client=0).write("charged", round=1, receipt=node.newest.text())
+    node.restore(backup, tmp_path / "kept")
+    node.recover(tmp_path / "kept" / "receipts.jsonl")
+    with Ledger(node.path) as ledger:
+        (found,) = ledger.releases_in_order(node.data_set.id)
+    assert found.seen_by("aggregate") == release.seen_by("aggregate")
+
+
+def test_a_receipt_without_other_holders_is_what_it_was_and_a_malformed_one_is_refused(node):
+    receipt = node.charge(1)
+    assert b"other_holders" not in receipt.statement
+    assert "other_holders" not in receipt.text()
+    bad = {**json.loads(receipt.text()), "other_holders": [[1.5, 2.0]]}
+    with pytest.raises(ValueError, match="other_holders: must be at most 7 pairs"):
+        from_text(json.dumps(bad))
 
 
 def test_looking_charges_nothing_and_recovering_twice_charges_once(restored, tmp_path):
