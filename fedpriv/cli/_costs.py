@@ -12,10 +12,16 @@ from fedpriv.cli._command import OneOf, Result, entries
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    from fedpriv.accounting.composition.law import Accountant
+    from fedpriv.accounting.composition.law import Accountant, Unit
     from fedpriv.plan.communication import PaperRow
 
 CLOSED_FORM = "closed-form"
+
+_ADJACENCY = {
+    "record": "one record of one client added or removed",
+    "person": "one person of one client, with all of their records, added or removed",
+    "client": "one client added or removed",
+}
 
 Delta = Annotated[float, typer.Option(help="In (0, 1); usually at most 1 / (10 N_k).")]
 SamplingProbability = Annotated[float, typer.Option(help="q = B / N_k, in [0, 1].")]
@@ -38,6 +44,12 @@ NumTensors = Annotated[int, typer.Option(help="Number of trainable tensors, for 
 Head = Annotated[
     bool, typer.Option("--head", help="A classification head is trained too: a third part for split and batch.")
 ]
+UnitName = Annotated[
+    str,
+    typer.Option(
+        click_type=OneOf("fedpriv.accounting.composition.law:Unit"), help="What epsilon and risk are of; words alone."
+    ),
+]
 RhoBar = Annotated[float, typer.Option(help="sqrt(sum rho_k^2) in (0, 1], for the paper's rho view.")]
 
 
@@ -51,10 +63,12 @@ def account(
     num_tensors: NumTensors = 1,
     head: Head = False,
     rho_bar: RhoBar = 1.0,
+    unit: UnitName = "record",
 ) -> Result:
     """The epsilon that a client spends, and what an attacker finds at most.
 
-    Adjacency: one record of one client added or removed. Example, the smallest hospital of the default run:
+    Adjacency: one record of one client added or removed, or a person or client as `--unit` says. Example, the
+    smallest hospital of the default run:
 
     fedpriv account --noise-multiplier 1.88 --sampling-probability 0.16 --steps 30 --delta 1e-5
     """
@@ -62,7 +76,12 @@ def account(
 
     _check_rho_bar(rho_bar)
     local = noise_multiplier / _sensitivity_factor(clipping, num_tensors, head)
-    event = SubsampledGaussian(noise_multiplier=rho_bar * local, sampling_probability=sampling_probability, count=steps)
+    event = SubsampledGaussian(
+        noise_multiplier=rho_bar * local,
+        sampling_probability=sampling_probability,
+        count=steps,
+        unit=cast("Unit", unit),
+    )
     cost = _cost(event, delta, accountant) | {
         "delta": delta,
         "noise_multiplier": noise_multiplier,
@@ -72,7 +91,7 @@ def account(
         "rho_bar": rho_bar,
         "clipping": clipping,
         "accountant": accountant,
-        "adjacency": "one record of one client added or removed",
+        "adjacency": _ADJACENCY[unit],
     }
     return _with_risk(cost, event, delta)
 
@@ -92,6 +111,7 @@ def calibrate(
     num_tensors: NumTensors = 1,
     head: Head = False,
     rho_bar: RhoBar = 1.0,
+    unit: UnitName = "record",
 ) -> Result:
     """The smallest noise multiplier that keeps a schedule within (epsilon, delta), or within a risk.
 
@@ -111,7 +131,12 @@ def calibrate(
         raise InputError("calibrate: give one of --epsilon, --target-mu and --target-risk")
 
     def steps_with(z: float) -> SubsampledGaussian:
-        return SubsampledGaussian(noise_multiplier=z * scale, sampling_probability=sampling_probability, count=steps)
+        return SubsampledGaussian(
+            noise_multiplier=z * scale,
+            sampling_probability=sampling_probability,
+            count=steps,
+            unit=cast("Unit", unit),
+        )
 
     if epsilon is not None:
         found = noise_multiplier_for(

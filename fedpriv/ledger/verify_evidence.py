@@ -366,7 +366,7 @@ def check_printed(printed: Object, registrations: Object, entries: Sequence[Obje
     figures = {f"{key}_max": [client[key] for client in clients] for key in names}
     figures |= {key: [(c | c["tpr_at_fpr"])[key] for c in risky] for key in ("mu", "advantage", *RATES) if risky}
     for key, values in figures.items():
-        worst, stated = None if None in values else max(values), (printed | (printed["tpr_at_fpr"] or {})).get(key)
+        worst, stated = None if None in values else max(values), {**printed, **(printed["tpr_at_fpr"] or {})}.get(key)
         findings.check(stated == worst, f"{key} {stated} is that of the worst client", worst)
     budgets, spent = printed["budget_epsilon"], figures[f"epsilon_{view}_max"]
     for budget, epsilon in zip(budgets * (len(spent) if len(budgets) == 1 else 1), spent, strict=False):

@@ -106,3 +106,15 @@ def test_calibration_needs_one_target():
     assert "give one of --epsilon" in fedpriv("calibrate", *both, *SCHEDULE, code=2)[1]
     wrong = fedpriv("calibrate", "--target-risk", "tpr=0.1", *SCHEDULE, code=2)[1]
     assert "--target-risk = 'tpr=0.1': must be such as tpr=0.1@fpr=0.01" in wrong
+
+
+@pytest.mark.parametrize("unit", ["record", "person", "client"])
+def test_a_unit_changes_words_alone(unit):
+    # A client's release is not sampled: the server knows who sends.
+    schedule = f"--delta 1e-5 --sampling-probability {1 if unit == 'client' else 0.16} --steps 30 --unit"
+    found = as_json("account", *f"--noise-multiplier 1.88 {schedule}".split(), unit)
+    assert (found["unit"], found["adjacency"].split()[1]) == (unit, unit)
+    assert found["epsilon"] == pytest.approx(
+        as_json("account", *f"--noise-multiplier 1.88 {schedule} record".split())["epsilon"]
+    )
+    assert as_json("calibrate", *f"--epsilon 2 {schedule}".split(), unit)["unit"] == unit

@@ -238,3 +238,13 @@ def test_a_gpu_needs_a_word_on_what_it_gives_up(node, monkeypatch):
     assert "records of a pass touch each other" in said
     path.write_text(f"{before}\ndevice_couples_records = true\n")
     assert Holder.of(VaultSettings.read(node.folder)).settings.training_device == "auto"
+
+
+def test_a_socket_for_updates_is_told_where_it_is_on(node):
+    path = node.folder / "vault.toml"
+    assert "updates" not in {check.name for check in doctor.checks(node)}
+    terms = "clip_norm = 1.0\nnoise_multiplier = 4.0\nbudget_epsilon = 3.0\ndelta = 1e-5\nmax_values = 10"
+    path.write_text(f"{path.read_text()}\n[updates]\n{terms}\n")
+    (said,) = [check.detail for check in doctor.checks(Node.read(node.folder)) if check.name == "updates"]
+    assert "updates.sock" in said
+    assert "epsilon 3" in said
