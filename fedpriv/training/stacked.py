@@ -320,10 +320,14 @@ class _Drawn:
     Attributes:
         indices: [clients] the indices of each client's records.
         targets: [clients] for each record, the place of the total that its gradient is added to.
+        num_before: records of the same step that were computed before these.
+        num_after: those that are left after these.
     """
 
     indices: Sequence[Sequence[int]]
     targets: Sequence[Sequence[int]]
+    num_before: int = 0
+    num_after: int = 0
 
     @staticmethod
     def of_records(indices: Sequence[Sequence[int]]) -> _Drawn:
@@ -346,6 +350,7 @@ def _sums_of_persons(clients: _Clients, parameters: Tensor) -> Iterator[tuple[Te
     # Persons are known of tokenised records alone.
     drawn = [task.sampler.draw_persons(cast("Records", task.data), most) for task in clients.tasks]
     persons = [(client, records) for client, each in enumerate(drawn) for records in each]
+    num_before, num_after = 0, sum(len(records) for _, records in persons)
     for begin in range(0, len(persons), at_once):
         chunk = persons[begin : begin + at_once]
         indices: list[list[int]] = [[] for _ in clients.tasks]
@@ -354,8 +359,10 @@ def _sums_of_persons(clients: _Clients, parameters: Tensor) -> Iterator[tuple[Te
             indices[client] += records
             targets[client] += [place] * len(records)
         sums = parameters.new_zeros((len(chunk), parameters.shape[1]), dtype=torch.float64)
-        for rows, places in _gradient_rows(clients, parameters, _Drawn(indices, targets)):
+        num_after -= (number := sum(map(len, indices)))
+        for rows, places in _gradient_rows(clients, parameters, _Drawn(indices, targets, num_before, num_after)):
             add_in_turn(sums, rows, places)
+        num_before += number
         yield sums, torch.tensor([client for client, _ in chunk], device=sums.device)
 
 
@@ -369,7 +376,7 @@ def _gradient_rows(clients: _Clients, parameters: Tensor, drawn: _Drawn) -> Iter
     if model.features is not None and clients.layout.columns.keys() == model.head_tensors:
         yield from _head_gradient_rows(clients, model.features, stacked, drawn)
         return
-    num_done = 0
+    num_done, num_drawn = drawn.num_before, drawn.num_before + len(drawn) + drawn.num_after
     for cached in (True, False):
         selected = [k for k, task in enumerate(clients.tasks) if caching_pays_off(task.spec, task.sampler) == cached]
         sampled = [
@@ -389,7 +396,7 @@ def _gradient_rows(clients: _Clients, parameters: Tensor, drawn: _Drawn) -> Iter
                 if rows is not None:
                     yield rows, torch.tensor([sampled[position][2] for position in positions], device=rows.device)
             num_done += len(together.positions)
-            clients.tell(num_done / (1 + len(drawn)))  # noise and step are still to come
+            clients.tell(num_done / (1 + num_drawn))  # noise and step are still to come
 
 
 def _pass_gradients(

@@ -5,8 +5,8 @@
 Four ways to spend an epsilon on the same records and holders. `person`: the unit is the person. `record`: the same
 epsilon protects one record, which is less. `group`: the unit is the record, at the epsilon that k records of one person
 compose to the person's, k being the most that anyone has. `group, capped`: the same with at most `CAP` records of each
-person at each holder. MedQuAD's persons are the subjects of its questions: in `by focus` each is dealt to one of five
-holders, in `by source` up to four of the nine sources have written about one.
+person at each holder. MedQuAD's persons are the subjects of its questions, each dealt to one of five
+holders.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ DELTA = 1e-5
 SEEDS = (0, 1, 2)
 EPSILONS = (2.0, 8.0)
 CAP = 3
-EMBEDDED, BY_FOCUS, BY_SOURCE = "embedded", "MedQuAD by focus", "MedQuAD by source"
+EMBEDDED, BY_FOCUS = "embedded", "MedQuAD by focus"
 PERSON, RECORD, GROUP, CAPPED = "person", "record", "group", "group, capped"
 
 SETTINGS = (EMBEDDED, BY_FOCUS)
-MOST_HOLDERS = 4
 
 _NUM_CLIENTS = 5
 
@@ -62,11 +61,6 @@ class PersonCell:
     def corpus(self) -> str:
         """The corpus that the records are from."""
         return EMBEDDED if self.setting == EMBEDDED else "MedQuAD by source"
-
-    @property
-    def holders_per_person(self) -> int:
-        """h."""
-        return MOST_HOLDERS if self.setting == BY_SOURCE else 1
 
     @property
     def key(self) -> str:
@@ -104,8 +98,7 @@ def frames(setting: str, data: Path, seed: int) -> tuple[pd.DataFrame, pd.DataFr
     generator = np.random.default_rng(seed)
     persons = generator.permutation(sorted(chosen["person"].unique()))
     holder = dict(zip(persons, generator.integers(_NUM_CLIENTS, size=len(persons)), strict=True))
-    dealt = [f"site {holder[person]}" for person in chosen["person"]]
-    chosen["client"] = dealt if setting == BY_FOCUS else read["source"]
+    chosen["client"] = [f"site {holder[person]}" for person in chosen["person"]]
     is_test = chosen["person"].isin(persons[: round(TEST_FRACTION * len(persons))])
     return chosen[~is_test], chosen[is_test]
 
@@ -121,7 +114,7 @@ def configuration(cell: PersonCell, written: Path, data: Path, out: Path) -> Run
     train, test = frames(cell.setting, data, cell.seed)
     if cell.method == CAPPED:
         train = capped(train, CAP, cell.seed)
-    largest = int(train.groupby("person" if cell.holders_per_person > 1 else ["client", "person"]).size().max())
+    largest = int(train.groupby(["client", "person"]).size().max())
     epsilon, delta = record_epsilon(cell.epsilon, largest) if cell.method in (GROUP, CAPPED) else (cell.epsilon, DELTA)
     name = f"{cell.setting}-{cell.seed}{'-capped' * (cell.method == CAPPED)}".replace(" ", "-")
     written.mkdir(parents=True, exist_ok=True)
@@ -169,7 +162,6 @@ def _claims(results: Results) -> Iterator[Sequence[str]]:
     bounds = {
         EMBEDDED: ((RECORD, 2.0, -0.05), (RECORD, 8.0, -0.03), (GROUP, 2.0, 0.05), (GROUP, 8.0, 0.0)),
         BY_FOCUS: ((GROUP, 2.0, 0.05), (GROUP, 8.0, 0.0)),
-        BY_SOURCE: ((GROUP, 2.0, 0.05), (GROUP, 8.0, 0.0)),
     }
     for setting, own in bounds.items():
         for method, epsilon, least in (*own, (CAPPED, 2.0, 0.05), (CAPPED, 8.0, 0.0)):

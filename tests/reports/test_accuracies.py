@@ -83,8 +83,8 @@ def test_the_holders_own_models_stand_on_every_page_with_the_largest_class(write
         client["alone_accuracy"] = accuracy
     (run_dir / "summary.json").write_text(json.dumps(summary))
     table = joining_table(summary)
-    assert [row[3] for row in table.rows] == ["61.0%", "80.2%", "70.0%", "69.7%"]
-    assert {row[4] for row in table.rows} == {format_percent(summary["accuracy"])}
+    assert [row[2] for row in table.rows] == ["61.0%", "80.2%", "70.0%", "69.7%"]
+    assert {row[3] for row in table.rows} == {format_percent(summary["accuracy"])}
     text = "70.2% on average, 61.0% to 80.2%; largest class 60.0%"
     assert text in page_of(run_dir)
     assert open_run(run_dir).summary["alone_accuracy"] == 0.702

@@ -98,13 +98,14 @@ def joining_table(summary: Mapping[str, Any]) -> TextTable | None:
         (
             holder_label(client["client"], client.get("name")),
             f"{client['num_records']:,}",
-            f"{client['num_own_test_records']:,}" if together else MISSING,
+            *([f"{client['num_own_test_records']:,}"] if together else ()),
             format_percent(client[tested]),
             format_percent(client[together] if together else summary["accuracy"]),
         )
         for client in clients
     )
-    headers = ("client", "records", "tests", "alone", "together")
+    counted = what_is_counted(summary.get("unit"))
+    headers = ("client", counted, *(["tests"] if together else ()), "alone", "together")
     caption = f"A linear probe of each holder's own, without privacy, or this run: accuracy on {whose}"
     return TextTable(caption=caption, headers=headers, rows=rows) if rows else None
 
