@@ -6,6 +6,7 @@ import ast
 import hashlib
 import io
 import json
+import logging
 import random
 import re
 import subprocess
@@ -48,6 +49,7 @@ def verified(bundle: Path, *more: str) -> tuple[int, list[str]]:
             code = verify_evidence.main()
     finally:
         sys.argv = before
+        logging.disable(logging.NOTSET)  # the program ends with its process, this one goes on
     return code, output.getvalue().splitlines()
 
 
