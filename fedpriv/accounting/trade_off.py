@@ -134,15 +134,16 @@ def mu_of(trade_off: TradeOff, delta: float) -> float:
     # More than delta is found without a wrong accusation, or all is.
     if found[0] > 0 or found.min() >= _NEARLY_ALL:
         return math.inf
-    told = np.flatnonzero((found > 0) & (found < _NEARLY_ALL))
-    if not len(told):
-        return 0.0
-    worst = told[(special.ndtri(found[told]) - z[told]).argmax()]
+    worst = int(_mu_needed(found, z).argmax())
     # The largest lies between the neighbours of the largest on the grid.
     z = np.linspace(z[max(worst - 1, 0)], z[min(worst + 1, len(z) - 1)], 400)
-    found = 1 - trade_off(special.ndtr(z)) - delta
-    told = np.flatnonzero((found > 0) & (found < _NEARLY_ALL))
-    return max(0.0, float((special.ndtri(found[told]) - z[told]).max(initial=0.0))) * _MU_ROUNDING
+    return max(0.0, float(_mu_needed(1 - trade_off(special.ndtr(z)) - delta, z).max())) * _MU_ROUNDING
+
+
+def _mu_needed(found: Array, z: Array) -> Array:
+    """[tests] The mu that each test asks for; minus infinity for one that finds nothing, or all but rounding."""
+    told = (found > 0) & (found < _NEARLY_ALL)
+    return np.where(told, special.ndtri(np.where(told, found, 0.5)) - z, -np.inf)
 
 
 def regret_of(trade_off: TradeOff, mu: float) -> float:
