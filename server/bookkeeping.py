@@ -12,6 +12,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from fedpriv.accounting.accountants import PrivacySpent
 from fedpriv.accounting.calibration import first_rounds_within
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event
@@ -72,7 +73,7 @@ class Books:
         self.earlier_runs = {
             c: sum(known.run != run for known in ledger.runs(d)) if ledger else 0 for c, d in self._data_sets.items()
         }
-        self.accounts = Accounts(self.sizes, config.delta, self._earlier)
+        self.accounts = Accounts(self.sizes, config.delta, self._earlier, config.holders_per_person)
         self.costs = RoundCosts(config, self.sizes, initial)
         self.num_evaluations: Counter[int] = Counter()
         self._budgets = {client: config.budget_of(client) for client in self.sizes}
@@ -143,11 +144,17 @@ class Books:
             return None
         if view != self._config.privacy_view or part == "before" or not self.accounts.num_releases(client):
             return cost.epsilon
-        budget, target = self._budgets[client], self._config.target_epsilon
-        epsilon = cost.epsilon
-        if target is not None and target < epsilon < math.inf and cost.is_guarantee and self._keeps_plan(client, part):
-            epsilon = target
+        budget = self._budgets[client]
+        epsilon = self._as_planned(cost, [client], part)
         return epsilon if budget is None else min(epsilon, budget)
+
+    def _as_planned(self, cost: PrivacySpent, clients: Iterable[int], part: Part) -> float:
+        """The epsilon, at most the target where none of these clients released more than noise was calibrated for."""
+        target, epsilon = self._config.target_epsilon, cost.epsilon
+        is_above = target is not None and target < epsilon < math.inf and cost.is_guarantee
+        if target is not None and is_above and all(self._keeps_plan(client, part) for client in clients):
+            return target
+        return epsilon
 
     def _keeps_plan(self, client: int, part: Part) -> bool:
         """Whether this part holds no more than the noise was calibrated for, on the run's view too.
@@ -167,9 +174,8 @@ class Books:
     def largest_so_far(self, view: View) -> float | None: ...
 
     def largest_so_far(self, view: View) -> float | None:
-        """The largest `epsilon_so_far` over all clients; None if the view does not hold for one of them."""
-        costs = [self.epsilon_so_far(client, view) for client in self.sizes]
-        return None if None in costs else max(cost for cost in costs if cost is not None)
+        """The largest `epsilon_so_far` of anyone protected; None if the view does not hold for a client."""
+        return self._largest(view, "whole")
 
     def largest_part(self, part: Part) -> float | None:
         """The largest cost of a part of an account on the run's view, as `epsilon_so_far`; None where one lacks it.
@@ -178,8 +184,16 @@ class Books:
         """
         if not self.accounts.has_earlier:
             return None
-        costs = [self._so_far(client, self._config.privacy_view, part) for client in self.sizes]
-        return None if None in costs else max(cost for cost in costs if cost is not None)
+        return self._largest(self._config.privacy_view, part)
+
+    def _largest(self, view: View, part: Part) -> float | None:
+        if self._config.holders_per_person == 1:
+            costs = [self._so_far(client, view, part) for client in self.sizes]
+            return None if None in costs else max(cost for cost in costs if cost is not None)
+        cost = self.accounts.largest_bound(view, part=part)
+        if cost is None or view != self._config.privacy_view or part == "before":
+            return cost.epsilon if cost else None
+        return self._as_planned(cost, self.sizes, part)
 
     @property
     def rounds_charged_again(self) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -84,7 +84,7 @@ def summarize(
     asked = outcome.strategy.schedule.totals
     model = outcome.strategy.model
     unmoved = unmoved_tensors(model, {name for spec in asked for name in trained_names(model.adapter, spec.trains)})
-    largest = {view: _largest(costs[f"epsilon_{view}"].values()) for view in VIEWS}
+    largest = {view: cost.epsilon if (cost := accounts.largest(view)) else None for view in VIEWS}
     parts: dict[str, Part] = {"this_run": "this run", "before": "before"} if accounts.has_earlier else {}
     caveat = outcome.strategy.books.costs.caveat
     evaluation = outcome.evaluation
@@ -101,15 +101,16 @@ def summarize(
         **perplexities(outcome.untrained, outcome.test, comparison.test if comparison else None),
         **{f"epsilon_{view}_max": epsilon for view, epsilon in largest.items()},
         **{
-            f"epsilon_{name}_max": _largest(accounts.final(config.privacy_view, part=part).values())
+            f"epsilon_{name}_max": cost.epsilon if (cost := accounts.largest(config.privacy_view, part=part)) else None
             for name, part in parts.items()
         },
         "rounds_charged_again": outcome.rounds_charged_again,
         "delta_max": max(accounts.deltas.values()),
         "num_readers": accounts.num_readers,
         "aggregate_objections": list(objections_to_aggregate(config)),
-        **_largest_risk(risks.values()),
+        **_largest_risk(accounts.largest_risk(config.privacy_view)),
         **unit,
+        "holders_per_person": config.holders_per_person,
         "accountant": "pld or rdp" if any(cost.upper_bound_only for cost in known) else "pld",
         "private": largest["local"] != math.inf and not config.simulate and not caveat,
         "mechanism": config.mechanism,
@@ -190,12 +191,6 @@ def _unproven(outcome: SeriesOutcome) -> float:
     )
 
 
-def _largest(costs: Iterable[PrivacySpent | None]) -> float | None:
-    """The largest epsilon; None if the view does not hold for a client."""
-    epsilons = [cost.epsilon if cost else None for cost in costs]
-    return None if None in epsilons else max((e for e in epsilons if e is not None), default=0.0)
-
-
 # The shares wrongly accused for which a summary has the trade-off curve, as a report draws it.
 _CURVE = (*(n / 1000 for n in (0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70)), *(n / 20 for n in range(2, 21)))
 
@@ -205,12 +200,10 @@ def _risk(risk: Risk | None) -> dict[str, Any]:
     return dict.fromkeys(Risk.none().values) if risk is None else risk.values
 
 
-def _largest_risk(risks: Iterable[Risk | None]) -> dict[str, Any]:
-    """The keys about the risk on the run's view, each the largest of any client, with the curve above all of theirs."""
-    known = [risk for risk in risks if risk is not None]
-    if not known:
+def _largest_risk(worst: Risk | None) -> dict[str, Any]:
+    """The keys about the risk on the run's view, of everyone protected, with the curve above all of theirs."""
+    if worst is None:
         return _risk(None) | {"trade_off": None}
-    worst = Risk.worst(known)
     return worst.values | {"trade_off": {"fpr": list(_CURVE), "tpr": worst.curve(_CURVE)}}
 
 

@@ -35,14 +35,14 @@ def write_table(path: Path, num_records: int = 240, *, seed: int = 0) -> Path:
     return path
 
 
-def with_persons(table: Path, path: Path, of: int) -> Path:
-    """The table with a column of persons, of so many records each, at one site each."""
+def with_persons(table: Path, path: Path, of: int, *, at_all_sites: bool = False) -> Path:
+    """The table with a column of persons, of so many records at one site each, or at every site."""
     with table.open(newline="") as file:
         header, *rows = csv.reader(file)
     seen: dict[str, int] = {}
     for row in rows:
         number = seen[row[2]] = seen.get(row[2], -1) + 1
-        row.append(f"{row[2]} P{number // of:03}")
+        row.append(f"{'' if at_all_sites else row[2]} P{number // of:03}")
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([[*header, "patient"], *rows])
     return path

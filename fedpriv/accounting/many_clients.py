@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import groupby
 from multiprocessing import get_context
 from typing import Any, cast
@@ -248,6 +248,41 @@ def _node_epsilons(task: tuple[_Node, set[_Query]]) -> dict[_Query, float]:
         for query in same_count:
             epsilons[query] = float(loss.get_epsilon_for_delta(query[1])) if query[1] > 0 else math.inf
     return epsilons
+
+
+# --- the costliest ---
+
+
+def costliest(histories: Iterable[Iterable[Event]], number: int) -> list[tuple[Event, ...]]:
+    """Histories that hold the costliest so many by any accountant, a history as often as it occurs and can matter.
+
+    Left out is one that so many others cost no less than: they have its releases as often, with no smaller q.
+
+    Args:
+        histories: the releases of each client; equal events of one are merged.
+        number: how many are to be composed together, >= 1.
+    """
+    kinds: defaultdict[tuple[str, ...], list[tuple[Array, tuple[Event, ...]]]] = defaultdict(list)
+    for history in histories:
+        named = [(repr(_unsized(event)), -event.sampling_probability, -event.count, event) for event in history]
+        named.sort(key=lambda each: each[:3])
+        sizes = np.array([each[1:3] for each in named], dtype=float).ravel()
+        kinds[tuple(each[0] for each in named)].append((-sizes, tuple(each[3] for each in named)))
+    found: list[tuple[Event, ...]] = []
+    for alike in kinds.values():
+        kept: list[Array] = []
+        for sizes, events in sorted(alike, key=lambda each: tuple(-each[0])):  # what costs no less comes first
+            if sum(bool((sizes <= larger).all()) for larger in kept) < number:
+                kept.append(sizes)
+                found.append(events)
+    return found
+
+
+def _unsized(event: Event) -> Event:
+    """The release once, with q = 1 where q is a value of its own."""
+    once: Any = event.with_count(1)
+    has_q = any(field.name == "sampling_probability" for field in fields(once))
+    return cast(Event, replace(once, sampling_probability=1.0) if has_q else once)
 
 
 # --- nodes ---

@@ -29,6 +29,7 @@ def check(
     text_pair: Annotated[str, typer.Option(help="Column with a second text.")] = "",
     client: Annotated[str, typer.Option(help="Column that says which client holds the record.")] = "",
     person: Annotated[str, typer.Option(help="Column that says whom the record is about.")] = "",
+    holders: Annotated[int, typer.Option(help="At how many clients a person may have records.", min=1)] = 1,
     prompt: Annotated[str, typer.Option(help="Column with prompts, for models that answer.")] = "",
     response: Annotated[str, typer.Option(help="Column with the responses to them.")] = "",
     messages: Annotated[str, typer.Option(help="Or a column with lists of chat messages.")] = "",
@@ -81,9 +82,8 @@ def check(
         result = _check_texts(table, columns, model=model, max_length=max_length)
         texts = tuple(filter(None, (text, text_pair)))
     classes = tuple(filter(None, labels.split(",")))
-    return _with_mistakes(
-        result, table, Roles(texts=texts, label=label, client=client, person=person, classes=classes), fix, keep or ()
-    )
+    roles = Roles(texts, label=label, client=client, person=person, classes=classes, holders=holders)
+    return _with_mistakes(result, table, roles, fix, keep or ())
 
 
 def _check_texts(table: Table, columns: Mapping[str, str], *, model: str | None, max_length: int | None) -> Result:

@@ -134,6 +134,10 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     max_records_per_person: Annotated[Count, Fact.LATER | Fact.TEXTS] = 8
     """m: of a person who is drawn, at most so many records, drawn anew in each step, with `unit = person`. Everyone may
     know it; time and memory are for so many records of each person"""
+    holders_per_person: Annotated[Count, Fact.LATER | Fact.TEXTS] = 1
+    """h: at how many clients a person may have records, with `unit = person`; everyone may know it. The epsilon of the
+    run is then that of a person at the h costliest clients, and noise is chosen for it
+    ([docs/privacy.md](privacy.md#a-person-at-several-holders))"""
     labels: Annotated[Names, Fact.RELEASE | Fact.RECORDS | Fact.TEXTS] = ()
     """the classes; records with other labels are omitted. By default the labels of the training records"""
     partition: Annotated[Literal["auto", "natural", "iid", "dirichlet", "sizes"], Fact.RECORDS | Fact.TEXTS] = "auto"

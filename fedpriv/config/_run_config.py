@@ -358,6 +358,30 @@ class RunConfig(
                 "clipping = batch: clips the mean of records; unit = person needs joint, split or per-tensor"
             )
 
+    def _check_holders(self) -> None:
+        """Refuse what counts the account of one client where a person may be at several."""
+        if self.holders_per_person == 1:
+            return
+        from fedpriv.accounting.several_holders import MAX_HOLDERS  # deferred: few runs need it
+
+        key = f"holders_per_person = {self.holders_per_person}"
+        if self.unit != "person":
+            raise ValueError(f"{key}: is about persons; name person_column, or use 1")
+        if self.holders_per_person > MAX_HOLDERS:
+            raise ValueError(f"{key}: must be at most {MAX_HOLDERS}")
+        if self.data != ON_NODES and self.partition_rule != "natural":
+            raise ValueError(f"{key}: partition = {self.partition_rule} gives each person to one client; use 1")
+        of_one_client = {
+            "budget_epsilon": list(self.budget_epsilon),
+            "dedup": self.dedup,
+            "integral_epsilon": self.integral_epsilon,
+            "secure_aggregation": self.secure_aggregation,
+        }
+        for name, value in of_one_client.items():
+            if value:
+                shown = "true" if value is True else value
+                raise ValueError(f"{name} = {shown}: counts the account of one client; leave it out with {key}")
+
     def _check_private_evaluation(self) -> None:
         if self.evaluation_noise_multiplier is None:
             return

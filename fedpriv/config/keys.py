@@ -47,6 +47,7 @@ class _CommonKeys(TypedDict, total=False):
     unit: Literal["record", "person"]
     person_column: str
     max_records_per_person: int
+    holders_per_person: int
     labels: Sequence[str]
     partition: Literal["auto", "natural", "iid", "dirichlet", "sizes"]
     num_clients: int

@@ -72,7 +72,7 @@ class Finding:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Roles:
     """The columns of a table that a run reads.
 
@@ -80,6 +80,7 @@ class Roles:
         texts: columns, all of which a record needs.
         label, client, person: columns; empty if there is none.
         classes: the labels that are agreed on; empty takes any.
+        holders: at how many clients a person may have records.
     """
 
     texts: tuple[str, ...]
@@ -87,22 +88,23 @@ class Roles:
     client: str = ""
     person: str = ""
     classes: tuple[str, ...] = ()
+    holders: int = 1
 
     @staticmethod
     def of(config: RunConfig) -> Roles:
         """The columns of a run's table."""
         client = config.client_column if config.partition_rule == "natural" else ""
-        person = config.person_column
+        person, holders = config.person_column, config.holders_per_person
         if config.instructs:
             texts = tuple(filter(None, (config.messages_column, config.prompt_column, config.response_column)))
             if not config.answers:
-                return Roles(texts=texts, client=client, person=person)
+                return Roles(texts=texts, client=client, person=person, holders=holders)
             classes = config.labels or config.answers
             label = config.response_column
-            return Roles(texts=texts[:1], label=label, client=client, person=person, classes=classes)
+            return Roles(texts[:1], label=label, client=client, person=person, classes=classes, holders=holders)
         texts = tuple(filter(None, (config.text_column, config.text_pair_column)))
         label = config.label_column if config.task == "SEQ_CLS" else ""
-        return Roles(texts=texts, label=label, client=client, person=person, classes=config.labels)
+        return Roles(texts, label=label, client=client, person=person, classes=config.labels, holders=holders)
 
     @property
     def options(self) -> str:
@@ -112,7 +114,11 @@ class Roles:
             given |= {"text-pair": self.texts[1]} if len(self.texts) > 1 else {}
         else:
             given = dict(zip(("prompt", "response"), self.texts, strict=False))
-        given |= {"client": self.client, "person": self.person}
+        given |= {
+            "client": self.client,
+            "person": self.person,
+            "holders": str(self.holders) if self.holders > 1 else "",
+        }
         return " ".join(f"--{name} {shlex.quote(value)}" for name, value in given.items() if value or name == "label")
 
 
@@ -124,6 +130,7 @@ class CheckedColumns:
         texts: {column: values}.
         labels, clients, persons: values; empty if there are none.
         classes: the labels that are agreed on; empty takes any.
+        holders: at how many clients a person may have records.
         others: {column: values} of what no run reads.
         places: [records] at which they are; empty counts from 1.
         unit: of places.
@@ -134,6 +141,7 @@ class CheckedColumns:
     clients: Values = ()
     persons: Values = ()
     classes: Sequence[str] = ()
+    holders: int = 1
     others: Mapping[str, Values] = field(default_factory=dict)
     places: Sequence[int] = ()
     unit: str = "record"
@@ -152,6 +160,7 @@ class CheckedColumns:
             clients=values(roles.client),
             persons=values(roles.person),
             classes=roles.classes,
+            holders=roles.holders,
             others={name: values(name) for name in table.records.column_names if name not in used},
             places=table.lines,
             unit="line" if table.lines else "record",
@@ -326,7 +335,7 @@ def _not_available(
 
 
 def _at_several_clients(columns: CheckedColumns) -> Iterator[Finding]:
-    """Persons with records at more than one client, whose epsilon is not that of one client."""
+    """Persons with records at more clients than an epsilon is for."""
     if not columns.clients or not columns.persons:
         return
     places: dict[str, set[str]] = defaultdict(set)
@@ -334,10 +343,14 @@ def _at_several_clients(columns: CheckedColumns) -> Iterator[Finding]:
     for person, client in pairs:
         if person is not None and client is not None:
             places[person].add(client)
-    several = {person for person, clients in places.items() if len(clients) > 1}
+    several = {person for person, clients in places.items() if len(clients) > columns.holders}
     if several:
         rows = [row for row, (person, _) in enumerate(pairs) if person in several]
-        message = f"persons: {len(several):,} have records at several clients, and an epsilon is that of one client"
+        most = max(len(places[person]) for person in several)
+        message = (
+            f"persons: {len(several):,} have records at more than {counted(columns.holders, 'client')}, at up to "
+            f"{most}; holders_per_person = {most} protects them"
+        )
         yield columns.found("persons_at_several_clients", message, rows, refuses=True)
 
 

@@ -57,7 +57,8 @@ def holdings(config: RunConfig) -> tuple[object, ...]:
 def loaded(config: RunConfig) -> tuple[object, ...]:
     """Equal for two configurations only if `load` gives both the same, or refuses both."""
     records = (getattr(config, key) for key in config.keys_with(Fact.RECORDS))
-    return (config.has_test_set, config.batch_size, config.sampling_probability, config.table_checks, *records)
+    checked = (config.batch_size, config.sampling_probability, config.table_checks, config.holders_per_person)
+    return (config.has_test_set, *checked, *records)
 
 
 def load(config: RunConfig) -> FederatedData:

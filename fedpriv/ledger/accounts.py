@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations_with_replacement
+from itertools import combinations
 from typing import Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from fedpriv.accounting.accountants import ORDERS, PrivacySpent, check_delta, epsilon_of, stays_within
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, group
-from fedpriv.accounting.many_clients import epsilons
+from fedpriv.accounting.many_clients import costliest, epsilons
 from fedpriv.accounting.risk import Risk, risks_of
 from fedpriv.accounting.views import VIEWS, Release, View, default_delta
 
@@ -35,6 +35,7 @@ class Accounts:
         num_records: {client: registered N_k}.
         delta: for every client; None gives each client its default, 1/(10 N_k) and at most 1e-5.
         earlier: {client: releases of earlier runs on the same records}.
+        holders: at how many of the clients a person may have records, at most as many as there are.
     """
 
     def __init__(
@@ -42,14 +43,17 @@ class Accounts:
         num_records: Mapping[int, int],
         delta: float | None = None,
         earlier: Mapping[int, Iterable[Release]] | None = None,
+        holders: int = 1,
     ) -> None:
         if delta is not None:
             check_delta(delta)
         self.deltas = {client: delta or default_delta(size) for client, size in num_records.items()}
         self._earlier = {client: _History((earlier or {}).get(client, ())) for client in num_records}
         self._own = {client: _History() for client in num_records}
+        self._holders = holders
         # An epsilon is read more often than it changes.
         self._cache: dict[tuple[int, View, Accountant, Part], PrivacySpent] = {}
+        self._final: dict[tuple[View, Part], dict[int, PrivacySpent | None]] = {}
 
     def record(self, client: int, release: Release) -> None:
         """Charge the client for a release.
@@ -59,6 +63,7 @@ class Accounts:
         """
         self._own[client].add(release)
         self._cache = {key: cost for key, cost in self._cache.items() if key[0] != client}
+        self._final = {}
 
     def num_releases(self, client: int) -> int:
         """The number of releases of this run that the client was charged for."""
@@ -87,6 +92,8 @@ class Accounts:
         Equal histories are computed once. If more than 32 differ, the costs are upper bounds, marked as such: those of
         `many_clients.epsilons` for a history of equal releases, rdp for any other.
         """
+        if (view, part) in self._final:
+            return self._final[view, part]
         histories = {client: self._histories(client, part) for client in self._own}
         keys = {
             client: (frozenset(group(_events(several, view))), self.deltas[client])
@@ -95,7 +102,9 @@ class Accounts:
         }
         too_many = len(set(keys.values())) > _MAX_PLD_HISTORIES
         costs = _in_bulk(set(keys.values())) if too_many else {key: epsilon_of(*key) for key in set(keys.values())}
-        return {client: costs[keys[client]] if client in keys else None for client in self._own}
+        found = {client: costs[keys[client]] if client in keys else None for client in self._own}
+        self._final[view, part] = found
+        return found
 
     def risks(self, view: View) -> dict[int, Risk | None]:
         """The risk of every client's whole account, as that of a schedule fixed in advance; None as in `final`.
@@ -111,23 +120,44 @@ class Accounts:
         found = risks_of(known)
         return {client: found.get(client) for client in self._own}
 
-    def of_person(self, holders: int) -> PrivacySpent:
-        """The most that a person with records at so many of the clients has spent, on the `local` view.
+    def largest(self, view: View, *, part: Part = "whole") -> PrivacySpent | None:
+        """The most that anyone protected has spent on the view; None as in `epsilon_of`.
 
-        What any of these sets of clients released is composed, at the smallest delta. Where more than 64 sets differ,
-        it is a bound: the sum of their largest Renyi divergences at every order.
-
-        Args:
-            holders: h >= 1, at most as many as there are clients.
+        Where a person may be at several clients, it is `cost_of_person` at the smallest delta.
         """
-        histories = Counter(tuple(sorted(group(self.history(client, "local")), key=repr)) for client in self._own)
+        if self._holders == 1:
+            costs = [cost for cost in self.final(view, part=part).values() if cost is not None]
+            return max(costs, key=lambda cost: cost.epsilon) if len(costs) == len(self._own) else None
+        histories = self._all_events(view, part)
+        return None if histories is None else cost_of_person(histories, self._holders, min(self.deltas.values()))
+
+    def largest_bound(self, view: View, *, part: Part = "whole") -> PrivacySpent | None:
+        """A bound on `largest`, cheap enough for every round: by rdp, of the largest divergences at every order."""
+        histories = self._all_events(view, part)
+        return None if histories is None else _bound_of_largest(histories, self._holders, min(self.deltas.values()))
+
+    def largest_risk(self, view: View) -> Risk | None:
+        """The risk of everyone protected, each figure the largest of any; None where the view does not hold.
+
+        Where more than 64 sets of clients may be those of a person, all of them together bound it.
+        """
+        if self._holders == 1:
+            known = [risk for risk in self.risks(view).values() if risk is not None]
+            return Risk.worst(known) if known else None
+        if (histories := self._all_events(view, "whole")) is None:
+            return None
+        sets = _of_a_person(histories, self._holders)
+        if len(sets) > _MOST_SETS:
+            sets = {tuple(event for history in costliest(histories, self._holders) for event in history)}
         delta = min(self.deltas.values())
-        if math.comb(len(histories) + holders - 1, holders) > _MOST_SETS:
-            return _bound_of_largest(list(histories.elements()), holders, delta)
-        chosen = combinations_with_replacement(histories, holders)
-        sets = [several for several in chosen if not Counter(several) - histories]
-        costs = [epsilon_of([event for history in several for event in history], delta) for several in sets]
-        return max(costs, key=lambda cost: cost.epsilon)
+        return Risk.worst(risks_of({events: (events, delta) for events in sets}).values())
+
+    def _all_events(self, view: View, part: Part) -> list[list[Event]] | None:
+        """[clients] the events of a part of each account; None where the view does not hold for one."""
+        histories = [self._histories(client, part) for client in self._own]
+        if not all(history.holds[view] for several in histories for history in several):
+            return None
+        return [_events(several, view) for several in histories]
 
     @property
     def has_earlier(self) -> bool:
@@ -182,6 +212,35 @@ def _events(histories: Iterable[_History], view: View) -> list[Event]:
     return [event for history in histories for event in history.events(view)]
 
 
+def cost_of_person(histories: Sequence[Iterable[Event]], holders: int, delta: float) -> PrivacySpent:
+    """The cost by pld of what the costliest so many clients released together.
+
+    Where more than 64 sets of clients may be those, it is a bound, by their largest Renyi divergences.
+
+    Args:
+        histories: the releases of each client.
+        holders: h >= 1, at how many of them a person has records at most.
+        delta: in (0, 1).
+    """
+    sets = _of_a_person(histories, holders)
+    if len(sets) > _MOST_SETS:
+        return _bound_of_largest(histories, holders, delta)
+    return max((epsilon_of(events, delta) for events in sets), key=lambda cost: cost.epsilon)
+
+
+def _of_a_person(histories: Iterable[Iterable[Event]], holders: int) -> set[tuple[Event, ...]]:
+    """The releases that one person can have paid for: those of each set of so many clients that may be the costliest.
+
+    Of too many sets, more than 64 are enough to say so.
+    """
+    sets: set[tuple[Event, ...]] = set()
+    for several in combinations(costliest(map(group, histories), holders), holders):
+        sets.add(tuple(sorted((event for history in several for event in history), key=repr)))
+        if len(sets) > _MOST_SETS:
+            break
+    return sets
+
+
 def _bound_of_largest(histories: Sequence[Iterable[Event]], holders: int, delta: float) -> PrivacySpent:
     """A bound on what so many of the histories cost together, by the largest divergences at every order."""
     from dp_accounting.rdp import compute_epsilon
@@ -190,6 +249,8 @@ def _bound_of_largest(histories: Sequence[Iterable[Event]], holders: int, delta:
     largest = np.sort(curves, axis=0)[-holders:].sum(axis=0)
     proven = all(event.is_guarantee and event.total_delta == 0 for history in histories for event in history)
     is_known = proven and bool(np.isfinite(largest).any())
+    if proven and not largest.any():
+        return PrivacySpent(epsilon=0.0, delta=delta, accountant="rdp", upper_bound_only=True)
     epsilon = float(compute_epsilon(ORDERS, largest, delta)[0]) if is_known else math.inf
     return PrivacySpent(epsilon=epsilon, delta=delta, accountant="rdp", upper_bound_only=True, is_guarantee=proven)
 

@@ -50,7 +50,7 @@ _FIGURES = (
     *_RISK,
 )
 _PRINTED = (
-    *("run_id", "privacy_view", "budget_epsilon", "delta_max"),
+    *("run_id", "privacy_view", "budget_epsilon", "delta_max", "holders_per_person"),
     *(f"epsilon_{view}_max" for view in VIEWS),
     *("unit", *_RISK),
 )

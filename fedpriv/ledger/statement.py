@@ -325,8 +325,17 @@ def statement(
     return pages
 
 
-def not_covered(unit: str) -> list[str]:
+def adjacency_of(unit: str, holders: int = 1) -> str:
+    """The difference between neighbouring worlds, where a person may have records at so many clients."""
+    if holders > 1:
+        return f"one person, with all of their records at up to {holders} clients, added or removed"
+    return ADJACENCY.get(unit, "unknown")
+
+
+def not_covered(unit: str, holders: int = 1) -> list[str]:
     """The sentences that say what no epsilon of this unit covers; of an unknown unit, as of records."""
+    if holders > 1:
+        return [f"what further clients release of a person with records at more than {holders}", *_NEVER_COVERED]
     return [_SEVERAL.get(unit, _SEVERAL["record"]), *_NEVER_COVERED]
 
 

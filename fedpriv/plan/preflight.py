@@ -143,6 +143,10 @@ def check_clients(config: RunConfig, num_clients: int) -> None:
             f"budget_epsilon = {list(config.budget_epsilon)}: has {len(config.budget_epsilon)} entries for "
             f"{num_clients} clients; give one number for all, or one for each"
         )
+    if config.holders_per_person > num_clients:
+        raise InputError(
+            f"holders_per_person = {config.holders_per_person}: there are {num_clients} clients; use at most so many"
+        )
     if len(config.client_ranks) not in (0, num_clients):
         raise InputError(
             f"client_ranks = {list(config.client_ranks)}: has {len(config.client_ranks)} entries for {num_clients} "

@@ -17,7 +17,7 @@ from fedpriv.accounting.views import readers_label
 from fedpriv.config import ON_NODES
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file
-from fedpriv.ledger.statement import ADJACENCY, not_covered
+from fedpriv.ledger.statement import adjacency_of, not_covered
 from fedpriv.publishing import _card_texts
 from fedpriv.publishing._card_texts import Form, markdown
 from fedpriv.publishing.saved import GLOBAL, SavedVariant, find, names_in
@@ -172,7 +172,7 @@ def _privacy(saved: SavedVariant, summary: Mapping[str, Any], reason: str) -> li
     ledger = markdown(str(summary.get("ledger_head") or "none"))
     facts = {
         "protected unit": unit,
-        "adjacency": ADJACENCY.get(unit, "unknown"),
+        "adjacency": adjacency_of(unit, int(summary.get("holders_per_person") or 1)),
         "accountant": str(summary.get("accountant")),
         "mechanism": str(summary.get("mechanism") or "gaussian"),
         "noise source": str(summary.get("noise_source")),
@@ -191,7 +191,7 @@ def _privacy(saved: SavedVariant, summary: Mapping[str, Any], reason: str) -> li
         "",
         "Not covered:",
         "",
-        *(f"- {line}" for line in not_covered(unit)),
+        *(f"- {line}" for line in not_covered(unit, int(summary.get("holders_per_person") or 1))),
     ]
 
 

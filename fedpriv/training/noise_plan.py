@@ -46,7 +46,8 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
     The shares of a target of risk are those of the epsilon of noise without sampling that has this risk.
 
     A client is assumed to take part in every round, and in the evaluation on its records if there is one; on views
-    other than `local`, the worst case over who may drop out counts.
+    other than `local`, the worst case over who may drop out counts. A person at several clients meets the target with
+    the releases of those that cost most.
 
     Raises:
         InputError: no noise meets the target.
@@ -59,7 +60,8 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
     target = config.target_epsilon or gaussian_epsilon(risk.gaussian_mu if risk else 0.0, min(deltas))
     named = f"target_risk = {config.target_risk}" if risk else f"target_epsilon = {target}"
     evaluation = EvaluationSpec.of(config)
-    fixed = [planned_evaluation(evaluation)] if evaluation else []
+    holders = config.holders_per_person
+    fixed = [planned_evaluation(evaluation)] * holders if evaluation else []
     cost = epsilon_of(fixed, min(deltas)).epsilon
     if cost >= target:
         raise InputError(
@@ -68,7 +70,8 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
         )
     try:
         if config.head_start and config.start_noise_multiplier is None:
-            start = start_noise_multiplier(target, min(deltas), fixed=fixed) / scale
+            # Full batches of several holders cost what one with so much less noise would.
+            start = math.sqrt(holders) * start_noise_multiplier(target, min(deltas), fixed=fixed) / scale
             config = replace(config, start_noise_multiplier=start)
         name = "noise_multiplier"
         main, lora = config.main_phase, config.lora_phase
@@ -83,7 +86,7 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
                 target,
                 min(deltas),
                 sampling_probability=1.0 if of_head else config.lora_sampling_probability or 1.0,
-                num_steps=main.num_rounds if of_head else lora.num_rounds,
+                num_steps=holders * (main.num_rounds if of_head else lora.num_rounds),
                 fixed=fixed,
             )
             config = _with_value(config, shared, noise / scale)
@@ -91,6 +94,8 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
         schedules = [
             (_releases(config, name, clients, client, initial, scale), delta) for client, delta in enumerate(deltas)
         ]
+        if holders > 1:
+            schedules = [(_together([schedules[client][0] for client in _smallest(sizes, holders)]), min(deltas))]
         by_risk = risk and calibrate_to_risk(schedules, risk, fixed=fixed)
         return _with_value(config, name, by_risk or calibrate_all(schedules, target, fixed=fixed))
     except ValueError as error:
@@ -264,6 +269,16 @@ def _releases(
         return [event.with_noise(scale) for event in events]
 
     return releases
+
+
+def _smallest(sizes: Sequence[int], number: int) -> list[int]:
+    """The clients with the fewest records, so many: where q differs at all, they have the largest, and cost most."""
+    return sorted(range(len(sizes)), key=lambda client: sizes[client])[:number]
+
+
+def _together(schedules: Sequence[Schedule]) -> Schedule:
+    """All releases of several clients, by the noise of each."""
+    return lambda noise_multiplier: [event for schedule in schedules for event in schedule(noise_multiplier)]
 
 
 def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[RunConfig, str]:

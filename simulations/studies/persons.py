@@ -5,8 +5,8 @@
 Four ways to spend an epsilon on the same records and holders. `person`: the unit is the person. `record`: the same
 epsilon protects one record, which is less. `group`: the unit is the record, at the epsilon that k records of one person
 compose to the person's, k being the most that anyone has. `group, capped`: the same with at most `CAP` records of each
-person at each holder. MedQuAD's persons are the subjects of its questions, each dealt to one of five
-holders.
+person at each holder. MedQuAD's persons are the subjects of its questions: each dealt to one of five holders, or at up
+to four of the sources that hold them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ DELTA = 1e-5
 SEEDS = (0, 1, 2)
 EPSILONS = (2.0, 8.0)
 CAP = 3
-EMBEDDED, BY_FOCUS = "embedded", "MedQuAD by focus"
+EMBEDDED, BY_FOCUS, BY_SOURCE = "embedded", "MedQuAD by focus", "MedQuAD by source"
 PERSON, RECORD, GROUP, CAPPED = "person", "record", "group", "group, capped"
 
-SETTINGS = (EMBEDDED, BY_FOCUS)
+SETTINGS = (EMBEDDED, BY_FOCUS, BY_SOURCE)
 
 _NUM_CLIENTS = 5
+
+# At up to so many sources is a subject of MedQuAD.
+_HOLDERS = {BY_SOURCE: 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +97,13 @@ def frames(setting: str, data: Path, seed: int) -> tuple[pd.DataFrame, pd.DataFr
         return pd.DataFrame(rows[0], columns=columns), pd.DataFrame(rows[1], columns=columns)
     read = pd.read_csv(data / "medquad.csv.gz", dtype=str).dropna(subset=["answer", "question_type", "focus"])
     read = read[read["question_type"].isin(QUESTION_TYPES)]
-    chosen = pd.DataFrame({"text": read["answer"], "label": read["question_type"], "person": read["focus"]})
+    names = {"text": "answer", "label": "question_type", "person": "focus", "client": "source"}
+    chosen = pd.DataFrame({name: read[column] for name, column in names.items()})
     generator = np.random.default_rng(seed)
     persons = generator.permutation(sorted(chosen["person"].unique()))
     holder = dict(zip(persons, generator.integers(_NUM_CLIENTS, size=len(persons)), strict=True))
-    chosen["client"] = [f"site {holder[person]}" for person in chosen["person"]]
+    if setting == BY_FOCUS:
+        chosen["client"] = [f"site {holder[person]}" for person in chosen["person"]]
     is_test = chosen["person"].isin(persons[: round(TEST_FRACTION * len(persons))])
     return chosen[~is_test], chosen[is_test]
 
@@ -114,7 +119,7 @@ def configuration(cell: PersonCell, written: Path, data: Path, out: Path) -> Run
     train, test = frames(cell.setting, data, cell.seed)
     if cell.method == CAPPED:
         train = capped(train, CAP, cell.seed)
-    largest = int(train.groupby(["client", "person"]).size().max())
+    largest = int(train.groupby("person").size().max())
     epsilon, delta = record_epsilon(cell.epsilon, largest) if cell.method in (GROUP, CAPPED) else (cell.epsilon, DELTA)
     name = f"{cell.setting}-{cell.seed}{'-capped' * (cell.method == CAPPED)}".replace(" ", "-")
     written.mkdir(parents=True, exist_ok=True)
@@ -129,7 +134,7 @@ def configuration(cell: PersonCell, written: Path, data: Path, out: Path) -> Run
         **{"target_epsilon": epsilon, "delta": delta, "seed": cell.seed, "out": str(out)},
     }
     if cell.method == PERSON:
-        values["person_column"] = "person"
+        values |= {"person_column": "person", "holders_per_person": _HOLDERS.get(cell.setting, 1)}
     return parse(values)
 
 
@@ -162,6 +167,7 @@ def _claims(results: Results) -> Iterator[Sequence[str]]:
     bounds = {
         EMBEDDED: ((RECORD, 2.0, -0.05), (RECORD, 8.0, -0.03), (GROUP, 2.0, 0.05), (GROUP, 8.0, 0.0)),
         BY_FOCUS: ((GROUP, 2.0, 0.05), (GROUP, 8.0, 0.0)),
+        BY_SOURCE: ((GROUP, 2.0, 0.05), (GROUP, 8.0, 0.0)),
     }
     for setting, own in bounds.items():
         for method, epsilon, least in (*own, (CAPPED, 2.0, 0.05), (CAPPED, 8.0, 0.0)):

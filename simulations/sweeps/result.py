@@ -21,6 +21,7 @@ from fedpriv.config import Fact, RunConfig
 from fedpriv.data.federated import holdings
 from fedpriv.errors import InputError
 from fedpriv.ledger import reader
+from fedpriv.ledger.accounts import cost_of_person
 from fedpriv.runs import LANGUAGE_KEYS, files
 from fedpriv.runs.figures import format_epsilon
 from fedpriv.runs.files import LEDGER, read_config
@@ -224,27 +225,36 @@ def total(folders: Sequence[Path]) -> SweepSpending:
         LedgerError: a ledger is damaged, or lost entries or its head.
     """
     groups: defaultdict[tuple[object, ...], dict[str, tuple[list[Event], float]]] = defaultdict(dict)
+    holders: defaultdict[tuple[object, ...], int] = defaultdict(lambda: 1)
     num_runs = 0
     for folder in folders:
         path = folder / LEDGER
         if not path.is_file():
             continue  # the run ended before its first charge
         num_runs += 1
-        clients = groups[holdings(read_config(folder))]
+        config = read_config(folder)
+        clients = groups[holdings(config)]
+        holders[holdings(config)] = max(holders[holdings(config)], config.holders_per_person)
         with reader.reading(path) as db:
             reader.verify_with_head(db, path)
             for data_set in db.data_sets():
                 events, delta = clients.get(data_set.client, ([], 0.0))
                 events += [release.seen_by("local") for release in db.releases(data_set.id)]
                 clients[data_set.client] = (events, max(delta, data_set.delta))
-    costs = [_largest(list(clients.values())) for clients in groups.values()]
+    costs = [_largest(list(clients.values()), holders[group]) for group, clients in groups.items()]
     return SweepSpending(
         epsilon=sum(epsilon for epsilon, _ in costs), delta=sum(delta for _, delta in costs), num_runs=num_runs
     )
 
 
-def _largest(clients: Sequence[tuple[list[Event], float]]) -> tuple[float, float]:
-    """The largest epsilon and the largest delta of any client; equal histories are computed once."""
+def _largest(clients: Sequence[tuple[list[Event], float]], holders: int) -> tuple[float, float]:
+    """The largest epsilon and the largest delta of any client; equal histories are computed once.
+
+    Of a person at several clients, what the costliest of them cost together, at the smallest delta.
+    """
+    if holders > 1:
+        delta = min(delta for _, delta in clients)
+        return cost_of_person([events for events, _ in clients], holders, delta).epsilon, delta
     histories = {(frozenset(group(events)), delta) for events, delta in clients}
     return (
         max((epsilon_of(events, delta).epsilon for events, delta in histories), default=0.0),

@@ -9,12 +9,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import integrate
 from scipy.stats import norm
 
 from fedpriv.accounting.accountants import ORDERS, delta_of, epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian, SummedGaussian, from_json, to_json
+from fedpriv.accounting.events import SubsampledGaussian, SummedGaussian, from_json, group, to_json
 from fedpriv.accounting.filters import RenyiFilter
+from fedpriv.accounting.many_clients import costliest
+from fedpriv.accounting.risk import risk_of
 from fedpriv.accounting.several_holders import MAX_HOLDERS, worst_other_holders
 from fedpriv.accounting.views import Release, aggregate_scale
 from fedpriv.ledger.accounts import Accounts
@@ -211,26 +215,59 @@ def test_noise_of_which_no_mixture_is_known_is_refused():
         Release(event=PureEpsilon(epsilon=1.0), rho_bar=1.0, aggregate_scale=2.0, other_holders=((1.0, 0.1),))
 
 
-def accounts(*noises: float) -> Accounts:
-    made = Accounts(dict.fromkeys(range(len(noises)), 1000), DELTA)
-    for client, noise in enumerate(noises):
-        event = SubsampledGaussian(noise_multiplier=noise, sampling_probability=0.1, count=3, unit="person")
+def accounts(holders: int, *noises: float, probabilities: Sequence[float] = ()) -> Accounts:
+    made = Accounts(dict.fromkeys(range(len(noises)), 1000), DELTA, holders=holders)
+    for client, (noise, q) in enumerate(zip(noises, probabilities or [0.1] * len(noises), strict=True)):
+        event = SubsampledGaussian(noise_multiplier=noise, sampling_probability=q, count=3, unit="person")
         made.record(client, Release(event=event, rho_bar=0.5))
     return made
 
 
-def test_on_the_local_view_a_person_pays_for_its_costliest_holders():
-    made = accounts(4.0, 2.0, 3.0, 2.0)
-    events = [made.history(client, "local")[0] for client in (1, 2, 3)]
-    assert made.of_person(1).epsilon == epsilon_of([events[0]], DELTA).epsilon
-    assert made.of_person(2).epsilon == epsilon_of([events[0], events[2]], DELTA).epsilon
-    assert made.of_person(3).epsilon == epsilon_of(events, DELTA).epsilon
+@pytest.mark.parametrize(("view", "holders", "paying"), [("local", 1, "1"), ("local", 2, "13"), ("rho", 3, "123")])
+def test_a_person_pays_for_its_costliest_holders(view, holders, paying):
+    made = accounts(holders, 4.0, 2.0, 3.0, 2.0)
+    events = [made.history(int(client), view)[0] for client in paying]
+    assert made.largest(view).epsilon == epsilon_of(events, DELTA).epsilon
+    assert made.largest_bound(view).epsilon >= epsilon_of(events, DELTA, "rdp").epsilon
+    assert made.largest_risk(view).mu == risk_of(events, DELTA).mu
+
+
+def test_whoever_released_nothing_paid_nothing():
+    made = Accounts({0: 1000, 1: 1000}, DELTA, holders=2)
+    assert (made.largest("local").epsilon, made.largest_bound("local").epsilon) == (0, 0)
+
+
+def test_where_noise_is_the_same_the_largest_probabilities_are_exact_however_many_holders_there_are():
+    probabilities = [0.01 + i / 1000 for i in range(40)]
+    made = accounts(4, *[2.0] * 40, probabilities=probabilities)
+    worst = epsilon_of([made.history(client, "local")[0] for client in range(36, 40)], DELTA)
+    assert made.largest("local") == worst
 
 
 def test_of_many_different_holders_the_bound_is_never_below():
-    noises = [2.0 + i / 10 for i in range(14)]
-    made = accounts(*noises)
-    worst = epsilon_of([made.history(client, "local")[0] for client in (0, 1)], DELTA)
-    bound = made.of_person(2)
+    made = accounts(2, *[2.0 + i / 10 for i in range(14)])
+    worst = [made.history(client, "local")[0] for client in (0, 1)]
+    bound = made.largest("local")
     assert bound.upper_bound_only
-    assert worst.epsilon < bound.epsilon < 3 * worst.epsilon
+    assert epsilon_of(worst, DELTA).epsilon < bound.epsilon < 3 * epsilon_of(worst, DELTA).epsilon
+    assert made.largest_risk("local").advantage > risk_of(worst, DELTA).advantage
+
+
+gaussians = st.builds(
+    SubsampledGaussian,
+    noise_multiplier=st.sampled_from([1.0, 2.0]),
+    sampling_probability=st.sampled_from([0.0, 0.1, 0.2, 1.0]),
+    count=st.integers(1, 3),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.lists(gaussians, max_size=2).map(group), min_size=1, max_size=7), st.integers(1, 3))
+def test_what_is_left_out_never_costs_more_than_what_is_kept(histories, number):
+    number = min(number, len(histories))
+
+    def worst(known):
+        curves = [np.array([event.rdp(ORDERS) for event in each]).reshape(-1, len(ORDERS)).sum(0) for each in known]
+        return np.max([sum(several) for several in itertools.combinations(curves, number)], axis=0)
+
+    np.testing.assert_allclose(worst(costliest(histories, number)), worst(histories), rtol=1e-12)

@@ -96,6 +96,8 @@ def test_digest_depends_on_every_key_but_those_outside(key):
         base = RunConfig(prompt_column="q", response_column="a")
     if key in ("person_column", "max_records_per_person"):
         base = RunConfig(unit="person")
+    if key == "holders_per_person":
+        base = RunConfig(unit="person", data="t.csv", person_column="p", client_column="c")
     if key == "messages_column":
         base = RunConfig(messages_column="m")
     if key == "secure_aggregation":

@@ -48,6 +48,7 @@ BAD = {
     "public_data": "perhaps",
     "max_records": -1,
     "max_records_per_person": 0,
+    "holders_per_person": 0,
     "generated_answers": -1,
     "max_new_tokens": 0,
     "rounds": 0,

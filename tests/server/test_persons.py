@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pandas as pd
@@ -10,6 +11,7 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.risk import risk_of
 from fedpriv.config import parse
 from fedpriv.data import load
 from fedpriv.errors import InputError
@@ -88,3 +90,65 @@ def test_canaries_are_persons(small_run, table, tmp_path):
     found = run(values, tmp_path / "audited", audit="tokens", audit_canaries=6)
     assert sizes_of(found) == [client.num_units + 6 for client in load(parse(values)).clients]
     assert found["audit"]["claimed_epsilon"] == found["epsilon_local_max"]
+
+
+@pytest.fixture(scope="module")
+def shared(small_run, table, tmp_path_factory):
+    """The keys of a run of persons with records at each of the three sites."""
+    path = tmp_path_factory.mktemp("shared") / "t.csv"
+    return small_run | {"data": str(with_persons(table, path, 3, at_all_sites=True)), "person_column": "patient"}
+
+
+def test_persons_at_more_clients_than_said_are_refused(shared):
+    with pytest.raises(InputError, match=r"more than 1 client, at up to 3; holders_per_person = 3"):
+        load(parse(shared))
+    with pytest.raises(InputError, match="more than 2 clients"):
+        load(parse(shared | {"holders_per_person": 2}))
+
+
+@pytest.mark.parametrize("evaluation", [None, Z_EVALUATION])
+def test_the_target_is_kept_for_a_person_at_several_clients(shared, tmp_path, evaluation):
+    changes = {"noise_multiplier": "by recipe", "target_epsilon": 3.0, "evaluation_noise_multiplier": evaluation}
+    found = run(shared, tmp_path / "run", holders_per_person=3, **changes)
+    written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["noise_multiplier"]
+    events = [
+        SubsampledGaussian(noise_multiplier=written, sampling_probability=8 / size, count=4, unit="person")
+        for size in sizes_of(found)
+    ]
+    if evaluation:
+        events += [SubsampledGaussian(noise_multiplier=evaluation, sampling_probability=1.0, count=3, unit="person")]
+    delta = min(client["delta"] for client in found["clients"])
+    person = epsilon_of(events, delta).epsilon
+    assert 2.99 < person <= 3.0
+    assert found["epsilon_local_max"] == pytest.approx(person)
+    assert found["mu"] == pytest.approx(risk_of(events, delta).mu)
+    assert max(client["epsilon_local"] for client in found["clients"]) < 2.5
+    rounds = pd.read_csv(tmp_path / "run" / "rounds.csv")["epsilon_local_max"]
+    assert (rounds <= 3.0).all()
+    assert found["holders_per_person"] == 3
+
+
+def test_a_risk_is_that_of_a_person_at_several_clients(shared, tmp_path):
+    target = "tpr=0.2@fpr=0.01"
+    found = run(shared, tmp_path / "run", holders_per_person=3, noise_multiplier="by recipe", target_risk=target)
+    assert 0.19 < found["tpr_at_fpr"]["0.01"] <= 0.2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"person_column": ""}, "is about persons"),
+        ({"holders_per_person": 9}, "at most 8"),
+        ({"partition": "iid"}, "gives each person to one client"),
+        ({"budget_epsilon": [3.0]}, "counts the account of one client"),
+        ({"secure_aggregation": True, "local_steps": 1, "min_clients": 3}, "counts the account of one client"),
+    ],
+)
+def test_what_counts_one_client_is_refused_beside_several(shared, changes, message):
+    with pytest.raises(InputError, match=message):
+        parse(shared | {"holders_per_person": 2} | changes)
+
+
+def test_there_are_as_many_clients_as_a_person_has_holders(shared, tmp_path):
+    with pytest.raises(InputError, match="there are 3 clients"):
+        run(shared, tmp_path / "run", holders_per_person=4)
