@@ -140,7 +140,7 @@ def test_a_language_model_learns_and_answers(everything, trapped):
     assert "80" in start(check, trapped, programs=everything)
     quick = [word for value in ("rounds=2", "max_length=64", "out=results/RUN") for word in ("-c", value)]
     assert "report   results/RUN" in start(train, trapped, *quick, programs=everything)
-    assert "trainable" in start(plan, trapped, programs=everything)
+    assert "trained" in start(plan, trapped, programs=everything)
     answer = start("fedpriv predict results/RUN 'What is influenza?'", trapped, programs=everything)
     alone = run(trapped, everything / "python", "-P", "-c", blocks(page, "python")[-1])
     assert answer.strip()
