@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
@@ -14,6 +17,10 @@ from fedpriv.config import parse
 from fedpriv.data import load
 from fedpriv.errors import InputError
 from fedpriv.ledger.statement import statement_text
+from fedpriv.runs import RunFolder
+from fedpriv.runs.figures import figures
+from fedpriv.runs.show._live_page import LivePage
+from fedpriv.runs.show._terminal import show_status
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.tiny import with_persons
@@ -68,6 +75,23 @@ def test_the_statement_says_whom_it_is_about(skewed):
     assert "persons when it was registered" in " ".join(text.split())
     assert "one person of the client, with all of their records there" in text
     assert "a person with several records here" not in text
+
+
+def test_what_a_person_sees_of_a_run_says_persons(skewed):
+    _, _, out = skewed
+    folder, console = RunFolder(out), Console(width=80, record=True, highlight=False, file=io.StringIO())
+    show_status(folder, console)
+    status, live = console.export_text(), LivePage(out).read()["clients"]
+    assert max(map(len, status.splitlines())) <= 80
+    assert re.search("^client +persons +round", status, re.MULTILINE)
+    assert "of a person at δ = 1e-5, by pld" in status
+    assert '<th scope="col">persons</th>' in live
+    assert "ε of a person on the local view" in live
+    report = " ".join((out / "report.html").read_text().split())
+    assert "how many persons it holds" in report
+    assert ">persons</th>" in report
+    (spent,) = [figure.text for figure in figures(folder, "closing") if figure.key == "spent"]
+    assert re.match(r"ε \S+ of a person on the local view", spent)
 
 
 def test_a_ledger_never_composes_records_with_persons(skewed, tmp_path):
