@@ -32,6 +32,11 @@ def what_is_counted(unit: str | None) -> str:
     return "persons" if unit == "person" else "records"
 
 
+def of_whom(unit: str | None) -> str:
+    """The words after an epsilon that is that of a person: ` of a person`; else none."""
+    return " of a person" if unit == "person" else ""
+
+
 def holder_label(client: int | str, name: str | None) -> str:
     """A data holder by its name with its partition id, such as `St. Anna (0)`; by its id alone if it has no name.
 

@@ -211,7 +211,7 @@ def _check_release(release: UploadRelease, expected: ExpectedReply) -> None:
     if release.event != expected.event:
         raise MalformedError(f"reply paid {release.event}, the instruction costs {expected.event}")
     if release.num_records != expected.num_records:
-        raise MalformedError(f"reply claims {release.num_records} records, registered are {expected.num_records}")
+        raise MalformedError(f"reply claims N_k = {release.num_records}, registered is {expected.num_records}")
     if release.silent and not expected.broadcast.signs:
         raise MalformedError("silent, though it was not asked to judge its update")
 

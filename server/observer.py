@@ -16,7 +16,7 @@ from fedpriv.protocol import Registration
 from fedpriv.runs import RoundRow
 from fedpriv.runs.figures import format_accuracy, format_number
 from fedpriv.runs.show import changes
-from fedpriv.texts import holder_label
+from fedpriv.texts import holder_label, what_is_counted
 
 log = logging.getLogger("flwr")
 
@@ -116,7 +116,7 @@ class LogObserver:
         self._last_line = time.monotonic()
         kind = f"z = {config.noise_multiplier}" if config.noise_multiplier else "comparison, z = 0"
         sizes = ", ".join(f"{holder_label(r.client, r.name)}: {r.num_records}" for r in registrations)
-        log.info("run with %s; %ss: %s", kind, config.unit, sizes)
+        log.info("run with %s; %s: %s", kind, what_is_counted(config.unit), sizes)
         if learning_rate is not None:
             log.info("%s", described(learning_rate))
 

@@ -46,7 +46,7 @@ from fedpriv.runs.show import (
     language_table,
     views_text,
 )
-from fedpriv.texts import printable, what_is_counted
+from fedpriv.texts import of_whom, printable, what_is_counted
 from server.observer import RunProgress, described
 
 _MOST_NAMES = 8
@@ -107,10 +107,9 @@ class TerminalObserver:
             show(f"{model}, noise source: {config.noise_source}", markup=False)
             show(_rounds(config), highlight=False)
             if limit := limit_of(config.target_epsilon, config.budget_epsilon):
-                whose = " of a person" if config.unit == "person" else ""
                 show(
-                    f"{limit[0]}: ε {limit[1]:.4g}{whose} on the {config.privacy_view} view, by pld; until the end "
-                    "figures are upper bounds by rdp",
+                    f"{limit[0]}: ε {limit[1]:.4g}{of_whom(config.unit)} on the {config.privacy_view} view, by pld; "
+                    "until the end figures are upper bounds by rdp",
                     highlight=False,
                 )
         if learning_rate is not None:

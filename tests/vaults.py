@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import tomli_w
@@ -19,10 +19,10 @@ from tests.tiny import LABELS
 UNTIMED = {"reply_seconds": 1e-3}
 
 
-def write_records(path: Path, rows: Iterable[tuple[str, str]]) -> Path:
-    """A CSV with the columns note and department."""
+def write_records(path: Path, rows: Sequence[tuple[str, ...]]) -> Path:
+    """A CSV with the columns note, department and, where rows say whom they are about, patient."""
     with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("note", "department"), *rows])
+        csv.writer(file).writerows([("note", "department", "patient")[: max(map(len, rows), default=2)], *rows])
     return path
 
 

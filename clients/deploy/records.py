@@ -319,7 +319,7 @@ def _plan(path: Path, vault: VaultSettings, data_set: DataSet, delta: float | No
         delta: of the plan, of which the share that is left for releases counts; None takes that of the file.
 
     Raises:
-        InputError: the file cannot be used, or was made for other records or another view.
+        InputError: the file cannot be used, or was made for other records, another view or another unit.
     """
     from fedpriv.accounting import events  # slow to import
     from fedpriv.accounting.filters import CommittedPlan
@@ -333,6 +333,7 @@ def _plan(path: Path, vault: VaultSettings, data_set: DataSet, delta: float | No
         facts = {
             "num_records": (planned["num_records"], data_set.num_records),
             "view": (values["view"], vault.budget_view),
+            "of persons": (any(event.unit == "person" for event in found), bool(vault.person_column)),
         }
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None

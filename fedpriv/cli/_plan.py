@@ -17,6 +17,7 @@ from click.core import ParameterSource
 
 from fedpriv.cli._command import OneOf, Result, entries, table
 from fedpriv.errors import InputError
+from fedpriv.texts import what_is_counted
 
 if TYPE_CHECKING:
     from fedpriv.accounting.views import PlannedView
@@ -65,7 +66,7 @@ def plan(
 
 def _plan_budget(
     records: Annotated[
-        list[int] | None, typer.Option(help="N_k, the records of a client, >= 1; repeat it for each.")
+        list[int] | None, typer.Option(help="N_k, the records of a client, or persons, >= 1; repeat it for each.")
     ] = None,
     epsilon: Annotated[float | None, typer.Option(help="What each client may spend, > 0.")] = None,
     delta: Annotated[
@@ -99,6 +100,9 @@ def _plan_budget(
     records_per_second: Annotated[
         float | None, typer.Option(help="That pass through the model; by default timed here, with the default model.")
     ] = None,
+    max_records_per_person: Annotated[
+        int | None, typer.Option(help="m >= 1: an N_k counts persons, of whom so many records count; none by default.")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Also write each client's releases, for `fedpriv node register DIR --plan FILE`."),
@@ -120,6 +124,8 @@ def _plan_budget(
         min_clients=min_clients,
         rounds=rounds,
         train=train,
+        unit=None if max_records_per_person is None else "person",
+        max_records_per_person=max_records_per_person,
     )
     chosen, reason = budget.lora_choice(setting)
     setting = chosen if setting.config.train == "auto" else setting
@@ -248,6 +254,7 @@ def _values(found: Plan) -> dict[str, Any]:
     setting, config = found.setting, found.setting.config
     return {
         "num_clients": len(setting.sizes),
+        "unit": config.unit,
         "num_records": sum(setting.sizes),
         "epsilon": config.target_epsilon,
         "delta": min(setting.deltas),
@@ -296,13 +303,15 @@ def _row(found: Plan, speed: float) -> dict[str, Any]:
 
 def _page(values: Mapping[str, Any]) -> Iterable[str]:
     """Lines for a reader."""
+    counted = {"num_records": f"num_{what_is_counted(values['unit'])}"}
     elsewhere = ("phases", "clients", "alternatives", "left_out", "is_hopeless", "helps_most", "needed_records")
     of_phases = ("lora_rounds", "noise_multiplier", "lora_noise_multiplier", "train_auto")
     shown = {name: _rounded(value) for name, value in values.items() if name not in elsewhere + of_phases}
     yield from (f"note: {text}" for text in values["left_out"])
-    yield from entries(shown)
+    yield from entries(_renamed(shown, counted))
     yield from ("", *table(values["phases"], list(values["phases"][0])), values["train_auto"])
-    clients = sorted(values["clients"], key=lambda client: -client["num_records"])
+    largest = sorted(values["clients"], key=lambda client: -client["num_records"])
+    clients = [_renamed(client, counted) for client in largest]
     yield from ("", "What it costs a client if all take part in every round:")
     yield from table(clients[:_MOST_CLIENTS], list(clients[0]))
     if len(clients) > _MOST_CLIENTS:
@@ -310,6 +319,11 @@ def _page(values: Mapping[str, Any]) -> Iterable[str]:
     plans = [{"plan": "this one"} | dict(values), *values["alternatives"]]
     yield from ("", *table(plans, ["plan", *_COLUMNS]))
     yield from ("", *_meaning(values))
+
+
+def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The values, some of them by another name."""
+    return {names.get(name, name): value for name, value in values.items()}
 
 
 def _rounded(value: Any) -> Any:
@@ -341,12 +355,13 @@ def _meaning(values: Mapping[str, Any]) -> Iterable[str]:
 
 def _help(values: Mapping[str, Any], good: float) -> str:
     """A sentence that names what would lower the ratio most."""
-    records = f"{values['needed_records']:,} records in the same proportions would bring it to {good:g}."
+    counted = what_is_counted(values["unit"])
+    needed = f"{values['needed_records']:,} {counted} in the same proportions would bring it to {good:g}."
     plans = {row["plan"]: row["noise_to_signal"] for row in values["alternatives"]}
     best = values["helps_most"]
     if best is None or plans[best] > 0.9 * values["noise_to_signal"]:
-        return f"More records or a larger epsilon help, nothing else in the table does: {records}"
-    return f"Of the table, {best} helps most (noise to signal {plans[best]:.2g}); {records}"
+        return f"More {counted} or a larger epsilon help, nothing else in the table does: {needed}"
+    return f"Of the table, {best} helps most (noise to signal {plans[best]:.2g}); {needed}"
 
 
 def _memory_of_machine(device: str) -> int:

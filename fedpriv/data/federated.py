@@ -184,7 +184,8 @@ def _embedded(config: RunConfig) -> FederatedData:
         # Partitioned again among any number of clients, by index, so that every message stays whole.
         columns = {"index": list(range(len(train))), "patient": [message.patient for message in train]}
         table = Dataset.from_dict(columns | {config.label_column: [message.department for message in train]})
-        parts, labels = _partition(table, replace(config, person_column="patient") if _has_persons(config) else config)
+        named = replace(config, person_column="patient") if config.most_of_a_person else config
+        parts, labels = _partition(table, named)
         holders, names = [[train[index] for index in values_of(part, "index")] for part in parts], tuple(labels)
 
     def text_of(messages: list[hospital.Message]) -> TextData:
@@ -194,7 +195,7 @@ def _embedded(config: RunConfig) -> FederatedData:
         return replace(text_of(messages), persons=tuple(m.patient for m in messages))
 
     return FederatedData(
-        clients=tuple(map(with_patients if _has_persons(config) else text_of, holders)),
+        clients=tuple(map(with_patients if config.most_of_a_person else text_of, holders)),
         client_names=names,
         test=text_of(test) if config.has_test_set else _NO_RECORDS,
         label_names=hospital.DEPARTMENTS,
@@ -239,14 +240,9 @@ def _from_table(config: RunConfig) -> FederatedData:
     return FederatedData(clients, tuple(names), test, label_names, test_holders, tuple(warned))
 
 
-def _has_persons(config: DataSection) -> bool:
-    """Whether persons are the unit."""
-    return config.unit == "person"
-
-
 def _persons_of(table: datasets.Dataset, config: DataSection) -> tuple[str, ...] | None:
     """The person that each record names; None where the unit is the record."""
-    if not _has_persons(config):
+    if not config.most_of_a_person:
         return None
     return tuple(name or "" for name in labels_of(table, config.person_column))
 

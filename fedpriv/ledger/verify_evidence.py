@@ -1,8 +1,8 @@
 """Check a bundle of evidence without fedpriv: `python verify_evidence.py BUNDLE.zip [--head DIGEST]`.
 
-The rules are those of docs/privacy.md, section "Evidence". Needs cryptography, dp-accounting, numpy and scipy. A line
-says `confirmed` of what was computed again and agrees, `NOT CONFIRMED` of what does not agree or is unknown here, and
-`left to you` of what no file can prove. The exit code is 0 if nothing is NOT CONFIRMED, else 1.
+By the rules of docs/privacy.md, "Evidence"; needs cryptography, dp-accounting, numpy and scipy. A line says `confirmed`
+of what was computed again and agrees, `NOT CONFIRMED` of what does not, or is unknown here, and `left to you` of what
+no file can prove. The exit code is 0 if nothing is NOT CONFIRMED, else 1.
 """
 
 from __future__ import annotations
@@ -21,24 +21,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import dp_accounting
 import numpy as np
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-from dp_accounting import pld, rdp
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, pld, rdp
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import optimize, stats
 
-# How much smaller and larger a printed figure may be, as shares of the true one, or of the last number if that is more.
 TOLERANCES = {"pld": (1e-3, 1e-3, 1.0), "rdp": (1e-6, 1e-6, 1.0), "risk": (1e-3, 1e-2, 1e-6)}
 RATES = ("0.001", "0.01", "0.05")  # shares of outsiders who are wrongly accused
-GRID, RDP_ABOVE = 1e-4, 100.0  # of privacy losses; an epsilon by rdp above that stands for the one by pld
+GRID, RDP_ABOVE, MANY_CLIENTS = 1e-4, 100.0, 32  # of losses; above it rdp stands for pld; risks of more are bounds
 LEAST_NOISE, MOST_NOISE, FOR_RELEASES = 1e-6, 1e6, 1 - 1e-9  # less is none, more counts as this; part of delta
-MANY_CLIENTS = 32  # the risks of more are upper bounds
-VIEWS = ("local", "rho", "aggregate")
-OBJECTS, LISTS = ("about", "figures", "registrations"), ("entries", "receipts")
-KEY = ("run", "client", "round", "request")
+VIEWS, KEY = ("local", "rho", "aggregate"), ("run", "client", "round", "request")
 CHARGE = ("data_set", "run", "round", "event", "aggregate_scale", "noise_source", "other_holders")
 Object = Mapping[str, Any]
 
@@ -77,12 +72,14 @@ def files_of(path: str, findings: Findings) -> dict[str, bytes]:
 
 def check_part(part: str, files: Mapping[str, bytes], kept: str | None, findings: Findings) -> None:
     """Check one ledger of the bundle, with what was printed of it."""
-    about, figures, registrations = (json.loads(files[f"{part}/{name}.json"]) for name in OBJECTS)
-    entries, receipts = ([json.loads(line) for line in files[f"{part}/{name}.jsonl"].splitlines()] for name in LISTS)
+    about, shown, registrations = (json.loads(files[f"{part}/{n}.json"]) for n in ("about", "figures", "registrations"))
+    entries, receipts = (
+        [json.loads(x) for x in files[f"{part}/{n}.jsonl"].splitlines()] for n in ("entries", "receipts")
+    )
     for name, digest in about["policy"].items():
         findings.check(hashlib.sha256(files[f"{part}/{name}"]).hexdigest() == digest, f"{name} has the digest {digest}")
     check_chain(entries, about["head"], kept, findings)
-    spent, rows = spent_of(entries), figures["data_sets"]
+    spent, rows = spent_of(entries), shown["data_sets"]
     check_receipts(list(itertools.chain(*spent.values())), receipts, findings)
     for client, each in registrations.items():
         known = [(row["client"], row["num_records"]) for row in rows if row["data_set"] == each["data_set"]]
@@ -95,8 +92,8 @@ def check_part(part: str, files: Mapping[str, bytes], kept: str | None, findings
     findings.check({row["data_set"] for row in rows} == registered, f"the figures are of all {len(rows)} data sets")
     for row in rows:
         check_data_set(row, entries, spent[row["data_set"]], findings)
-    if figures["printed"]:
-        check_printed(figures["printed"], {c: spent[each["data_set"]] for c, each in registrations.items()}, findings)
+    if shown["printed"]:
+        check_printed(shown["printed"], {c: spent[each["data_set"]] for c, each in registrations.items()}, findings)
     if any(entry["noise_source"] == "seeded" for entry in entries):
         findings.check(None, "some noise came from a seeded generator: who knows the seed can remove it")
 
@@ -111,26 +108,24 @@ def check_chain(entries: Sequence[Object], head: Object, kept: str | None, findi
             return findings.check(False, f"entry {number} follows the one before", "one was changed, moved or lost")
     last = {"number": len(entries), "digest": digests[-1]}
     findings.check(head == last, f"the chain of {len(entries)} entries ends at its head {digests[-1]}", head)
-    if kept:
-        return findings.check(kept in digests[1:], f"the chain holds the entry {kept}")
-    return findings.check(None, "a holder can write another ledger: compare the head with one that you kept (--head)")
+    claim = "a holder can write another ledger: compare the head with one that you kept (--head)"
+    return findings.check(kept in digests[1:] if kept else None, f"the chain holds the entry {kept}" if kept else claim)
 
 
 def spent_of(entries: Sequence[Object]) -> Mapping[str, list[Object]]:
-    """What counts as spent of each data set: releases with their notes, and with what the entry of its end says."""
+    """The releases that each data set has spent, with their notes and what the entry of their end says of a round."""
     ends = {tuple(entry[key] for key in KEY): entry for entry in entries if entry["phase"] == "released"}
     found: defaultdict[str, list[Object]] = defaultdict(list)
     for entry in (entry for entry in entries if entry["phase"] in ("charged", "recovered")):
         end, (note, event) = ends.get(tuple(entry[key] for key in KEY), entry), (entry["note"], entry["event"])
-        scales = {"local": 1.0, "rho": end["rho_bar"] or entry["rho_bar"], "aggregate": end["aggregate_scale"]}
-        said = {"num_readers": 0, **json.loads(note or "{}"), **entry, "event": json.loads(event or "{}")}
-        found[entry["data_set"]].append(said | scales)
+        said = {"num_readers": 0, **json.loads(note or "{}"), **entry, "event": json.loads(event or "{}"), "local": 1.0}
+        said |= {"rho": end["rho_bar"] or entry["rho_bar"], "aggregate": end["aggregate_scale"]}
+        found[entry["data_set"]].append(said)
     return found
 
 
 def check_receipts(releases: Iterable[Object], receipts: Iterable[dict[str, Any]], findings: Findings) -> None:
-    """Check the signature of every receipt, and that the ledger has the charge that was signed."""
-    # A coordinator's ledger lacks releases to others, and names requests in its own way: those are not compared.
+    """Check the signature of every receipt, and that the ledger has its charge, by what its coordinator names too."""
     known = {str([release.get(name) or None for name in CHARGE]) for release in releases}
     replaced, signed = {release.get("replaces") for release in releases}, Counter[tuple[str, str]]()
     for receipt in receipts:
@@ -195,13 +190,13 @@ def composed(events: Events, interval: float = 0.0, orders: Sequence[int] | None
         interval *= 10 if any(len(event.moves) > 1 for event, _ in events) else 1
         total = pld.PLDAccountant(value_discretization_interval=interval)
     for event, count in events:
-        one: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(event.z)
+        one: Any = GaussianDpEvent(event.z)
         if interval and len(event.moves) > 1:
             coins = np.array(list(itertools.product((0, 1), repeat=len(event.moves))))
             shares = np.where(coins, event.drawn, 1 - np.array(event.drawn)).prod(axis=1)
             one = MixtureOfGaussiansDpEvent(event.z, (coins @ event.moves).tolist(), shares.tolist())
         elif event.q < 1:
-            one = dp_accounting.PoissonSampledDpEvent(event.q, one)
+            one = PoissonSampledDpEvent(event.q, one)
         total.compose(one, count)
     return total
 
@@ -305,7 +300,16 @@ def check_data_set(row: Object, entries: Sequence[Object], releases: Sequence[Ob
 def check_printed(printed: Object, spent: Mapping[str, Sequence[Object]], findings: Findings) -> None:
     """Check what a run printed at its end of every client, and of the worst."""
     clients, view, keys = printed["clients"], printed["privacy_view"], [f"epsilon_{view}" for view in VIEWS]
-    risky = [client | client["tpr_at_fpr"] for client in clients if client["tpr_at_fpr"]]
+    if (holders := printed.get("holders_per_person") or 1) > 1:  # a person pays what the costliest so many released
+        name, delta = f"(any {holders}, for a person at so many)", min(client["delta"] for client in clients)
+        sums = [list(itertools.chain(*several)) for several in itertools.combinations(spent.values(), holders)]
+        spent = {**spent, name: max(sums, key=lambda each: epsilon_of(seen_by(view, each), delta, "rdp"))}
+        clients = [
+            *clients,
+            {**printed, **{key: printed[f"{key}_max"] for key in keys}, "client": name, "delta": delta},
+        ]
+    worst_of: Sequence[Object] = clients if holders == 1 else clients[-1:]
+    risky = [client | client["tpr_at_fpr"] for client in worst_of if client["tpr_at_fpr"]]
     are_many = len({(seen_by(view, spent[str(client["client"])]), client["delta"]) for client in risky}) > MANY_CLIENTS
     for client in clients:
         releases, delta = spent[str(client["client"])], client["delta"]
@@ -313,7 +317,7 @@ def check_printed(printed: Object, spent: Mapping[str, Sequence[Object]], findin
         for key in (*keys, "epsilon_local_this_run"):
             on, is_run = key.split("_")[1], key.endswith("run")
             counted = [release for release in releases if not is_run or release["run"] == printed["run_id"]]
-            if client[key] is not None or all(release[on] is not None for release in counted):
+            if key in client and (client[key] is not None or all(release[on] is not None for release in counted)):
                 found, is_bound = epsilon_of(seen_by(on, counted), delta, "pld"), printed["upper_bound_only"]
                 findings.compare(f"{name}: {key} at delta {delta:g}", client[key], found, "pld", is_bound=is_bound)
         units = {release["event"]["unit"] for release in releases} | {printed["unit"]}
@@ -323,12 +327,12 @@ def check_printed(printed: Object, spent: Mapping[str, Sequence[Object]], findin
             findings.check(not holds, f"{name}: it has no risk, since the {view} view does not hold")
         else:
             check_risk(name, client, seen_by(view, releases), delta, 0, are_many, findings)
-    figures = {f"{key}_max": [client[key] for client in clients] for key in (*keys, "delta")}
+    figures = {"delta_max": [c["delta"] for c in clients]} | {f"{key}_max": [c[key] for c in worst_of] for key in keys}
     figures |= {key: [client[key] for client in risky] for key in ("mu", "advantage", *RATES) if risky}
     for key, values in figures.items():
         worst, stated = None if None in values else max(values), {**printed, **(printed["tpr_at_fpr"] or {})}.get(key)
         findings.check(stated == worst, f"{key} {stated} is that of the worst client", worst)
-    for epsilon, budget in zip(figures[f"epsilon_{view}_max"], itertools.cycle(printed["budget_epsilon"])):
+    for epsilon, budget in zip(figures.get(f"epsilon_{view}_max", []), itertools.cycle(printed["budget_epsilon"])):
         kept = epsilon is not None and epsilon <= budget * (1 + 1e-9)
         findings.check(kept, f"the budget of epsilon {budget:g} on the {view} view is kept", epsilon)
 

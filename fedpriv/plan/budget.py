@@ -62,7 +62,7 @@ class Setting:
     """The public numbers of a run.
 
     Attributes:
-        sizes: N_k >= 1, registered, of each client.
+        sizes: N_k >= 1, registered, of each client: records, or persons if these are the configuration's unit.
         config: of the run, with the recipe `fedpriv`: its `target_epsilon` is what each client may spend on its
             `privacy_view`.
         num_lora_values: d >= 1, in A and B.
@@ -136,14 +136,19 @@ class Setting:
         """Expected passes of one record through the model, of all clients together.
 
         The head's rounds need each record's features once, and next to nothing then; LoRA's rounds need every record
-        that they draw.
+        that they draw. A person counts as the most records that one may have in a step.
         """
         config = self.config
         q = config.sampling_probability or 1.0
         drawn = 1 - (1 - q) ** (config.rounds - config.head_start - self.num_lora_rounds)
         with_lora = (phase for phase in config.phases if phase.name == "all")
         of_lora = sum(phase.num_rounds * (phase.sampling_probability or 1.0) for phase in with_lora)
-        return sum(self.sizes) * ((1.0 if config.head_start else drawn) + of_lora)
+        return self.num_records * ((1.0 if config.head_start else drawn) + of_lora)
+
+    @property
+    def num_records(self) -> int:
+        """Records of all clients together, as many of each person as count in a step."""
+        return sum(self.sizes) * max(1, self.config.most_of_a_person)
 
     def seconds(self, records_per_second: float) -> float:
         """The seconds that the passes take, one after the other.
@@ -164,7 +169,7 @@ class ClientCost:
     """The expected cost of taking part for a client, by pld, on the three views.
 
     Attributes:
-        num_records: N_k.
+        num_records: N_k, of persons where these are the unit.
         delta: at which the epsilons hold.
         share: rho_k, the weight of its upload.
         epsilon_local: against the server, if it sees every upload.
@@ -251,7 +256,7 @@ class Plan:
 
     @property
     def needed_records(self) -> int:
-        """Records of all clients together, in the same proportions, that bring noise to signal down to `GOOD_RATIO`."""
+        """Of what N_k counts, of all clients together and in proportion, so many bring the ratio to `GOOD_RATIO`."""
         return math.ceil(sum(self.setting.sizes) * self.noise_to_signal / GOOD_RATIO)
 
     @cached_property
@@ -377,7 +382,7 @@ def fitted(setting: Setting, *, seconds: float, records_per_second: float) -> tu
     _check_positive("seconds", seconds)
     if setting.seconds(records_per_second) <= seconds:
         return setting, ()
-    affordable = seconds * records_per_second / sum(setting.sizes)  # passes of every record
+    affordable = seconds * records_per_second / setting.num_records  # passes of every record
     q, asked = (affordable - 1) / max(1, setting.num_lora_rounds), setting.config.lora_sampling_probability
     if q >= _SMALLEST_LORA_SAMPLE:
         return setting.changed(lora_sampling_probability=q), (

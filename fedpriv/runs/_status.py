@@ -72,6 +72,7 @@ class RunStatus:
     Attributes:
         state: `unknown` if the run was silent for `round_seconds` and only another machine could say whether it lives.
         is_alive: whether the process that runs the run lives; None if that cannot be told from here.
+        unit: of which an epsilon protects one: `record`, `person` or `client`.
         seconds_since_change: since the run last wrote a table, a checkpoint or an event.
         round_seconds: where `is_alive` is None, a longer silence than this ends the belief that the run goes on.
         resume_command: resumes an interrupted run; None if the run goes on, is finished or left no checkpoint.
@@ -99,6 +100,7 @@ class RunStatus:
     state: State
     is_alive: bool | None
     engine: str
+    unit: str
     seconds_since_change: float
     round_seconds: float
     resume_command: str | None
@@ -167,6 +169,7 @@ def _status_of(folder: RunFolder) -> RunStatus:
         state=state,
         is_alive=alive,
         engine=engine,
+        unit=_unit(config, summary),
         seconds_since_change=silence,
         round_seconds=round_seconds,
         resume_command=resume_command(run_dir, engine, str(config.get("model", ""))) if resumable else None,
@@ -188,6 +191,12 @@ def _status_of(folder: RunFolder) -> RunStatus:
         events=events.last,
         clients=clients,
     )
+
+
+def _unit(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """The unit of the run's releases; earlier versions knew no persons, and wrote none."""
+    of_configuration = "client" if config.get("noise_on") == "upload" else config.get("unit", "record")
+    return str(summary.get("unit", of_configuration))
 
 
 def spent_on_view(folder: RunFolder) -> dict[int, float | None]:

@@ -137,8 +137,8 @@ def _closing_line(summary: Mapping[str, Any]) -> str:
         own = f"{own}: "
     of = f", {limit[0]} {limit[1]:.4g}" if limit else ""
     return (
-        f"ε {own}{format_bound(epsilons[view])} on the {view} view{of}; by {summary['accountant']}, at δ "
-        f"{format_delta(summary['delta_max'])}{f'; {others}' if others else ''}"
+        f"ε {own}{format_bound(epsilons[view])}{texts.of_whom(summary.get('unit'))} on the {view} view{of}; by "
+        f"{summary['accountant']}, at δ {format_delta(summary['delta_max'])}{f'; {others}' if others else ''}"
     )
 
 
@@ -324,7 +324,8 @@ def _epsilons(folder: RunFolder) -> str:
 
 
 def _delta(folder: RunFolder) -> str:
-    return f"at δ = {format_delta(status_of(folder).delta_max)}, by {status_of(folder).accountant}"
+    run = status_of(folder)
+    return f"{texts.of_whom(run.unit)} at δ = {format_delta(run.delta_max)}, by {run.accountant}".strip()
 
 
 def _traffic(folder: RunFolder) -> str:

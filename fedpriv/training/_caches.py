@@ -30,7 +30,7 @@ from fedpriv.adapters import Merged, same_merged
 from fedpriv.data.records import BatchShape, Item, Records, num_tokens, usable
 from fedpriv.training._isolation import isolated
 from fedpriv.training._shapes import Pass
-from fedpriv.training.progress import READING, Tell, silent
+from fedpriv.training.progress import FEATURES, READING, Tell, silent
 
 log = logging.getLogger(__name__)
 
@@ -463,7 +463,7 @@ class FeatureCache:
                 if states is not None:
                     result[[places[position] for position in positions]] = states[: len(positions)]
             num_read += len(together.positions)
-            self._tell(READING, num_read, len(readable))
+            self._tell(FEATURES, num_read, len(readable))
         return result
 
     def _of(self, items: Sequence[Item], shape: BatchShape, body: Body, cached: bool, positions: list[int]) -> Tensor:

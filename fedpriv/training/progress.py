@@ -21,7 +21,9 @@ Tell = Callable[[str, float, float], None]
 TRAINING = "training"
 """In steps of a client."""
 READING = "reading records"
-"""In records whose states or features are computed once and kept."""
+"""In records whose states below the first trained layer are computed once and kept."""
+FEATURES = "computing features"
+"""In records whose features, which a head reads, are computed."""
 TESTING = "testing"
 """In records of the server's test set."""
 

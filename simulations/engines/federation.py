@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +14,7 @@ from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.runs.show import check_installed
 from fedpriv.training.local_update import ClientUpdate, Execute, TrainedModel, UpdateTask
-from fedpriv.training.progress import TRAINING, unfailing
+from fedpriv.training.progress import FEATURES, READING, TRAINING, unfailing
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.training.workbench import workbench
 from server.app import make_app
@@ -92,26 +93,33 @@ class _Followed:
 
     def __init__(self, execute: Execute, follow: Follow) -> None:
         self._execute, self._follow = execute, unfailing(follow)
-        self._round = self._total = 0
-        self._done = 0.0
+        self._totals: dict[str, float] = {}
+        self._done = Counter[str]()
+        self._round = 0
 
     def __call__(self, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
         """Train the tasks, which are all of one round."""
+        num_records = sum(len(task.data) for task in tasks)
+        steps = sum(task.spec.local_steps for task in tasks)
+        self._totals, self._done = {TRAINING: steps, READING: num_records, FEATURES: num_records}, Counter()
         self._round = tasks[0].round
-        self._total, self._done = sum(task.spec.local_steps for task in tasks), 0.0
-        return self._execute(tasks)
+        try:
+            return self._execute(tasks)
+        finally:
+            self._totals = {}
 
     def tell(self, what: str, done: float, total: float) -> None:
-        """Pass on what a model tells: of training, the stacks of a round one after the other; of other things, alone.
+        """Pass on what a model tells: during a round, of all of its clients together; at other times, as it is told.
 
-        A stack that fails is trained again, client by client, and counts from where it began.
+        Clients, or stacks of them, are told of one after the other. A stack that fails is trained again, client by
+        client, and counts from where it began. Records that were read in an earlier round are not read again, so in a
+        round with other clients the records that are read may end below their total.
         """
-        if what != TRAINING:
-            self._follow(RunProgress(what=what, done=done, total=total))
-            return
-        self._follow(RunProgress(what=what, done=self._done + done, total=self._total, round=self._round))
-        if done == total:
-            self._done += total
+        before, of_round = self._done[what], self._totals.get(what, total)
+        round_ = self._round if what == TRAINING else None
+        self._follow(RunProgress(what=what, done=before + done, total=of_round, round=round_))
+        if what in self._totals and done == total:
+            self._done[what] += int(total)
 
 
 @contextmanager

@@ -223,9 +223,28 @@ def fill(page: Path, blocks: Mapping[str, str]) -> None:
     page.write_text(text)
 
 
-def parser(text: str | None) -> argparse.ArgumentParser:
-    """The parser of a study's command line, whose help is the study's own text."""
-    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(text: str | None, study: str = "") -> argparse.ArgumentParser:
+    """The parser of a study's command line, whose help is the study's own text.
+
+    Args:
+        text: of the study's module.
+        study: the name of one that runs cells of federations and writes tables from their lines, for which the steps
+            and the places of its files are added; empty for any other.
+    """
+    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if study:
+        made.add_argument("step", choices=("run", "tables"))
+        made.add_argument("--data", type=Path, default=Path("data"), help="folder of the public files")
+        made.add_argument("--runs", type=Path, default=Path(f"results/{study}.jsonl"), help="a line for each cell")
+        made.add_argument("--out", type=Path, default=Path(f"results/studies/{study}"), help="records and features")
+        made.add_argument("--page", type=Path, default=Path(f"results/{study}.md"))
+        made.add_argument("--minutes", dest="until", type=_deadline, help="begin no cell after so long")
+    return made
+
+
+def _deadline(minutes: str) -> float:
+    """The time after so many minutes from now, in seconds since the epoch."""
+    return time.time() + 60 * float(minutes)
 
 
 def listed(separator: str) -> Callable[[str], list[str]]:

@@ -179,19 +179,14 @@ def _claims(results: Results) -> Iterator[Sequence[str]]:
 
 def main() -> None:
     """Do one step of the study."""
-    own = parser(__doc__)
-    own.add_argument("step", choices=("run", "tables"))
-    own.add_argument("--data", type=Path, default=Path("data"), help="folder of the public files")
-    own.add_argument("--runs", type=Path, default=Path("results/persons.jsonl"), help="a line for each cell")
-    own.add_argument("--out", type=Path, default=Path("results/studies/persons"), help="records and features")
-    own.add_argument("--page", type=Path, default=Path("results/persons.md"))
+    own = parser(__doc__, "persons")
     arguments = own.parse_args()
     if arguments.step == "tables":
         write(arguments.page, arguments.runs)
         return
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    run_federations(arguments.runs, arguments.out, arguments.data, list(cells()), configuration)
+    run_federations(arguments.runs, arguments.out, arguments.data, list(cells()), configuration, until=arguments.until)
 
 
 if __name__ == "__main__":

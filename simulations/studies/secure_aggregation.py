@@ -12,7 +12,6 @@ medquad.csv.gz; cells whose files it lacks are skipped.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -280,17 +279,11 @@ def _average(values: Mapping[int, float], form: str) -> str:
 
 def main() -> None:
     """Do one step of the study."""
-    own = parser(__doc__)
-    own.add_argument("step", choices=("run", "tables"))
-    own.add_argument("--data", type=Path, default=Path("data"), help="folder of the public files")
-    own.add_argument("--runs", type=Path, default=Path("results/secure_aggregation.jsonl"), help="a line for each cell")
-    own.add_argument("--out", type=Path, default=Path("results/studies/secure_aggregation"), help="records, features")
+    own = parser(__doc__, "secure_aggregation")
     own.add_argument("--utility", type=Path, default=Path("results/utility.jsonl"), help="lines of that study")
-    own.add_argument("--page", type=Path, default=Path("results/secure_aggregation.md"))
     own.add_argument("--plot", type=Path, default=Path("results/secure-aggregation-colluders.png"))
     own.add_argument("--corpora", type=listed(";"), default=list(CORPORA), help="separated by ;")
     own.add_argument("--methods", type=listed(","), default=list(METHODS))
-    own.add_argument("--minutes", type=float, help="begin no cell after so long")
     arguments = own.parse_args()
     if arguments.step == "tables":
         write(arguments.page, arguments.runs, arguments.utility, arguments.plot)
@@ -298,8 +291,7 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.WARNING)
     chosen = [cell for cell in cells() if cell.corpus in arguments.corpora and cell.method in arguments.methods]
-    until = time.time() + 60 * arguments.minutes if arguments.minutes is not None else None
-    run_all(arguments.runs, arguments.out, arguments.data, chosen, until=until)
+    run_all(arguments.runs, arguments.out, arguments.data, chosen, until=arguments.until)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ their corpora differ; each has a folder of its own for `--out`.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -203,18 +202,12 @@ def _estimate(
 
 def main() -> None:
     """Do one step of the study."""
-    own = parser(__doc__)
-    own.add_argument("step", choices=("run", "tables"))
-    own.add_argument("--data", type=Path, default=Path("data"), help="folder of the public files")
-    own.add_argument("--runs", type=Path, default=Path("results/utility.jsonl"), help="a line for each cell")
-    own.add_argument("--out", type=Path, default=Path("results/studies/utility"), help="records and features")
-    own.add_argument("--page", type=Path, default=Path("results/utility.md"))
+    own = parser(__doc__, "utility")
     own.add_argument("--corpora", type=listed(";"), default=list(CORPORA), help="names, separated by ;")
     own.add_argument("--methods", type=listed(";"), default=[], help="by name, separated by ;; default all")
     own.add_argument("--epsilons", type=listed(","), default=[], help="or none; default all")
     own.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=SEEDS)
     own.add_argument("--views", type=listed(","), default=["local", "sum"])
-    own.add_argument("--minutes", type=float, help="begin no cell after so long")
     arguments = own.parse_args()
     if unknown := [name for name in arguments.corpora if name not in CORPORA]:
         own.error(f"corpora = {unknown[0]}: known are {', '.join(CORPORA)}")
@@ -231,8 +224,7 @@ def main() -> None:
         and cell.shown_epsilon in (arguments.epsilons or [cell.shown_epsilon])
         and cell.view in arguments.views
     ]
-    until = time.time() + 60 * arguments.minutes if arguments.minutes is not None else None
-    run_all(arguments.runs, arguments.out, arguments.data, chosen, until=until)
+    run_all(arguments.runs, arguments.out, arguments.data, chosen, until=arguments.until)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from dataclasses import asdict
 
 import dp_accounting
@@ -167,6 +169,20 @@ def test_noise_to_signal_is_what_noise_and_mean_gradient_make_of_a_weight(five):
         squares += end_of_weight([0.0] * before + [step] + [0.0] * (38 - before)) ** 2
     assert five["final_noise"] == pytest.approx(math.sqrt(squares))
     assert five["noise_to_signal"] == pytest.approx(150 * math.sqrt(squares) / signal)
+
+
+def test_persons_cost_what_as_many_records_do_and_their_plan_is_one_of_persons(tmp_path):
+    asked = ("plan", "--records", 300, "--epsilon", 1, "--train", "head", "--rounds", 6, *SPEED)
+    records, persons = as_json(*asked), (*asked, "--max-records-per-person", 3, "--out", tmp_path / "plan.json")
+    found = as_json(*persons)
+    assert (records["unit"], found["unit"]) == ("record", "person")
+    assert phases(found) == phases(records)
+    assert found["seconds"] == pytest.approx(3 * records["seconds"])
+    (client,) = json.loads((tmp_path / "plan.json").read_text())["clients"]
+    assert {event["unit"] for event in client["events"]} == {"person"}
+    shown, _ = fedpriv(*persons)
+    assert re.search("^num_persons +300$", shown, re.MULTILINE)
+    assert "persons in the same proportions" in shown
 
 
 LARGE = (12_000,) * 5

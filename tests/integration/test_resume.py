@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import with_persons
+
 ROOT = Path(__file__).resolve().parents[2]
 IN_PROCESS = {"engine": "in-process"}
 SECURE = IN_PROCESS | {"simulate": False, "public_data": True, "comparison": False}
 LEDGERS = {"ledger": "yes", "budget_epsilon": [40.0]}
+PERSONS = {"person_column": "patient", "max_records_per_person": 2}
 FLORA = {"aggregation": "flora", "client_ranks": [2, 4, 3]}
 # A rule that carries a merged base, one that carries the last update, and the plain one; seeded and not; with nodes
 # that keep ledgers of their own and without; clients trained one by one and together; server optimizers with a state.
@@ -29,6 +32,7 @@ KINDS = {
     },
     "seeded-ledgers": IN_PROCESS | LEDGERS,
     "seeded-momentum": IN_PROCESS | {"server_optimizer": "momentum"},
+    "seeded-persons": {"engine": "stacked"} | PERSONS,
     "seeded-adam": IN_PROCESS | {"server_optimizer": "adam", "server_learning_rate": 0.1},
     "secure": SECURE,
     "secure-ledgers": SECURE | {"ledger": "yes"},
@@ -66,5 +70,8 @@ def test_a_run_killed_once_in_every_phase_ends_as_if_nobody_had_killed_it(small_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_runs_killed_at_random_instants_end_as_if_nobody_had_killed_them(small_run, tmp_path, kind):
-    kill_and_resume({**small_run, "rounds": 8, "local_steps": 1, **KINDS[kind]}, tmp_path, KILLS[kind])
+def test_runs_killed_at_random_instants_end_as_if_nobody_had_killed_them(small_run, table, tmp_path, kind):
+    values = {**small_run, "rounds": 8, "local_steps": 1, **KINDS[kind]}
+    if "person_column" in values:
+        values["data"] = str(with_persons(table, tmp_path / "persons.csv", 3))
+    kill_and_resume(values, tmp_path, KILLS[kind])

@@ -63,6 +63,20 @@ def test_a_damaged_limit_is_one_line(write_run: WriteRun, line: str) -> None:
         status(folder)
 
 
+@pytest.mark.parametrize(
+    ("config", "unit", "counted"),
+    [
+        ({}, "record", "records"),
+        ({"data": "t.csv", "person_column": "patient"}, "person", "persons"),
+        ({"recipe": "dp-lora-paper", "noise_on": "upload", "noise_multiplier": 1.0}, "client", "records"),
+    ],
+)
+def test_sizes_are_of_the_runs_unit(write_run: WriteRun, config: dict[str, object], unit: str, counted: str) -> None:
+    found = status(write_run(**config))
+    assert found.as_dict()["unit"] == unit
+    assert f"{counted}  round" in shown(found)
+
+
 def test_every_line_fits_a_terminal_of_80_columns(write_run: WriteRun) -> None:
     folder = write_run(seconds_ago=5)
     registered = {

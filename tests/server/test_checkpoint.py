@@ -25,6 +25,7 @@ from server.checkpoint import Checkpoint, read_last, write
 from server.observer import LogObserver
 from simulations import __main__ as command
 from simulations.engines import federation
+from tests.tiny import with_persons
 
 GLOBAL = Path("variants") / "global" / "adapter_model.safetensors"
 INITIAL = {"b": torch.zeros(2, 3), "a": torch.ones(4)}
@@ -135,10 +136,12 @@ class Interrupted(LogObserver):
 
 
 @pytest.fixture
-def interrupted(request, small_run, tmp_path) -> tuple[dict, Path]:
+def interrupted(request, small_run, table, tmp_path) -> tuple[dict, Path]:
+    changes = getattr(request, "param", {})
+    if "person_column" in changes:
+        changes = changes | {"data": str(with_persons(table, tmp_path / "persons.csv", 3))}
     values = {**small_run, "rounds": 4, "target_epsilon": 6.0, "noise_multiplier": BY_RECIPE}
-    values |= {"out": str(tmp_path / "run")}
-    values |= {"server_optimizer": getattr(request, "param", "sgd")}
+    values |= {"out": str(tmp_path / "run"), **changes}
     with pytest.raises(KeyboardInterrupt):
         federation.run(parse(values), Interrupted())
     return values, tmp_path / "run"
@@ -148,7 +151,15 @@ def resume(values: dict, folder: Path, **changes) -> None:
     federation.run(parse({**values, "resume": str(folder), **changes}), LogObserver())
 
 
-@pytest.mark.parametrize("interrupted", ["sgd", "momentum", "adam"], indirect=True)
+@pytest.mark.parametrize(
+    "interrupted",
+    [
+        *({"server_optimizer": name} for name in ("sgd", "momentum", "adam")),
+        {"person_column": "patient", "max_records_per_person": 2},
+    ],
+    indirect=True,
+    ids=str,
+)
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(interrupted, tmp_path):
     values, folder = interrupted
     resume(values, folder)

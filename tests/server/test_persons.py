@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import tomllib
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
@@ -16,8 +19,14 @@ from fedpriv.config import parse
 from fedpriv.data import load
 from fedpriv.errors import InputError
 from fedpriv.ledger.statement import statement_text
+from fedpriv.runs import RunFolder
+from fedpriv.runs.figures import figures
+from fedpriv.runs.show._live_page import LivePage
+from fedpriv.runs.show._terminal import show_status
 from server.observer import LogObserver
 from simulations.engines import federation
+from tests.cli.command_line import as_json
+from tests.ledger.test_evidence import verified
 from tests.tiny import with_persons
 
 Z_EVALUATION = 4.0
@@ -70,6 +79,23 @@ def test_the_statement_says_whom_it_is_about(skewed):
     assert "persons when it was registered" in " ".join(text.split())
     assert "one person of the client, with all of their records there" in text
     assert "a person with several records here" not in text
+
+
+def test_what_a_person_sees_of_a_run_says_persons(skewed):
+    _, _, out = skewed
+    folder, console = RunFolder(out), Console(width=80, record=True, highlight=False, file=io.StringIO())
+    show_status(folder, console)
+    status, live = console.export_text(), LivePage(out).read()["clients"]
+    assert max(map(len, status.splitlines())) <= 80
+    assert re.search("^client +persons +round", status, re.MULTILINE)
+    assert "of a person at δ = 1e-5, by pld" in status
+    assert '<th scope="col">persons</th>' in live
+    assert "ε of a person on the local view" in live
+    report = " ".join((out / "report.html").read_text().split())
+    assert "how many persons it holds" in report
+    assert ">persons</th>" in report
+    (spent,) = [figure.text for figure in figures(folder, "closing") if figure.key == "spent"]
+    assert re.match(r"ε \S+ of a person on the local view", spent)
 
 
 def test_a_ledger_never_composes_records_with_persons(skewed, tmp_path):
@@ -152,3 +178,20 @@ def test_what_counts_one_client_is_refused_beside_several(shared, changes, messa
 def test_there_are_as_many_clients_as_a_person_has_holders(shared, tmp_path):
     with pytest.raises(InputError, match="there are 3 clients"):
         run(shared, tmp_path / "run", holders_per_person=4)
+
+
+def test_the_evidence_of_persons_at_several_clients_is_confirmed_and_a_smaller_figure_is_not(shared, tmp_path):
+    folder, bundle = tmp_path / "run", tmp_path / "run.zip"
+    run(shared, folder, holders_per_person=2, noise_multiplier=2.0, table_checks="warn")
+    as_json("evidence", folder, "--out", bundle)
+    code, lines = verified(bundle)
+    assert code == 0, lines
+    assert any("(any 2, for a person at so many)" in line for line in lines)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["epsilon_local_max"] = max(client["epsilon_local"] for client in summary["clients"])
+    (folder / "summary.json").write_text(json.dumps(summary))
+    as_json("evidence", folder, "--out", tmp_path / "less.zip")
+    code, lines = verified(tmp_path / "less.zip")
+    assert code == 1
+    (wrong,) = [line for line in lines if line.startswith("NOT CONFIRMED")]
+    assert "(any 2, for a person at so many) in the run's summary: epsilon_local" in wrong

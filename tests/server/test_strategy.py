@@ -303,7 +303,7 @@ def test_malformed_adapter_is_refused_by_name_and_counted_and_the_round_goes_on(
     [
         ({"round": 2}, "reply of round 2 in round 1"),
         ({"event": SubsampledGaussian(noise_multiplier=9.0, sampling_probability=0.1)}, "the instruction costs"),
-        ({"num_records": 10**6}, "reply claims 1000000 records, registered are 600"),
+        ({"num_records": 10**6}, "reply claims N_k = 1000000, registered is 600"),
         ({"silent": True}, "silent, though it was not asked"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -60,6 +61,13 @@ def values(tiny_bert, tmp_path_factory) -> dict[str, object]:
         "comparison": False,
         "baselines": False,
     }
+
+
+def of_persons(path) -> dict[str, object]:
+    """The keys of persons who are as many as the records were, with three records each."""
+    records = pd.read_csv(write_table(path, 3 * NUM_RECORDS))
+    records.assign(patient=[f"P{row // 3}" for row in records.index]).to_csv(path, index=False)
+    return {"data": str(path), "test_data": str(path), "person_column": "patient"}
 
 
 @pytest.fixture
@@ -139,9 +147,15 @@ def of_float32(adapter) -> float:
     return 20 * 2.0**-24 * length(adapter)
 
 
-@pytest.mark.parametrize(("starts", "masks"), [(False, False), (True, True)])
-def test_sums_train_what_central_steps_with_the_same_noise_do_up_to_the_grid(values, noises, tmp_path, starts, masks):
+@pytest.mark.parametrize(
+    ("starts", "masks", "unit"), [(False, False, "record"), (True, True, "record"), (True, True, "person")]
+)
+def test_sums_train_what_central_steps_with_the_same_noise_do_up_to_the_grid(
+    values, noises, tmp_path, starts, masks, unit
+):
     start = {} if starts else WITHOUT_START
+    if unit == "person":
+        values = values | of_persons(tmp_path / "persons.csv")
     config, found = summed(values, tmp_path / "summed", secure_masks=masks, **start)
     assert len(noises) == config.rounds
     expected = central(values, tmp_path / "central", **start)

@@ -11,12 +11,13 @@ import pytest
 
 from fedpriv.config import parse
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.progress import READING, TESTING, TRAINING, silent
+from fedpriv.training.progress import FEATURES, READING, TESTING, TRAINING, silent
 from fedpriv.training.workbench import forget, workbench
 from server.exchange import Exchange
 from server.observer import LogObserver, RunProgress, answers
 from simulations.engines import federation
 from simulations.engines.federation import _Followed
+from tests.tiny import with_persons
 
 FEDPRIV = Path(__file__).resolve().parents[2] / "fedpriv"
 
@@ -50,12 +51,30 @@ def test_an_engine_tells_of_each_step_of_each_client_until_all_are_done(small_ru
     assert {READING, TESTING} <= {each.what for each in observer.seen}
 
 
+@pytest.mark.parametrize(("engine", "of_persons"), [("in-process", True), ("stacked", False)])
+def test_records_are_read_once_over_all_clients_of_a_round(small_run, table, tmp_path, engine, of_persons):
+    forget()
+    of_the_paper = ("local_steps", "batch_size", "noise_multiplier")
+    values = {key: value for key, value in small_run.items() if key not in of_the_paper} | {"engine": engine}
+    values |= {"rounds": 3, "lora_rounds": 1, "target_epsilon": 3.0, "baselines": False}
+    if of_persons:
+        values |= {"person_column": "patient", "data": str(with_persons(table, tmp_path / "t.csv", 3))}
+    observer = Kept()
+    federation.run(parse({**values, "out": str(tmp_path / "run")}), observer)
+    num_records = sum(len(records) for records in workbench(parse(values)).data.clients)
+    for what in (READING, FEATURES):
+        told = [each.done for each in observer.seen if each.what == what and each.total == num_records]
+        assert told == sorted(told)
+        assert told[-1] == num_records
+        assert len(told) >= 3
+
+
 class Failing(Kept):
     """A display that fails whenever a model tells it something."""
 
     def progressed(self, progress: RunProgress) -> None:
         super().progressed(progress)
-        if progress.what in (READING, TRAINING, TESTING):
+        if progress.what in (READING, FEATURES, TRAINING, TESTING):
             raise OSError(f"PRIVATE {progress.done}")
 
 
@@ -87,7 +106,7 @@ def test_a_log_says_how_far_a_round_is_once_it_was_silent_for_long(caplog):
 
 def test_a_stack_that_fails_is_trained_again_and_never_counts_twice():
     seen: list[RunProgress] = []
-    tasks = [SimpleNamespace(round=1, spec=SimpleNamespace(local_steps=2))] * 3
+    tasks = [SimpleNamespace(round=1, data=(), spec=SimpleNamespace(local_steps=2))] * 3
 
     def execute(given):
         followed.tell(TRAINING, 3.0, 6.0)  # and then one of the stack fails

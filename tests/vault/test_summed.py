@@ -52,22 +52,30 @@ VALUES = {
 
 @pytest.fixture(scope="module")
 def make(tiny_bert, table, tmp_path_factory) -> Callable[..., Coordinator]:
-    """Makes four vaults that have approved each other; settings are those of the vault of client 1."""
+    """Makes four vaults that have approved each other; settings are those of the vault of client 1.
 
-    def make(**settings: object) -> Coordinator:
+    A vault of persons has two records of each.
+    """
+
+    def make(*, of_persons: bool = False, **settings: object) -> Coordinator:
         folder = tmp_path_factory.mktemp("vaults")
         vaults = {}
         for client, size in SIZES.items():
-            rows = [(f"{WORDS[i % 13]} {WORDS[(i + client) % 7]} {LABELS[i % 3]}", LABELS[i % 3]) for i in range(size)]
-            data = write_records(folder / f"own-{client}.csv", rows)
+            rows = [
+                (f"{WORDS[i % 13]} {WORDS[(i + client) % 7]} {LABELS[i % 3]}", LABELS[i % 3], f"P{i % size}")
+                for i in range(size * (1 + of_persons))
+            ]
+            data = write_records(folder / f"own-{client}.csv", [row if of_persons else row[:2] for row in rows])
             own = {"partition_id": client, "budget_view": "aggregate"} | (settings if client == 1 else {})
-            vaults[client] = make_vault(folder / f"node-{client}", data, tiny_bert, **own)
+            own |= {"person_column": "patient"} if of_persons else {}
+            vaults[client] = make_vault(folder / f"node-{client}", data, tiny_bert, num_records=size, **own)
         for client, vault in vaults.items():
             vault.peers.mkdir()
             for peer, other in vaults.items():
                 if peer != client:
                     (vault.peers / f"{peer}.pub").write_text(keys.public_line(other.key))
-        return Coordinator(parse({**VALUES, "model": str(tiny_bert), "test_data": str(table)}), vaults)
+        unit = {"unit": "person", "max_records_per_person": 2} if of_persons else {}
+        return Coordinator(parse({**VALUES, **unit, "model": str(tiny_bert), "test_data": str(table)}), vaults)
 
     return make
 
@@ -78,8 +86,9 @@ def site(make) -> Coordinator:
     return make()
 
 
-def test_the_server_learns_the_survivors_sum_and_each_vault_pays_for_the_threshold(site, monkeypatch):
-    sent = []
+@pytest.mark.parametrize("unit", ["record", "person"])
+def test_the_server_learns_the_survivors_sum_and_each_vault_pays_for_the_threshold(make, site, monkeypatch, unit):
+    site, sent = make(of_persons=True) if unit == "person" else site, []
     monkeypatch.setattr(_summed, "integers", lambda *a, whole=_summed.integers: sent.append(whole(*a)) or sent[-1])
     terms = site.terms("honest")
     dealt = site.open(terms)
@@ -92,6 +101,7 @@ def test_the_server_learns_the_survivors_sum_and_each_vault_pays_for_the_thresho
     for client in (1, 2, 3):
         (charge,) = site.charges(client, "honest")
         assert charge.aggregate_scale == pytest.approx(math.hypot(SIZES[0], SIZES[client]) / SIZES[client], rel=1e-9)
+        assert (charge.num_records, events.from_json(charge.event).unit) == (None, unit)
     assert site.charges(0, "honest") == []
 
 

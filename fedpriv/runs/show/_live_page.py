@@ -40,7 +40,7 @@ from fedpriv.runs.show import _plots
 from fedpriv.runs.show._report_page import Panel, panel, quality_panels, render, templates
 from fedpriv.runs.show._sweeps import SweepRun, is_sweep, read_sweep
 from fedpriv.runs.show._terminal import event_parts, state_of, trouble_of
-from fedpriv.texts import holder_label
+from fedpriv.texts import holder_label, of_whom, what_is_counted
 
 log = logging.getLogger("fedpriv")
 
@@ -185,6 +185,8 @@ def _run_pieces(folder: RunFolder) -> dict[str, str]:
         why_not_private=_why_not_private(folder),
         tiles=figures(folder, "live"),
         against=_AGAINST[view],
+        counted=what_is_counted(status.unit),
+        of_whom=of_whom(status.unit),
         limit_name=limit_name,
         listed=listed,
         num_unlisted=len(lines) - len(listed),

@@ -19,7 +19,7 @@ from fedpriv.runs.figures import (
     format_percent,
     of_this_run,
 )
-from fedpriv.texts import holder_label, what_is_counted
+from fedpriv.texts import holder_label, of_whom, what_is_counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,8 +75,7 @@ def client_table(
         )
         for client in clients
     )
-    of_whom = " of a person" if unit == "person" else ""
-    caption = f"Per client, final figures ({accountant}), ε{of_whom} at the row's δ"
+    caption = f"Per client, final figures ({accountant}), ε{of_whom(unit)} at the row's δ"
     return TextTable(caption=caption, headers=headers, rows=rows)
 
 

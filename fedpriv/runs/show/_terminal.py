@@ -13,13 +13,12 @@ from rich.text import Text
 
 from fedpriv.runs import ClientStatus, RunFolder, RunStatus, status_of
 from fedpriv.runs.figures import MISSING, figures, format_bound, format_delta, format_seconds
-from fedpriv.texts import holder_label
+from fedpriv.texts import holder_label, what_is_counted
 from fedpriv.texts import printable as _printable
 
 # If there are more clients, only those in trouble are listed.
 MAX_CLIENTS = 40
 _STYLES = {"finished": "bold green", "running": "bold cyan", "interrupted": "bold red", "unknown": "bold yellow"}
-_HEADERS = ("client", "records", "round", "ε local", "δ", "status", "rounds by status")
 _SHOWN_APART = ("time", "event", "run", "round", "client")
 
 
@@ -80,9 +79,10 @@ def _client_table(run: RunStatus) -> Table:
     clients = _listed(run.clients)
     rows = [_client_cells(client) for client in clients]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
-    for position, header in enumerate(_HEADERS):
+    headers = ("client", what_is_counted(run.unit), "round", "ε local", "δ", "status", "rounds by status")
+    for position, header in enumerate(headers):
         width = max(len(line) for cell in (header, *(row[position] for row in rows)) for line in cell.split("\n"))
-        is_figure = header not in ("client", "status", _HEADERS[-1])
+        is_figure = header not in ("client", "status", headers[-1])
         table.add_column(
             header, justify="right" if is_figure else "left", no_wrap=True, min_width=width if position else None
         )

@@ -26,7 +26,9 @@ from fedpriv.plan import budget
 from fedpriv.vault import _charging
 from fedpriv.vault.holder import Holder
 from server.costs import RoundCosts
+from tests.tiny import with_persons
 
+UNITS = {"record": "person", "person": "record"}
 STEP = SubsampledGaussian(noise_multiplier=8.0, sampling_probability=0.5)
 
 
@@ -200,16 +202,26 @@ def test_statements_say_what_enforces_a_budget_and_that_spending_is_an_odometer(
     assert "is an odometer" in shown
 
 
-def test_a_file_of_fedpriv_plan_is_what_a_node_commits(node, tmp_path):
+@pytest.mark.parametrize("unit", ["record", "person"])
+def test_a_file_of_fedpriv_plan_is_what_a_node_commits(make_node, own, table, tmp_path, unit):
+    of_persons = []
+    if unit == "person":
+        own = own | {"data": with_persons(table, tmp_path / "persons.csv", 2), "person_column": "patient"}
+        of_persons = ["--max-records-per-person", "2"]
+    node = make_node(**own)
     with Ledger(node.vault.ledger) as ledger:
         num_records = ledger.data_set().num_records
     out = tmp_path / "plan.json"
-    asked = ["plan", "--records", "500", "--records", str(num_records), "--epsilon", "3.9", "--rounds", "8"]
-    asked += ["--records-per-second", "60", "--out", str(out), "--json"]
-    done = CliRunner().invoke(fedpriv, asked, catch_exceptions=False)
+    asked = ["plan", "--records", "500", "--records", str(num_records), "--epsilon", "3.9", "--rounds", "4"]
+    asked += ["--train", "head", "--records-per-second", "60", "--out", str(out), "--json"]
+    done = CliRunner().invoke(fedpriv, asked + of_persons, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert 3.9 < json.loads(done.output)["filtered_epsilon"] < 1.2 * 3.9
     assert "a plan committed for epsilon 3.9000" in register(node, "--plan", out)
+    other = out.read_text().replace(f'"unit": "{unit}"', f'"unit": "{UNITS[unit]}"')
+    out.write_text(other)
+    with pytest.raises(InputError, match=f"of persons = {unit == 'record'}: this node has {unit == 'person'}"):
+        register(node, "--plan", out)
 
 
 def test_a_budget_under_which_nothing_could_be_released_makes_no_node(make_node, own, tmp_path):
