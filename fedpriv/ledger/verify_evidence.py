@@ -74,7 +74,7 @@ def check_part(part: str, files: Mapping[str, bytes], kept: str | None, findings
     """Check one ledger of the bundle, with what was printed of it."""
     about, shown, registrations = (json.loads(files[f"{part}/{n}.json"]) for n in ("about", "figures", "registrations"))
     entries, receipts = (
-        [json.loads(x) for x in files[f"{part}/{n}.jsonl"].splitlines()] for n in ("entries", "receipts")
+        list(map(json.loads, files[f"{part}/{n}.jsonl"].splitlines())) for n in ("entries", "receipts")
     )
     for name, digest in about["policy"].items():
         findings.check(hashlib.sha256(files[f"{part}/{name}"]).hexdigest() == digest, f"{name} has the digest {digest}")
@@ -304,10 +304,7 @@ def check_printed(printed: Object, spent: Mapping[str, Sequence[Object]], findin
         name, delta = f"(any {holders}, for a person at so many)", min(client["delta"] for client in clients)
         sums = [list(itertools.chain(*several)) for several in itertools.combinations(spent.values(), holders)]
         spent = {**spent, name: max(sums, key=lambda each: epsilon_of(seen_by(view, each), delta, "rdp"))}
-        clients = [
-            *clients,
-            {**printed, **{key: printed[f"{key}_max"] for key in keys}, "client": name, "delta": delta},
-        ]
+        clients = [*clients, {**printed, **{k: printed[f"{k}_max"] for k in keys}, "client": name, "delta": delta}]
     worst_of: Sequence[Object] = clients if holders == 1 else clients[-1:]
     risky = [client | client["tpr_at_fpr"] for client in worst_of if client["tpr_at_fpr"]]
     are_many = len({(seen_by(view, spent[str(client["client"])]), client["delta"]) for client in risky}) > MANY_CLIENTS
