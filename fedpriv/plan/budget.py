@@ -256,7 +256,7 @@ class Plan:
 
     @property
     def needed_records(self) -> int:
-        """Of what N_k counts, of all clients together and in proportion, so many bring the ratio to `GOOD_RATIO`."""
+        """Records or persons of all clients together, in proportion, that bring the ratio to `GOOD_RATIO`."""
         return math.ceil(sum(self.setting.sizes) * self.noise_to_signal / GOOD_RATIO)
 
     @cached_property
