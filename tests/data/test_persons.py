@@ -144,7 +144,7 @@ MISTAKES = {
     ),
     "nobody": ([("x 1", LABELS[0], "site-0", " ")], "persons: some records name nobody"),
     "unknown": ([("x 1", LABELS[0], "site-0", "unknown")], "persons: 'unknown' looks like a missing one"),
-    "two sites": ([("x 1", LABELS[0], "site-1", "P000")], "persons: 1 have records at several clients"),
+    "two sites": ([("x 1", LABELS[0], "site-1", "P000")], "persons: 1 have records at more than 1 client, at up to 2"),
 }
 
 
