@@ -93,16 +93,27 @@ def _alike(events: Sequence[Event]) -> Iterator[_Rows]:
     """Rows of the events that differ in q and count alone; those without sampling form groups of their own."""
     rows = defaultdict(list)
     for row, event in enumerate(events):
-        rows[_release(event, 1.0 if event.sampling_probability == 1 else 0.5)].append(row)
+        rows[without_size(event)].append(row)
     yield from map(np.array, rows.values())
 
 
-def _release(event: Event, sampling_probability: float) -> Event:
-    """One of the releases, with that probability of including a record."""
+def without_size(event: Event) -> Event:
+    """One of the releases, the same for all events that differ in count and, if 0 < q < 1, in q alone.
+
+    Where several probabilities decide who is drawn, none of them is changed.
+    """
+    has_q = 0 < event.sampling_probability < 1 and any(
+        field.name == "sampling_probability" for field in fields(cast(Any, event))
+    )
+    return with_size(event, 0.5 if has_q else event.sampling_probability, 1)
+
+
+def with_size(event: Event, sampling_probability: float, count: int) -> Event:
+    """The event with another count and another q."""
     if event.sampling_probability == sampling_probability:
-        return event.with_count(1)
-    release: Event = replace(cast(Any, event), count=1, sampling_probability=sampling_probability)
-    return release
+        return event.with_count(count)
+    sized: Event = replace(cast(Any, event), sampling_probability=sampling_probability, count=count)
+    return sized
 
 
 # --- rdp ---
@@ -116,7 +127,7 @@ def _by_rdp(events: Sequence[Event], deltas: Array) -> Array:
         q = np.array([event.sampling_probability for event in alike])
         count = np.array([event.count for event in alike], dtype=float)[:, None]
         nodes = _nodes_of(q, _RDP_NODES)
-        curves = np.stack([_release(alike[0], node).rdp(ORDERS) for node in nodes.tolist()])
+        curves = np.stack([with_size(alike[0], node, 1).rdp(ORDERS) for node in nodes.tolist()])
         below = np.searchsorted(nodes, q, side="right") - 1
         if (nodes[below] == q).all():
             found = _to_epsilon(count * curves[below], ORDERS, delta).min(axis=1)
@@ -228,7 +239,7 @@ def _rounded_histories(events: Sequence[Event], deltas: Array) -> list[tuple[_No
         delta = _rounded(deltas[rows], _nodes_of(deltas[rows], max_delta), up=False) - _DELTA_ROUNDING
         columns = (column.tolist() for column in (rows, q, count.astype(int), delta))
         for row, q_k, count_k, delta_k in zip(*columns, strict=True):
-            release = _release(events[row], q_k)
+            release = with_size(events[row], q_k, 1)
             keys[row] = (release, _coarse_interval(release)), (count_k, delta_k)
     return [keys[row] for row in range(len(events))]
 
@@ -264,7 +275,7 @@ def costliest(histories: Iterable[Iterable[Event]], number: int) -> list[tuple[E
     """
     kinds: defaultdict[tuple[str, ...], list[tuple[Array, tuple[Event, ...]]]] = defaultdict(list)
     for history in histories:
-        named = [(repr(_unsized(event)), -event.sampling_probability, -event.count, event) for event in history]
+        named = [(repr(without_size(event)), -event.sampling_probability, -event.count, event) for event in history]
         named.sort(key=lambda each: each[:3])
         sizes = np.array([each[1:3] for each in named], dtype=float).ravel()
         kinds[tuple(each[0] for each in named)].append((-sizes, tuple(each[3] for each in named)))
@@ -276,13 +287,6 @@ def costliest(histories: Iterable[Iterable[Event]], number: int) -> list[tuple[E
                 kept.append(sizes)
                 found.append(events)
     return found
-
-
-def _unsized(event: Event) -> Event:
-    """The release once, with q = 1 where q is a value of its own."""
-    once: Any = event.with_count(1)
-    has_q = any(field.name == "sampling_probability" for field in fields(once))
-    return cast(Event, replace(once, sampling_probability=1.0) if has_q else once)
 
 
 # --- nodes ---

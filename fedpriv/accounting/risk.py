@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from scipy import special
@@ -29,6 +29,7 @@ from fedpriv.accounting.accountants import (
 )
 from fedpriv.accounting.composition.law import Array, Event, Unit
 from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.many_clients import with_size, without_size
 from fedpriv.accounting.trade_off import TradeOff, advantage_of, gaussian, mu_of, profile, regret_of, renyi, revealing
 from fedpriv.errors import InputError
 
@@ -214,7 +215,7 @@ def risks_of(histories: Mapping[Any, tuple[Iterable[Event], float]]) -> dict[Any
     least_delta = min(delta for _, delta in grouped.values())
     kinds: defaultdict[tuple[Event, ...], list[Any]] = defaultdict(list)
     for name, (events, _) in grouped.items():
-        kinds[tuple(map(_without_size, events))].append(name)
+        kinds[tuple(map(without_size, events))].append(name)
     rounded: dict[Any, tuple[Event, ...]] = {}
     for names in kinds.values():
         sizes = np.array([[(e.sampling_probability, e.count) for e in grouped[name][0]] for name in names])
@@ -222,7 +223,7 @@ def risks_of(histories: Mapping[Any, tuple[Iterable[Event], float]]) -> dict[Any
         for name, values in zip(names, nodes, strict=True):
             events = grouped[name][0]
             rounded[name] = tuple(
-                _with_size(event, float(q), round(count)) for event, (q, count) in zip(events, values, strict=True)
+                with_size(event, float(q), round(count)) for event, (q, count) in zip(events, values, strict=True)
             )
     if len(set(rounded.values())) <= 2 * _FEW_HISTORIES:
         return {name: _risk_of(events, least_delta) for name, events in rounded.items()}
@@ -244,18 +245,6 @@ def _by_renyi(histories: Mapping[Any, tuple[Event, ...]], delta: float) -> dict[
         shared = Risk.of(revealing(renyi(ORDERS, curves[rows].max(axis=0)), own_delta), delta, unit)
         risks |= {names[row]: shared for row in rows}
     return risks
-
-
-def _without_size(event: Event) -> Event:
-    """The release without its count and, where it was sampled, without its q."""
-    return _with_size(event, event.sampling_probability if event.sampling_probability in (0, 1) else 0.5, 1)
-
-
-def _with_size(event: Event, sampling_probability: float, count: int) -> Event:
-    if event.sampling_probability == sampling_probability:
-        return event.with_count(count)
-    sized: Event = replace(cast(Any, event), sampling_probability=sampling_probability, count=count)
-    return sized
 
 
 def _rounded_up(columns: Array) -> Array:

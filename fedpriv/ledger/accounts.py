@@ -54,6 +54,7 @@ class Accounts:
         # An epsilon is read more often than it changes.
         self._cache: dict[tuple[int, View, Accountant, Part], PrivacySpent] = {}
         self._final: dict[tuple[View, Part], dict[int, PrivacySpent | None]] = {}
+        self._risks: dict[View, dict[int, Risk | None]] = {}
 
     def record(self, client: int, release: Release) -> None:
         """Charge the client for a release.
@@ -63,7 +64,7 @@ class Accounts:
         """
         self._own[client].add(release)
         self._cache = {key: cost for key, cost in self._cache.items() if key[0] != client}
-        self._final = {}
+        self._final, self._risks = {}, {}
 
     def num_releases(self, client: int) -> int:
         """The number of releases of this run that the client was charged for."""
@@ -111,6 +112,8 @@ class Accounts:
 
         Of many that differ, most are upper bounds; see `fedpriv.accounting.risk.risks_of`.
         """
+        if view in self._risks:
+            return self._risks[view]
         histories = {client: self._histories(client, "whole") for client in self._own}
         known = {
             client: (_events(several, view), self.deltas[client])
@@ -118,7 +121,8 @@ class Accounts:
             if all(history.holds[view] for history in several)
         }
         found = risks_of(known)
-        return {client: found.get(client) for client in self._own}
+        self._risks[view] = {client: found.get(client) for client in self._own}
+        return self._risks[view]
 
     def largest(self, view: View, *, part: Part = "whole") -> PrivacySpent | None:
         """The most that anyone protected has spent on the view; None as in `epsilon_of`.

@@ -233,8 +233,8 @@ def total(folders: Sequence[Path]) -> SweepSpending:
             continue  # the run ended before its first charge
         num_runs += 1
         config = read_config(folder)
-        clients = groups[holdings(config)]
-        holders[holdings(config)] = max(holders[holdings(config)], config.holders_per_person)
+        held = holdings(config)
+        clients, holders[held] = groups[held], max(holders[held], config.holders_per_person)
         with reader.reading(path) as db:
             reader.verify_with_head(db, path)
             for data_set in db.data_sets():

@@ -17,8 +17,8 @@ from scipy.stats import norm
 from fedpriv.accounting.accountants import ORDERS, delta_of, epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian, SummedGaussian, from_json, group, to_json
 from fedpriv.accounting.filters import RenyiFilter
-from fedpriv.accounting.many_clients import costliest
-from fedpriv.accounting.risk import risk_of
+from fedpriv.accounting.many_clients import costliest, epsilons
+from fedpriv.accounting.risk import risk_of, risks_of
 from fedpriv.accounting.several_holders import MAX_HOLDERS, worst_other_holders
 from fedpriv.accounting.views import Release, aggregate_scale
 from fedpriv.ledger.accounts import Accounts
@@ -251,6 +251,16 @@ def test_of_many_different_holders_the_bound_is_never_below():
     assert bound.upper_bound_only
     assert epsilon_of(worst, DELTA).epsilon < bound.epsilon < 3 * epsilon_of(worst, DELTA).epsilon
     assert made.largest_risk("local").advantage > risk_of(worst, DELTA).advantage
+
+
+def test_many_sums_with_coins_of_their_own_are_accounted_at_once():
+    sums = {i: [summed(4.0, (1.0, 1.0), (0.01, 0.01 + i / 1000), 1 + i % 7)] for i in range(60)}
+    bounds = epsilons([event for (event,) in sums.values()], [DELTA] * len(sums))
+    risks = risks_of({i: (events, DELTA) for i, events in sums.items()})
+    for i in (0, 31, 59):
+        exact = epsilon_of(sums[i], DELTA).epsilon
+        assert exact - 1e-9 <= bounds[i] <= 1.01 * exact
+        assert risk_of(sums[i], DELTA).advantage <= risks[i].advantage + 1e-9
 
 
 gaussians = st.builds(
