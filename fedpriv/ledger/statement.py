@@ -24,7 +24,7 @@ from fedpriv.accounting.views import PlannedView, Release, least_readers, reader
 from fedpriv.errors import InputError
 from fedpriv.ledger import reader
 from fedpriv.ledger.entries import COLUMNS, DataSet, Entry, LedgerConnection
-from fedpriv.texts import holder_label, printable, risk_in_figures, risk_in_words, what_is_counted
+from fedpriv.texts import counted, holder_label, printable, risk_in_figures, risk_in_words, what_is_counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -442,7 +442,7 @@ def _epsilons(page: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _composition(page: Mapping[str, Any]) -> str:
     """How releases were added up over rounds and runs."""
-    summed = f"{page['rounds']} rounds in {page['runs']} runs, composed first and converted once"
+    summed = f"{counted(page['rounds'], 'round')} in {counted(page['runs'], 'run')}, composed first and converted once"
     return f"{summed}. Enforced by {page['enforced_by']}. Each {ODOMETER}." if page["enforced_by"] else f"{summed}."
 
 

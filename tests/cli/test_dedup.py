@@ -111,7 +111,10 @@ def test_every_variant_may_have_an_evaluator_of_its_own(study, tmp_path):
     assert "evaluators: none for variant 'round-14'" in err
     _, err = fedpriv(*command, "--evaluator", "several:one_private", folder=study, code=2)
     assert "its records are private" in err
-    assert as_json(*command, "--evaluator", "several:evaluators", folder=study) == whole
+    found = as_json(*command, "--evaluator", "several:evaluators", folder=study)
+    # Digests name the evaluator, and another digest may compress to another number of bytes.
+    sizes = {key: pytest.approx(whole[key], rel=1e-3) for key in ("bytes_stored", "compression_ratio")}
+    assert found == whole | sizes
     other = ["dedup", "run", "variants", tmp_path / "other", *RUN[2:], "--evaluator", "several:one_too_many"]
     assert as_json(*other, folder=study)["variants"] == whole["variants"]
 

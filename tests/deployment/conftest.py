@@ -14,6 +14,8 @@ from tests.tiny import LABELS
 # What replies take is no matter here, and public times would be those of the largest samples.
 QUICK = "reply_seconds = 0.1\n"
 
+OF_A_PERSON = 3
+
 
 @pytest.fixture(scope="module")
 def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedFederation]:
@@ -23,16 +25,20 @@ def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedFede
     federation.stop()
 
 
-def holdings(folder: Path, table: Path, *more: str, num_nodes: int = 3) -> dict[int, list[str]]:
-    """{client: options of `init`} of nodes with a file of records each, and further options for all."""
+def holdings(folder: Path, table: Path, *more: str, num_nodes: int = 3, persons: bool = False) -> dict[int, list[str]]:
+    """{client: options of `init`} of nodes with a file of records each, and further options for all.
+
+    With `persons`, `OF_A_PERSON` records are about each, and the node protects them.
+    """
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
     options = {}
     for client in range(num_nodes):
         path = folder / f"records-{client}.csv"
-        own = [[row["text"], row["label"]] for row in rows if row["site"] == f"site-{client % 3}"]
+        site = [row for row in rows if row["site"] == f"site-{client % 3}"]
+        own = [[row["text"], row["label"], f"N{place // OF_A_PERSON:03}"] for place, row in enumerate(site)]
         with path.open("w", newline="") as file:
-            csv.writer(file).writerows([["note", "ward"], *own])
+            csv.writer(file).writerows([["note", "ward", "number"], *own])
         columns = ["--text-column", "note", "--label-column", "ward", "--labels", ",".join(LABELS)]
         options[client] = [
             "--data",
@@ -42,6 +48,7 @@ def holdings(folder: Path, table: Path, *more: str, num_nodes: int = 3) -> dict[
             f"Clinic {client}",
             "--budget-epsilon",
             "1e6",
+            *(["--person-column", "number"] if persons else []),
             *more,
         ]
     return options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import zipfile
@@ -13,17 +14,22 @@ import pytest
 
 from simulations.sites import DeployedFederation
 from tests.cli.command_line import as_json
-from tests.deployment.conftest import QUICK, holdings
+from tests.deployment.conftest import OF_A_PERSON, QUICK, holdings
 
 pytestmark = pytest.mark.deployment
 
 NODES = range(2)
 
 
+@pytest.fixture(scope="module", params=["record", "person"])
+def unit(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory, table, tiny_bert) -> Iterator[DeployedFederation]:
+def pair(tmp_path_factory, table, tiny_bert, unit) -> Iterator[DeployedFederation]:
     folder = tmp_path_factory.mktemp("pair")
-    own = holdings(folder, table, num_nodes=len(NODES))
+    own = holdings(folder, table, num_nodes=len(NODES), persons=unit == "person")
     federation = DeployedFederation(
         folder / "federation", num_nodes=len(NODES), holdings=own, model=tiny_bert, settings=QUICK
     )
@@ -43,9 +49,16 @@ def confirmed(path: Path, bundle: Path) -> tuple[list[str], dict[str, bytes]]:
     return done.stdout.splitlines(), files
 
 
-def test_the_evidence_of_a_deployed_run_is_confirmed_at_the_coordinator_and_at_each_node(pair, holders_run, tmp_path):
-    pair.run({**holders_run, "num_clients": len(NODES), "noise_multiplier": 4.0, "out": str(tmp_path / "runs" / "out")})
+def test_the_evidence_of_a_deployed_run_is_confirmed_at_the_coordinator_and_at_each_node(
+    pair, unit, holders_run, tmp_path
+):
+    values = {**holders_run, "num_clients": len(NODES), "noise_multiplier": 4.0, "unit": unit}
+    pair.run({**values, "out": str(tmp_path / "runs" / "out")})
     lines, files = confirmed(tmp_path / "runs" / "out", tmp_path / "run.zip")
+    summary = json.loads((tmp_path / "runs" / "out" / "summary.json").read_text())
+    held = [len((pair.folder.parent / f"records-{client}.csv").read_text().splitlines()) - 1 for client in NODES]
+    protected = [math.ceil(number / (OF_A_PERSON if unit == "person" else 1)) for number in held]
+    assert (summary["unit"], [client["num_records"] for client in summary["clients"]]) == (unit, protected)
     assert sum("its registration is signed by ssh-ed25519" in line for line in lines) == len(NODES)
     assert sum("receipts of data set" in line for line in lines) == len(NODES)
     registered = json.loads(files["run/registrations.json"])
@@ -54,3 +67,12 @@ def test_the_evidence_of_a_deployed_run_is_confirmed_at_the_coordinator_and_at_e
         assert any(f"2 receipts of data set {registered[str(client)]['data_set']}" in line for line in lines)
         assert any("by the rule renyi" in line for line in lines)
         assert "Clinic" not in files["node/about.json"].decode() + files["node/figures.json"].decode()
+
+
+def test_a_run_for_another_unit_is_refused_and_costs_nothing(pair, unit, holders_run, tmp_path):
+    before = [len(pair.charges(client)) for client in NODES]
+    other = {"record": "person", "person": "record"}[unit]
+    values = {**holders_run, "num_clients": len(NODES), "unit": other, "registration_seconds": 20}
+    output = pair.run({**values, "out": str(tmp_path / "out")}, code=1)
+    assert "unit" in output, output
+    assert [len(pair.charges(client)) for client in NODES] == before
