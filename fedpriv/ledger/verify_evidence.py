@@ -34,7 +34,7 @@ RATES = ("0.001", "0.01", "0.05")  # shares of outsiders who are wrongly accused
 GRID, RDP_ABOVE, MANY_CLIENTS = 1e-4, 100.0, 32  # of losses; above it rdp stands for pld; risks of more are bounds
 LEAST_NOISE, MOST_NOISE, FOR_RELEASES = 1e-6, 1e6, 1 - 1e-9  # less is none, more counts as this; part of delta
 VIEWS, KEY = ("local", "rho", "aggregate"), ("run", "client", "round", "request")
-CHARGE = ("data_set", "run", "round", "event", "aggregate_scale", "noise_source", "other_holders")
+CHARGE = ("data_set", "run", "round", "event", "aggregate_scale", "noise_source", "other_holders", "is_first")
 Object = Mapping[str, Any]
 
 
@@ -73,14 +73,14 @@ def files_of(path: str, findings: Findings) -> dict[str, bytes]:
 def check_part(part: str, files: Mapping[str, bytes], kept: str | None, findings: Findings) -> None:
     """Check one ledger of the bundle, with what was printed of it."""
     about, shown, registrations = (json.loads(files[f"{part}/{n}.json"]) for n in ("about", "figures", "registrations"))
-    entries, receipts = (
-        list(map(json.loads, files[f"{part}/{n}.jsonl"].splitlines())) for n in ("entries", "receipts")
-    )
+    entries, receipts = ([*map(json.loads, files[f"{part}/{n}.jsonl"].splitlines())] for n in ("entries", "receipts"))
     for name, digest in about["policy"].items():
         findings.check(hashlib.sha256(files[f"{part}/{name}"]).hexdigest() == digest, f"{name} has the digest {digest}")
     check_chain(entries, about["head"], kept, findings)
     spent, rows = spent_of(entries), shown["data_sets"]
-    check_receipts(list(itertools.chain(*spent.values())), receipts, findings)
+    registered = {entry["data_set"] for entry in entries if entry["phase"] == "registered"}
+    firsts = [{"data_set": data_set, "is_first": True} for data_set in registered]  # which charge nothing
+    check_receipts([*itertools.chain(*spent.values()), *firsts], receipts, findings)
     for client, each in registrations.items():
         known = [(row["client"], row["num_records"]) for row in rows if row["data_set"] == each["data_set"]]
         claim = f"client {client} registered data set {each['data_set']} of {each['num_records']} records"
@@ -88,7 +88,6 @@ def check_part(part: str, files: Mapping[str, bytes], kept: str | None, findings
         text = {name: value for name, value in each.items() if name != "receipt" or value} | {"signature": ""}
         signed = not each["identity"] or is_signed(each["identity"], text, each["signature"])
         findings.check(signed, f"its registration is signed by {each['identity'] or 'nobody, as in a simulation'}")
-    registered = {entry["data_set"] for entry in entries if entry["phase"] == "registered"}
     findings.check({row["data_set"] for row in rows} == registered, f"the figures are of all {len(rows)} data sets")
     for row in rows:
         check_data_set(row, entries, spent[row["data_set"]], findings)
@@ -124,14 +123,14 @@ def spent_of(entries: Sequence[Object]) -> Mapping[str, list[Object]]:
     return found
 
 
-def check_receipts(releases: Iterable[Object], receipts: Iterable[dict[str, Any]], findings: Findings) -> None:
+def check_receipts(releases: Sequence[Object], receipts: Iterable[dict[str, Any]], findings: Findings) -> None:
     """Check the signature of every receipt, and that the ledger has its charge, by what its coordinator names too."""
     known = {str([release.get(name) or None for name in CHARGE]) for release in releases}
     replaced, signed = {release.get("replaces") for release in releases}, Counter[tuple[str, str]]()
     for receipt in receipts:
         signer, signature, data_set = receipt.pop("signer"), receipt.pop("signature"), receipt["data_set"]
         name, link = f"receipt {receipt['counter']} of data set {data_set}", {"purpose": "fedpriv charge 1", **receipt}
-        charge = {**receipt, "event": json.loads(receipt["event"] or "{}")}
+        charge = {**receipt, "event": json.loads(receipt["event"] or "{}"), "is_first": receipt["counter"] == 0}
         is_known = str([charge.get(name) or None for name in CHARGE]) in known
         if not is_signed(signer, link, signature):
             findings.check(False, f"{name} is signed", "the signature is not of this text and key")

@@ -101,9 +101,9 @@ def test_noise_over_all_moves_with_one_coin_says_too_much_or_too_little():
     true = epsilon_of([summed(1.0, (1.0, 1.0), (0.01, 0.01), 100)], DELTA).epsilon
     wrong = epsilon_of([SubsampledGaussian(noise_multiplier=0.5, sampling_probability=0.01, count=100)], DELTA).epsilon
     assert (true, wrong) == (pytest.approx(1.53, abs=0.005), pytest.approx(6.48, abs=0.005))
-    rare = SubsampledGaussian(noise_multiplier=0.1, sampling_probability=0.9e-5)
+    rare = SubsampledGaussian(noise_multiplier=0.4, sampling_probability=0.9e-5)
     assert epsilon_of([rare], DELTA).epsilon == 0
-    assert epsilon_of([summed(0.2, (1.0, 1.0), (0.9e-5, 0.9e-5))], DELTA).epsilon > 0.1
+    assert delta_of([summed(0.4, (1.0, 1.0), (0.9e-5, 0.9e-5))], 0.0) > 1.3 * DELTA
 
 
 def test_renyi_divergence_is_a_bound():
@@ -254,10 +254,10 @@ def test_of_many_different_holders_the_bound_is_never_below():
 
 
 def test_many_sums_with_coins_of_their_own_are_accounted_at_once():
-    sums = {i: [summed(4.0, (1.0, 1.0), (0.01, 0.01 + i / 1000), 1 + i % 7)] for i in range(60)}
+    sums = {i: [summed(4.0, (1.0, 1.0), (0.01, 0.01 + i / 1000), 1 + i % 7)] for i in range(34)}
     bounds = epsilons([event for (event,) in sums.values()], [DELTA] * len(sums))
     risks = risks_of({i: (events, DELTA) for i, events in sums.items()})
-    for i in (0, 31, 59):
+    for i in (0, 33):
         exact = epsilon_of(sums[i], DELTA).epsilon
         assert exact - 1e-9 <= bounds[i] <= 1.01 * exact
         assert risk_of(sums[i], DELTA).advantage <= risks[i].advantage + 1e-9

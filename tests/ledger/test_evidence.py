@@ -78,6 +78,7 @@ def node(tmp_path_factory) -> Path:
     """The bundle of a node that signs, has limits, and keeps a budget by a filter."""
     folder = tmp_path_factory.mktemp("evidence")
     made = Node(folder / "node")
+    assert made.newest.counter == 0  # the receipt that a node shows as it registers, which its log keeps
     made.charge(1, 2, 3)
     policy = folder / "node" / "policy.toml"
     policy.write_text("max_rounds = 3\n")
@@ -159,7 +160,7 @@ def test_the_verifier_is_one_short_file_that_imports_nothing_of_ours_and_runs_al
         [sys.executable, "-I", tmp_path / "verify_evidence.py", node], capture_output=True, text=True, check=False
     )
     assert found.returncode == 0, found.stdout
-    assert "3 receipts" in found.stdout
+    assert "4 receipts" in found.stdout
     assert found.stdout.splitlines()[-1] == "0 NOT CONFIRMED"
 
 
@@ -338,7 +339,7 @@ def a_receipt(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
     at = rng.randrange(len(receipts))
     key = rng.choice([key for key in receipts[at] if key != "counter"])
     receipts[at][key] = _other(receipts[at][key], rng)
-    return _with_lines(files, name, receipts), True, f"receipt {at + 1} of"
+    return _with_lines(files, name, receipts), True, f"receipt {receipts[at]['counter']} of"
 
 
 def a_missing_file(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
