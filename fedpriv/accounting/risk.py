@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from scipy import special
@@ -27,7 +27,7 @@ from fedpriv.accounting.accountants import (
     total_curve,
     total_loss,
 )
-from fedpriv.accounting.composition.law import Array, Event, Unit
+from fedpriv.accounting.composition.law import Event, Unit
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.many_clients import with_size, without_size
 from fedpriv.accounting.trade_off import TradeOff, advantage_of, gaussian, mu_of, profile, regret_of, renyi, revealing
@@ -40,8 +40,10 @@ FALSE_POSITIVE_RATES = (0.001, 0.01, 0.05)
 _NUM_LINES, _FIRST_LINE, _LAST_DELTA = 1500, 1e-4, 1e-12
 # The grid of losses: a share of the loss of one release, and of that of all; its limits.
 _OF_ONE_LOSS, _OF_ALL_LOSS, _LEAST_INTERVAL, _LARGEST_INTERVAL = 0.1, 0.01, 1e-5, 5e-3
-# More histories than the first number share the second number of values of each q and count.
-_FEW_HISTORIES, _NUM_NODES = 32, 16
+# More histories than the first number share at most the second number of values of q, count and noise, the smallest of
+# these ratios apart; histories of more kinds than that share Renyi curves, so many.
+_FEW_HISTORIES, _MOST_SHARED, _NUM_NODES = 32, 64, 16
+_RATIOS = (1.05, 1.1, 1.2, 1.4, 2.0, 4.0, 16.0, 256.0, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +202,9 @@ def _interval(composition: Sequence[Event]) -> float:
 def risks_of(histories: Mapping[Any, tuple[Iterable[Event], float]]) -> dict[Any, Risk]:
     """The risk of each of many histories, in little more time than that of a few.
 
-    Where more than 32 differ, those whose releases differ in q and count alone are rounded up to common values: their
-    figures may be larger than the true ones, but those of the largest q and count, the worst, are exact.
+    Where more than 32 differ, those that differ in q, count and noise alone share at most 64 sets of values: q and
+    count are rounded up, and noise down, as little as that takes. No figure is smaller than the true one, and those of
+    a history with the largest q and count and the least noise of its kind, which is the worst, are exact.
 
     Args:
         histories: {whose: (events, delta)}.
@@ -215,19 +218,46 @@ def risks_of(histories: Mapping[Any, tuple[Iterable[Event], float]]) -> dict[Any
     least_delta = min(delta for _, delta in grouped.values())
     kinds: defaultdict[tuple[Event, ...], list[Any]] = defaultdict(list)
     for name, (events, _) in grouped.items():
-        kinds[tuple(map(without_size, events))].append(name)
-    rounded: dict[Any, tuple[Event, ...]] = {}
-    for names in kinds.values():
-        sizes = np.array([[(e.sampling_probability, e.count) for e in grouped[name][0]] for name in names])
-        nodes = _rounded_up(sizes.reshape(len(names), -1)).reshape(sizes.shape)
-        for name, values in zip(names, nodes, strict=True):
-            events = grouped[name][0]
-            rounded[name] = tuple(
-                with_size(event, float(q), round(count)) for event, (q, count) in zip(events, values, strict=True)
-            )
-    if len(set(rounded.values())) <= 2 * _FEW_HISTORIES:
-        return {name: _risk_of(events, least_delta) for name, events in rounded.items()}
-    return _by_renyi({name: events for name, (events, _) in grouped.items()}, least_delta)
+        kinds[tuple(_with(without_size(event), 1.0) for event in events)].append(name)
+    if len(kinds) > _MOST_SHARED:
+        return _by_renyi({name: events for name, (events, _) in grouped.items()}, least_delta)
+    for ratio in _RATIOS:
+        rounded: dict[Any, tuple[Event, ...]] = {}
+        for names in kinds.values():
+            rounded |= zip(names, _shared([grouped[name][0] for name in names], ratio), strict=True)
+        if len(set(rounded.values())) <= _MOST_SHARED:
+            break
+    return {name: _risk_of(events, least_delta) for name, events in rounded.items()}
+
+
+def _shared(alike: Sequence[tuple[Event, ...]], ratio: float) -> list[tuple[Event, ...]]:
+    """[histories] with each q, count and inverse of noise rounded up to the largest over a power of the ratio."""
+    values = [[(e.sampling_probability, e.count, 1 / (_noise_of(e) or 1.0)) for e in events] for events in alike]
+    sizes = np.array(values, dtype=float).reshape(len(alike), -1, 3)
+    largest = sizes.max(axis=0)
+    varies = sizes.min(axis=0) < largest
+    with np.errstate(divide="ignore", invalid="ignore"):
+        nodes = largest / ratio ** np.floor(np.log(largest / sizes) / math.log(ratio))
+    sizes = np.where(varies, np.maximum(nodes, sizes), sizes)
+    return [
+        tuple(
+            _with(with_size(event, q, math.ceil(count * (1 - 1e-12))), 1 / inverse)
+            for event, (q, count, inverse) in zip(events, rows, strict=True)
+        )
+        for events, rows in zip(alike, sizes.tolist(), strict=True)
+    ]
+
+
+def _noise_of(event: Event) -> float | None:
+    """The noise multiplier where it is a value of its own, and there is noise."""
+    return getattr(event, "noise_multiplier", None) or None
+
+
+def _with(event: Event, noise_multiplier: float) -> Event:
+    """The event with this noise multiplier, where it has one."""
+    if _noise_of(event) in (None, noise_multiplier):
+        return event
+    return cast(Event, replace(cast(Any, event), noise_multiplier=noise_multiplier))
 
 
 def _by_renyi(histories: Mapping[Any, tuple[Event, ...]], delta: float) -> dict[Any, Risk]:
@@ -236,28 +266,14 @@ def _by_renyi(histories: Mapping[Any, tuple[Event, ...]], delta: float) -> dict[
     risks = {name: Risk.none(unit) for name, events in histories.items() if not _is_bounded(events)}
     bounded = {name: events for name, events in histories.items() if name not in risks}
     curves = np.stack([total_curve(events) if events else np.zeros(len(ORDERS)) for events in bounded.values()])
-    at = int(np.flatnonzero(np.isfinite(curves).all(axis=0))[-1]) if np.isfinite(curves).all(axis=0).any() else 0
-    names = list(bounded)
-    for rows in np.array_split(np.argsort(curves[:, at], kind="stable"), _NUM_NODES):
+    names, costs = list(bounded), [epsilon_of(events, delta, "rdp").epsilon for events in bounded.values()]
+    for rows in np.array_split(np.argsort(costs, kind="stable"), _NUM_NODES):
         if not len(rows):
             continue
         own_delta = max(_own_delta(bounded[names[row]]) for row in rows)
         shared = Risk.of(revealing(renyi(ORDERS, curves[rows].max(axis=0)), own_delta), delta, unit)
         risks |= {names[row]: shared for row in rows}
     return risks
-
-
-def _rounded_up(columns: Array) -> Array:
-    """[histories, columns] each value rounded up to one of the column's nodes, the largest value among them."""
-    rounded = np.empty(columns.shape)
-    for i, values in enumerate(columns.T):
-        nodes = np.unique(values)
-        if len(nodes) > _NUM_NODES:
-            # Whole numbers stay whole: a node is one of the values.
-            nodes = nodes[np.searchsorted(nodes, np.geomspace(nodes[0], nodes[-1], _NUM_NODES)[:-1])]
-            nodes = np.unique(np.append(nodes, values.max()))
-        rounded[:, i] = nodes[np.searchsorted(nodes, values)]
-    return rounded
 
 
 @dataclass(frozen=True, kw_only=True)

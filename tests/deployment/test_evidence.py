@@ -64,7 +64,8 @@ def test_the_evidence_of_a_deployed_run_is_confirmed_at_the_coordinator_and_at_e
     registered = json.loads(files["run/registrations.json"])
     for client in NODES:
         lines, files = confirmed(pair.node(client), tmp_path / f"node-{client}.zip")
-        assert any(f"2 receipts of data set {registered[str(client)]['data_set']}" in line for line in lines)
+        # Those of two rounds, and of the registration.
+        assert any(f"3 receipts of data set {registered[str(client)]['data_set']}" in line for line in lines), lines
         assert any("by the rule renyi" in line for line in lines)
         assert "Clinic" not in files["node/about.json"].decode() + files["node/figures.json"].decode()
 

@@ -348,7 +348,7 @@ def a_missing_file(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
 
 
 def a_byte(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
-    name = rng.choice(sorted(name for name in files if name != "manifest.json"))
+    name = rng.choice(sorted(name for name, content in files.items() if content and name != "manifest.json"))
     return _flipped(files, name, rng), False, re.escape(name)
 
 
