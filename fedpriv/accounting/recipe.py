@@ -54,11 +54,13 @@ class WeightedClients:
         sizes: N_k >= 1, registered, of each client.
         weights: w_k > 0, of each client's summed gradients in the global sum.
         participation: share of the clients that each round asks, drawn again for every round, in (0, 1].
+        records_of_unit: m >= 1, how many records' gradients one of the N_k may add up to: of a person, at most so many.
     """
 
     sizes: Sequence[int]
     weights: Sequence[float]
     participation: float = 1.0
+    records_of_unit: int = 1
 
     @property
     def weighted_records(self) -> float:
@@ -208,7 +210,8 @@ def learning_rate(
     """The learning rate with which each of the head's weights ends with noise of about 0.49, up to a largest one.
 
     tau = min(75 T, 0.487 / (a nu)), or min(200 T, 0.487 / (a nu)) where features are centred, and the rate is tau / T.
-    a is the root mean square of what momentum delivers of each step's noise; see `arrived`.
+    a is the root mean square of what momentum delivers of each step's noise; see `arrived`. Where a person's records
+    are summed, gradients are one to m times as large, and the largest rate is lower by sqrt(m), the middle of that.
 
     Args:
         federation, noise_stddev, sampling_probability, num_steps: as for `noise_per_step_length`.
@@ -224,6 +227,7 @@ def learning_rate(
     )
     delivered = delivered_noise(num_steps, momentum, num_after=num_after)
     largest = _LARGEST_CENTRED_RATE if centred else _LARGEST_RATE
+    largest /= math.sqrt(federation.records_of_unit)
     tau = min(largest * num_steps, affordable_step(delivered * nu))
     return LearningRate(
         noise_per_step_length=nu,
@@ -261,7 +265,8 @@ def joint_rates(
 ) -> _JointRates:
     """The rates of the last rounds: tau = 0.18 / nu for the head, 0.016 / (nu^2 d) for A and B, each over J.
 
-    They are at most 75 and 30, and the head's at most one for each hundred records of an expected step.
+    They are at most 75 / sqrt(m) and 30 / m, and the head's at most one for each hundred records of an expected step.
+    At too large a rate a head swings, but A and B diverge, so theirs suits m records of everyone; see `learning_rate`.
 
     Args:
         federation, noise_stddev, sampling_probability: as for `learning_rate`, of these rounds.
@@ -277,8 +282,10 @@ def joint_rates(
     of_sampling = federation.participation * sampling_probability * math.fsum(federation.sizes) / _RECORDS_PER_RATE
     head = _FINAL_NOISE_BESIDE_LORA / nu if nu else math.inf
     lora = _LORA_NOISE / (nu**2 * num_values) if nu else math.inf
+    of_unit = federation.records_of_unit
     return _JointRates(
-        head=min(head / num_steps, _LARGEST_RATE, of_sampling), lora=min(lora / num_steps, _LARGEST_LORA_RATE)
+        head=min(head / num_steps, _LARGEST_RATE / math.sqrt(of_unit), of_sampling),
+        lora=min(lora / num_steps, _LARGEST_LORA_RATE / of_unit),
     )
 
 

@@ -217,7 +217,12 @@ def _num_lora_values(config: FederationSection, initial: Adapter) -> int:
 def federation_of(config: RunConfig, sizes: Sequence[int]) -> WeightedClients:
     """The public numbers of a run's rounds, with the clients' weights."""
     weights = [client_weight(size, equal=config.weighs_records) for size in sizes]
-    return WeightedClients(sizes=sizes, weights=weights, participation=_num_selected(config, sizes) / len(sizes))
+    return WeightedClients(
+        sizes=sizes,
+        weights=weights,
+        participation=_num_selected(config, sizes) / len(sizes),
+        records_of_unit=max(1, config.most_of_a_person),
+    )
 
 
 def momentum_of(config: FederationSection) -> float:
