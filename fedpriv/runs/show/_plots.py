@@ -94,13 +94,14 @@ def trade_off_plot(found: pd.Series, points: Mapping[str, float], *, name: str =
     axes.plot(found.index, found.index, color=INK, linestyle=":", linewidth=1)
     axes.plot(found.index, found, color=SERIES[0], linewidth=1.6, clip_on=False)
     axes.plot([float(x) for x in points], list(points.values()), "o", color=SERIES[0], markersize=5, clip_on=False)
-    for x, y in points.items():
+    for i, (x, y) in enumerate(points.items()):
         axes.annotate(
             percent_up(y),
             xy=(float(x), y),
-            xytext=(-3, 5),
+            xytext=(-3, 5) if i else (4, -4),  # the axis leaves no room beside the first
             textcoords="offset points",
-            ha="right",
+            ha="right" if i else "left",
+            va="bottom" if i else "top",
             color=SERIES[0],
             fontsize=FONT_SIZE,
         )
