@@ -82,7 +82,7 @@ def keep(
     rounds = {FINAL: last, **{f"round-{n}": n for n in config.variant_rounds if n <= last}}
     for name, round_ in rounds.items():
         ancestors = global_ancestors(uploads, outcome.run_id, round_)
-        _describe(config, writer.variant(name), History(name=name, ancestors=ancestors), deltas, accuracies[round_])
+        _describe(config, writer.variant(name), ancestors, deltas, accuracies[round_])
     if not config.variant_clients:
         return
     # The last round that used an upload of the client; an upload that no round used is not a variant.
@@ -91,7 +91,7 @@ def keep(
         path = writer.variant(f"client-{client}")
         _save(bench, path, adapter, merged)
         ancestors = client_ancestors(uploads, outcome.run_id, last_used[client], by_client[client].data_set)
-        _describe(config, path, History(name=path.name, ancestors=ancestors), deltas, None)
+        _describe(config, path, ancestors, deltas, None)
 
 
 def keep_recurring(
@@ -111,7 +111,7 @@ def keep_recurring(
         _save(bench, path, clusters[0].mean, outcome.strategy.uploads[client][1])
         ancestors = global_ancestors(uploads, outcome.run_id, outcome.rows[-1].round)
         deltas = {r.data_set: outcome.strategy.books.accounts.deltas[r.client] for r in registrations}
-        _describe(config, path, History(name=path.name, ancestors=ancestors), deltas, None)
+        _describe(config, path, ancestors, deltas, None)
     return _recurrence_summary(config, clusters, RECURRING)
 
 
@@ -178,8 +178,13 @@ def _save(bench: Workbench, path: Path, adapter: Adapter, merged: Merged) -> Non
 
 
 def _describe(
-    config: RunConfig, path: Path, history: History, deltas: Mapping[str, float], accuracy: float | None
+    config: RunConfig,
+    path: Path,
+    ancestors: frozenset[Upload],
+    deltas: Mapping[str, float],
+    accuracy: float | None,
 ) -> None:
+    history = History(name=path.name, ancestors=ancestors, holders=config.holders_per_person)
     described = Described(
         name=path.name,
         architecture=f"{config.model} {_shapes_digest(folders.read_tensors(path))}",

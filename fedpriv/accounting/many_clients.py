@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
-from itertools import groupby
+from itertools import combinations, groupby
 from multiprocessing import get_context
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,14 @@ from fedpriv.accounting.accountants import (
     FINEST_INTERVAL,
     ORDERS,
     PLD_LIMIT,
+    PrivacySpent,
     check_accountant,
     check_delta,
+    epsilon_of,
     total_loss,
 )
 from fedpriv.accounting.composition.law import Accountant, Array, Event
-from fedpriv.accounting.events import check_known
+from fedpriv.accounting.events import check_known, group
 
 # The number of nodes that replace the clients' own values if there are more of those: of q for rdp (7 ms each); of q,
 # count and delta for pld (one q with its counts takes about 0.15 s), if q and count have more values than the last two.
@@ -45,7 +47,12 @@ _COARSEST_INTERVAL = 1e-2
 # Error bounds: rounding of a Renyi divergence (relative; absolute), and FFT and truncation of a pld delta.
 _RELATIVE_ROUNDING, _ABSOLUTE_ROUNDING, _DELTA_ROUNDING = 1e-12, 1e-13, 1e-14
 
+# More sets of clients that may be a person's costliest are bounded together.
+_MOST_SETS = 64
+
 _Rows = npt.NDArray[np.intp]
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 def epsilons(
@@ -261,31 +268,83 @@ def _node_epsilons(task: tuple[_Node, set[_Query]]) -> dict[_Query, float]:
     return epsilons
 
 
-# --- the costliest ---
+# --- a person at several holders ---
 
 
-def costliest(histories: Iterable[Iterable[Event]], number: int) -> list[tuple[Event, ...]]:
-    """Histories that hold the costliest so many by any accountant, a history as often as it occurs and can matter.
+def cost_of_person(histories: Mapping[Name, Iterable[Event]], holders: int, delta: float) -> PrivacySpent:
+    """The cost by pld of what the costliest so many clients released together.
+
+    Where more than 64 sets of clients may be those, it is a bound: `bound_of_person`.
+
+    Args:
+        histories: {client: its releases}.
+        holders: h >= 1, at how many of them a person has records at most.
+        delta: in (0, 1).
+    """
+    sets = sets_of_holders(histories, holders)
+    if len(sets[0]) > holders:
+        return bound_of_person(histories, holders, delta)
+    known = {name: list(events) for name, events in histories.items()}
+    costs = (epsilon_of([event for name in names for event in known[name]], delta) for names in sets)
+    return max(costs, key=lambda cost: cost.epsilon)
+
+
+def bound_of_person(histories: Mapping[Name, Iterable[Event]], holders: int, delta: float) -> PrivacySpent:
+    """A bound on `cost_of_person`, cheap enough for every round: by rdp, of the largest divergences at every order."""
+    from dp_accounting.rdp import compute_epsilon
+
+    known = [group(events) for events in histories.values()]
+    curves = np.stack([sum((event.rdp(ORDERS) for event in each), np.zeros(len(ORDERS))) for each in known])
+    largest = np.sort(curves, axis=0)[-holders:].sum(axis=0)
+    proven = all(event.is_guarantee and event.total_delta == 0 for each in known for event in each)
+    is_known = proven and bool(np.isfinite(largest).any())
+    epsilon = float(compute_epsilon(ORDERS, largest, delta)[0]) if is_known and largest.any() else math.inf
+    if proven and not largest.any():
+        epsilon = 0.0
+    return PrivacySpent(epsilon=epsilon, delta=delta, accountant="rdp", upper_bound_only=True, is_guarantee=proven)
+
+
+def sets_of_holders(histories: Mapping[Name, Iterable[Event]], holders: int) -> list[tuple[Name, ...]]:
+    """The sets of so many clients that differ in cost, of which one costs a person most, whatever the accountant.
+
+    Where more than 64 may, a single larger set, of all those together, which costs no less than any.
+
+    Args:
+        histories: {client: its releases}, of at least one.
+        holders: h >= 1; of fewer clients, all are the set.
+    """
+    known = {name: group(events) for name, events in histories.items()}
+    names = costliest(known, holders)
+    sets: dict[tuple[Event, ...], tuple[Name, ...]] = {}
+    for several in combinations(names, min(holders, len(names))):
+        sets.setdefault(tuple(sorted((event for name in several for event in known[name]), key=repr)), several)
+        if len(sets) > _MOST_SETS:
+            return [tuple(names)]
+    return list(sets.values())
+
+
+def costliest(histories: Mapping[Name, Iterable[Event]], number: int) -> list[Name]:
+    """Clients of whom so many cost the most together, by any accountant; as few as is known without one.
 
     Left out is one that so many others cost no less than: they have its releases as often, with no smaller q.
 
     Args:
-        histories: the releases of each client; equal events of one are merged.
+        histories: {client: its releases}; equal events of one are merged.
         number: how many are to be composed together, >= 1.
     """
-    kinds: defaultdict[tuple[str, ...], list[tuple[Array, tuple[Event, ...]]]] = defaultdict(list)
-    for history in histories:
-        named = [(repr(without_size(event)), -event.sampling_probability, -event.count, event) for event in history]
-        named.sort(key=lambda each: each[:3])
-        sizes = np.array([each[1:3] for each in named], dtype=float).ravel()
-        kinds[tuple(each[0] for each in named)].append((-sizes, tuple(each[3] for each in named)))
-    found: list[tuple[Event, ...]] = []
+    kinds: defaultdict[tuple[str, ...], list[tuple[Array, Name]]] = defaultdict(list)
+    for name, history in histories.items():
+        named = [(repr(without_size(event)), event.sampling_probability, event.count) for event in history]
+        named.sort(key=lambda each: (each[0], -each[1], -each[2]))
+        sizes = np.array([each[1:] for each in named], dtype=float).ravel()
+        kinds[tuple(each[0] for each in named)].append((sizes, name))
+    found: list[Name] = []
     for alike in kinds.values():
         kept: list[Array] = []
-        for sizes, events in sorted(alike, key=lambda each: tuple(-each[0])):  # what costs no less comes first
+        for sizes, name in sorted(alike, key=lambda each: tuple(-each[0])):  # what costs no less comes first
             if sum(bool((sizes <= larger).all()) for larger in kept) < number:
                 kept.append(sizes)
-                found.append(events)
+                found.append(name)
     return found
 
 

@@ -29,7 +29,7 @@ from fedpriv.accounting.accountants import (
 )
 from fedpriv.accounting.composition.law import Event, Unit
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.many_clients import with_size, without_size
+from fedpriv.accounting.many_clients import Name, sets_of_holders, with_size, without_size
 from fedpriv.accounting.trade_off import TradeOff, advantage_of, gaussian, mu_of, profile, regret_of, renyi, revealing
 from fedpriv.errors import InputError
 
@@ -228,6 +228,18 @@ def risks_of(histories: Mapping[Any, tuple[Iterable[Event], float]]) -> dict[Any
         if len(set(rounded.values())) <= _MOST_SHARED:
             break
     return {name: _risk_of(events, least_delta) for name, events in rounded.items()}
+
+
+def risk_of_person(histories: Mapping[Name, Iterable[Event]], holders: int, delta: float) -> Risk:
+    """The largest risk of what any so many clients released together; a bound where more than 64 sets may have it.
+
+    Args:
+        histories, holders, delta: as for `many_clients.cost_of_person`.
+    """
+    known = {name: list(events) for name, events in histories.items()}
+    sets = sets_of_holders(known, holders)
+    of_sets = {names: ([event for name in names for event in known[name]], delta) for names in sets}
+    return Risk.worst(risks_of(of_sets).values())
 
 
 def _shared(alike: Sequence[tuple[Event, ...]], ratio: float) -> list[tuple[Event, ...]]:

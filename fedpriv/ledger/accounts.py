@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import combinations
 from typing import Literal
 
-import numpy as np
-
-from fedpriv.accounting.accountants import ORDERS, PrivacySpent, check_delta, epsilon_of, stays_within
+from fedpriv.accounting.accountants import PrivacySpent, check_delta, epsilon_of, stays_within
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, group
-from fedpriv.accounting.many_clients import costliest, epsilons
-from fedpriv.accounting.risk import Risk, risks_of
+from fedpriv.accounting.many_clients import bound_of_person, cost_of_person, epsilons
+from fedpriv.accounting.risk import Risk, risk_of_person, risks_of
 from fedpriv.accounting.views import VIEWS, Release, View, default_delta
-
-# More sets of different histories are bounded together.
-_MOST_SETS = 64
 
 # Up to this many different histories are each accounted by pld, at about 0.3 s.
 _MAX_PLD_HISTORIES = 32
@@ -138,30 +132,25 @@ class Accounts:
     def largest_bound(self, view: View, *, part: Part = "whole") -> PrivacySpent | None:
         """A bound on `largest`, cheap enough for every round: by rdp, of the largest divergences at every order."""
         histories = self._all_events(view, part)
-        return None if histories is None else _bound_of_largest(histories, self._holders, min(self.deltas.values()))
+        return None if histories is None else bound_of_person(histories, self._holders, min(self.deltas.values()))
 
     def largest_risk(self, view: View) -> Risk | None:
         """The risk of everyone protected, each figure the largest of any; None where the view does not hold.
 
-        Where more than 64 sets of clients may be those of a person, all of them together bound it.
+        Where a person may be at several clients, it is `risk_of_person`.
         """
         if self._holders == 1:
             known = [risk for risk in self.risks(view).values() if risk is not None]
             return Risk.worst(known) if known else None
-        if (histories := self._all_events(view, "whole")) is None:
-            return None
-        sets = _of_a_person(histories, self._holders)
-        if len(sets) > _MOST_SETS:
-            sets = {tuple(event for history in costliest(histories, self._holders) for event in history)}
-        delta = min(self.deltas.values())
-        return Risk.worst(risks_of({events: (events, delta) for events in sets}).values())
+        histories = self._all_events(view, "whole")
+        return None if histories is None else risk_of_person(histories, self._holders, min(self.deltas.values()))
 
-    def _all_events(self, view: View, part: Part) -> list[list[Event]] | None:
-        """[clients] the events of a part of each account; None where the view does not hold for one."""
-        histories = [self._histories(client, part) for client in self._own]
-        if not all(history.holds[view] for several in histories for history in several):
+    def _all_events(self, view: View, part: Part) -> dict[int, list[Event]] | None:
+        """{client: the events of a part of its account}; None where the view does not hold for one."""
+        histories = {client: self._histories(client, part) for client in self._own}
+        if not all(history.holds[view] for several in histories.values() for history in several):
             return None
-        return [_events(several, view) for several in histories]
+        return {client: _events(several, view) for client, several in histories.items()}
 
     @property
     def has_earlier(self) -> bool:
@@ -214,49 +203,6 @@ class Accounts:
 
 def _events(histories: Iterable[_History], view: View) -> list[Event]:
     return [event for history in histories for event in history.events(view)]
-
-
-def cost_of_person(histories: Sequence[Iterable[Event]], holders: int, delta: float) -> PrivacySpent:
-    """The cost by pld of what the costliest so many clients released together.
-
-    Where more than 64 sets of clients may be those, it is a bound, by their largest Renyi divergences.
-
-    Args:
-        histories: the releases of each client.
-        holders: h >= 1, at how many of them a person has records at most.
-        delta: in (0, 1).
-    """
-    sets = _of_a_person(histories, holders)
-    if len(sets) > _MOST_SETS:
-        return _bound_of_largest(histories, holders, delta)
-    return max((epsilon_of(events, delta) for events in sets), key=lambda cost: cost.epsilon)
-
-
-def _of_a_person(histories: Iterable[Iterable[Event]], holders: int) -> set[tuple[Event, ...]]:
-    """The releases that one person can have paid for: those of each set of so many clients that may be the costliest.
-
-    Of too many sets, more than 64 are enough to say so.
-    """
-    sets: set[tuple[Event, ...]] = set()
-    for several in combinations(costliest(map(group, histories), holders), holders):
-        sets.add(tuple(sorted((event for history in several for event in history), key=repr)))
-        if len(sets) > _MOST_SETS:
-            break
-    return sets
-
-
-def _bound_of_largest(histories: Sequence[Iterable[Event]], holders: int, delta: float) -> PrivacySpent:
-    """A bound on what so many of the histories cost together, by the largest divergences at every order."""
-    from dp_accounting.rdp import compute_epsilon
-
-    curves = np.stack([sum((event.rdp(ORDERS) for event in each), np.zeros(len(ORDERS))) for each in histories])
-    largest = np.sort(curves, axis=0)[-holders:].sum(axis=0)
-    proven = all(event.is_guarantee and event.total_delta == 0 for history in histories for event in history)
-    is_known = proven and bool(np.isfinite(largest).any())
-    if proven and not largest.any():
-        return PrivacySpent(epsilon=0.0, delta=delta, accountant="rdp", upper_bound_only=True)
-    epsilon = float(compute_epsilon(ORDERS, largest, delta)[0]) if is_known else math.inf
-    return PrivacySpent(epsilon=epsilon, delta=delta, accountant="rdp", upper_bound_only=True, is_guarantee=proven)
 
 
 def _in_bulk(histories: Iterable[tuple[frozenset[Event], float]]) -> dict[tuple[frozenset[Event], float], PrivacySpent]:

@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 from fedpriv.accounting.accountants import check_delta, epsilon_of
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, group
+from fedpriv.accounting.many_clients import sets_of_holders
 from fedpriv.accounting.views import Release, View
 from fedpriv.ledger.entries import Key
 
@@ -78,6 +79,7 @@ class History:
         ancestors: all uploads that it is a function of. The set is closed: it contains every upload that its members
             were computed from, as in the results of `global_ancestors` and `client_ancestors`. None if unknown.
         events: {data set: what training released}, for a variant whose ancestors are unknown.
+        holders: h >= 1, in how many of the data sets one person may have records.
 
     Raises:
         ValueError: both are given.
@@ -86,6 +88,7 @@ class History:
     name: str
     ancestors: frozenset[Upload] | None = None
     events: Mapping[str, tuple[Event, ...]] = field(default_factory=dict)
+    holders: int = 1
 
     def __post_init__(self) -> None:
         if self.ancestors is not None and self.events:
@@ -110,7 +113,7 @@ class _DataSetCost:
     """The cost of publishing for the records of one data set.
 
     Attributes:
-        data_sets: one id, or several that may share records.
+        data_sets: one id, or several that may share records or a person.
         delta: at which every epsilon holds.
         epsilons: {method: epsilon}, for the methods that hold.
         used: the method with the smallest epsilon.
@@ -182,6 +185,8 @@ def publication_cost(
 ) -> PublicationCost:
     """The cost, for each data set, of publishing anything computed from some or all of the variants.
 
+    Where a person may be in several, it is that of each set of so many data sets that may cost a person most.
+
     Args:
         consulted: every variant that had an influence: those published, their bases, and those that were only
             compared, clustered or passed over.
@@ -200,15 +205,21 @@ def publication_cost(
     union_events = _by_data_set(union)
     ids = frozenset(extra).union(*(history.data_sets for history in histories))
     costs = []
-    singles = [frozenset({id_}) for id_ in sorted(ids)]
-    for merged in _merge_overlapping([*singles, *(overlap & ids for overlap in overlapping)]):
+    groups = _merge_overlapping([*(frozenset({id_}) for id_ in sorted(ids)), *(ids & each for each in overlapping)])
+    if (holders := max((history.holders for history in histories), default=1)) > 1 and ids:
+        # Which cost most is known of one composition, so the others say nothing of these sets.
+        known = union_events if refusal is None else {id_: _all_events(histories, id_) for id_ in ids}
+        of_ids = {id_: [*known.get(id_, ()), *extra.get(id_, ())] for id_ in sorted(ids)}
+        groups = [frozenset(names) for names in sets_of_holders(of_ids, holders)] if len(groups) == len(ids) else [ids]
+    for merged in groups:
         delta = _smallest_delta(merged, deltas)
         extra_events = [event for id_ in sorted(merged) for event in extra.get(id_, ())]
         parts = [part for part in [*(history.events_on(merged) for history in histories), extra_events] if part]
-        epsilons: dict[Method, float] = {
-            "basic": _basic_epsilon(parts, delta, accountant),
-            "accountant": _epsilon([event for part in parts for event in part], delta, accountant),
-        }
+        epsilons: dict[Method, float] = {}
+        if holders == 1:
+            epsilons["basic"] = _basic_epsilon(parts, delta, accountant)
+        if holders == 1 or refusal is not None:
+            epsilons["accountant"] = _epsilon([event for part in parts for event in part], delta, accountant)
         if refusal is None:
             released_once = [event for id_ in sorted(merged) for event in union_events.get(id_, ())]
             epsilons["provenance"] = _epsilon([*released_once, *extra_events], delta, accountant)
@@ -268,6 +279,10 @@ def _union(histories: Sequence[History]) -> tuple[frozenset[Upload], str | None]
     if len({upload.key for upload in union}) < len(union):
         raise ValueError("ancestors: two uploads of one data set, run, round and request cost different events")
     return union, None
+
+
+def _all_events(histories: Iterable[History], data_set: str) -> list[Event]:
+    return [event for history in histories for event in history.events_on(frozenset({data_set}))]
 
 
 def _by_data_set(uploads: Iterable[Upload]) -> dict[str, list[Event]]:

@@ -24,7 +24,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.errors import InputError
 from fedpriv.variants.composition import Guarantee, History, Upload, publication_cost
 
-VERSION = 1
+VERSION = 2
 
 FILE = "variant.json"
 
@@ -175,6 +175,7 @@ def to_json(described: Described) -> dict[str, Any]:
         "epsilon_bound": described.epsilon_bound,
         "utility_bound": described.utility_bound,
         "deltas": dict(described.deltas),
+        "holders_per_person": history.holders,
         "uploads": uploads,
         "events": {id_: [_text(event) for event in of_data_set] for id_, of_data_set in history.events.items()},
     }
@@ -186,13 +187,15 @@ def from_json(fields: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]])
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is none, or has an unknown version.
     """
-    if fields["version"] != VERSION:
-        raise ValueError(f"version = {fields['version']!r}: this fedpriv reads version {VERSION}")
+    # Version 1 is of runs in which a person is at one holder.
+    if fields["version"] not in (1, VERSION):
+        raise ValueError(f"version = {fields['version']!r}: this fedpriv reads versions 1 and {VERSION}")
     uploads = fields["uploads"]
     history = History(
         name=fields["name"],
         ancestors=None if uploads is None else frozenset(_upload(upload) for upload in uploads),
         events={id_: tuple(map(events.from_json, texts)) for id_, texts in fields["events"].items()},
+        holders=int(fields["holders_per_person"]) if fields["version"] == VERSION else 1,
     )
     return Described(
         name=fields["name"],

@@ -17,11 +17,11 @@ import pandas as pd
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, group
+from fedpriv.accounting.many_clients import cost_of_person
 from fedpriv.config import Fact, RunConfig
 from fedpriv.data.federated import holdings
 from fedpriv.errors import InputError
 from fedpriv.ledger import reader
-from fedpriv.ledger.accounts import cost_of_person
 from fedpriv.runs import LANGUAGE_KEYS, files
 from fedpriv.runs.figures import format_epsilon
 from fedpriv.runs.files import LEDGER, read_config
@@ -254,7 +254,7 @@ def _largest(clients: Sequence[tuple[list[Event], float]], holders: int) -> tupl
     """
     if holders > 1:
         delta = min(delta for _, delta in clients)
-        return cost_of_person([events for events, _ in clients], holders, delta).epsilon, delta
+        return cost_of_person({i: events for i, (events, _) in enumerate(clients)}, holders, delta).epsilon, delta
     histories = {(frozenset(group(events)), delta) for events, delta in clients}
     return (
         max((epsilon_of(events, delta).epsilon for events, delta in histories), default=0.0),

@@ -23,6 +23,8 @@ from fedpriv.runs import RunFolder
 from fedpriv.runs.figures import figures
 from fedpriv.runs.show._live_page import LivePage
 from fedpriv.runs.show._terminal import show_status
+from fedpriv.serving.http.cards import Cards
+from fedpriv.variants import folders
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.cli.command_line import as_json
@@ -152,6 +154,15 @@ def test_the_target_is_kept_for_a_person_at_several_clients(shared, tmp_path, ev
     rounds = pd.read_csv(tmp_path / "run" / "rounds.csv")["epsilon_local_max"]
     assert (rounds <= 3.0).all()
     assert found["holders_per_person"] == 3
+    # Who serves or publishes the model says the same, but for an evaluation, which no model descends from.
+    guarantee = folders.read(tmp_path / "run" / "variants" / "global").guarantee()
+    summary = tmp_path / "run" / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"noise_source": "secure"}))  # else mu is infinite
+    card = Cards(tmp_path / "run").card("global")
+    of_model = epsilon_of(events[:3], delta).epsilon
+    assert (guarantee.epsilon, card["epsilon"]) == (pytest.approx(of_model), pytest.approx(of_model))
+    assert card["mu"] == pytest.approx(risk_of(events[:3], delta).mu)
+    assert "at up to 3 clients" in card["adjacency"]
 
 
 def test_a_risk_is_that_of_a_person_at_several_clients(shared, tmp_path):

@@ -11,6 +11,7 @@ from dp_accounting import pld, rdp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian
 from fedpriv.accounting.views import Release
 from fedpriv.ledger.entries import Key
@@ -236,6 +237,27 @@ EVENTS = st.builds(gaussian, st.sampled_from([1.0, 3.0, 8.0]), st.sampled_from([
 GRAPH = st.lists(st.tuples(st.sampled_from(CLIENTS), EVENTS), min_size=1, max_size=6).map(
     lambda nodes: [Upload(data_set=c, run="r", round=i, event=e) for i, (c, e) in enumerate(nodes)]
 )
+
+
+@pytest.mark.parametrize("num_known", [2, 1])
+def test_a_person_in_several_data_sets_pays_for_the_costliest(num_known):
+    """Two data sets of four; also where the ancestors of one variant are unknown, so that both count in full."""
+    noises, deltas = (1.0, 3.0, 2.0, 4.0), {f"clinic-{client}": DELTA for client in range(4)}
+    uploads = frozenset(
+        Upload(data_set=f"clinic-{client}", run="run", round=round_, event=gaussian(z, 0.1))
+        for client, z in enumerate(noises)
+        for round_ in (1, 2)
+    )
+    first = frozenset(upload for upload in uploads if upload.round == 1)
+    events = {upload.data_set: (upload.event,) for upload in first}
+    known = [History(name="later", ancestors=uploads, holders=2), History(name="earlier", ancestors=first, holders=2)]
+    histories = [*known[:num_known], *([History(name="old", events=events)] if num_known == 1 else [])]
+    count = 2 if num_known == 2 else 3
+    pairs = itertools.combinations(noises, 2)
+    worst = max(epsilon_of([gaussian(z, 0.1, count) for z in pair], DELTA).epsilon for pair in pairs)
+    assert publication_cost(histories, deltas).guarantee.epsilon == pytest.approx(worst)
+    together = publication_cost(histories, deltas, overlapping=[frozenset({"clinic-0", "clinic-3"})]).guarantee
+    assert together.epsilon == pytest.approx(epsilon_of([gaussian(z, 0.1, count) for z in noises], DELTA).epsilon)
 
 
 @st.composite

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.accounting.composition.law import Unit
-from fedpriv.accounting.risk import Risk, risks_of
+from fedpriv.accounting.risk import Risk, risk_of_person, risks_of
 from fedpriv.errors import InputError, StoreError
-from fedpriv.ledger.statement import ADJACENCY
+from fedpriv.ledger.statement import adjacency_of
 from fedpriv.runs import files
 from fedpriv.texts import risk_in_words
 from fedpriv.variants import Manifest, folders, is_store
@@ -116,7 +116,7 @@ class Cards:
             **{key: _finite(value) for key, value in figures.items()},
             "unit": unit,
             "risk_in_words": " ".join(risk_in_words(figures, guarantee.delta if guarantee else 0.0)) if risk else None,
-            "adjacency": ADJACENCY[unit],
+            "adjacency": adjacency_of(unit, _holders(described)),
             "view": VIEW,
             "method": method,
             "is_guarantee": not note and all(e.is_guarantee for d in described for e in _events(d.history)),
@@ -227,17 +227,24 @@ def _united(described: list[Described]) -> tuple[list[History], dict[str, float]
     histories = [each.history for each in described]
     if all(history.ancestors is not None for history in histories):
         uploads = frozenset().union(*(history.ancestors or () for history in histories))
-        histories = [History(name="together", ancestors=uploads)]
+        histories = [History(name="together", ancestors=uploads, holders=_holders(described))]
     return histories, deltas
 
 
 def _risk(described: list[Described]) -> Risk | None:
-    """The largest risk of any data set behind them; None if there is none."""
+    """The largest risk of anyone protected in a data set behind them; None if there is none."""
     histories, deltas = _united(described)
     ids = frozenset().union(*(history.data_sets for history in histories))
     events = {id_: [event for each in histories for event in each.events_on(frozenset({id_}))] for id_ in ids}
+    if (holders := _holders(described)) > 1 and ids:
+        return risk_of_person(events, holders, min(deltas[id_] for id_ in ids))
     risks = risks_of({id_: (events[id_], deltas[id_]) for id_ in sorted(ids)})
     return Risk.worst(risks.values()) if risks else None
+
+
+def _holders(described: Iterable[Described]) -> int:
+    """In how many data sets one person may have records."""
+    return max((each.history.holders for each in described), default=1)
 
 
 def _sum(stated: list[Guarantee]) -> Guarantee:
