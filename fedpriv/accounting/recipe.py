@@ -38,8 +38,8 @@ _RECORDS_PER_RATE = 100.0
 # Where LoRA pays, most rounds train it, with most of the budget.
 LORA_PAYS = 2e-4
 LORA_SHARE = 0.75
-LORA_ROUNDS = 0.7
-LORA_PROBABILITY = 1 / 16
+LORA_ROUNDS = 0.75
+LORA_PROBABILITY = 1 / 4
 LORA_ADAM_NOISE = 0.1
 
 # The rounds that there can be are enumerated up to this many, and beyond that drawn this often, always the same.

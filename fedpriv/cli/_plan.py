@@ -119,7 +119,7 @@ def _plan_budget(
         tuple(records),
         epsilon=epsilon,
         view=cast("PlannedView", view),
-        num_lora_values=budget.LORA_VALUES if lora_values is None else lora_values,
+        num_lora_values=lora_values,
         delta=delta,
         min_clients=min_clients,
         rounds=rounds,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedpriv.config._model_and_data import Train as Train
     from fedpriv.config._recipes import BY_RECIPE as BY_RECIPE
     from fedpriv.config._recipes import RECIPES as RECIPES
+    from fedpriv.config._recipes import WITH_AUTO as WITH_AUTO
     from fedpriv.config._recipes import Recipe as Recipe
     from fedpriv.config._run_config import RunConfig as RunConfig
     from fedpriv.config._schema import schema as schema

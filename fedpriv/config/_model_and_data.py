@@ -70,7 +70,8 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     head](architecture.md#encoders-are-mean-pooled)"""
     train: Annotated[Train, Fact.TEXTS] = "all"
     """what is trained: `all`: A, B and head; `head`: the head alone, A and B stay as they are; `auto`: decides from N,
-    K, epsilon and q which of the two, and says why"""
+    K and epsilon between the head alone and LoRA with most of the budget, and says why; unless `aggregation` names
+    another rule, that is R between frozen factors (`fed-sb`, rank 16, alpha 64, all layers, 53 rounds)"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,12 +88,16 @@ _ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
     "batch_size": (),
 }
 
+WITH_AUTO: Mapping[str, Any] = {"aggregation": "fed-sb", "rank": 16, "alpha": 64.0, "layers": "all", "rounds": 53}
+"""What `train = auto` trains where that pays, R between frozen factors of every layer, and in how many rounds."""
+
 _WITH_SECURE_AGGREGATION: Mapping[str, Any] = {"mechanism": FOR_SUMS, "privacy_view": "aggregate"}
 
 LEFT_TO_RECIPES = frozenset(
     {
         *("recipe", "task", "unit", "min_clients"),
         *_WITH_SECURE_AGGREGATION,
+        *WITH_AUTO,
         *(key for preset in _PRESETS.values() for key in preset),
         *(key for key, without_effect in _ONLY_IN_FEDPRIV.items() if not without_effect),
     }
@@ -109,6 +113,7 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     program's own model.
     Columns of prompts or chat messages imply a causal model, and the recipe `instruction`; one of persons implies that
     these are the unit.
+    `train = auto` is about R between frozen factors of every layer, unless another rule is named.
     A noise multiplier or a `target_risk` without a `target_epsilon` leaves out the recipe's target, and secure
     aggregation has the noise and the view that it is for, and needs every client's upload. The value `by recipe` is
     that of a key that is left out.
@@ -122,6 +127,8 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     presets = dict(_PRESETS[recipe]) if recipe in list(RECIPES) else {}
     if recipe == "instruction" and "batch_size" in values:
         presets["sampling_probability"] = ""
+    if recipe == "fedpriv" and values.get("train") == "auto" and values.get("aggregation") in (None, "fed-sb"):
+        presets |= WITH_AUTO
     if "noise_multiplier" in values or values.get("target_risk"):
         presets["target_epsilon"] = ""
     if values.get("secure_aggregation") is True:

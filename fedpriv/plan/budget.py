@@ -22,7 +22,7 @@ from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import PlannedView, aggregate_scale, default_delta, num_readers, rho_bar
 from fedpriv.adapters import Adapter
-from fedpriv.config import RunConfig, parse
+from fedpriv.config import WITH_AUTO, RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import FOR_SUMS
 from fedpriv.training.noise_plan import (
@@ -55,6 +55,9 @@ _SMALLEST_LORA_SAMPLE = 0.01
 
 # A and B in the default model: rank 4, for query and value of its last layer, whose matrices are 384 x 384.
 LORA_VALUES = 2 * 4 * (384 + 384)
+
+# R in the default model, which `train = auto` is about: 16 x 16, for query and value of its six layers.
+R_VALUES = 6 * 2 * 16 * 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +92,14 @@ class Setting:
         *,
         epsilon: float,
         view: PlannedView = "local",
-        num_lora_values: int = LORA_VALUES,
+        num_lora_values: int | None = None,
         **keys: Any,
     ) -> Setting:
         """A run with these clients and the recipe's own numbers, but for the keys that are given and not None.
 
         Args:
             sizes: N_k of every client.
-            num_lora_values: of A and B, or of the factor that is trained.
+            num_lora_values: of A and B, or of the factor that is trained; by default of the default model.
             epsilon: that each client may spend, > 0.
             view: who may learn no more than that: the server, or those who see only sums; unless `min_clients` is
                 given, these are of all clients.
@@ -111,6 +114,8 @@ class Setting:
         least = num_readers(values.get("colluding_clients", 0)) + 2
         hidden = {"secure_aggregation": True, "min_clients": max(least, len(sizes))} if view == "aggregate" else {}
         config = parse({"target_epsilon": epsilon, "privacy_view": view} | hidden | values)
+        if num_lora_values is None:
+            num_lora_values = R_VALUES if config.aggregation == "fed-sb" else LORA_VALUES
         return Setting(sizes=sizes, config=config, num_lora_values=num_lora_values)
 
     @property
@@ -329,7 +334,10 @@ def lora_choice(setting: Setting) -> tuple[Setting, str]:
     Raises:
         InputError: no noise meets the budget.
     """
-    config, reason = decided(replace(setting.config, train="auto"), setting.sizes, setting.adapter)
+    if setting.config.train != "auto":
+        of_r = R_VALUES if setting.num_lora_values == LORA_VALUES else setting.num_lora_values
+        setting = replace(setting.changed(train="auto", **WITH_AUTO), num_lora_values=of_r)
+    config, reason = decided(setting.config, setting.sizes, setting.adapter)
     return replace(setting, config=replace(config, train="all")), reason
 
 

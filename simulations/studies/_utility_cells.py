@@ -39,9 +39,11 @@ _TESTED_AT_THE_END: Mapping[str, Any] = {"evaluate_every": 1000}
 
 _HEAD: Mapping[str, Any] = {**_TESTED_AT_THE_END, "train": "head", "prefix_cache": False}
 
-_AUTO: Mapping[str, Any] = {**_TESTED_AT_THE_END, "train": "auto"}
+_AUTO: Mapping[str, Any] = {**_TESTED_AT_THE_END, "train": "auto", "aggregation": "dp-lora"}
 
-_INNER: Mapping[str, Any] = {**_AUTO, "aggregation": "fed-sb", "rank": 16, "alpha": 64}
+_ONE_LAYER: Mapping[str, Any] = {"layers": RunConfig().layers, "rounds": RunConfig().rounds}
+
+_INNER: Mapping[str, Any] = {**_AUTO, **_ONE_LAYER, "aggregation": "fed-sb", "rank": 16, "alpha": 64}
 
 # Steps of a client's own head, all of them before anything is averaged.
 PROBE_STEPS = 40

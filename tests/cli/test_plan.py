@@ -197,15 +197,15 @@ def test_train_auto_is_explained_and_changes_the_plan_where_lora_pays(five):
     assert reason.startswith("train = auto: A, B and head, since nu^2 d")
     found = budget.plan(chosen)
     specs = [(p.spec.noise_multiplier, p.spec.sampling_probability, p.num_rounds) for p in found.phases]
-    assert [(q, rounds) for _, q, rounds in specs] == [(1.0, 1), (1.0, 12), (0.0625, 27)]
+    assert [(q, rounds) for _, q, rounds in specs] == [(1.0, 1), (1.0, 13), (0.25, 39)]
     assert composed(*specs, delta=1 / 120_000) == pytest.approx(8.0, abs=1e-2)
     assert found == budget.plan(Setting.of(LARGE, epsilon=8.0, train="auto"))
     assert found == budget.alternatives(setting)["train = auto"]
 
 
 def test_fewer_values_in_a_and_b_may_make_lora_pay():
-    few, many = (Setting.of((20_000,), epsilon=8.0, num_lora_values=d) for d in (500, 100_000))
-    assert budget.lora_choice(few)[0].num_lora_rounds == 27
+    few, many = (Setting.of((5_000,), epsilon=8.0, num_lora_values=d) for d in (500, 100_000))
+    assert budget.lora_choice(few)[0].num_lora_rounds == 39
     assert budget.lora_choice(many)[0].num_lora_rounds == 0
 
 

@@ -7,7 +7,7 @@ import torch
 
 from fedpriv.accounting.recipe import LORA_PAYS
 from fedpriv.adapters._arithmetic import INNER_SUFFIX
-from fedpriv.config import parse
+from fedpriv.config import RunConfig, parse
 from fedpriv.training.noise_plan import calibrated, decided, with_learning_rates
 from fedpriv.training.schedule import RunSchedule
 
@@ -19,11 +19,11 @@ MANY, FEW = [12_000] * 5, [1200] * 5
 
 def test_with_many_records_most_rounds_train_a_and_b_with_most_of_the_budget():
     config, reason = decided(parse(AUTO), MANY, INITIAL)
-    assert (config.lora_rounds, config.lora_share, config.lora_server_optimizer) == (27, 0.75, "adam")
+    assert (config.lora_rounds, config.lora_share, config.lora_server_optimizer) == (39, 0.75, "adam")
     assert reason.startswith("train = auto: A, B and head")
     assert f"{LORA_PAYS:g}" in reason
     schedule = RunSchedule.of(with_learning_rates(calibrated(config, MANY, INITIAL), MANY, INITIAL))
-    assert [(phase.name, phase.num_rounds) for phase in schedule.phases] == [("start", 1), ("head", 12), ("all", 27)]
+    assert [(phase.name, phase.num_rounds) for phase in schedule.phases] == [("start", 1), ("head", 13), ("all", 39)]
 
 
 def test_with_few_records_the_head_alone_is_trained():
@@ -39,7 +39,7 @@ def test_less_budget_is_a_reason_against_lora(changes, pays):
 
 
 def test_adam_steps_less_far_where_there_is_more_noise():
-    rates = [decided(parse(AUTO), sizes, INITIAL)[0].lora_server_learning_rate for sizes in ([40_000] * 5, [5200] * 5)]
+    rates = [decided(parse(AUTO), sizes, INITIAL)[0].lora_server_learning_rate for sizes in ([40_000] * 5, [2700] * 5)]
     assert rates[0] == 0.02
     assert 0 < rates[1] < rates[0]
 
@@ -47,13 +47,21 @@ def test_adam_steps_less_far_where_there_is_more_noise():
 def test_with_r_between_frozen_factors_fewer_records_suffice():
     inner = {f"{name}{INNER_SUFFIX}": torch.zeros(16, 16) for name in ("query", "value")}
     chosen = [
-        decided(parse(AUTO | changes), [3000] * 5, initial)[0].lora_rounds
+        decided(parse(AUTO | changes), [1500] * 5, initial)[0].lora_rounds
         for changes, initial in (
-            ({}, INITIAL),
+            ({"aggregation": "dp-lora"}, INITIAL),
             ({"aggregation": "fed-sb"}, inner | {"head.weight": torch.zeros(2, 384)}),
         )
     ]
-    assert chosen == [0, 27]
+    assert chosen == [0, 39]
+
+
+def test_r_of_every_layer_is_what_it_chooses_about_unless_another_rule_is_named():
+    config = parse(AUTO)
+    assert (config.aggregation, config.rank, config.alpha, config.layers) == ("fed-sb", 16, 64.0, "all")
+    assert parse(AUTO | {"layers": "last-2", "rounds": 40}).layers == "last-2"
+    other = parse(AUTO | {"aggregation": "ffa-lora"})
+    assert (other.aggregation, other.rank, other.layers) == ("ffa-lora", RunConfig().rank, RunConfig().layers)
 
 
 def test_any_other_choice_is_left_alone():
