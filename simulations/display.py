@@ -386,7 +386,8 @@ def _time_left(
         return None
     now = max(0.0, usual.get(current, spent) - spent)
     known = [usual[phase] for phase in later if phase in usual]
-    return _TimeLeft(seconds=now + sum(known), is_least=current not in usual or len(known) < len(later))
+    left = _TimeLeft(seconds=now + sum(known), is_least=current not in usual or len(known) < len(later))
+    return None if left.is_least and left.seconds < 1 else left
 
 
 _ALARM = "bold red"
