@@ -71,7 +71,7 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     train: Annotated[Train, Fact.TEXTS] = "all"
     """what is trained: `all`: A, B and head; `head`: the head alone, A and B stay as they are; `auto`: decides from N,
     K and epsilon between the head alone and LoRA with most of the budget, and says why; unless `aggregation` names
-    another rule, that is R between frozen factors (`fed-sb`, rank 16, alpha 64, all layers, 53 rounds)"""
+    another rule, that is R between frozen factors (rank 16, alpha 64, all layers, 53 rounds)"""
 
 
 @dataclass(frozen=True, kw_only=True)

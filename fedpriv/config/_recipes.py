@@ -89,7 +89,7 @@ _ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
 }
 
 WITH_AUTO: Mapping[str, Any] = {"aggregation": "fed-sb", "rank": 16, "alpha": 64.0, "layers": "all", "rounds": 53}
-"""What `train = auto` trains where that pays, R between frozen factors of every layer, and in how many rounds."""
+"""The keys for R between frozen factors of every layer, which `train = auto` trains where that pays."""
 
 _WITH_SECURE_AGGREGATION: Mapping[str, Any] = {"mechanism": FOR_SUMS, "privacy_view": "aggregate"}
 

@@ -115,7 +115,7 @@ class Setting:
         hidden = {"secure_aggregation": True, "min_clients": max(least, len(sizes))} if view == "aggregate" else {}
         config = parse({"target_epsilon": epsilon, "privacy_view": view} | hidden | values)
         if num_lora_values is None:
-            num_lora_values = R_VALUES if config.aggregation == "fed-sb" else LORA_VALUES
+            num_lora_values = R_VALUES if config.aggregation == WITH_AUTO["aggregation"] else LORA_VALUES
         return Setting(sizes=sizes, config=config, num_lora_values=num_lora_values)
 
     @property

@@ -1,4 +1,4 @@
-"""What noise that is correlated over b rounds could bring, on paper, beside larger samples in fewer rounds.
+"""Noise that is correlated over b rounds, on paper: how much less of it there could be, beside larger samples.
 
     python -m simulations.studies.banded_noise
 
