@@ -386,8 +386,7 @@ def _time_left(
         return None
     now = max(0.0, usual.get(current, spent) - spent)
     known = [usual[phase] for phase in later if phase in usual]
-    left = _TimeLeft(seconds=now + sum(known), is_least=current not in usual or len(known) < len(later))
-    return None if left.is_least and left.seconds < 1 else left
+    return _TimeLeft(seconds=now + sum(known), is_least=current not in usual or len(known) < len(later))
 
 
 _ALARM = "bold red"

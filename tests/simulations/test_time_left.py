@@ -19,7 +19,7 @@ def test_a_round_that_takes_longer_than_usual_is_about_to_end_and_never_below_ze
 
 def test_rounds_of_a_kind_that_was_not_timed_make_a_lower_bound():
     assert _time_left({"head": [1.0]}, ["head", "all"], 0.0, None) == _TimeLeft(seconds=1.0, is_least=True)
-    assert _time_left({"head": [1.0]}, ["all", "all"], 3.0, None) is None, "over 0 s says nothing"
+    assert _time_left({"head": [1.0]}, ["all", "all"], 3.0, None) == _TimeLeft(seconds=0.0, is_least=True)
 
 
 def test_the_first_round_is_estimated_from_its_share_once_that_says_something():
