@@ -297,10 +297,11 @@ def bound_of_person(histories: Mapping[Name, Iterable[Event]], holders: int, del
     curves = np.stack([sum((event.rdp(ORDERS) for event in each), np.zeros(len(ORDERS))) for each in known])
     largest = np.sort(curves, axis=0)[-holders:].sum(axis=0)
     proven = all(event.is_guarantee and event.total_delta == 0 for each in known for event in each)
-    is_known = proven and bool(np.isfinite(largest).any())
-    epsilon = float(compute_epsilon(ORDERS, largest, delta)[0]) if is_known and largest.any() else math.inf
+    epsilon = math.inf
     if proven and not largest.any():
         epsilon = 0.0
+    elif proven and np.isfinite(largest).any():
+        epsilon = float(compute_epsilon(ORDERS, largest, delta)[0])
     return PrivacySpent(epsilon=epsilon, delta=delta, accountant="rdp", upper_bound_only=True, is_guarantee=proven)
 
 

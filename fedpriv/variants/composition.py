@@ -208,7 +208,7 @@ def publication_cost(
     groups = _merge_overlapping([*(frozenset({id_}) for id_ in sorted(ids)), *(ids & each for each in overlapping)])
     if (holders := max((history.holders for history in histories), default=1)) > 1 and ids:
         # Which cost most is known of one composition, so the others say nothing of these sets.
-        known = union_events if refusal is None else {id_: _all_events(histories, id_) for id_ in ids}
+        known = union_events if refusal is None else {id_: events_on(id_, histories) for id_ in ids}
         of_ids = {id_: [*known.get(id_, ()), *extra.get(id_, ())] for id_ in sorted(ids)}
         groups = [frozenset(names) for names in sets_of_holders(of_ids, holders)] if len(groups) == len(ids) else [ids]
     for merged in groups:
@@ -281,7 +281,8 @@ def _union(histories: Sequence[History]) -> tuple[frozenset[Upload], str | None]
     return union, None
 
 
-def _all_events(histories: Iterable[History], data_set: str) -> list[Event]:
+def events_on(data_set: str, histories: Iterable[History]) -> list[Event]:
+    """All events of the histories on a data set, one that occurs in several of them as often."""
     return [event for history in histories for event in history.events_on(frozenset({data_set}))]
 
 

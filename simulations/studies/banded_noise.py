@@ -9,8 +9,8 @@ before, and each record is in J / b rounds that share no noise, which cost as mu
 is 1 - m^(t - s + 1), s <= t. C is the Toeplitz matrix with the least root mean square of the noise over all rounds.
 
 Figures are the noise in the model over that of independent noise, at equal epsilon, records a round and rounds: over
-all rounds, and after the last one. The last column is that of independent noise of b times as many records in J / b
-rounds, which takes as long.
+all rounds, and after the last one. The third in a cell is that of independent noise of b times as many records in
+J / b rounds, which takes as long.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from fedpriv.ledger.statement import adjacency_of
 from fedpriv.runs import files
 from fedpriv.texts import risk_in_words
 from fedpriv.variants import Manifest, folders, is_store
-from fedpriv.variants.composition import Guarantee, History, PublicationCost, publication_cost
+from fedpriv.variants.composition import Guarantee, History, PublicationCost, events_on, publication_cost
 from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
 
@@ -235,7 +235,7 @@ def _risk(described: list[Described]) -> Risk | None:
     """The largest risk of anyone protected in a data set behind them; None if there is none."""
     histories, deltas = _united(described)
     ids = frozenset().union(*(history.data_sets for history in histories))
-    events = {id_: [event for each in histories for event in each.events_on(frozenset({id_}))] for id_ in ids}
+    events = {id_: events_on(id_, histories) for id_ in ids}
     if (holders := _holders(described)) > 1 and ids:
         return risk_of_person(events, holders, min(deltas[id_] for id_ in ids))
     risks = risks_of({id_: (events[id_], deltas[id_]) for id_ in sorted(ids)})
