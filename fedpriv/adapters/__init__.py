@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fedpriv.adapters._arithmetic import B_SUFFIX as B_SUFFIX
     from fedpriv.adapters._arithmetic import INNER_SUFFIX as INNER_SUFFIX
     from fedpriv.adapters._arithmetic import Adapter as Adapter
+    from fedpriv.adapters._arithmetic import Factors as Factors
     from fedpriv.adapters._arithmetic import Merged as Merged
     from fedpriv.adapters._arithmetic import add_products as add_products
     from fedpriv.adapters._arithmetic import difference as difference
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from fedpriv.adapters.codecs import encode as encode
     from fedpriv.adapters.lora import LoraSettings as LoraSettings
     from fedpriv.adapters.lora import attach as attach
+    from fedpriv.adapters.lora import last_targets as last_targets
     from fedpriv.adapters.lora import load as load
     from fedpriv.adapters.lora import read as read
     from fedpriv.adapters.lora import save as save

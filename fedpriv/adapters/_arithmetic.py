@@ -17,6 +17,9 @@ from torch import Tensor
 Adapter = dict[str, Tensor]
 """{name of a trainable tensor: its values}."""
 
+Factors = tuple[Tensor, Tensor]
+"""(B, A) of a map: [out, n] and [k, in]."""
+
 A_SUFFIX = ".lora_A.weight"
 """The end of the name of a matrix A, as peft stores it."""
 

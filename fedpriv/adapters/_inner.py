@@ -16,7 +16,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from fedpriv.adapters._arithmetic import B_SUFFIX, INNER_SUFFIX, Adapter
+from fedpriv.adapters._arithmetic import A_SUFFIX, B_SUFFIX, INNER_SUFFIX, Adapter, Factors
 from fedpriv.errors import InputError
 
 OUTER_SUFFIX = ".lora_B.default.B.weight"  # see `INNER_SUFFIX`
@@ -26,32 +26,45 @@ OUTER_SUFFIX = ".lora_B.default.B.weight"  # see `INNER_SUFFIX`
 _LEAST_GAP = 1e-6
 
 
-def put_between(model: nn.Module) -> None:
-    """Give every LoRA layer of a peft model frozen factors of its weight, and a zero R between them.
+@torch.no_grad()
+def put_between(model: nn.Module, factors: Mapping[str, Factors]) -> None:
+    """Give LoRA layers of a peft model frozen factors, and a zero R between them.
+
+    Args:
+        model: whose parameters are on one device.
+        factors: {layer: (B, A)}, float32 [out, n] and [k, in], for an R of [n, k].
+    """
+    for name, (left, right) in factors.items():
+        layer: Any = model.get_submodule(name)
+        inner = nn.Linear(right.shape[0], left.shape[1], bias=False)
+        nn.init.zeros_(inner.weight)
+        layer.lora_A["default"] = _linear(right)
+        layer.lora_B["default"] = nn.Sequential(OrderedDict(R=inner, B=_linear(left)))
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight.copy_(weight)
+    return layer
+
+
+def singular_factors(model: nn.Module) -> dict[str, Factors]:
+    """{LoRA layer of a peft model: (B, A)}: singular vectors of its weight, as many as LoRA's rank.
 
     Raises:
         InputError: a weight has fewer inputs or outputs than R, or no unique singular vectors; names its layer.
     """
-    for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer):
-            _put_between(name, layer)
+    return {name: _of_weight(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
 
 
-@torch.no_grad()
-def _put_between(name: str, layer: Any) -> None:
+def _of_weight(name: str, layer: Any) -> Factors:
     if "default" not in layer.lora_A:
         raise InputError(f"target_modules: {name} is no linear layer, and R lies between factors of a weight matrix")
-    a, b = layer.lora_A["default"], layer.lora_B["default"]
     weight = layer.get_base_layer().weight
     try:
-        left, right = _singular_factors(weight.T if layer.fan_in_fan_out else weight, b.in_features)
+        return _singular_factors(weight.T if layer.fan_in_fan_out else weight, layer.r["default"])
     except ValueError as error:
         raise InputError(f"{name}: {error}") from None
-    b.weight.copy_(left)
-    a.weight.copy_(right)
-    inner = nn.Linear(b.in_features, b.in_features, bias=False)
-    nn.init.zeros_(inner.weight)
-    layer.lora_B["default"] = nn.Sequential(OrderedDict(R=inner, B=b))
 
 
 def _singular_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -80,11 +93,18 @@ def _singular_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def as_ordinary(tensors: Mapping[str, Tensor]) -> Adapter:
-    """An adapter's tensors by peft's names, with B R in the place of R and B; any other adapter as it is."""
+    """An adapter's tensors by peft's names, with the product of R and a factor in its place; any other as it is.
+
+    It is B R, or R A where R has fewer rows than columns, so that the rank is the smaller of the two.
+    """
     result = dict(tensors)
     for name in tensors:
         if name.endswith(INNER_SUFFIX):
             stem = name.removesuffix(INNER_SUFFIX)
             outer, inner = result.pop(stem + OUTER_SUFFIX), result.pop(name)
-            result[stem + B_SUFFIX] = (outer.double() @ inner.double()).float()
+            if inner.shape[0] < inner.shape[1]:
+                result[stem + A_SUFFIX] = (inner.double() @ result[stem + A_SUFFIX].double()).float()
+                result[stem + B_SUFFIX] = outer
+            else:
+                result[stem + B_SUFFIX] = (outer.double() @ inner.double()).float()
     return result

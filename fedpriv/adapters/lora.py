@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fedpriv.adapters import _inner, pooling
-from fedpriv.adapters._arithmetic import Adapter, Merged, as_one_adapter, factors_of
+from fedpriv.adapters._arithmetic import Adapter, Factors, Merged, as_one_adapter, factors_of
 from fedpriv.adapters._base_models import BaseModel, load_base, quiet_transformers
 from fedpriv.adapters._locations import check_weights, public_name, weights_digests
 from fedpriv.errors import InputError
@@ -45,9 +45,8 @@ class LoraSettings:
         layers: `all`, `last-N`, or indices such as `4,5`.
         task: `SEQ_CLS` or `CAUSAL_LM`; with the former, the classification head is trained too.
         trains: `lora`: A and B; `lora-b`: B only, with A frozen at its random initial value; `lora-r`: a matrix R
-            between B and A, which are frozen singular vectors of the weight; `head`: neither, so that only a
-            classification head is trained; `weights`: the layers' full weight matrices and biases instead, in which
-            case rank and alpha are ignored.
+            between B and A, which are frozen; `head`: neither, so that only a classification head is trained;
+            `weights`: the layers' full weight matrices and biases instead, in which case rank and alpha are ignored.
         orthonormal: whether the rows of A are made orthonormal at the start, keeping what they span.
     """
 
@@ -60,8 +59,20 @@ class LoraSettings:
     orthonormal: bool = False
 
 
-def attach(base: BaseModel, settings: LoraSettings, *, seed: int = 0) -> PeftModel:
+def attach(
+    base: BaseModel,
+    settings: LoraSettings,
+    *,
+    seed: int = 0,
+    factors: Callable[[PeftModel], Mapping[str, Factors]] = _inner.singular_factors,
+) -> PeftModel:
     """The base with a new adapter that leaves its function unchanged: B or R zero, or copies of weights.
+
+    Args:
+        base: the frozen model.
+        settings: of the adapter.
+        seed: of what starts at random.
+        factors: the frozen factors of each LoRA layer, between which an R lies; by default singular vectors.
 
     Raises:
         InputError: the model lacks a target module or layer, or has no full weights that can be trained, or a layer has
@@ -72,7 +83,7 @@ def attach(base: BaseModel, settings: LoraSettings, *, seed: int = 0) -> PeftMod
         torch.manual_seed(seed)
         model = get_peft_model(base.model, config).eval()
         if settings.trains == "lora-r":
-            _inner.put_between(model)
+            _inner.put_between(model, factors(model))
     for name, parameter in model.named_parameters():
         if settings.orthonormal and ".lora_A." in name:
             _make_orthonormal(name, parameter)
@@ -114,15 +125,11 @@ def _lora_config(base: BaseModel, settings: LoraSettings) -> LoraConfig:
 
 def _weights_config(base: BaseModel, settings: LoraSettings) -> LNTuningConfig:
     """Full weights as an adapter: peft's LN tuning trains a copy of any layer, of whatever kind."""
-    num_layers = base.model.config.num_hidden_layers
-    blocks = [(n, m) for n, m in base.model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    if not blocks:
-        raise InputError(f"model {base.name!r}: has no list of {num_layers} layers whose weights could be trained")
-    path, layers = blocks[0]
-    chosen = _layer_indices(settings.layers, num_layers)
+    path, layers = _blocks(base)
+    chosen = _layer_indices(settings.layers, len(layers))
     names = [
         f"{path}.{index}.{name}"
-        for index in (range(num_layers) if chosen is None else chosen)
+        for index in (range(len(layers)) if chosen is None else chosen)
         for name, module in layers[index].named_modules()
         if isinstance(module, nn.Linear)
         and (not settings.target_modules or name.rsplit(".", 1)[-1] in settings.target_modules)
@@ -147,6 +154,22 @@ def default_targets(base: BaseModel) -> tuple[str, ...]:
     if names is None or isinstance(names, str):
         raise InputError(f"target_modules: peft has no list of defaults for a {model_type} model; name the layers")
     return tuple(names)
+
+
+def last_targets(base: BaseModel) -> tuple[str, ...]:
+    """The name of the linear layer through which a block of this model ends: what writes its last contribution."""
+    blocks = _blocks(base)[1]
+    linear = (nn.Linear, Conv1D)
+    return tuple(name.rsplit(".", 1)[-1] for name, m in blocks[-1].named_modules() if isinstance(m, linear))[-1:]
+
+
+def _blocks(base: BaseModel) -> tuple[str, nn.ModuleList]:
+    """The list of a model's layers and its name."""
+    num_layers = base.model.config.num_hidden_layers
+    for name, module in base.model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return name, module
+    raise InputError(f"model {base.name!r}: has no list of {num_layers} layers whose weights could be trained")
 
 
 def _layer_indices(layers: str, num_layers: int) -> list[int] | None:

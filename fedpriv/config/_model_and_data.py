@@ -61,6 +61,9 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     DistilBERT, for which it has no choice"""
     layers: Annotated[Layers, Fact.TEXTS] = "last-1"
     """`all`, `last-N`, or indices such as `4,5`"""
+    factors: Annotated[Literal["weights", "answers"], Fact.TEXTS | Fact.LATER] = "weights"
+    """the frozen factors between which R lies with `aggregation = fed-sb`: `weights`: singular vectors of the weights,
+    as many as `rank`; `answers`: with these R [chooses between `answers`](recipes.md#answers-that-are-classes)"""
     max_length: Annotated[Count, Fact.TEXTS] = 64
     """maximum number of tokens; longer records are truncated, prompts [before their
     responses](language_models.md#what-the-model-sees-and-what-of-it-is-learned)"""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fedpriv.aggregation.rules import RULES
 from fedpriv.config._model_and_data import OWN_MODEL
-from fedpriv.config._section import ConfigSection
+from fedpriv.config._section import ConfigSection, split
 from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 Recipe = Literal["fedpriv", "dp-lora-paper", "instruction"]
@@ -72,6 +72,19 @@ _INSTRUCTION: Mapping[str, Any] = {
     "lora_rounds": "",
 }
 
+# R between the factors for the answers is the weight matrix of a head, and is trained as one.
+_WITH_ANSWERS: Mapping[str, Any] = {
+    "layers": "last-1",
+    "aggregation": "fed-sb",
+    "factors": "answers",
+    "rounds": 30,
+    "sampling_probability": 0.5,
+    "learning_rate": "auto",
+    "clip_norm": 0.8,
+    "server_optimizer": "momentum",
+    "server_learning_rate": 1.0,
+}
+
 _PRESETS: Mapping[Recipe, Mapping[str, Any]] = {
     "fedpriv": {},
     "dp-lora-paper": _DP_LORA_PAPER,
@@ -98,6 +111,8 @@ LEFT_TO_RECIPES = frozenset(
         *("recipe", "task", "unit", "min_clients"),
         *_WITH_SECURE_AGGREGATION,
         *WITH_AUTO,
+        *_WITH_ANSWERS,
+        "prompt_template",
         *(key for preset in _PRESETS.values() for key in preset),
         *(key for key, without_effect in _ONLY_IN_FEDPRIV.items() if not without_effect),
     }
@@ -112,7 +127,7 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     steps, another optimizer, clipping rule or mechanism, noise on the upload, a rule that is no sum of LoRA, or a
     program's own model.
     Columns of prompts or chat messages imply a causal model, and the recipe `instruction`; one of persons implies that
-    these are the unit.
+    these are the unit. With `answers` that recipe is another, and prompts end by asking for one of them.
     `train = auto` is about R between frozen factors of every layer, unless another rule is named.
     A noise multiplier or a `target_risk` without a `target_epsilon` leaves out the recipe's target, and secure
     aggregation has the noise and the view that it is for, and needs every client's upload. The value `by recipe` is
@@ -127,6 +142,10 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     presets = dict(_PRESETS[recipe]) if recipe in list(RECIPES) else {}
     if recipe == "instruction" and "batch_size" in values:
         presets["sampling_probability"] = ""
+    if recipe == "instruction" and values.get("answers") and values.get("aggregation") in (None, "fed-sb"):
+        presets |= _WITH_ANSWERS
+        if values.get("prompt_column") and not values.get("system_prompt"):
+            presets["prompt_template"] = _asking_for(values["answers"])
     if recipe == "fedpriv" and values.get("train") == "auto" and values.get("aggregation") in (None, "fed-sb"):
         presets |= WITH_AUTO
     if "noise_multiplier" in values or values.get("target_risk"):
@@ -136,6 +155,17 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
         if not values.get("client_column"):
             presets["min_clients"] = values.get("clients_per_round") or values.get("num_clients", _NUM_CLIENTS)
     return presets | values
+
+
+def _asking_for(answers: object) -> str:
+    """The prompt with the answers that are allowed; nothing around it where these are no texts, which is refused."""
+    try:
+        texts = split(answers)
+    except ValueError:
+        return ""
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        return ""
+    return f"{{}}\n\nAnswer with one of: {', '.join(texts)}."
 
 
 def _implied(values: Mapping[str, Any]) -> Recipe:

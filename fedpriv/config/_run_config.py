@@ -266,6 +266,16 @@ class RunConfig(
         if max(self.variant_rounds, default=0) > self.rounds:
             raise ValueError(f"variant_rounds = {list(self.variant_rounds)}: the run has {self.rounds} rounds")
 
+    def _check_factors(self) -> None:
+        if self.factors != "answers":
+            return
+        if not self.answers:
+            raise ValueError("factors = answers: needs answers, the allowed responses")
+        if self.rule.trains != "lora-r":
+            raise ValueError(
+                f"factors = answers: R lies between them; use fed-sb, not aggregation = {self.aggregation}"
+            )
+
     def _check_rule(self) -> None:
         """Refuse an optimizer, a format or a mechanism that does not fit the aggregation rule."""
         if self.rule.is_partial and self.optimizer != "sgd":
@@ -434,6 +444,8 @@ class RunConfig(
                 value = getattr(self, key)
                 # Rates and phases are derived from noise of standard deviation z C that adds up, of whichever kind.
                 fits = value == known[key] or (key == "mechanism" and MECHANISMS.named(value).noise_adds_up)
+                # Between these factors gradients are as long as a head's, so its rates suit them.
+                fits = fits or (key == "task" and self.factors == "answers" and part == "learning_rate = auto")
                 if is_used and not fits:
                     raise ValueError(f"{part}: needs {key} = {known[key]}, not {value}, {remedy}")
         if self.head_start and not self.normalize_features:

@@ -24,6 +24,7 @@ class _CommonKeys(TypedDict, total=False):
     alpha: float
     target_modules: Sequence[str]
     layers: str
+    factors: Literal["weights", "answers"]
     max_length: int
     normalize_features: bool
     train: Train

@@ -9,10 +9,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fedpriv.adapters import Adapter, BaseModel, LoraSettings, Merged, attach, load_base, quantise, save
+from fedpriv.adapters import (
+    Adapter,
+    BaseModel,
+    Factors,
+    LoraSettings,
+    Merged,
+    attach,
+    last_targets,
+    load_base,
+    quantise,
+    save,
+)
 from fedpriv.config import ON_NODES, Fact, RunConfig
 from fedpriv.data import DataSource, FederatedData, TextData, federated
 from fedpriv.data.chat import ChatFormat
@@ -77,7 +89,13 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         trains="head" if config.train == "head" else rule.trains,
         orthonormal=rule.orthonormal,
     )
-    peft_model = attach(base, settings, seed=config.seed).to(device)
+    if config.factors == "answers":
+        base.model.to(device)  # which computes what the factors are made of
+        of_answers = partial(_answer_factors, config, base.tokenizer)
+        settings = replace(settings, target_modules=config.target_modules or last_targets(base))
+        peft_model = attach(base, settings, seed=config.seed, factors=of_answers).to(device)
+    else:
+        peft_model = attach(base, settings, seed=config.seed).to(device)
     build = partial(
         TrainingModel,
         peft_model,
@@ -90,6 +108,14 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         model = in_format(peft_model, config.base_dtype, build)
         admit(model)
     return base, model
+
+
+def _answer_factors(config: RunConfig, tokenizer: Any, model: Any) -> dict[str, Factors]:
+    """The frozen factors for the run's answers."""
+    from fedpriv.training.readout import readout_factors  # deferred: few runs need it
+
+    chat = ChatFormat(system_prompt=config.system_prompt, prompt_template=config.prompt_template)
+    return readout_factors(model, tokenizer, chat, config.answers, max_length=config.max_length)
 
 
 def _device(name: str) -> torch.device:

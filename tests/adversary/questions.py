@@ -292,6 +292,7 @@ _CONFIG: dict[str, list[object]] = {
     "prefix_cache": [False],
     "normalize_features": [True, "perhaps"],
     "train": ["head", "auto"],
+    "factors": ["answers", "heads"],
     "simulate": [True],
     "public_data": [True],
     "audit": ["tokens"],

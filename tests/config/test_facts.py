@@ -35,7 +35,7 @@ SHARED = """
         (Fact.BY_SWEEP, "ledger out"),
         (
             Fact.RELEASE,
-            "model task rank alpha target_modules layers max_length normalize_features train test_fraction "
+            "model task rank alpha target_modules layers factors max_length normalize_features train test_fraction "
             "evaluation_noise_multiplier system_prompt prompt_template answers labels aggregation seed",
         ),
         (

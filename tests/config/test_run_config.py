@@ -90,6 +90,7 @@ BAD = {
     "recipe": "secret",
     "normalize_features": "perhaps",
     "train": "body",
+    "factors": "heads",
     "head_start": "soon",
     "lora_rounds": -1,
     "client_weights": "equal",
@@ -162,6 +163,27 @@ def test_toml_and_flower_forms_read_back_to_the_same_configuration(values):
     assert all(isinstance(value, str | int | float | bool) for value in to_flower(config).values())
 
 
+@pytest.mark.parametrize("answers", [["no", "yes"], "no,yes", '["no", "yes"]'])
+def test_answers_imply_that_r_chooses_between_them_and_a_prompt_that_asks_for_one(answers):
+    config = parse({"prompt_column": "q", "response_column": "a", "answers": answers})
+    assert (config.recipe, config.aggregation, config.factors, config.layers) == (
+        "instruction",
+        "fed-sb",
+        "answers",
+        "last-1",
+    )
+    assert config.prompt_template == "{}\n\nAnswer with one of: no, yes."
+    own = {"prompt_column": "q", "response_column": "a", "answers": answers, "system_prompt": "Say no or yes."}
+    assert parse(own).prompt_template == ""
+    assert parse({**own, "aggregation": "ffa-lora"}).factors == "weights"
+
+
+@pytest.mark.parametrize("answers", [5, "[no", [1, 2]])
+def test_answers_that_are_no_texts_are_refused_by_name(answers):
+    with pytest.raises(InputError, match=r"^answers = "):
+        parse({"prompt_column": "q", "response_column": "a", "answers": answers})
+
+
 def test_pyproject_lists_every_key_with_its_default_for_flower():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = project["tool"]["flwr"]["app"]["config"]
@@ -172,7 +194,7 @@ def test_pyproject_lists_every_key_with_its_default_for_flower():
     assert paper == parse({"recipe": "dp-lora-paper", "engine": "flower"})
     # What only other keys leave open: a task, a unit, a batch size, what secure sums need, and another recipe's.
     not_in_paper = ("task", "unit", "batch_size", "min_clients", "mechanism", "privacy_view")
-    not_in_paper += ("max_length", "aggregation", "server_learning_rate")
+    not_in_paper += ("max_length", "aggregation", "server_learning_rate", "factors", "prompt_template")
     assert [key for key in KEYS if getattr(paper, key) != getattr(parse(listed), key)] == [
         key for key in KEYS if listed[key] == BY_RECIPE and key not in not_in_paper
     ]

@@ -1,0 +1,213 @@
+"""The factors between which R chooses between answers: whitened inputs, a logit for each column, nothing of records."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from fedpriv.adapters import LoraSettings, attach, load_base, read, save
+from fedpriv.config import parse
+from fedpriv.data.chat import ChatFormat
+from fedpriv.errors import InputError
+from fedpriv.training import readout
+from fedpriv.training.readout import _inverse_root, _public_records, readout_factors, spoken_tokens
+from fedpriv.training.workbench import Workbench
+from server.observer import LogObserver
+from simulations.engines import federation
+from tests.chats import chat_model
+from tests.tiny import move
+
+ANSWERS = ("negative", "positive")
+LAYER = "base_model.model.model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random model whose logits differ by more than a few tenths, and whose states tell texts apart."""
+    folder = chat_model(tmp_path_factory.mktemp("chat"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(1 if "norm" in name else 10)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def base(folder):
+    return load_base(str(folder), task="CAUSAL_LM")
+
+
+def settings(**changes) -> LoraSettings:
+    values = {"trains": "lora-r", "task": "CAUSAL_LM", "target_modules": ("down_proj",), "layers": "last-1"}
+    return LoraSettings(**values | changes)
+
+
+def attached(base, **changes):
+    """The model with an R between the factors for the answers, and these."""
+    found = {}
+
+    def factors(model):
+        found.update(readout_factors(model, base.tokenizer, ChatFormat(), ANSWERS, max_length=60))
+        return found
+
+    return attach(base, settings(**changes), factors=factors), found
+
+
+@pytest.mark.parametrize(
+    ("responses", "expected"),
+    [
+        ([(7, 1), (8, 1)], [7, 8]),
+        ([(5, 7, 1), (5, 8, 1), (6, 9, 1)], [5, 6, 7, 8, 9]),
+        ([(7, 1), (7, 8, 1)], [1, 7, 8]),
+    ],
+    ids=["one token", "a common beginning", "one begins the other"],
+)
+def test_the_tokens_that_r_moves_are_those_of_the_answers(responses, expected):
+    assert spoken_tokens(responses) == expected
+
+
+@pytest.mark.parametrize("places", [5, 40])
+def test_the_inverse_root_is_that_of_the_second_moments_with_a_ridge(places):
+    """Oracle: an eigendecomposition of the whole matrix, also where there are fewer places than inputs."""
+    states = torch.randn(places, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * torch.arange(
+        1, 13
+    )
+    second = states.T @ states / places
+    values, vectors = torch.linalg.eigh(second + 0.03 * second.diagonal().mean() * torch.eye(12))
+    torch.testing.assert_close(_inverse_root(states), (vectors * values.rsqrt()) @ vectors.T)
+
+
+def test_a_whitens_what_the_layer_reads_on_public_prompts(base):
+    """Oracle: the layer's inputs found by a hook of the test's own, one record at a time."""
+    model, found = attached(base)
+    seen = []
+    hook = model.get_submodule(LAYER).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
+    states = []
+    for row in _public_records(base.tokenizer, ChatFormat(), ANSWERS, 60):
+        model(input_ids=torch.tensor([row["input_ids"]]))
+        learned = [place for place, is_learned in enumerate(row["response_mask"]) if is_learned]
+        states += [seen[-1][place - 1] for place in learned[:-1]]  # without the end of the response
+    hook.remove()
+    (a,) = (a.double() for _, a in found.values())
+    read_by_r = torch.stack(states).double() @ a.T
+    torch.testing.assert_close(a, a.T, atol=1e-5, rtol=1e-5)
+    eigenvalues = torch.linalg.eigvalsh(read_by_r.T @ read_by_r)
+    before = torch.linalg.eigvalsh(torch.stack(states).T.double() @ torch.stack(states).double())
+    assert eigenvalues[-1] / eigenvalues[len(eigenvalues) // 2] < 0.2 * before[-1] / before[len(before) // 2]
+
+
+@pytest.mark.parametrize("scaling", [1.0, 4.0])
+def test_a_unit_of_r_moves_its_own_answer_by_about_one(base, scaling):
+    model, _found = attached(base, rank=2, alpha=2 * scaling)
+    rows = _public_records(base.tokenizer, ChatFormat(), ANSWERS, 60)
+    tokens = spoken_tokens([row["input_ids"][row["response_mask"].index(1) :] for row in rows[:2]])
+    inner = next(parameter for name, parameter in model.named_parameters() if ".R." in name)
+    assert inner.shape == (len(tokens), 48)
+
+    def logits():
+        with torch.no_grad():
+            every = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in rows[:32]]
+        places = [slice(row["response_mask"].index(1) - 1, -2) for row in rows[:32]]
+        return torch.stack([each[place][:, tokens].mean(0) for each, place in zip(every, places, strict=True)])
+
+    before, moved = logits(), []
+    for column in range(len(tokens)):
+        bias = torch.zeros(len(tokens)).index_fill(0, torch.tensor(column), 0.01)
+        handle = model.get_submodule(f"{LAYER}.lora_B.default.R").register_forward_hook(
+            lambda _, __, output, bias=bias: output + bias
+        )
+        moved.append((logits() - before).mean(0) / 0.01)
+        handle.remove()
+    torch.testing.assert_close(torch.stack(moved), torch.eye(len(tokens)), atol=0.05, rtol=0)
+
+
+def test_gradients_on_public_prompts_are_of_about_unit_length(base):
+    model, _found = attached(base)
+    inner = next(parameter for name, parameter in model.named_parameters() if ".R." in name)
+    lengths = []
+    for row in _public_records(base.tokenizer, ChatFormat(), ANSWERS, 60)[:50]:
+        labels = [id_ if learned else -100 for id_, learned in zip(row["input_ids"], row["response_mask"], strict=True)]
+        loss = model(input_ids=torch.tensor([row["input_ids"]]), labels=torch.tensor([labels])).loss
+        lengths.append(float(torch.autograd.grad(loss, inner)[0].norm()))
+    assert 0.3 < np.median(lengths) < 2
+
+
+def test_rounding_on_another_machine_moves_the_factors_as_little(base, folder):
+    _, here = attached(base)
+    other = load_base(str(folder), task="CAUSAL_LM")
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    _, there = attached(other)
+    for one, two in zip(here[LAYER], there[LAYER], strict=True):
+        assert (one - two).norm() < 1e-4 * one.norm()
+
+
+def test_what_is_saved_is_plain_lora_with_a_rank_of_as_many_as_tokens_decide(base, folder, tmp_path):
+    model = move(attached(base)[0])
+    ids = torch.tensor([[5, 9, 30, 41]])
+    expected = model(input_ids=ids).logits
+    save(model, base, tmp_path)
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path).eval()
+    assert plain.peft_config["default"].r == 5
+    torch.testing.assert_close(plain(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(load_base(str(folder), task="CAUSAL_LM").model(input_ids=ids).logits, expected)
+
+
+def test_a_layer_that_moves_no_answer_is_refused_by_name(base, monkeypatch):
+    monkeypatch.setattr(readout, "_NUM_SLOPES", 2)
+    with torch.no_grad():
+        base.model.model.norm.weight.zero_()
+    with pytest.raises(InputError, match=r"target_modules, layers: .*down_proj does not move the answers' logits"):
+        attached(base)
+
+
+def test_answers_that_max_length_cuts_to_the_same_tokens_are_refused(base):
+    model = attach(base, settings(), factors=lambda _: {})
+    long = ("negative " * 50 + "pain", "negative " * 50 + "rash")
+    with pytest.raises(InputError, match=r"answers = .*: the same tokens at max_length = 20; use more"):
+        readout_factors(model, base.tokenizer, ChatFormat(), long, max_length=20)
+
+
+def table(num: int) -> str:
+    """Texts of two classes, each in words of its own; a random model's states hold little more than which words."""
+    words = (("pain", "chest", "rash"), ("kind", "today", "cough"))
+    rng, out = np.random.default_rng(1), io.StringIO()
+    rows = csv.writer(out)
+    rows.writerow(["text", "label"])
+    rows.writerows([" ".join(rng.choice(words[i % 2], 5)), ANSWERS[i % 2]] for i in range(num))
+    return out.getvalue()
+
+
+def test_a_user_who_names_answers_and_columns_gets_a_model_that_answers(folder, tmp_path):
+    """Beside the commoner answer, and the model before."""
+    (tmp_path / "texts.csv").write_text(table(900))
+    keys = {"prompt_column": "text", "response_column": "label", "answers": list(ANSWERS), "model": str(folder)}
+    keys |= {"data": str(tmp_path / "texts.csv"), "public_data": True, "max_length": 60, "seed": 0, "delta": 1e-3}
+    keys |= {"num_clients": 3, "partition": "iid", "target_epsilon": 8, "generated_answers": 0, "comparison": False}
+    config = parse(keys)
+    assert config.prompt_template == "{}\n\nAnswer with one of: negative, positive."
+    assert (config.aggregation, config.factors, config.learning_rate) == ("fed-sb", "answers", "auto")
+    federation.run(parse({**keys, "out": str(tmp_path / "run")}), LogObserver())
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy"] > max(summary["majority_accuracy"], summary["accuracy_initial"]) + 0.2
+
+
+def test_the_start_is_a_function_of_public_keys_alone(folder, tmp_path):
+    """Attack: what is sent before any charge must not tell whose records a node holds."""
+    starts = []
+    for number, kind in enumerate(("flu", "a rash")):
+        path = tmp_path / f"{number}.csv"
+        path.write_text(f"text,label\n{kind},negative\n{kind} today,positive\n")
+        keys = {"prompt_column": "text", "response_column": "label", "answers": list(ANSWERS), "model": str(folder)}
+        bench = Workbench(parse({**keys, "data": str(path), "simulate": True, "num_clients": 1, "max_length": 60}))
+        starts.append({**bench.initial, **dict(bench.model._frozen_factors), **read(bench.model.peft_model)})
+    assert all(torch.equal(tensor, starts[1][name]) for name, tensor in starts[0].items())
