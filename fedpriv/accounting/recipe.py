@@ -40,6 +40,7 @@ LORA_PAYS = 2e-4
 LORA_SHARE = 0.75
 LORA_ROUNDS = 0.75
 LORA_PROBABILITY = 1 / 4
+LORA_PASSES = 10.0
 LORA_ADAM_NOISE = 0.1
 
 # The rounds that there can be are enumerated up to this many, and beyond that drawn this often, always the same.

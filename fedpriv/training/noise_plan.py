@@ -12,6 +12,7 @@ from fedpriv.accounting.calibration import Schedule, calibrate_all, calibrate_to
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.recipe import (
     LORA_ADAM_NOISE,
+    LORA_PASSES,
     LORA_PAYS,
     LORA_PROBABILITY,
     LORA_ROUNDS,
@@ -303,11 +304,12 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
     if config.train != "auto":
         return config, ""
     num_rounds = round(LORA_ROUNDS * (config.rounds - config.head_start))
+    probability = min(LORA_PROBABILITY, LORA_PASSES / max(1, num_rounds))
     with_lora = replace(
         config,
         lora_rounds=num_rounds,
         lora_share=LORA_SHARE,
-        lora_sampling_probability=LORA_PROBABILITY,
+        lora_sampling_probability=probability,
         lora_server_optimizer="adam",
     )
     found = calibrated(with_lora, sizes, initial)
@@ -316,7 +318,7 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
     noise = lora_noise(
         federation_of(config, sizes),
         noise_stddev=found.lora_phase.known_noise,
-        sampling_probability=LORA_PROBABILITY,
+        sampling_probability=probability,
         num_steps=num_rounds,
         num_values=num_values,
     )

@@ -64,6 +64,12 @@ def test_r_of_every_layer_is_what_it_chooses_about_unless_another_rule_is_named(
     assert (other.aggregation, other.rank, other.layers) == ("ffa-lora", RunConfig().rank, RunConfig().layers)
 
 
+@pytest.mark.parametrize(("rounds", "joint", "probability"), [(53, 39, 0.25), (54, 40, 0.25), (214, 160, 1 / 16)])
+def test_more_rounds_draw_fewer_records_each_so_that_they_cost_no_more_passes(rounds, joint, probability):
+    config, _ = decided(parse(AUTO | {"rounds": rounds}), MANY, INITIAL)
+    assert (config.lora_rounds, config.lora_sampling_probability) == (joint, probability)
+
+
 def test_any_other_choice_is_left_alone():
     for train in ("all", "head"):
         config = parse(AUTO | {"train": train})
