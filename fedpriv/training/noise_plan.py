@@ -18,6 +18,8 @@ from fedpriv.accounting.recipe import (
     LORA_ROUNDS,
     LORA_SHARE,
     START_SHARE,
+    WIDE,
+    WIDE_PAYS,
     LearningRate,
     WeightedClients,
     client_weight,
@@ -327,8 +329,11 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
     rate = min(config.lora_server_learning_rate, LORA_ADAM_NOISE / (of_round * num_values) if noise else math.inf)
     with_lora = replace(with_lora, lora_server_learning_rate=rate)
     pays = noise <= LORA_PAYS
+    is_wide = config.rule.trains != "lora-r" or config.rank >= WIDE["rank"]
+    hint = ", ".join(f"{key} = {value:g}" for key, value in WIDE.items())
     reason = (
         f"train = auto: {'A, B and head' if pays else 'the head alone'}, since nu^2 d, the noise in A and B, would be "
         f"{noise:.2g} with {sum(sizes)} records of {len(sizes)} clients; LoRA pays up to {LORA_PAYS:g}"
+        + ("" if is_wide or noise > WIDE_PAYS else f"; with so little noise a wider R pays more: {hint}")
     )
     return (with_lora if pays else replace(config, lora_rounds=0)), reason

@@ -70,6 +70,19 @@ def test_more_rounds_draw_fewer_records_each_so_that_they_cost_no_more_passes(ro
     assert (config.lora_rounds, config.lora_sampling_probability) == (joint, probability)
 
 
+def test_a_wider_r_is_named_where_noise_is_small_enough_for_it_and_it_is_not_there_yet():
+    inner = {f"{number}{INNER_SUFFIX}": torch.zeros(16, 16) for number in range(12)}
+    initial = inner | {"head.weight": torch.zeros(2, 384)}
+    keys = "rank = 64, alpha = 256, rounds = 214, lora_server_learning_rate = 0.004"
+    sums = AUTO | {"secure_aggregation": True}
+    assert decided(parse(sums), [12_000] * 5, initial)[1].endswith(
+        f"; with so little noise a wider R pays more: {keys}"
+    )
+    wide = sums | {"rank": 64, "alpha": 256, "rounds": 214}
+    for values, size in ((AUTO, 12_000), (sums, 6_000), (wide, 12_000)):
+        assert keys not in decided(parse(values), [size] * 5, initial)[1]
+
+
 def test_any_other_choice_is_left_alone():
     for train in ("all", "head"):
         config = parse(AUTO | {"train": train})
