@@ -71,8 +71,8 @@ def readout_factors(
     inputs: dict[str, list[Tensor]] = {name: [] for name in layers}
     slopes: dict[str, list[Tensor]] = {name: [] for name in layers}
     for number, row in enumerate(rows):
-        predicting = [place for place, learned in enumerate(row[RESPONSE_MASK][1:]) if learned]
-        places = predicting[:-1] or predicting  # how a response ends is not what it says
+        # Where a response ends, too: R moves what is said there as well, and states are others there.
+        places = [place for place, learned in enumerate(row[RESPONSE_MASK][1:]) if learned]
         with _watched(layers) as seen, torch.set_grad_enabled(number < _NUM_SLOPES):
             logits = model(input_ids=torch.tensor([row["input_ids"]], device=model.device)).logits[0, places].sum(0)
             if logits.requires_grad:

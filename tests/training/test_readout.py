@@ -94,7 +94,7 @@ def test_a_whitens_what_the_layer_reads_on_public_prompts(base):
     for row in _public_records(base.tokenizer, ChatFormat(), ANSWERS, 60):
         model(input_ids=torch.tensor([row["input_ids"]]))
         learned = [place for place, is_learned in enumerate(row["response_mask"]) if is_learned]
-        states += [seen[-1][place - 1] for place in learned[:-1]]  # without the end of the response
+        states += [seen[-1][place - 1] for place in learned]
     hook.remove()
     (a,) = (a.double() for _, a in found.values())
     read_by_r = torch.stack(states).double() @ a.T
@@ -115,7 +115,7 @@ def test_a_unit_of_r_moves_its_own_answer_by_about_one(base, scaling):
     def logits():
         with torch.no_grad():
             every = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in rows[:32]]
-        places = [slice(row["response_mask"].index(1) - 1, -2) for row in rows[:32]]
+        places = [slice(row["response_mask"].index(1) - 1, -1) for row in rows[:32]]
         return torch.stack([each[place][:, tokens].mean(0) for each, place in zip(every, places, strict=True)])
 
     before, moved = logits(), []
