@@ -280,7 +280,7 @@ class RunConfig(
         """Refuse an optimizer, a format or a mechanism that does not fit the aggregation rule."""
         if self.rule.is_partial and self.optimizer != "sgd":
             raise ValueError(f"optimizer = {self.optimizer}: aggregation = {self.aggregation} needs sgd")
-        if self.base_dtype == "nf4" and not self.rule.keeps_frozen_weights:
+        if self.base_dtype == "nf4" and not (self.rule.keeps_frozen_weights or self.factors == "answers"):
             raise ValueError(
                 f"base_dtype = nf4: aggregation = {self.aggregation} trains, decomposes or adds to the frozen weights, "
                 f"which must not be in 4 bits then; use bfloat16, or one of "

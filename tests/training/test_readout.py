@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fedpriv.adapters import LoraSettings, attach, load_base, read, save
 from fedpriv.config import parse
@@ -199,6 +201,19 @@ def test_a_user_who_names_answers_and_columns_gets_a_model_that_answers(folder, 
     federation.run(parse({**keys, "out": str(tmp_path / "run")}), LogObserver())
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy"] > max(summary["majority_accuracy"], summary["accuracy_initial"]) + 0.2
+
+
+def test_the_base_may_be_in_4_bits(folder, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="the extra quantized is not installed")
+    (tmp_path / "texts.csv").write_text(table(20))
+    wide = Path(shutil.copytree(folder, tmp_path / "wide"))
+    shape = AutoConfig.from_pretrained(folder, hidden_size=64, intermediate_size=128)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(wide)
+    keys = {"prompt_column": "text", "response_column": "label", "answers": list(ANSWERS), "model": str(wide)}
+    keys |= {"data": str(tmp_path / "texts.csv"), "simulate": True, "num_clients": 1, "max_length": 60}
+    factors = [Workbench(parse(keys | {"base_dtype": each})).model._frozen_factors for each in ("nf4", "float32")]
+    assert all(tensor.isfinite().all() for tensor in factors[0].values())
+    assert [tensor.shape for tensor in factors[0].values()] == [tensor.shape for tensor in factors[1].values()]
 
 
 def test_the_start_is_a_function_of_public_keys_alone(folder, tmp_path):
