@@ -62,8 +62,9 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     layers: Annotated[Layers, Fact.TEXTS] = "last-1"
     """`all`, `last-N`, or indices such as `4,5`"""
     factors: Annotated[Literal["weights", "answers"], Fact.TEXTS | Fact.LATER] = "weights"
-    """the frozen factors between which R lies with `aggregation = fed-sb`: `weights`: singular vectors of the weights,
-    as many as `rank`; `answers`: with these R [chooses between `answers`](recipes.md#answers-that-are-classes)"""
+    """between what factors R lies with [the rule that trains it](aggregation.md#what-each-rule-does): `weights`:
+    singular vectors of the weights, as many as `rank`; `answers`: with these R [chooses between
+    `answers`](recipes.md#answers-that-are-classes)"""
     max_length: Annotated[Count, Fact.TEXTS] = 64
     """maximum number of tokens; longer records are truncated, prompts [before their
     responses](language_models.md#what-the-model-sees-and-what-of-it-is-learned)"""

@@ -109,13 +109,18 @@ class RunConfig(
     @property
     def digest(self) -> str:
         """SHA-256, in hex, of all keys except those of `Fact.OUTSIDE`, and of `Fact.LATER` at their defaults."""
-        later = {key: getattr(RunConfig, key) for key in self.keys_with(Fact.LATER)}
-        left_out = {
-            *self.keys_with(Fact.OUTSIDE),
-            *(key for key, value in later.items() if getattr(self, key) == value),
-        }
+        left_out = {*self.keys_with(Fact.OUTSIDE), *self._later_at_default}
         values = {key: value for key, value in asdict(self).items() if key not in left_out}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def values_of_release(self) -> dict[str, Any]:
+        """{key of `Fact.RELEASE`: its value}, without later keys that say what was so before there were any."""
+        return {key: getattr(self, key) for key in self.keys_with(Fact.RELEASE) if key not in self._later_at_default}
+
+    @property
+    def _later_at_default(self) -> set[str]:
+        return {key for key in self.keys_with(Fact.LATER) if getattr(self, key) == getattr(RunConfig, key)}
 
     @property
     def is_own_model(self) -> bool:
@@ -272,9 +277,8 @@ class RunConfig(
         if not self.answers:
             raise ValueError("factors = answers: needs answers, the allowed responses")
         if self.rule.trains != "lora-r":
-            raise ValueError(
-                f"factors = answers: R lies between them; use fed-sb, not aggregation = {self.aggregation}"
-            )
+            rules = RULES.names_of(lambda rule: rule.trains == "lora-r")
+            raise ValueError(f"factors = answers: R lies between them; use {rules}, not {self.aggregation}")
 
     def _check_rule(self) -> None:
         """Refuse an optimizer, a format or a mechanism that does not fit the aggregation rule."""

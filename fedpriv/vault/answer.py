@@ -21,7 +21,7 @@ from fedpriv import protocol
 from fedpriv.accounting.views import Release
 from fedpriv.adapters import Adapter, difference
 from fedpriv.aggregation import is_irrelevant
-from fedpriv.config import Fact, RunConfig
+from fedpriv.config import RunConfig
 from fedpriv.files import trace_without_message
 from fedpriv.ledger.entries import Key
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
@@ -302,7 +302,7 @@ def _evaluation(request: Request, config: RunConfig, _holder: Holder, client: in
 
 def _key(config: RunConfig, client: int, run: str, round_: int, digest: str) -> Key:
     """The key of a release, which depends on all that the release does, except the data and the noise."""
-    model = json.dumps({name: getattr(config, name) for name in config.keys_with(Fact.RELEASE)}, sort_keys=True)
+    model = json.dumps(config.values_of_release, sort_keys=True)
     request = hashlib.sha256(f"{digest} {model}".encode()).hexdigest()
     return Key(run=run, client=str(client), round=round_, request=request)
 

@@ -151,7 +151,7 @@ def test_prompts_imply_a_causal_model_and_the_recipe_that_has_one(columns):
         (ASKS | {"answers": "yes,no", "labels": "1,1"}, "each once"),
         (ASKS | {"labels": "1,0"}, "^labels = 1,0: .*needs answers"),
         (ASKS | {"factors": "answers"}, "^factors = answers: needs answers"),
-        (ASKS | {"factors": "answers", "answers": "yes,no", "aggregation": "ffa-lora"}, "use fed-sb, not .*ffa-lora"),
+        (ASKS | {"factors": "answers", "answers": "yes,no", "aggregation": "ffa-lora"}, "use fed-sb, not ffa-lora"),
         ({"data": ON_NODES, "labels": "a,b", "max_records": 5}, "^max_records = 5: with data = on-nodes .* use 0"),
     ],
 )
