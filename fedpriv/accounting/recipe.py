@@ -38,13 +38,13 @@ _RECORDS_PER_RATE = 100.0
 # Where LoRA pays, most rounds train it, with most of the budget.
 LORA_PAYS = 2e-4
 LORA_SHARE = 0.75
-# Where noise is this small a wider R pays more, in more and shorter steps.
-WIDE_PAYS = 1e-6
-WIDE = {"rank": 64, "alpha": 256.0, "rounds": 214, "lora_server_learning_rate": 0.004}
 LORA_ROUNDS = 0.75
 LORA_PROBABILITY = 1 / 4
 LORA_PASSES = 10.0
 LORA_ADAM_NOISE = 0.1
+# Where noise is this small a wider R pays more, in more and shorter steps.
+WIDE_PAYS = 1e-6
+WIDE = {"rank": 64, "alpha": 256.0, "rounds": 214, "lora_server_learning_rate": 0.004}
 
 # The rounds that there can be are enumerated up to this many, and beyond that drawn this often, always the same.
 _ENUMERATED_ROUNDS = 5000

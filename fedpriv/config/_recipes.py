@@ -140,12 +140,12 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
         values.setdefault("unit", "person")
     recipe = values.setdefault("recipe", _implied(values))
     presets = dict(_PRESETS[recipe]) if recipe in list(RECIPES) else {}
-    if recipe == "instruction" and "batch_size" in values:
-        presets["sampling_probability"] = ""
     if recipe == "instruction" and values.get("answers") and values.get("aggregation") in (None, "fed-sb"):
         presets |= _WITH_ANSWERS
         if values.get("prompt_column") and not values.get("system_prompt"):
             presets["prompt_template"] = _asking_for(values["answers"])
+    if recipe == "instruction" and "batch_size" in values:
+        presets["sampling_probability"] = ""
     if recipe == "fedpriv" and values.get("train") == "auto" and values.get("aggregation") in (None, "fed-sb"):
         presets |= WITH_AUTO
     if "noise_multiplier" in values or values.get("target_risk"):

@@ -116,7 +116,8 @@ class RunConfig(
     @property
     def values_of_release(self) -> dict[str, Any]:
         """{key of `Fact.RELEASE`: its value}, without later keys that say what was so before there were any."""
-        return {key: getattr(self, key) for key in self.keys_with(Fact.RELEASE) if key not in self._later_at_default}
+        left_out = self._later_at_default
+        return {key: getattr(self, key) for key in self.keys_with(Fact.RELEASE) if key not in left_out}
 
     @property
     def _later_at_default(self) -> set[str]:

@@ -48,9 +48,9 @@ def readout_factors(
     With x the layer's inputs at the places that predict a response, C the mean of x x^T over public prompts and c its
     mean variance, A = a (C + 0.03 c I)^(-1/2), with a for which the median of |A x| is sqrt(n) / 1.4. A record's loss
     is the mean over the n tokens of its response, so its curvature is then that of a head that reads unit vectors,
-    even if records are 1.4 times as long as the public prompts. With J the mean gradient of the deciding tokens' logits
-    by the layer's outputs, B = J^T (J J^T)^-1, so that a step of one along a column of B moves that token's logit by
-    one. A is the symmetric root, which rounding moves by no more than it moves C.
+    even if records are 1.4 times as long as the public prompts. With J the mean gradient of the logits of the answers'
+    tokens by the layer's outputs, B = J^T (J J^T)^-1, so that a step of one along a column of B moves that token's
+    logit by one. A is the symmetric root, which rounding moves by no more than it moves C.
 
     Args:
         model: a causal peft model whose LoRA layers do nothing yet, in float32.

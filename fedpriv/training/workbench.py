@@ -89,13 +89,12 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         trains="head" if config.train == "head" else rule.trains,
         orthonormal=rule.orthonormal,
     )
+    attached = partial(attach, base, seed=config.seed)
     if config.factors == "answers":
         base.model.to(device)  # which computes what the factors are made of
-        of_answers = partial(_answer_factors, config, base.tokenizer)
+        attached = partial(attached, factors=partial(_answer_factors, config, base.tokenizer))
         settings = replace(settings, target_modules=config.target_modules or last_targets(base))
-        peft_model = attach(base, settings, seed=config.seed, factors=of_answers).to(device)
-    else:
-        peft_model = attach(base, settings, seed=config.seed).to(device)
+    peft_model = attached(settings).to(device)
     build = partial(
         TrainingModel,
         peft_model,
@@ -114,7 +113,7 @@ def _answer_factors(config: RunConfig, tokenizer: Any, model: Any) -> dict[str, 
     """The frozen factors for the run's answers."""
     from fedpriv.training.readout import readout_factors  # deferred: few runs need it
 
-    chat = ChatFormat(system_prompt=config.system_prompt, prompt_template=config.prompt_template)
+    chat = TextReading.of(config).chat
     return readout_factors(model, tokenizer, chat, config.answers, max_length=config.max_length)
 
 

@@ -103,6 +103,10 @@ def measure(config: RunConfig, how: PlainCell) -> Line:
     return found | accuracies | ({"tfidf_accuracy": tfidf_accuracy(bench)} if config.answers else {})
 
 
+def _shown(line: Line) -> str:
+    return ", ".join(f"{figure} {line[figure]:.4f}" for figure in ("accuracy", "perplexity") if figure in line)
+
+
 def main() -> None:
     """Print the line, which is trained for if it is not there."""
     own = parser(__doc__)
@@ -119,6 +123,8 @@ def main() -> None:
     values |= configuration.parse_overrides(arguments.overrides)
     # Both factors as peft trains them, and a head that reads what the model pools.
     plain: dict[str, object] = {"aggregation": "fedavg" if arguments.weights else "dp-lora", "factors": "weights"}
+    # What the run's own recipe puts around a prompt stays, whatever is trained.
+    plain["prompt_template"] = configuration.parse(values).prompt_template
     if not (values.get("prompt_column") or values.get("messages_column")):
         plain |= {"recipe": "dp-lora-paper", "sampling_probability": 1.0}  # of which nothing is drawn here
     config = configuration.parse(values | plain)
@@ -126,7 +132,7 @@ def main() -> None:
         own.error("needs public_data = true")
     digest = hashlib.blake2b(repr(config).encode(), digest_size=8).hexdigest()
     cell = PlainCell(config=digest, rate=arguments.rate, batch=arguments.batch, epochs=arguments.epochs)
-    run_missing(arguments.out, [cell], partial(measure, config), lambda line: f"accuracy {line['accuracy']:.4f}")
+    run_missing(arguments.out, [cell], partial(measure, config), _shown)
     print(next(json.dumps(line) for line in lines(arguments.out) if line["key"] == cell.key))
 
 

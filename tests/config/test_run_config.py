@@ -175,6 +175,8 @@ def test_answers_imply_that_r_chooses_between_them_and_a_prompt_that_asks_for_on
     assert config.prompt_template == "{}\n\nAnswer with one of: no, yes."
     own = {"prompt_column": "q", "response_column": "a", "answers": answers, "system_prompt": "Say no or yes."}
     assert parse(own).prompt_template == ""
+    sampled = parse({**own, "batch_size": 8})
+    assert (sampled.batch_size, sampled.sampling_probability) == (8, None)
     assert parse({**own, "aggregation": "ffa-lora"}).factors == "weights"
 
 
