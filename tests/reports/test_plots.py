@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
-from fedpriv.runs.show._plots import accuracy_plot, epsilon_plot, loss_plot, spread, traffic_plot
+from fedpriv.runs.show._plots import _draw_lines, accuracy_plot, epsilon_plot, loss_plot, spread, traffic_plot
 
 INDEX = pd.Index([0, 1, 2], name="round")
 CLIENTS = pd.DataFrame({"0": [0.0, 0.5, 0.8], "1": [0.0, 0.6, 0.9]}, index=INDEX)
@@ -42,6 +43,15 @@ def test_a_plot_is_one_svg_element_in_the_page_s_colours(plot: Callable[[], str]
 @pytest.mark.parametrize("plot", PLOTS.values(), ids=list(PLOTS))
 def test_the_same_table_gives_the_same_bytes(plot: Callable[[], str]) -> None:
     assert plot() == plot()
+
+
+def test_a_curve_that_is_tested_in_some_rounds_alone_is_one_line_through_these() -> None:
+    tested = pd.Series({0: 0.5, 10: 0.7, 20: 0.8}, name="with DP").reindex(range(31)).to_frame()
+    axes = Figure().subplots()
+    _draw_lines(axes, tested)
+    (line,) = axes.lines
+    assert list(zip(line.get_xdata(), line.get_ydata(), strict=True)) == [(0, 0.5), (10, 0.7), (20, 0.8)]
+    assert line.get_marker() == "o"
 
 
 def test_line_ends_are_labelled() -> None:

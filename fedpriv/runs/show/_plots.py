@@ -215,9 +215,10 @@ def _draw_lines(axes: Axes, frame: pd.DataFrame, prefix: str = "") -> list[Label
     margin = 0.03 * max(1.0, final - first)
     axes.set_xlim(first - margin, final + margin)
     for index, (names, values) in enumerate(merge_equal(frame).items()):
-        finite = values.replace(math.inf, math.nan)
+        # Without the rounds that have no figure, or a curve that is tested in some rounds alone would have no line.
+        finite = values.replace(math.inf, math.nan).dropna()
         style = index % len(SERIES)
-        marker = MARKERS[style] if len(frame) <= 25 else ""
+        marker = MARKERS[style] if len(finite) <= 25 else ""
         axes.plot(
             finite.index,
             finite,
@@ -230,9 +231,8 @@ def _draw_lines(axes: Axes, frame: pd.DataFrame, prefix: str = "") -> list[Label
         text = _label(names, frame.shape[1], prefix)
         if math.isinf(values.iloc[-1]):
             labels.append((f"{text} {INFINITY}", final, math.inf, SERIES[style]))
-        elif finite.notna().any():
-            last = finite.last_valid_index()
-            labels.append((text, float(str(last)), float(finite.loc[last]), SERIES[style]))
+        elif len(finite):
+            labels.append((text, float(finite.index[-1]), float(finite.iloc[-1]), SERIES[style]))
     return labels
 
 
