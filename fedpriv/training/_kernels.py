@@ -29,6 +29,9 @@ _NUM_VALUES = 2**15
 # So many values fill no vector on any processor: torch's loops take two vectors at a time, of four values at least.
 _TOO_FEW = 7
 
+# These copy values, and round none: rows of a block of targets are no rows of the pass.
+_MOVING = frozenset({torch.ops.aten.index, torch.ops.aten.index_put_, torch.ops.aten.cat})
+
 # Each of these tells the two ways apart, so one would do.
 _MOST_TELLING = 2
 
@@ -58,7 +61,8 @@ class Watched(TorchDispatchMode):
             leaves, form = tree_flatten((args, kwargs))
             self._calls[_Call(func, form, tuple(map(_described, leaves)))] = None
         output = func(*args, **kwargs)
-        if self.equal and not func.is_view and any(map(self._has_unequal_rows, tree_leaves(output))):
+        moves = func.is_view or func.overloadpacket in _MOVING
+        if self.equal and not moves and any(map(self._has_unequal_rows, tree_leaves(output))):
             given = filter(_is_matrix, tree_leaves((args, kwargs)))
             self.equal = not next(map(self._has_equal_rows, given), False)
         return output

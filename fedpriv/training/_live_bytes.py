@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from fedpriv.data.records import BatchShape, Records
 from fedpriv.training._caches import input_of
-from fedpriv.training._losses import sliced_predictions
+from fedpriv.training._losses import largest_block, sliced_predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 
@@ -95,7 +95,8 @@ def _losses(training: TrainingModel, one: Records, shape: BatchShape) -> Tensor:
         training.logits(one.items(), cached=False, shape=shape)
     targets = torch.zeros(shape.rows, shape.tokens - 1, dtype=torch.int64)
     places = [torch.arange(shape.tokens - 1)] * shape.rows
-    return sliced_predictions(captured[0], training.output_layer, targets, places).losses
+    blocks = (largest_block(training.output_layer),)
+    return sliced_predictions(captured[0], training.output_layer, targets, places, blocks).losses
 
 
 @contextmanager

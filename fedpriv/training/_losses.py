@@ -1,10 +1,11 @@
 """One loss per record: no record's loss depends on another record or on the batch size.
 
 A language model's losses need not wait for the logits of a whole batch: a vocabulary of 50,000 and a batch of 8 records
-of 256 tokens make 400 MB of logits, and as much for their gradient. `sliced_predictions` gives each record products of
-its own: of the tokens that predict one of its targets, at most `_MOST_LOGITS` values at once. Prompts and padding cost
-nothing, and a record's bits cannot depend on the others. The backward pass needs the gradient of the hidden states
-alone, which is computed with the losses and kept in place of the logits.
+of 256 tokens make 400 MB of logits, and as much for their gradient. `sliced_predictions` computes those of the tokens
+that predict a target alone, a block of fixed size at a time: prompts and padding cost nothing, short answers share the
+reading of the layer's weights, and blocks have a size in which a target's bits do not depend on the others'. The
+backward pass needs the gradient of the hidden states alone, which is computed with the losses and kept in place of the
+logits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from fedpriv.adapters import lora
 from fedpriv.data.chat import RESPONSE_MASK
+from fedpriv.training._shapes import split
 
 IGNORED = -100
 
@@ -109,8 +111,15 @@ def predictions(logits: Tensor, batch: Mapping[str, Tensor]) -> Predictions:
     )
 
 
+# Targets of a block: more are hardly faster.
+_MOST_TARGETS = 64
 # Logits that stand in memory at once, 64 MiB in float32.
 _MOST_LOGITS = 2**24
+
+
+def largest_block(layer: nn.Linear) -> int:
+    """The most targets of one block, >= 1."""
+    return max(1, min(_MOST_TARGETS, _MOST_LOGITS // layer.out_features))
 
 
 def output_layer(model: Any, inputs: dict[str, Tensor]) -> nn.Linear | None:
@@ -138,7 +147,9 @@ def places_of(targets: Tensor) -> list[Tensor]:
     return [(own != IGNORED).nonzero().squeeze(1) for own in targets]
 
 
-def sliced_predictions(hidden: Tensor, layer: nn.Linear, targets: Tensor, places: Sequence[Tensor]) -> Predictions:
+def sliced_predictions(
+    hidden: Tensor, layer: nn.Linear, targets: Tensor, places: Sequence[Tensor], blocks: Sequence[int]
+) -> Predictions:
     """The `predictions` of each record's targets that the layer's logits make.
 
     Args:
@@ -146,8 +157,9 @@ def sliced_predictions(hidden: Tensor, layer: nn.Linear, targets: Tensor, places
         layer: frozen, with vocabulary x width weights.
         targets: int64 [rows, tokens - 1], from `next_token_targets`.
         places: from `places_of`.
+        blocks: numbers of targets that a block may have, ascending, >= 1.
     """
-    losses, hits = _Sliced.apply(hidden, layer.weight, layer.bias, targets, places)  # type: ignore[no-untyped-call]
+    losses, hits = _Sliced.apply(hidden, layer, targets, places, blocks)  # type: ignore[no-untyped-call]
     return Predictions(
         losses=losses, hits=hits, num_targets=torch.tensor([len(own) for own in places], device=hidden.device)
     )
@@ -158,24 +170,27 @@ class _Sliced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, places: Sequence[Tensor]
+        ctx: Any, hidden: Tensor, layer: nn.Linear, targets: Tensor, places: Sequence[Tensor], blocks: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        losses, hits = torch.zeros(2, len(hidden), device=hidden.device)
+        counts = [len(own) for own in places]
         gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        for row, (own, place) in enumerate(zip(targets, places, strict=True)):
-            for chosen in place.split(max(1, _MOST_LOGITS // len(weight))) if len(place) else ():
-                logits = F.linear(hidden[row, chosen], weight, bias).float()
-                wanted = own[chosen].unsqueeze(1)
-                log_sums = logits.logsumexp(dim=1, keepdim=True)
-                losses[row] += (log_sums - logits.gather(1, wanted)).sum()
-                hits[row] += (logits.argmax(dim=1, keepdim=True) == wanted).sum()
-                if gradient is not None:
-                    of_logits = logits.sub_(log_sums).exp_()  # in place: a second one would be as large
-                    of_logits.scatter_add_(1, wanted, -torch.ones_like(log_sums))
-                    gradient[row, chosen] = of_logits.div_(own.new_tensor(len(place))).to(weight.dtype) @ weight
-            # Divided once, after the sums: shares of hits that are added up may round to more than 1.
-            losses[row] /= max(1, len(place))
-            hits[row] /= max(1, len(place))
+        rows = torch.cat([own.new_full((len(own),), row) for row, own in enumerate(places)])
+        columns = torch.cat(list(places))
+        # The first is there for batches without targets.
+        of_losses, of_hits = [torch.zeros(0, device=hidden.device)], [torch.zeros(0, device=hidden.device)]
+        begin = 0
+        for size in split(len(rows), blocks):
+            at = rows[begin : begin + size], columns[begin : begin + size]
+            num = len(at[0])
+            states, wanted = _filled(hidden[at], size), _filled(targets[at], size)
+            shares = _filled(torch.tensor(counts, device=hidden.device)[at[0]], size).clamp_min_(1)
+            found = block_losses(states, layer, wanted, shares if gradient is not None else None)
+            of_losses.append(found[0][:num])
+            of_hits.append(found[1][:num])
+            if gradient is not None:
+                gradient[at] = found[2][:num]
+            begin += size
+        losses, hits = (_means(torch.cat(of_targets), counts) for of_targets in (of_losses, of_hits))
         ctx.mark_non_differentiable(hits)
         ctx.save_for_backward(gradient)
         return losses, hits
@@ -184,3 +199,38 @@ class _Sliced(torch.autograd.Function):
     def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * of_outputs[0][:, None, None].to(gradient.dtype), None, None, None, None
+
+
+def _means(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """[rows] The mean of each row's values, of which it has so many; zero for one without any."""
+    # Divided once, after the sum: shares of hits that are added up may round to more than 1.
+    return torch.stack([own.sum() / max(1, len(own)) for own in values.split(list(counts))])
+
+
+def _filled(values: Tensor, size: int) -> Tensor:
+    """The values, and zeros behind them up to this size."""
+    return torch.cat([values, values.new_zeros(size - len(values), *values.shape[1:])])
+
+
+def block_losses(
+    states: Tensor, layer: nn.Linear, wanted: Tensor, shares: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each target's loss and hit, [targets], and its loss's gradient by the states over its share, as the states.
+
+    Args:
+        states: [targets, width], what the layer reads.
+        layer: frozen.
+        wanted: int64 [targets], the tokens.
+        shares: int64 [targets], by which gradients are divided; None if they are not needed, which are empty then.
+    """
+    wanted = wanted.unsqueeze(1)
+    logits = F.linear(states, layer.weight, layer.bias).float()
+    log_sums = logits.logsumexp(dim=1, keepdim=True)
+    losses = log_sums - logits.gather(1, wanted)
+    hits = (logits.argmax(dim=1, keepdim=True) == wanted).to(losses.dtype)
+    gradient = states[:0]
+    if shares is not None:
+        of_logits = logits.sub_(log_sums).exp_()  # in place: a second one would be as large
+        of_logits.scatter_add_(1, wanted, -torch.ones_like(log_sums))
+        gradient = of_logits.div_(shares.unsqueeze(1)).to(layer.weight.dtype) @ layer.weight
+    return losses.squeeze(1), hits.squeeze(1), gradient

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from fedpriv.adapters import lora
 from fedpriv.data.records import BatchShape, Item, Records
 from fedpriv.training._kernels import Watched, are_equal
-from fedpriv.training._losses import Predictions, predictions
+from fedpriv.training._losses import Predictions, block_losses, largest_block, predictions
 from fedpriv.training._shapes import MULTIPLE
 from fedpriv.training.clipping import part_norms
 from fedpriv.training.per_sample import Stack, TrainableLayer, per_sample_gradients, recorded
@@ -252,6 +253,28 @@ def bits_of_head(model: _Model, rows: int) -> Hashable | None:
     features = torch.randn(layer.module.weight.shape[1], generator=torch.Generator().manual_seed(0)).repeat(rows, 1)
     batch = {"labels": torch.zeros(rows, dtype=torch.int64)}
     return bits_of(rows, {model.head: layer}, stack, lambda: predictions(layer.module(features), batch).losses)
+
+
+def blocks_of_targets(layer: nn.Linear) -> tuple[int, ...]:
+    """The numbers of targets whose logits may be computed at once, ascending: a target has the same bits in all."""
+    most = largest_block(layer)
+    if layer.weight.device.type != "cpu":
+        return (most,)
+    key = "targets", layer.weight.shape, layer.weight.dtype, layer.bias is None
+    return chosen(found_once(key, partial(_bits_of_target, layer), candidates(most)), constant=most)
+
+
+@torch.no_grad()
+def _bits_of_target(layer: nn.Linear, num: int) -> Hashable | None:
+    """The bits of a target's loss and gradient in a block of so many equal ones; None if they depend on its place."""
+    state = torch.randn(layer.in_features, generator=torch.Generator().manual_seed(0)).to(layer.weight.dtype)
+    ones = torch.ones(num, dtype=torch.int64)
+    with Watched(num) as watched:
+        losses, _, gradients = block_losses(state.repeat(num, 1), layer, ones, ones)
+    telling = watched.of_telling_values()
+    if telling is None or not (watched.equal and are_equal(gradients) and are_equal(losses.unsqueeze(1))):
+        return None
+    return hashlib.sha256(gradients[0].float().numpy().tobytes()).digest(), losses[0].item(), telling
 
 
 def bits_of(

@@ -47,6 +47,7 @@ from fedpriv.training._pass_sizes import (
     Footprint,
     bits_of_head,
     bits_of_pass,
+    blocks_of_targets,
     candidates,
     chosen,
     features_at_once,
@@ -293,7 +294,12 @@ class TrainingModel:
             self._run(items, batch, cached=cached)
         targets = next_token_targets(batch)
         targets[len(items) :] = IGNORED
-        return sliced_predictions(captured[0], self.output_layer, targets, places_of(targets))
+        return sliced_predictions(captured[0], self.output_layer, targets, places_of(targets), self._target_blocks)
+
+    @cached_property
+    def _target_blocks(self) -> tuple[int, ...]:
+        assert self.output_layer is not None
+        return blocks_of_targets(self.output_layer)
 
     @torch.no_grad()
     def _find_head(self) -> str | None:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,6 +108,22 @@ def _shown(line: Line) -> str:
     return ", ".join(f"{figure} {line[figure]:.4f}" for figure in ("accuracy", "perplexity") if figure in line)
 
 
+def configured(values: Mapping[str, Any], *, weights: bool) -> RunConfig:
+    """The configuration whose model and records are trained in one place.
+
+    Args:
+        values: of a federation.
+        weights: whether to train the layers' weights in full, in place of LoRA.
+    """
+    # Both factors as peft trains them, and a head that reads what the model pools.
+    plain: dict[str, Any] = {"aggregation": "fedavg" if weights else "dp-lora", "factors": "weights"}
+    # What the run's own recipe puts around a prompt stays, whatever is trained.
+    plain["prompt_template"] = configuration.parse(values).prompt_template
+    if not (values.get("prompt_column") or values.get("messages_column")):
+        plain |= {"recipe": "dp-lora-paper", "sampling_probability": 1.0}  # of which nothing is drawn here
+    return configuration.parse({**values, **plain})
+
+
 def main() -> None:
     """Print the line, which is trained for if it is not there."""
     own = parser(__doc__)
@@ -121,13 +138,7 @@ def main() -> None:
     values = configuration.read(arguments.config)
     values = {key: value for key, value in values.items() if key not in ("title", "runs", "grid")}
     values |= configuration.parse_overrides(arguments.overrides)
-    # Both factors as peft trains them, and a head that reads what the model pools.
-    plain: dict[str, object] = {"aggregation": "fedavg" if arguments.weights else "dp-lora", "factors": "weights"}
-    # What the run's own recipe puts around a prompt stays, whatever is trained.
-    plain["prompt_template"] = configuration.parse(values).prompt_template
-    if not (values.get("prompt_column") or values.get("messages_column")):
-        plain |= {"recipe": "dp-lora-paper", "sampling_probability": 1.0}  # of which nothing is drawn here
-    config = configuration.parse(values | plain)
+    config = configured(values, weights=arguments.weights)
     if not config.data_are_public:
         own.error("needs public_data = true")
     digest = hashlib.blake2b(repr(config).encode(), digest_size=8).hexdigest()

@@ -11,6 +11,7 @@ from fedpriv.adapters import LoraSettings, attach
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import BatchShape, Records, collate
 from fedpriv.training._losses import places_of, predictions, sliced_predictions
+from fedpriv.training._pass_sizes import blocks_of_targets
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from tests.architectures import random_base
@@ -56,11 +57,11 @@ def looped(model: TrainingModel, records: Records) -> tuple[list[float], dict[st
     return losses, {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-@pytest.mark.parametrize("most", [2**24, 3 * 60], ids=["one slice", "three tokens at once"])
+@pytest.mark.parametrize("most", [64, 3], ids=["large blocks", "blocks of three at most"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("masked", [True, False], ids=["responses", "bare text"])
 def test_losses_and_gradients_equal_transformers_own_of_single_records(causal, kind, masked, most, monkeypatch):
-    monkeypatch.setattr("fedpriv.training._losses._MOST_LOGITS", most)
+    monkeypatch.setattr("fedpriv.training._losses._MOST_TARGETS", most)
     model = training_model(causal(kind))
     records = random_records(9, classes=0, vocabulary=50, shortest=2, longest=20)
     records = with_responses(records) if masked else records
@@ -93,19 +94,59 @@ def test_what_predicts_no_target_gets_no_gradient():
     hidden = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     targets = torch.full((2, 5), -100)
     targets[0, 2:4] = torch.tensor([7, 9])
-    sliced_predictions(hidden, layer, targets, places_of(targets)).losses.sum().backward()
+    sliced_predictions(hidden, layer, targets, places_of(targets), [4]).losses.sum().backward()
     reached = hidden.grad.abs().sum(dim=2) > 0
     assert reached.tolist() == [[False, False, True, True, False, False], [False] * 6]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [31, 4097])
+def test_a_targets_bits_depend_neither_on_its_place_nor_on_the_other_targets(dtype, vocabulary):
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(24, vocabulary, bias=False, dtype=dtype).requires_grad_(False)
+    layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator))
+    blocks = blocks_of_targets(layer)
+    own = torch.randn(1, 6, 24, generator=generator).to(dtype)
+    targets = torch.randint(vocabulary, (1, 5), generator=generator)
+
+    def found(others: int, before: int) -> tuple[torch.Tensor, torch.Tensor]:
+        strangers = 50 * torch.randn(others, 6, 24, generator=generator)
+        strangers[::3] = torch.nan
+        answers = torch.randint(vocabulary, (others, 5), generator=generator)
+        answers[:, 2:] = answers[:, 2:].masked_fill(torch.rand(others, 3, generator=generator) < 0.5, -100)
+        hidden = torch.cat([strangers[:before].to(dtype), own, strangers[before:].to(dtype)]).requires_grad_()
+        wanted = torch.cat([answers[:before], targets, answers[before:]])
+        losses = sliced_predictions(hidden, layer, wanted, places_of(wanted), blocks).losses
+        losses.sum().backward()
+        return losses[before].detach(), hidden.grad[before]
+
+    alone = found(0, 0)
+    assert alone[1].any()
+    for others, before in [(1, 0), (1, 1), (7, 3), (40, 0), (40, 40), (41, 17), (90, 61)]:
+        assert all(map(torch.equal, found(others, before), alone)), (others, before, blocks)
+
+
+def test_a_kernel_that_rounds_by_the_place_is_never_given_two_targets(monkeypatch):
+    def by_place(states, weight, bias):
+        return torch.stack([state @ weight.T * (1 + place * 1e-6) for place, state in enumerate(states)])
+
+    monkeypatch.setattr("fedpriv.training._losses.F.linear", by_place)
+    assert blocks_of_targets(torch.nn.Linear(11, 77, bias=False).requires_grad_(False)) == (1,)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_records_of_a_language_model_share_passes(causal, kind):
+    """What gathers their targets is no kernel that tells places apart."""
+    assert training_model(causal(kind)).sizes(16)[-1] >= 8
+
+
 @pytest.mark.parametrize("num", range(1, 60))
-def test_a_record_whose_tokens_are_all_predicted_has_one_hit_however_it_is_sliced(num, monkeypatch):
-    monkeypatch.setattr("fedpriv.training._losses._MOST_LOGITS", 1)
+def test_a_record_whose_tokens_are_all_predicted_has_one_hit_however_it_is_sliced(num):
     layer = torch.nn.Linear(5, 5, bias=False).requires_grad_(False)
     layer.weight.copy_(torch.eye(5))
     targets = torch.arange(num).remainder(5).unsqueeze(0)
     hidden = torch.nn.functional.one_hot(targets, 5).float()
-    found = sliced_predictions(hidden, layer, targets, places_of(targets))
+    found = sliced_predictions(hidden, layer, targets, places_of(targets), [1])
     assert found.hits.tolist() == [1.0]
 
 

@@ -1,0 +1,287 @@
+"""Language models that answer, private and not, over seeds, epsilons, deltas and ranks: results/language_models.md.
+
+    make llm
+    python -m simulations.studies.language_models run|tables [--data FOLDER] [--only TASK]
+
+SmolLM2-135M-Instruct learns to choose between answers, where the configuration names columns, `answers` and epsilon
+alone, and to answer medical questions freely. Beside the private runs stand the same runs without noise, and what a
+tutorial of peft would do with all records in one place. The grids are those of the DP-LoRA paper: epsilon at delta
+1e-5, delta at epsilon 2, and ranks at epsilon 8.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fedpriv import config as configuration
+from fedpriv.config import RunConfig
+from fedpriv.data import hospital
+from simulations.engines import federation
+from simulations.studies.federations import SilentObserver
+from simulations.studies.harness import Estimate, Line, Results, difference, fill, parser, run_missing, shown, table
+from simulations.studies.harness import verdict as met
+from simulations.studies.plain_lora import PlainCell
+from simulations.studies.plain_lora import configured as plain_configured
+from simulations.studies.plain_lora import measure as plain_measure
+
+DELTA = 1e-5
+SEEDS = (0, 1, 2)
+PRIVATE, PLAIN = "private", "AdamW in one place"
+REVIEWS, MESSAGES, ANSWERS, GRID = "film reviews", "hospital messages", "medical answers", "medical answers, 150 a site"
+
+# The paper's grids.
+EPSILONS, DELTAS, RANKS = (2.0, 4.0, 6.0, 8.0, 10.0), (1e-2, 1e-3, 1e-4, 1e-5, 1e-6), (1, 4, 16)
+
+_CONFIGS = Path(__file__).parents[1] / "configs"
+
+# What a private run must gain on an untrained model, by epsilon.
+_GAINS = {8.0: 0.06, 2.0: 0.04}
+# By how much its perplexity may exceed that of the same run without noise.
+_MOST_LOST = 0.3
+
+# Of a run's summary, where it has them.
+_KEPT = (
+    "accuracy", "accuracy_initial", "accuracy_standard_error", "majority_accuracy", "perplexity", "perplexity_initial",
+    "log_perplexity_change", "log_perplexity_change_standard_error", "epsilon_local_max", "delta_max", "num_clients",
+    "num_rounds", "seconds",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageCell:
+    """One training.
+
+    Attributes:
+        task: the records, and what is asked.
+        method: a private federation, or LoRA on all records in one place.
+        epsilon: of every client on the local view; None without noise.
+        delta: of the same.
+        rank: of LoRA; None leaves it to the recipe.
+        seed: of the records, the noise and the order.
+    """
+
+    task: str
+    method: str = PRIVATE
+    epsilon: float | None = None
+    delta: float = DELTA
+    rank: int | None = None
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        """Unique among the cells."""
+        epsilon = "none" if self.epsilon is None else f"{self.epsilon:g}"
+        parts = (self.task, self.method, epsilon, f"{self.delta:g}", str(self.rank or "by recipe"), str(self.seed))
+        return "/".join(parts)
+
+
+def cells(seeds: Sequence[int] = SEEDS) -> Iterator[LanguageCell]:
+    """All cells, each once; those that share records and model are neighbours."""
+    yield from dict.fromkeys(_in_order(seeds))
+
+
+def _in_order(seeds: Sequence[int]) -> Iterator[LanguageCell]:
+    for seed in seeds:
+        for task in (REVIEWS, MESSAGES):
+            yield from (LanguageCell(task=task, epsilon=epsilon, seed=seed) for epsilon in (8.0, 2.0))
+            if seed == seeds[0]:
+                yield LanguageCell(task=task, seed=seed)
+                yield LanguageCell(task=task, method=PLAIN, seed=seed)
+        yield from (LanguageCell(task=ANSWERS, epsilon=epsilon, seed=seed) for epsilon in (8.0, None))
+    yield LanguageCell(task=ANSWERS, method=PLAIN)
+    yield from _grid(seeds[0])
+
+
+def _grid(seed: int) -> Iterator[LanguageCell]:
+    grid = partial(LanguageCell, task=GRID, seed=seed)
+    yield grid()
+    yield from (grid(epsilon=epsilon) for epsilon in EPSILONS)
+    yield from (grid(epsilon=2.0, delta=delta) for delta in DELTAS)
+    yield from (grid(epsilon=8.0, rank=rank) for rank in RANKS)
+
+
+def values_of(cell: LanguageCell, data: Path, written: Path) -> dict[str, Any]:
+    """The configuration's keys for the cell's records and model, as a user would give them.
+
+    Args:
+        cell: to be run.
+        data: folder of the public files.
+        written: folder for records that are made here.
+    """
+    if cell.task == MESSAGES:
+        return _messages(written)
+    name, file = {
+        REVIEWS: ("sweeps/sentiment-question.toml", "sst2_train.csv.gz"),
+        ANSWERS: ("medical-answers.toml", "medquad.csv.gz"),
+        GRID: ("sweeps/medical-answers.toml", "medquad.csv.gz"),
+    }[cell.task]
+    found = configuration.read(_CONFIGS / name)
+    kept = {key: value for key, value in found.items() if key not in ("title", "runs", "target_epsilon")}
+    return kept | {"data": str(data / file)}
+
+
+def _messages(written: Path) -> dict[str, Any]:
+    written.mkdir(parents=True, exist_ok=True)
+    paths = [written / f"messages-{part}.csv" for part in ("train", "test")]
+    for path, part in zip(paths, hospital.generate(), strict=True):
+        rows = [(message.text, message.department, message.hospital) for message in part]
+        pd.DataFrame(rows, columns=["text", "label", "client"]).to_csv(path, index=False)
+    return {
+        "model": "SmolLM2-135M-Instruct",
+        "base_dtype": "bfloat16",
+        "data": str(paths[0]),
+        "test_data": str(paths[1]),
+        "prompt_column": "text",
+        "response_column": "label",
+        "client_column": "client",
+        "answers": list(hospital.DEPARTMENTS),
+        "public_data": True,
+    }
+
+
+def configured(cell: LanguageCell, values: Mapping[str, Any], out: Path) -> RunConfig:
+    """The configuration of a private cell."""
+    given: dict[str, Any] = {
+        **values,
+        **{"seed": cell.seed, "simulate": True, "comparison": False, "baselines": False, "generated_answers": 0},
+        **{"delta": cell.delta, "evaluate_every": 1000, "out": str(out)},
+    }
+    if cell.rank is not None:
+        given["rank"] = cell.rank
+    none = {"noise_multiplier": 0.0, "target_epsilon": ""}
+    return configuration.parse(given | ({"target_epsilon": cell.epsilon} if cell.epsilon else none))
+
+
+def run(cell: LanguageCell, data: Path, written: Path) -> Line:
+    """The figures of a cell, for its line."""
+    values = values_of(cell, data, written)
+    if cell.method == PLAIN:
+        config = plain_configured(values | {"seed": cell.seed, "generated_answers": 0}, weights=False)
+        return plain_measure(config, PlainCell(config=cell.key, rate=1e-3, batch=16, epochs=1))
+    observer = SilentObserver()
+    with tempfile.TemporaryDirectory(prefix="fedpriv-study-") as folder:
+        federation.run(configured(cell, values, Path(folder) / "run"), observer)
+    return {name: observer.summary[name] for name in _KEPT if observer.summary[name] is not None} | observer.noise
+
+
+def _by_seed(results: Results, cell: LanguageCell, figure: str) -> dict[int, float]:
+    return results.by_seed(cell, SEEDS, figure=figure)
+
+
+def write(page: Path, runs: Path) -> None:
+    """Write the page's tables from the lines in the study's file of runs."""
+    results = Results.read(runs)
+    blocks = {
+        "claims": table(("claim", "target", "measured", "met"), _claims(results)),
+        "choices": table(("answers", "training", "accuracy", "less untrained"), _choices(results)),
+        "answers": table(("training", "perplexity of responses", "log perplexity less untrained"), _answers(results)),
+        "epsilon": table(("epsilon, delta 1e-5", *_PAPER, "here: perplexity"), _epsilons(results)),
+        "delta": table(("delta, epsilon 2", *_PAPER, "here: perplexity"), _deltas(results)),
+        "rank": table(("rank", "here: perplexity"), _ranks(results)),
+        "missing": results.missing(cells(), lambda cell: (cell.task, cell.method), ("records", "training", "left")),
+    }
+    fill(page, blocks)
+
+
+def _claims(results: Results) -> Iterator[Sequence[str]]:
+    for task in (REVIEWS, MESSAGES):
+        for epsilon, target in _GAINS.items():
+            gain = _gain(results, LanguageCell(task=task, epsilon=epsilon))
+            claim = f"{task}, epsilon {epsilon:g}: accuracy less untrained"
+            yield claim, f">= {target:g}", shown(gain, sign=True), met(gain and gain.mean >= target)
+    lost = difference(*(_by_seed(results, LanguageCell(task=ANSWERS, epsilon=e), "perplexity") for e in (8.0, None)))
+    claim = f"{ANSWERS}, epsilon 8: perplexity less that without noise"
+    yield claim, f"<= {_MOST_LOST}", shown(lost, sign=True), met(lost and lost.mean <= _MOST_LOST)
+
+
+def _gain(results: Results, cell: LanguageCell) -> Estimate | None:
+    return difference(_by_seed(results, cell, "accuracy"), _by_seed(results, cell, "accuracy_initial"))
+
+
+def _choices(results: Results) -> Iterator[Sequence[str]]:
+    for task in (REVIEWS, MESSAGES):
+        untrained = LanguageCell(task=task, epsilon=8.0)
+        plain = LanguageCell(task=task, method=PLAIN)
+        yield task, "the commonest answer", shown(_estimate(results, untrained, "majority_accuracy")), ""
+        yield task, "none", shown(_estimate(results, untrained, "accuracy_initial")), ""
+        for epsilon in (2.0, 8.0, None):
+            cell = LanguageCell(task=task, epsilon=epsilon)
+            how = "private, without noise" if epsilon is None else f"private, local epsilon {epsilon:g}"
+            yield task, how, shown(_estimate(results, cell, "accuracy")), shown(_gain(results, cell), sign=True)
+        yield task, PLAIN, shown(_estimate(results, plain, "accuracy")), shown(_gain(results, plain), sign=True)
+        yield task, "TF-IDF in one place", shown(_estimate(results, plain, "tfidf_accuracy")), ""
+
+
+def _answers(results: Results) -> Iterator[Sequence[str]]:
+    private = LanguageCell(task=ANSWERS, epsilon=8.0)
+    yield "none", shown(_estimate(results, private, "perplexity_initial")), ""
+    for how, cell in (
+        ("private, local epsilon 8", private),
+        ("the same without noise, clipping kept", LanguageCell(task=ANSWERS)),
+        (f"A and B, {PLAIN}", LanguageCell(task=ANSWERS, method=PLAIN)),
+    ):
+        change = _estimate(results, cell, "log_perplexity_change")
+        yield how, shown(_estimate(results, cell, "perplexity")), shown(change, sign=True)
+
+
+# Scores of Tables 3 and 4 on MedQuAD, higher is better.
+_PAPER = ("paper: Llama-7B, MedQuAD", "paper: ChatGLM-6B, MedQuAD")
+_PAPER_BY_EPSILON = {
+    None: (73.1, 66.6), 2.0: (66.5, 66.4), 4.0: (66.6, 57.1), 6.0: (67.3, 60.6), 8.0: (66.2, 59.8), 10.0: (69.7, 65.9)
+}  # fmt: skip
+_PAPER_BY_DELTA = {1e-2: (70.6, 65.3), 1e-3: (64.1, 65.4), 1e-4: (70.3, 64.3), 1e-5: (66.5, 66.4), 1e-6: (59.9, 62.9)}
+
+
+def _epsilons(results: Results) -> Iterator[Sequence[object]]:
+    yield "untrained", "", "", _perplexity(results, LanguageCell(task=GRID), "perplexity_initial")
+    for epsilon, scores in _PAPER_BY_EPSILON.items():
+        name = "not private" if epsilon is None else f"{epsilon:g}"
+        yield name, *scores, _perplexity(results, LanguageCell(task=GRID, epsilon=epsilon))
+
+
+def _deltas(results: Results) -> Iterator[Sequence[object]]:
+    for delta, scores in _PAPER_BY_DELTA.items():
+        yield f"{delta:g}", *scores, _perplexity(results, LanguageCell(task=GRID, epsilon=2.0, delta=delta))
+
+
+def _ranks(results: Results) -> Iterator[Sequence[object]]:
+    for rank in RANKS:
+        yield rank, _perplexity(results, LanguageCell(task=GRID, epsilon=8.0, rank=rank))
+
+
+def _perplexity(results: Results, cell: LanguageCell, figure: str = "perplexity") -> str:
+    """With the standard error of its change, which the same test records have in all cells of the grid."""
+    found = results.by_seed(cell, SEEDS[:1], figure=figure).get(SEEDS[0])
+    return "not run" if found is None else f"{found:.3f}"
+
+
+def _estimate(results: Results, cell: LanguageCell, figure: str) -> Estimate | None:
+    return Estimate.of(_by_seed(results, cell, figure).values())
+
+
+def main() -> None:
+    """Run the cells that have no line, or write the page."""
+    own = parser(__doc__, "language_models")
+    own.add_argument("--only", choices=(REVIEWS, MESSAGES, ANSWERS, GRID), help="run the cells of one task")
+    arguments = own.parse_args()
+    if arguments.step == "tables":
+        write(arguments.page, arguments.runs)
+        return
+    chosen = [cell for cell in cells() if arguments.only in (None, cell.task)]
+    measure = partial(run, data=arguments.data, written=arguments.out)
+    run_missing(arguments.runs, chosen, measure, _told, until=arguments.until)
+
+
+def _told(line: Line) -> str:
+    return ", ".join(f"{figure} {line[figure]:.4f}" for figure in ("accuracy", "perplexity") if figure in line)
+
+
+if __name__ == "__main__":
+    main()
