@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InputError
-from simulations.studies import persons, secure_aggregation, utility
+from simulations.studies import language_models, persons, secure_aggregation, utility
 from simulations.studies.harness import Estimate, Results, fill, in_processes, lines, run_missing, table
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -104,7 +104,8 @@ def test_only_what_is_between_a_blocks_markers_changes(tmp_path):
 
 
 def test_every_page_of_a_study_has_its_lines_or_says_that_it_has_not():
-    assert {page.stem for page in PAGES} == {"audit", "dedup", "integral", "persons", "secure_aggregation", "utility"}
+    studies = {"audit", "dedup", "integral", "language_models", "persons", "secure_aggregation", "utility"}
+    assert {page.stem for page in PAGES} == studies
     for page in PAGES:
         stored = page.with_suffix(".jsonl").is_file()
         unkept = re.search(r"The lines of these runs \(results/studies/\w+[^)]*\) were not kept", page.read_text())
@@ -115,6 +116,12 @@ def test_the_tables_of_utility_are_those_of_its_stored_lines(tmp_path):
     page = Path(shutil.copy(RESULTS / "utility.md", tmp_path))
     utility.write(page, RESULTS / "utility.jsonl")
     assert page.read_text() == (RESULTS / "utility.md").read_text()
+
+
+def test_the_tables_of_language_models_are_those_of_its_stored_lines(tmp_path):
+    page = Path(shutil.copy(RESULTS / "language_models.md", tmp_path))
+    language_models.write(page, RESULTS / "language_models.jsonl")
+    assert page.read_text() == (RESULTS / "language_models.md").read_text()
 
 
 def test_the_tables_of_persons_are_those_of_its_stored_lines(tmp_path):
