@@ -22,10 +22,12 @@ from fedpriv.accounting.events import Event, SubsampledGaussian
 START_SHARE = 0.15
 
 # The standard deviation with which each of the head's weights may end, and the longest steps: with momentum 0.9 those
-# on features of norm 1 are stable up to 76, and on centred ones, which point in all directions, far beyond.
+# on features of norm 1 are stable up to 76, and on centred ones, which point in all directions, far beyond. There a
+# head of few classes has learned what is common to all records sooner, and then what is not.
 _FINAL_NOISE = 0.487
 _LARGEST_RATE = 75.0
 _LARGEST_CENTRED_RATE = 200.0
+_CENTRED_RATE_OF_A_CLASS = 50.0
 
 # The same for the last rounds, which train A and B too: the noise of the head's weights, and how far A and B may step
 # for what their noise adds up to. docs/recipes.md says how both were found.
@@ -209,19 +211,20 @@ def learning_rate(
     num_steps: int,
     num_after: int = 0,
     momentum: float = 0.0,
-    centred: bool = False,
+    centred_classes: int | None = None,
 ) -> LearningRate:
     """The learning rate with which each of the head's weights ends with noise of about 0.49, up to a largest one.
 
-    tau = min(75 T, 0.487 / (a nu)), or min(200 T, 0.487 / (a nu)) where features are centred, and the rate is tau / T.
-    a is the root mean square of what momentum delivers of each step's noise; see `arrived`. Where a person's records
-    are summed, gradients are one to m times as large, and the largest rate is lower by sqrt(m), the middle of that.
+    tau = min(75 T, 0.487 / (a nu)), or min(50 c T, 200 T, 0.487 / (a nu)) where features are centred and the head has c
+    classes, and the rate is tau / T. a is the root mean square of what momentum delivers of each step's noise; see
+    `arrived`. Where a person's records are summed, gradients are one to m times as large, and the largest rate is lower
+    by sqrt(m), the middle of that.
 
     Args:
         federation, noise_stddev, sampling_probability, num_steps: as for `noise_per_step_length`.
         num_after: rounds of the run that follow these steps, >= 0.
         momentum: of the server, in [0, 1).
-        centred: whether the steps are taken with features less their mean.
+        centred_classes: classes, >= 2, of a head whose steps are taken with features less their mean; else None.
     """
     nu = noise_per_step_length(
         federation,
@@ -230,7 +233,9 @@ def learning_rate(
         num_steps=num_steps,
     )
     delivered = delivered_noise(num_steps, momentum, num_after=num_after)
-    largest = _LARGEST_CENTRED_RATE if centred else _LARGEST_RATE
+    largest = _LARGEST_RATE
+    if centred_classes is not None:
+        largest = min(_LARGEST_CENTRED_RATE, _CENTRED_RATE_OF_A_CLASS * centred_classes)
     largest /= math.sqrt(federation.records_of_unit)
     tau = min(largest * num_steps, affordable_step(delivered * nu))
     return LearningRate(

@@ -195,7 +195,7 @@ def derived_learning_rate(config: RunConfig, sizes: Sequence[int], initial: Adap
         num_steps=num_steps,
         num_after=config.rounds - config.head_start - num_steps,
         momentum=momentum_of(config),
-        centred=_has_centred_rounds(config, initial),
+        centred_classes=_centred_classes(config, initial),
     )
 
 
@@ -238,10 +238,11 @@ def _probability(config: UpdateSection, sizes: Sequence[int]) -> float:
     return config.sampling_probability or config.batch_size * len(sizes) / math.fsum(sizes)
 
 
-def _has_centred_rounds(config: RunConfig, initial: Adapter) -> bool:
-    """Whether rounds of the head follow its start, and it has a bias, without which it is not centred."""
-    has_bias = any(tensor.dim() == 1 for name, tensor in initial.items() if ".lora_" not in name)
-    return config.head_start and has_bias and any(phase.name == "head" for phase in config.phases)
+def _centred_classes(config: RunConfig, initial: Adapter) -> int | None:
+    """Classes of the head if rounds of it follow its start, and it has a bias, without which it is not centred."""
+    biases = [len(tensor) for name, tensor in initial.items() if ".lora_" not in name and tensor.dim() == 1]
+    has_rounds = config.head_start and any(phase.name == "head" for phase in config.phases)
+    return biases[0] if has_rounds and biases else None
 
 
 def _with_value(config: RunConfig, name: str, value: float) -> RunConfig:

@@ -170,8 +170,9 @@ def test_too_many_possible_rounds_to_enumerate_are_sampled_closely():
 
 
 def test_without_noise_the_rate_is_the_largest():
-    for centred, largest in ((False, 75.0), (True, 200.0)):
-        rule = learning_rate(federation(), noise_stddev=0.0, sampling_probability=1.0, num_steps=40, centred=centred)
+    for classes, largest in ((None, 75.0), (2, 100.0), (3, 150.0), (4, 200.0), (1000, 200.0)):
+        options = {"noise_stddev": 0.0, "sampling_probability": 1.0, "num_steps": 40}
+        rule = learning_rate(federation(), centred_classes=classes, **options)
         assert (rule.learning_rate, rule.total_step, rule.final_noise) == (largest, 40 * largest, 0.0)
         assert largest <= NodeLimits().max_learning_rate, "nodes would refuse it after the start was paid for"
 
@@ -180,7 +181,7 @@ def test_sums_of_a_persons_records_have_lower_largest_rates():
     """On the embedded corpus without noise, A and B diverged at 30 with 2.3 records a person, in two runs of three."""
     persons = replace(federation(), records_of_unit=4)
     options = {"noise_stddev": 0.0, "sampling_probability": 1.0, "num_steps": 40}
-    assert learning_rate(persons, centred=True, **options).learning_rate == 100.0
+    assert learning_rate(persons, centred_classes=8, **options).learning_rate == 100.0
     joint = joint_rates(persons, num_values=1000, **options)
     assert (joint.head, joint.lora) == (min(37.5, sum(SIZES) / 100), 7.5)
     noisy = options | {"noise_stddev": 13.5}
