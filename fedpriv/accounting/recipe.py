@@ -43,10 +43,13 @@ LORA_SHARE = 0.75
 LORA_ROUNDS = 0.75
 LORA_PROBABILITY = 1 / 4
 LORA_PASSES = 10.0
+# Adam's rate: at most so much over the noise of a round, twice that for R, and so much over the root of their number.
 LORA_ADAM_NOISE = 0.1
+R_ADAM_NOISE = 0.2
+LORA_ADAM_WALK = 0.126
 # Where noise is this small a wider R pays more, in more and shorter steps.
-WIDE_PAYS = 1e-6
-WIDE = {"rank": 64, "alpha": 256.0, "rounds": 214, "lora_server_learning_rate": 0.004}
+WIDE_PAYS = 4e-6
+WIDE = {"rank": 64, "alpha": 256.0, "rounds": 214}
 
 # The rounds that there can be are enumerated up to this many, and beyond that drawn this often, always the same.
 _ENUMERATED_ROUNDS = 5000

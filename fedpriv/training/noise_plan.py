@@ -12,11 +12,13 @@ from fedpriv.accounting.calibration import Schedule, calibrate_all, calibrate_to
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.recipe import (
     LORA_ADAM_NOISE,
+    LORA_ADAM_WALK,
     LORA_PASSES,
     LORA_PAYS,
     LORA_PROBABILITY,
     LORA_ROUNDS,
     LORA_SHARE,
+    R_ADAM_NOISE,
     START_SHARE,
     WIDE,
     WIDE_PAYS,
@@ -327,10 +329,13 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
     )
     # Adam steps by its rate whatever the gradient's size is, so the rate follows the noise of a round.
     of_round = math.sqrt(noise / num_values * num_rounds)
-    rate = min(config.lora_server_learning_rate, LORA_ADAM_NOISE / (of_round * num_values) if noise else math.inf)
-    with_lora = replace(with_lora, lora_server_learning_rate=rate)
+    # Its steps add up like a walk's, so more of them are shorter.
+    rates = [config.lora_server_learning_rate, LORA_ADAM_WALK / math.sqrt(max(1, num_rounds))]
+    of_r = config.rule.trains == "lora-r"
+    rates += [(R_ADAM_NOISE if of_r else LORA_ADAM_NOISE) / (of_round * num_values)] if noise else []
+    with_lora = replace(with_lora, lora_server_learning_rate=min(rates))
     pays = noise <= LORA_PAYS
-    is_wide = config.rule.trains != "lora-r" or config.rank >= WIDE["rank"]
+    is_wide = not of_r or config.rank >= WIDE["rank"]
     hint = ", ".join(f"{key} = {value:g}" for key, value in WIDE.items())
     reason = (
         f"train = auto: {'A, B and head' if pays else 'the head alone'}, since nu^2 d, the noise in A and B, would be "

@@ -38,10 +38,15 @@ def test_less_budget_is_a_reason_against_lora(changes, pays):
     assert bool(config.lora_rounds) == pays
 
 
-def test_adam_steps_less_far_where_there_is_more_noise():
-    rates = [decided(parse(AUTO), sizes, INITIAL)[0].lora_server_learning_rate for sizes in ([40_000] * 5, [2700] * 5)]
+def test_adam_steps_less_far_where_there_is_more_noise_or_there_are_more_rounds():
+    many, few = ([size] * 5 for size in (40_000, 2700))
+    rates = [
+        decided(parse(AUTO | {"aggregation": "dp-lora", "rounds": rounds}), sizes, INITIAL)[0].lora_server_learning_rate
+        for sizes, rounds in ((many, 53), (many, 214), (few, 53))
+    ]
     assert rates[0] == 0.02
-    assert 0 < rates[1] < rates[0]
+    assert rates[1] == pytest.approx(0.126 / 160**0.5)
+    assert 0 < rates[2] < rates[0]
 
 
 def test_with_r_between_frozen_factors_fewer_records_suffice():
@@ -73,13 +78,13 @@ def test_more_rounds_draw_fewer_records_each_so_that_they_cost_no_more_passes(ro
 def test_a_wider_r_is_named_where_noise_is_small_enough_for_it_and_it_is_not_there_yet():
     inner = {f"{number}{INNER_SUFFIX}": torch.zeros(16, 16) for number in range(12)}
     initial = inner | {"head.weight": torch.zeros(2, 384)}
-    keys = "rank = 64, alpha = 256, rounds = 214, lora_server_learning_rate = 0.004"
+    keys = "rank = 64, alpha = 256, rounds = 214"
     sums = AUTO | {"secure_aggregation": True}
     assert decided(parse(sums), [12_000] * 5, initial)[1].endswith(
         f"; with so little noise a wider R pays more: {keys}"
     )
     wide = sums | {"rank": 64, "alpha": 256, "rounds": 214}
-    for values, size in ((AUTO, 12_000), (sums, 6_000), (wide, 12_000)):
+    for values, size in ((AUTO, 6_000), (sums, 3_000), (wide, 12_000)):
         assert keys not in decided(parse(values), [size] * 5, initial)[1]
 
 
