@@ -93,7 +93,9 @@ def _plan_budget(
     lora_values: Annotated[
         int | None, typer.Option(help="d, the values in A and B; by default those of the default model.")
     ] = None,
-    classes: Annotated[int, typer.Option(help="C >= 2, for the chance that noise misplaces a record.")] = 2,
+    classes: Annotated[
+        int, typer.Option(help="C >= 2: for the head's rate, and for the chance that noise misplaces a record.")
+    ] = 2,
     seconds: Annotated[
         float | None, typer.Option(help="For the passes of all clients' records; what does not fit is left out.")
     ] = None,
@@ -113,13 +115,12 @@ def _plan_budget(
 
     if not records or epsilon is None:
         raise InputError("plan: needs --records and --epsilon, or a MODEL")
-    if classes < 2:
-        raise InputError(f"classes = {classes}: must be >= 2")
     setting = budget.Setting.of(
         tuple(records),
         epsilon=epsilon,
         view=cast("PlannedView", view),
         num_lora_values=lora_values,
+        num_classes=classes,
         delta=delta,
         min_clients=min_clients,
         rounds=rounds,

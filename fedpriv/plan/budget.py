@@ -69,6 +69,7 @@ class Setting:
         config: of the run, with the recipe `fedpriv`: its `target_epsilon` is what each client may spend on its
             `privacy_view`.
         num_lora_values: d >= 1, in A and B.
+        num_classes: c >= 2, of the head.
 
     Raises:
         InputError: a value is out of range.
@@ -77,6 +78,7 @@ class Setting:
     sizes: tuple[int, ...]
     config: RunConfig
     num_lora_values: int = LORA_VALUES
+    num_classes: int = 2
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:
@@ -85,6 +87,8 @@ class Setting:
             raise InputError(f"min_clients = {self.config.min_clients}: there are {len(self.sizes)} clients")
         if self.num_lora_values < 1:
             raise InputError(f"lora_values = {self.num_lora_values}: must be >= 1")
+        if self.num_classes < 2:
+            raise InputError(f"classes = {self.num_classes}: must be >= 2")
 
     @staticmethod
     def of(
@@ -93,6 +97,7 @@ class Setting:
         epsilon: float,
         view: PlannedView = "local",
         num_lora_values: int | None = None,
+        num_classes: int = 2,
         **keys: Any,
     ) -> Setting:
         """A run with these clients and the recipe's own numbers, but for the keys that are given and not None.
@@ -100,6 +105,7 @@ class Setting:
         Args:
             sizes: N_k of every client.
             num_lora_values: of A and B, or of the factor that is trained; by default of the default model.
+            num_classes: of the head, >= 2.
             epsilon: that each client may spend, > 0.
             view: who may learn no more than that: the server, or those who see only sums; unless `min_clients` is
                 given, these are of all clients.
@@ -116,7 +122,7 @@ class Setting:
         config = parse({"target_epsilon": epsilon, "privacy_view": view} | hidden | values)
         if num_lora_values is None:
             num_lora_values = R_VALUES if config.aggregation == WITH_AUTO["aggregation"] else LORA_VALUES
-        return Setting(sizes=sizes, config=config, num_lora_values=num_lora_values)
+        return Setting(sizes=sizes, config=config, num_lora_values=num_lora_values, num_classes=num_classes)
 
     @property
     def num_lora_rounds(self) -> int:
@@ -130,10 +136,10 @@ class Setting:
 
     @property
     def adapter(self) -> Adapter:
-        """A stand-in for the run's adapter: Gaussian noise costs the same for any, and rates depend on d alone."""
+        """A stand-in for the run's adapter: Gaussian noise costs the same for any; rates depend on d and c alone."""
         return {
             "layer.lora_A.weight": torch.empty(self.num_lora_values, device="meta"),
-            "classifier.bias": torch.empty(1, device="meta"),
+            "classifier.bias": torch.empty(self.num_classes, device="meta"),
         }
 
     @property

@@ -28,6 +28,11 @@ from simulations.studies.harness import Line
 DELTA = 1e-5
 SEEDS = (0, 1, 2)
 EPSILONS: tuple[float | None, ...] = (2.0, 8.0, 1.0, None)
+
+# More budget must never hurt: the head alone, over these.
+BUDGETS: tuple[float | None, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, None)
+BUDGET_CORPORA = ["SST-2 6,000 iid", "Adult in sentences", "embedded", "MedQuAD by source"]
+
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 
 BASELINES, RECIPE, AUTO, PROBES = "baselines", "recipe", "auto", "averaged probes"
@@ -160,6 +165,9 @@ def _in_order(seeds: Sequence[int]) -> Iterator[UtilityCell]:
     yield from _all(NAMED[1:], [RECIPE, AUTO, "paper"], private, seeds=seeds)
     yield from _all(NAMED, [RECIPE], private, ("sum",), seeds=seeds)
     yield from _all(NAMED, [RECIPE, "paper"], rest, seeds=seeds)
+    for corpus in BUDGET_CORPORA:
+        yield from _all([corpus], ["head"], BUDGETS, seeds=seeds)
+        yield from _all([corpus], ["head"], BUDGETS[:-1], ("sum",), seeds=seeds)
 
 
 def _all(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -20,6 +20,8 @@ import torch
 from simulations.studies._utility_cells import (
     AUTO,
     BASELINES,
+    BUDGET_CORPORA,
+    BUDGETS,
     CENTRAL,
     EPSILONS,
     FACTORS,
@@ -49,6 +51,7 @@ def write(page: Path, runs: Path) -> None:
     blocks = {
         "targets": table(("claim", "target", "measured", "met"), _targets(results)),
         "corpora": "\n\n".join(_corpus(results, name) for name in NAMED),
+        "budgets": _budgets(results),
         "ingredients": _ingredients(results),
         "rates": _rates(results),
         "unnamed": _unnamed(results),
@@ -123,6 +126,24 @@ def _baselines(results: Results, name: str) -> str:
     found = {title: _estimate(results, name, BASELINES, None, figure=key) for title, key in figures.items()}
     known = [f"{title} {estimate.text()}" for title, estimate in found.items() if estimate]
     return f"Without privacy, on the pooled records: {', '.join(known)}." if known else "Baselines: not run."
+
+
+def _budgets(results: Results) -> str:
+    """The head's accuracy by its budget, and each step up from one budget to the next at which it falls for certain."""
+    rows = []
+    for name, view in product(BUDGET_CORPORA, ("local", "sum")):
+        # Without noise nobody needs a sum.
+        views = ["local" if epsilon is None else view for epsilon in BUDGETS]
+        found = [_by_seed(results, name, "head", e, v) for e, v in zip(BUDGETS, views, strict=True)]
+        steps = [difference(more, less) for less, more in pairwise(found)]
+        falls = [
+            f"{_epsilon(epsilon)}: {step.text(sign=True)}"
+            for epsilon, step in zip(BUDGETS[1:], steps, strict=True)
+            if step and step.mean + 2 * (step.standard_error or 0.0) < 0
+        ]
+        verdict_of_row = ", ".join(falls) or ("nowhere" if all(steps) else "not run")
+        rows.append((name, view, *(shown(Estimate.of(each.values())) for each in found), verdict_of_row))
+    return table(("corpus", "view", *map(_epsilon, BUDGETS), "falls beyond two standard errors at"), rows)
 
 
 def _ingredients(results: Results) -> str:

@@ -11,6 +11,7 @@ import dp_accounting
 import pytest
 from dp_accounting import pld
 
+from fedpriv.aggregation import head_of
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.plan import budget
@@ -91,7 +92,8 @@ def test_a_plan_has_the_noise_and_the_rates_that_a_run_computes(of_view, further
     config = parse({"target_epsilon": 4.0} | of_view | further)
     run = with_learning_rates(calibrated(config, SIZES, initial), SIZES, initial)
     view = "aggregate" if of_view else "local"
-    setting = Setting.of(SIZES, epsilon=4.0, view=view, min_clients=of_view.get("min_clients"), **further)
+    of_run = {"min_clients": of_view.get("min_clients"), "num_classes": len(initial[head_of(initial)[1]])}
+    setting = Setting.of(SIZES, epsilon=4.0, view=view, **of_run, **further)
     planned, phases_of_run = budget.plan(setting), RunSchedule.of(run).phases
     assert [(p.name, p.num_rounds) for p in planned.phases] == [(p.name, p.num_rounds) for p in phases_of_run]
     for found, of_run in zip(planned.phases, phases_of_run, strict=True):
