@@ -31,7 +31,7 @@ EPSILONS: tuple[float | None, ...] = (2.0, 8.0, 1.0, None)
 
 # More budget must never hurt: the head alone, over these.
 BUDGETS: tuple[float | None, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, None)
-BUDGET_CORPORA = ["SST-2 6,000 iid", "Adult in sentences", "embedded", "MedQuAD by source"]
+BUDGET_CORPORA = ["SST-2 6,000 iid", "Adult in sentences", "embedded"]
 
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 

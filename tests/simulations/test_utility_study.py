@@ -129,7 +129,19 @@ def test_the_page_states_what_was_met_and_what_was_not_run(tmp_path):
     assert "| embedded, epsilon 2, local: recipe less head | >= 0 | -0.080 ± 0.005 (2 runs) | **no** |" in page
     assert "| all runs of both: recipe less head | >= 0 | -0.080 ± 0.005 (2 runs)" in page
     assert "| embedded, local epsilon 8, head | 0.82 | not run | not run |" in page
-    assert "| embedded | head | local | 10 of 12 |" in page
+    assert "| embedded | head | local | 16 of 18 |" in page
+
+
+def test_a_budget_at_which_accuracy_falls_for_certain_is_named(tmp_path):
+    means = {1.0: 0.70, 2.0: 0.75, 4.0: 0.76, 8.0: 0.74, 16.0: 0.739, None: 0.80}
+    for epsilon, mean in means.items():
+        for seed, noise in enumerate((-0.002, 0.0, 0.002)):
+            append(tmp_path / RUNS, line("head", mean + noise * (epsilon == 16.0), epsilon=epsilon, seed=seed))
+    tables.write(tmp_path / "page.md", tmp_path / RUNS)
+    page = (tmp_path / "page.md").read_text()
+    shown = " | ".join(f"{mean:.3f} ± {0.001 * (epsilon == 16.0):.3f}" for epsilon, mean in means.items())
+    assert f"| embedded | local | {shown} | 8: -0.020 ± 0.000 |" in page
+    assert f"| embedded | sum | {5 * 'not run | '}0.800 ± 0.000 | not run |" in page
 
 
 def test_the_rule_is_compared_with_the_best_mean_of_the_grid():
