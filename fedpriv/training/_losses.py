@@ -176,6 +176,7 @@ class _Sliced(torch.autograd.Function):
         gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         rows = torch.cat([own.new_full((len(own),), row) for row, own in enumerate(places)])
         columns = torch.cat(list(places))
+        shares = torch.tensor(counts, device=hidden.device)[rows]
         # The first is there for batches without targets.
         of_losses, of_hits = [torch.zeros(0, device=hidden.device)], [torch.zeros(0, device=hidden.device)]
         begin = 0
@@ -183,8 +184,8 @@ class _Sliced(torch.autograd.Function):
             at = rows[begin : begin + size], columns[begin : begin + size]
             num = len(at[0])
             states, wanted = _filled(hidden[at], size), _filled(targets[at], size)
-            shares = _filled(torch.tensor(counts, device=hidden.device)[at[0]], size).clamp_min_(1)
-            found = block_losses(states, layer, wanted, shares if gradient is not None else None)
+            divisors = _filled(shares[begin : begin + size], size).clamp_min_(1) if gradient is not None else None
+            found = block_losses(states, layer, wanted, divisors)
             of_losses.append(found[0][:num])
             of_hits.append(found[1][:num])
             if gradient is not None:

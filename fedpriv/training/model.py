@@ -425,6 +425,8 @@ class TrainingModel:
             found = tuple(bits_of_pass(self, rows, tokens, full=full, rank=rank) for full in formats)
             return None if None in found else found
 
+        if self.output_layer is not None:
+            _ = self._target_blocks  # tried by itself: within the trial of a pass its kernels would count as the pass's
         groups = found_once((self._structure, tokens, rank, formats), bits, needed)
         return chosen(groups, constant=self._footprint.tokens_at_once(num_expected) // tokens)
 

@@ -18,15 +18,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from fedpriv import config as configuration
 from fedpriv.config import RunConfig
-from fedpriv.data import hospital
 from simulations.engines import federation
+from simulations.studies import corpora
 from simulations.studies.federations import SilentObserver
-from simulations.studies.harness import Estimate, Line, Results, difference, fill, parser, run_missing, shown, table
-from simulations.studies.harness import verdict as met
+from simulations.studies.harness import (
+    Estimate,
+    Line,
+    Results,
+    difference,
+    fill,
+    parser,
+    run_missing,
+    shown,
+    table,
+    verdict,
+)
 from simulations.studies.plain_lora import PlainCell
 from simulations.studies.plain_lora import configured as plain_configured
 from simulations.studies.plain_lora import measure as plain_measure
@@ -36,8 +44,8 @@ SEEDS = (0, 1, 2)
 PRIVATE, PLAIN = "private", "AdamW in one place"
 REVIEWS, MESSAGES, ANSWERS, GRID = "film reviews", "hospital messages", "medical answers", "medical answers, 150 a site"
 
-# The paper's grids.
-EPSILONS, DELTAS, RANKS = (2.0, 4.0, 6.0, 8.0, 10.0), (1e-2, 1e-3, 1e-4, 1e-5, 1e-6), (1, 4, 16)
+# The paper's grids; without a rank it is the recipe's, which the grid of epsilon has.
+EPSILONS, DELTAS, RANKS = (2.0, 4.0, 6.0, 8.0, 10.0), (1e-2, 1e-3, 1e-4, 1e-5, 1e-6), (1, None, 16)
 
 _CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -116,7 +124,9 @@ def values_of(cell: LanguageCell, data: Path, written: Path) -> dict[str, Any]:
         written: folder for records that are made here.
     """
     if cell.task == MESSAGES:
-        return _messages(written)
+        where = corpora.keys("embedded", cell.seed, data=data, folder=written, validation=False, pooled=False)
+        named = {"prompt_column": "text", "response_column": "label", "answers": where["labels"]}
+        return where | named | {"model": "SmolLM2-135M-Instruct", "base_dtype": "bfloat16"}
     name, file = {
         REVIEWS: ("sweeps/sentiment-question.toml", "sst2_train.csv.gz"),
         ANSWERS: ("medical-answers.toml", "medquad.csv.gz"),
@@ -125,25 +135,6 @@ def values_of(cell: LanguageCell, data: Path, written: Path) -> dict[str, Any]:
     found = configuration.read(_CONFIGS / name)
     kept = {key: value for key, value in found.items() if key not in ("title", "runs", "target_epsilon")}
     return kept | {"data": str(data / file)}
-
-
-def _messages(written: Path) -> dict[str, Any]:
-    written.mkdir(parents=True, exist_ok=True)
-    paths = [written / f"messages-{part}.csv" for part in ("train", "test")]
-    for path, part in zip(paths, hospital.generate(), strict=True):
-        rows = [(message.text, message.department, message.hospital) for message in part]
-        pd.DataFrame(rows, columns=["text", "label", "client"]).to_csv(path, index=False)
-    return {
-        "model": "SmolLM2-135M-Instruct",
-        "base_dtype": "bfloat16",
-        "data": str(paths[0]),
-        "test_data": str(paths[1]),
-        "prompt_column": "text",
-        "response_column": "label",
-        "client_column": "client",
-        "answers": list(hospital.DEPARTMENTS),
-        "public_data": True,
-    }
 
 
 def configured(cell: LanguageCell, values: Mapping[str, Any], out: Path) -> RunConfig:
@@ -195,10 +186,10 @@ def _claims(results: Results) -> Iterator[Sequence[str]]:
         for epsilon, target in _GAINS.items():
             gain = _gain(results, LanguageCell(task=task, epsilon=epsilon))
             claim = f"{task}, epsilon {epsilon:g}: accuracy less untrained"
-            yield claim, f">= {target:g}", shown(gain, sign=True), met(gain and gain.mean >= target)
+            yield claim, f">= {target:g}", shown(gain, sign=True), verdict(gain and gain.mean >= target)
     lost = difference(*(_by_seed(results, LanguageCell(task=ANSWERS, epsilon=e), "perplexity") for e in (8.0, None)))
     claim = f"{ANSWERS}, epsilon 8: perplexity less that without noise"
-    yield claim, f"<= {_MOST_LOST}", shown(lost, sign=True), met(lost and lost.mean <= _MOST_LOST)
+    yield claim, f"<= {_MOST_LOST}", shown(lost, sign=True), verdict(lost and lost.mean <= _MOST_LOST)
 
 
 def _gain(results: Results, cell: LanguageCell) -> Estimate | None:
@@ -253,11 +244,14 @@ def _deltas(results: Results) -> Iterator[Sequence[object]]:
 
 def _ranks(results: Results) -> Iterator[Sequence[object]]:
     for rank in RANKS:
-        yield rank, _perplexity(results, LanguageCell(task=GRID, epsilon=8.0, rank=rank))
+        yield (
+            rank or f"{RunConfig().rank}, the recipe's",
+            _perplexity(results, LanguageCell(task=GRID, epsilon=8.0, rank=rank)),
+        )
 
 
 def _perplexity(results: Results, cell: LanguageCell, figure: str = "perplexity") -> str:
-    """With the standard error of its change, which the same test records have in all cells of the grid."""
+    """The figure of the grid's one seed, with the same test records in all cells."""
     found = results.by_seed(cell, SEEDS[:1], figure=figure).get(SEEDS[0])
     return "not run" if found is None else f"{found:.3f}"
 
