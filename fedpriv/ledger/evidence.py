@@ -42,7 +42,7 @@ _SCHEDULE = (
     *("evaluation_noise_multiplier", "budget_epsilon", "privacy_view", "secure_aggregation", "colluding_clients"),
     *("simulate",),
 )
-_ENVIRONMENT_OF_THE_MACHINE = {"fedpriv_file", "platform", "cpu_count"}
+_ENVIRONMENT_OF_THE_MACHINE = {"fedpriv_file", "platform", "cpu_count", "gpu"}
 _RISK = ("mu", "advantage", "tpr_at_fpr")
 _FIGURES = (
     *("client", "data_set", "num_records", "delta", "unit", "rounds", "runs", "noise_source", "num_readers"),

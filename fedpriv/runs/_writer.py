@@ -148,8 +148,16 @@ def environment() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
+        **_gpu(),
         **versions,
     }
+
+
+def _gpu() -> dict[str, str]:
+    """The name of the first GPU, if there is one."""
+    import torch  # deferred: reading a run's files takes no torch
+
+    return {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
 
 
 def _commit() -> str | None:

@@ -24,6 +24,9 @@ from simulations.studies import corpora
 from simulations.studies.corpora import CORPORA
 from simulations.studies.federations import federated, run_federations
 from simulations.studies.harness import Line
+from simulations.studies.plain_lora import PlainCell
+from simulations.studies.plain_lora import configured as plain_configured
+from simulations.studies.plain_lora import measure as plain_measure
 
 DELTA = 1e-5
 SEEDS = (0, 1, 2)
@@ -36,19 +39,24 @@ BUDGET_CORPORA = ["SST-2 6,000 iid", "Adult in sentences", "embedded"]
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 
 BASELINES, RECIPE, AUTO, PROBES = "baselines", "recipe", "auto", "averaged probes"
-INNER, INNER_OF_TWO = "auto, R alone", "auto, R of two layers"
+WIDE = "auto, rank 64"
 CENTRAL, LOCAL_STEPS = "central", "3 local steps"
+PLAIN_LORA, PLAIN_WEIGHTS = "LoRA, AdamW in one place", "all weights, AdamW in one place"
+# Of which there is one at every epsilon, since nothing in it is private.
+NOT_PRIVATE = (BASELINES, PLAIN_LORA, PLAIN_WEIGHTS)
+
+# Largest rates of AdamW, which fall to 0 over the one epoch.
+_PLAIN_RATES = {PLAIN_LORA: 1e-3, PLAIN_WEIGHTS: 5e-5}
+
+# How many records LoRA needs.
+SIZES = ["SST-2 5,000", "SST-2 15,000", "SST-2 30,000"]
 
 # A test after every round would take most of the time of a run that trains A and B.
 _TESTED_AT_THE_END: Mapping[str, Any] = {"evaluate_every": 1000}
 
 _HEAD: Mapping[str, Any] = {**_TESTED_AT_THE_END, "train": "head", "prefix_cache": False}
 
-_AUTO: Mapping[str, Any] = {**_TESTED_AT_THE_END, "train": "auto", "aggregation": "dp-lora"}
-
-_ONE_LAYER: Mapping[str, Any] = {"layers": RunConfig().layers, "rounds": RunConfig().rounds}
-
-_INNER: Mapping[str, Any] = {**_AUTO, **_ONE_LAYER, "aggregation": "fed-sb", "rank": 16, "alpha": 64}
+_AUTO: Mapping[str, Any] = {**_TESTED_AT_THE_END, "train": "auto"}
 
 # Steps of a client's own head, all of them before anything is averaged.
 PROBE_STEPS = 40
@@ -57,8 +65,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "head": _HEAD,
     RECIPE: _TESTED_AT_THE_END,
     AUTO: _AUTO,
-    INNER: _INNER,
-    INNER_OF_TWO: {**_INNER, "layers": "last-2"},
+    # What `fedpriv plan` names where noise is small.
+    WIDE: {**_AUTO, "rank": 64, "alpha": 256, "rounds": 214},
     "paper": {**_TESTED_AT_THE_END, "recipe": "dp-lora-paper"},
     CENTRAL: _HEAD,
     # recipe is given, since several local steps would stand for the other one; their learning rate is derived.
@@ -123,7 +131,7 @@ class UtilityCell:
         return self.method in RATES
 
 
-NAMED = [name for name, corpus in CORPORA.items() if corpus.named]
+NAMED = [name for name, corpus in CORPORA.items() if corpus.named and name not in SIZES]
 UNNAMED = [name for name, corpus in CORPORA.items() if not corpus.named]
 
 
@@ -155,8 +163,12 @@ def _in_order(seeds: Sequence[int]) -> Iterator[UtilityCell]:
     yield from _all(NAMED[-1:], [PROBES, CENTRAL], private, seeds=seeds)
     yield from _all(NAMED[-1:], [BASELINES], (None,), seeds=seeds)
     yield from _all(NAMED[-1:], list(RATES), private, seeds=seeds)
-    yield from _all(NAMED[1:], [INNER], (8.0,), seeds=seeds)
-    yield from _all(NAMED[-1:], [INNER_OF_TWO], (8.0,), seeds=seeds)
+    yield from _all(NAMED[-1:], [AUTO, WIDE], (8.0,), ("local", "sum"), seeds=seeds)
+    yield from _all(NAMED[-1:], [AUTO, WIDE], (2.0,), ("sum",), seeds=seeds)
+    yield from _all(SIZES, ["head", AUTO], (8.0,), ("sum",), seeds=seeds)
+    yield from _all(SIZES[-1:], [WIDE], (8.0,), ("sum",), seeds=seeds)
+    yield from _all(NAMED[-1:], [PLAIN_LORA, PLAIN_WEIGHTS], (None,), seeds=seeds)
+    yield from _all([*NAMED[:-1], *UNNAMED[-1:]], ["head", AUTO], private, ("local", "sum"), seeds=seeds)
     yield from _all(UNNAMED, [RECIPE], (8.0,), seeds=seeds)
     yield from _all(NAMED, ["head", CENTRAL], rest, seeds=seeds)
     yield from _all(NAMED, ["head"], (1.0,), ("sum",), seeds=seeds)
@@ -179,7 +191,7 @@ def _all(
     seeds: Sequence[int],
 ) -> Iterator[UtilityCell]:
     for corpus, seed, view, method, epsilon in product(corpora, seeds, views, methods, epsilons):
-        epsilon = None if method == BASELINES else epsilon
+        epsilon = None if method in NOT_PRIVATE else epsilon
         yield UtilityCell(corpus=corpus, method=method, epsilon=epsilon, view=view, seed=seed)
 
 
@@ -189,7 +201,12 @@ def run_all(runs: Path, out: Path, data: Path, chosen: Sequence[UtilityCell], *,
 
 
 def _measured(cell: UtilityCell, config: RunConfig) -> Line:
-    return _baselines(config) if cell.method == BASELINES else federated(config)
+    if cell.method == BASELINES:
+        return _baselines(config)
+    if cell.method in _PLAIN_RATES:
+        how = PlainCell(config=cell.key, rate=_PLAIN_RATES[cell.method], batch=64, epochs=1)
+        return plain_measure(config, how)
+    return federated(config)
 
 
 def _baselines(config: RunConfig) -> dict[str, Any]:
@@ -236,6 +253,9 @@ def configuration(cell: UtilityCell, written: Path, data: Path, out: Path) -> Ru
     pooled = cell.method == CENTRAL
     where = corpora.keys(cell.corpus, cell.seed, data=data, folder=written, validation=cell.is_validated, pooled=pooled)
     common = {"delta": DELTA, "comparison": False, "baselines": False, "simulate": True, "seed": cell.seed}
+    if cell.method in _PLAIN_RATES:
+        plain = {**common, **where, "layers": "all", "rank": 16, "alpha": 32, "out": str(out)}
+        return plain_configured(plain, weights=cell.method == PLAIN_WEIGHTS)
     method = {**METHODS, **INGREDIENTS, **RATES}.get(cell.method, METHODS["head"])
     values = {**common, **where, **method, "out": str(out), **_privacy(cell)}
     if cell.view == "sum":

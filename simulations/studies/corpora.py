@@ -166,6 +166,9 @@ CORPORA = {
         sharing=(("partition", "natural"), ("client_column", "client")),
         targets=((2.0, 0.90), (8.0, 0.925)),
     ),
+    "SST-2 5,000": Corpus(frames=_sst2(5000), files=_SST2),
+    "SST-2 15,000": Corpus(frames=_sst2(15_000), files=_SST2),
+    "SST-2 30,000": Corpus(frames=_sst2(30_000), files=_SST2),
     "SST-2 all rows": Corpus(frames=_sst2(None), files=_SST2),
     "MedQuAD type of question": Corpus(
         frames=_medquad(text="question", classes=QUESTION_TYPES, most=_MOST), files=_MEDQUAD, named=False

@@ -36,7 +36,7 @@ from fedpriv.runs import environment
 Line = Mapping[str, Any]
 """The results of one cell."""
 
-_SOFTWARE = ("fedpriv", "commit", "python", "torch", "flwr")
+_SOFTWARE = ("fedpriv", "commit", "python", "torch", "flwr", "gpu")
 
 
 class Cell(Protocol):

@@ -122,7 +122,7 @@ LONGEST_TEXT = 500
 """Characters of a parameter; MLflow takes 6,000, but no table of runs shows as much."""
 
 # Of environment.json, what does not name the machine.
-_NO_VERSIONS = ("fedpriv_file", "commit", "platform", "cpu_count")
+_NO_VERSIONS = ("fedpriv_file", "commit", "platform", "cpu_count", "gpu")
 
 
 @dataclass(frozen=True, kw_only=True)
