@@ -72,7 +72,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     check_installed(config.track)
     config = with_mechanism_parameters(config)
     config = checkpoint.with_base_dtype(config)
-    checkpoint.check_configuration(config)
+    config = checkpoint.with_chosen_rank(config)
     observer.progressed(RunProgress(what="loading model and data"))
     bench = workbench(config)
     check_clients(config, bench.num_clients)
@@ -87,7 +87,8 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
     """Carry out a run from its registration on, in a new folder, or in that of the resumed run, which is held."""
     nodes = _nodes(grid, config, bench, resumed)
     sizes = [registration.num_records for _, registration in nodes.values()]
-    config, reason = decided(config, sizes, bench.initial)
+    config, reason = decided(config, sizes, bench.model.initial)
+    bench.start_with(config.rank)
     if reason:
         observer.notice(reason)
     observer.progressed(RunProgress(what="calibrating the noise"))

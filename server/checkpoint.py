@@ -250,14 +250,14 @@ def with_base_dtype(config: RunConfig) -> RunConfig:
     return replace(config, base_dtype=workbench(config).model.base_dtype_name)
 
 
-def check_configuration(config: RunConfig) -> None:
-    """Refuse to resume a run with a configuration other than the one it began with.
+def with_chosen_rank(config: RunConfig) -> RunConfig:
+    """The configuration with the rank and the rounds that `train = auto` chose when the resumed run began.
 
     Raises:
-        InputError: names the keys that differ.
+        InputError: the run began with another configuration; names the keys that differ.
     """
     if not config.resume:
-        return
+        return config
     began = files.read_config(files.run_folder_of(Path(config.resume)))
     # The folder's file holds what was derived when the run began, which is derived again.
     free = {
@@ -269,6 +269,9 @@ def check_configuration(config: RunConfig) -> None:
     differing = [key for key in KEYS if getattr(began, key) != getattr(config, key)]
     if named := ", ".join(key for key in differing if key not in free):
         raise InputError(f"resume = {config.resume!r}: the run began with another configuration; {named} differ")
+    if began.train != "auto":
+        return config
+    return replace(config, rank=began.rank, alpha=began.alpha, rounds=began.rounds)
 
 
 def may_be_missing(resumed: Checkpoint, min_clients: int) -> tuple[int, ...]:

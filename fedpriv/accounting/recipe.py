@@ -47,9 +47,9 @@ LORA_PASSES = 10.0
 LORA_ADAM_NOISE = 0.1
 R_ADAM_NOISE = 0.2
 LORA_ADAM_WALK = 0.126
-# Where noise is this small a wider R pays more, in more and shorter steps.
-WIDE_PAYS = 4e-6
-WIDE = {"rank": 64, "alpha": 256.0, "rounds": 214}
+# Where noise is this small a wide R pays more, in more and shorter steps, than one of this rank in these rounds.
+WIDE_PAYS = 8e-6
+NARROW_RANK, NARROW_ROUNDS = 16, 53
 
 # The rounds that there can be are enumerated up to this many, and beyond that drawn this often, always the same.
 _ENUMERATED_ROUNDS = 5000

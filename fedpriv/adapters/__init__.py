@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fedpriv.adapters._arithmetic import add_products as add_products
     from fedpriv.adapters._arithmetic import difference as difference
     from fedpriv.adapters._arithmetic import factors_of as factors_of
+    from fedpriv.adapters._arithmetic import leading_block as leading_block
     from fedpriv.adapters._arithmetic import merged_from_tensors as merged_from_tensors
     from fedpriv.adapters._arithmetic import merged_to_tensors as merged_to_tensors
     from fedpriv.adapters._arithmetic import non_lora_tensors as non_lora_tensors

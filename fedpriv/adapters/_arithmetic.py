@@ -33,6 +33,11 @@ _LEFT = ".left"
 _RIGHT = ".right"
 
 
+def leading_block(adapter: Mapping[str, Tensor], rank: int) -> Adapter:
+    """The adapter with the first rows and columns, at most so many, of each R; its other tensors are the same."""
+    return {name: t[:rank, :rank].clone() if name.endswith(INNER_SUFFIX) else t for name, t in adapter.items()}
+
+
 def difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Adapter:
     """left - right, tensor by tensor.
 

@@ -3,7 +3,8 @@
 In the model, the module of B holds R and B one after the other, so whatever calls it gets B R. What is saved is
 ordinary LoRA, with B R in the place of B. Nodes derive the factors from the same frozen weight by the same code, so R
 alone travels. Two machines get the same singular vectors up to their signs, which are fixed here, and up to rotations
-among those of equal singular values, which are refused.
+among those of equal singular values, which are refused. An R of a smaller rank is the leading block of a larger one
+whose other entries are zero, and needs the factors' leading vectors alone.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 
 def singular_factors(model: nn.Module) -> dict[str, Factors]:
-    """{LoRA layer of a peft model: (B, A)}: singular vectors of its weight, as many as LoRA's rank.
+    """{LoRA layer of a peft model: (B, A)}: singular vectors of its weight, as many as LoRA's rank, or as there are.
 
     Raises:
-        InputError: a weight has fewer inputs or outputs than R, or no unique singular vectors; names its layer.
+        InputError: a weight has no unique singular vectors; names its layer.
     """
     return {name: _of_weight(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
 
@@ -62,7 +63,7 @@ def _of_weight(name: str, layer: Any) -> Factors:
         raise InputError(f"target_modules: {name} is no linear layer, and R lies between factors of a weight matrix")
     weight = layer.get_base_layer().weight
     try:
-        return _singular_factors(weight.T if layer.fan_in_fan_out else weight, layer.r["default"])
+        return _singular_factors(weight.T if layer.fan_in_fan_out else weight, min(layer.r["default"], *weight.shape))
     except ValueError as error:
         raise InputError(f"{name}: {error}") from None
 
@@ -74,15 +75,13 @@ def _singular_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
     Args:
         weight: [out, in].
-        rank: r >= 1.
+        rank: r >= 1, at most the number of rows and of columns.
 
     Raises:
-        ValueError: the matrix has fewer rows or columns, or singular values that are too close to tell their vectors.
+        ValueError: singular values are too close to tell their vectors.
 
     Source: Balazy et al. 2024 (LoRA-XS), who scale one of the factors by the singular values.
     """
-    if rank > min(weight.shape):
-        raise ValueError(f"rank = {rank}: a weight of shape {tuple(weight.shape)} has {min(weight.shape)} at most")
     u, values, v = torch.linalg.svd(weight.double().cpu(), full_matrices=False)
     bounded = torch.cat([values, values.new_zeros(1)])
     if not (bounded[:rank] - bounded[1 : rank + 1] > _LEAST_GAP * values[0]).all():
@@ -101,10 +100,12 @@ def as_ordinary(tensors: Mapping[str, Tensor]) -> Adapter:
     for name in tensors:
         if name.endswith(INNER_SUFFIX):
             stem = name.removesuffix(INNER_SUFFIX)
-            outer, inner = result.pop(stem + OUTER_SUFFIX), result.pop(name)
-            if inner.shape[0] < inner.shape[1]:
-                result[stem + A_SUFFIX] = (inner.double() @ result[stem + A_SUFFIX].double()).float()
-                result[stem + B_SUFFIX] = outer
+            inner = result.pop(name)
+            rows, columns = inner.shape
+            outer, first = result.pop(stem + OUTER_SUFFIX)[:, :rows], result[stem + A_SUFFIX][:columns]
+            if rows < columns:
+                first = (inner.double() @ first.double()).float()
             else:
-                result[stem + B_SUFFIX] = (outer.double() @ inner.double()).float()
+                outer = (outer.double() @ inner.double()).float()
+            result |= {stem + A_SUFFIX: first, stem + B_SUFFIX: outer}
     return result

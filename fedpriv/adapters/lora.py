@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fedpriv.adapters import _inner, pooling
-from fedpriv.adapters._arithmetic import Adapter, Factors, Merged, as_one_adapter, factors_of
+from fedpriv.adapters._arithmetic import INNER_SUFFIX, Adapter, Factors, Merged, as_one_adapter, factors_of
 from fedpriv.adapters._base_models import BaseModel, load_base, quiet_transformers
 from fedpriv.adapters._locations import check_weights, public_name, weights_digests
 from fedpriv.errors import InputError
@@ -213,16 +213,20 @@ def read_parameters(parameters: Mapping[str, nn.Parameter]) -> Adapter:
 
 
 def write_parameters(parameters: Mapping[str, nn.Parameter], adapter: Mapping[str, Tensor]) -> None:
-    """`write`, given the result of `trainable`."""
+    """`write`, given the result of `trainable`; an R of a smaller rank is the leading block of the model's."""
     if parameters.keys() != adapter.keys():
         unmatched = sorted(parameters.keys() ^ adapter.keys())
         raise ValueError(f"adapter: tensors {', '.join(unmatched)} are on one side only")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            if parameter.shape != adapter[name].shape:
-                actual, expected = tuple(adapter[name].shape), tuple(parameter.shape)
+            given = adapter[name]
+            target = parameter[tuple(map(slice, given.shape))] if name.endswith(INNER_SUFFIX) else parameter
+            if target.shape != given.shape:
+                actual, expected = tuple(given.shape), tuple(parameter.shape)
                 raise ValueError(f"adapter: {name} has shape {actual}, the model's is {expected}")
-            parameter.copy_(adapter[name])
+            if target.shape != parameter.shape:
+                parameter.zero_()
+            target.copy_(given)
 
 
 def save(

@@ -15,8 +15,8 @@ from fedpriv.config._section import ConfigSection, Count, Fact, Maybe, NonNegati
 class FederationSection(ConfigSection, title="Federation"):
     """The rounds of a run, whom they wait for, and how the server aggregates uploads."""
 
-    rounds: Count = 40
-    """the number of rounds, the head's start included"""
+    rounds: Annotated[Count, Fact.BY_TRAIN] = 40
+    """the number of rounds, the head's start included; with `train = auto` and R the most that it takes"""
     head_start: Annotated[bool, Fact.TEXTS] = True
     """the first round is one release of every record's features, summed by class: the head starts from class means"""
     evaluate_every: Count = 1

@@ -101,8 +101,8 @@ _ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
     "batch_size": (),
 }
 
-WITH_AUTO: Mapping[str, Any] = {"aggregation": "fed-sb", "rank": 16, "alpha": 64.0, "layers": "all", "rounds": 53}
-"""The keys for R between frozen factors of every layer, which `train = auto` trains where that pays."""
+WITH_AUTO: Mapping[str, Any] = {"aggregation": "fed-sb", "rank": 64, "alpha": 256.0, "layers": "all", "rounds": 214}
+"""The keys for R between frozen factors of every layer; `train = auto` trains as much of it, as long, as pays."""
 
 _WITH_SECURE_AGGREGATION: Mapping[str, Any] = {"mechanism": FOR_SUMS, "privacy_view": "aggregate"}
 

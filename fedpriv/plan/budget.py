@@ -21,7 +21,7 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import PlannedView, aggregate_scale, default_delta, num_readers, rho_bar
-from fedpriv.adapters import Adapter
+from fedpriv.adapters import INNER_SUFFIX, Adapter, leading_block
 from fedpriv.config import WITH_AUTO, RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.registry import FOR_SUMS
@@ -56,8 +56,8 @@ _SMALLEST_LORA_SAMPLE = 0.01
 # A and B in the default model: rank 4, for query and value of its last layer, whose matrices are 384 x 384.
 LORA_VALUES = 2 * 4 * (384 + 384)
 
-# R in the default model, which `train = auto` is about: 16 x 16, for query and value of its six layers.
-R_VALUES = 6 * 2 * 16 * 16
+# Matrices R in the default model, which `train = auto` is about: for query and value of its six layers.
+_R_MATRICES = 6 * 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Setting:
         sizes: N_k >= 1, registered, of each client: records, or persons if these are the configuration's unit.
         config: of the run, with the recipe `fedpriv`: its `target_epsilon` is what each client may spend on its
             `privacy_view`.
-        num_lora_values: d >= 1, in A and B.
+        num_lora_values: d >= 1, in A and B, or in all matrices R of the configuration's rank.
         num_classes: c >= 2, of the head.
 
     Raises:
@@ -121,7 +121,7 @@ class Setting:
         hidden = {"secure_aggregation": True, "min_clients": max(least, len(sizes))} if view == "aggregate" else {}
         config = parse({"target_epsilon": epsilon, "privacy_view": view} | hidden | values)
         if num_lora_values is None:
-            num_lora_values = R_VALUES if config.aggregation == WITH_AUTO["aggregation"] else LORA_VALUES
+            num_lora_values = _R_MATRICES * config.rank**2 if config.rule.trains == "lora-r" else LORA_VALUES
         return Setting(sizes=sizes, config=config, num_lora_values=num_lora_values, num_classes=num_classes)
 
     @property
@@ -137,10 +137,11 @@ class Setting:
     @property
     def adapter(self) -> Adapter:
         """A stand-in for the run's adapter: Gaussian noise costs the same for any; rates depend on d and c alone."""
-        return {
-            "layer.lora_A.weight": torch.empty(self.num_lora_values, device="meta"),
-            "classifier.bias": torch.empty(self.num_classes, device="meta"),
-        }
+        rank, lora = self.config.rank, {"layer.lora_A.weight": torch.empty(self.num_lora_values, device="meta")}
+        if self.config.rule.trains == "lora-r":
+            num = max(1, round(self.num_lora_values / rank**2))
+            lora = {f"{each}{INNER_SUFFIX}": torch.empty(rank, rank, device="meta") for each in range(num)}
+        return lora | {"classifier.bias": torch.empty(self.num_classes, device="meta")}
 
     @property
     def record_passes(self) -> float:
@@ -341,10 +342,14 @@ def lora_choice(setting: Setting) -> tuple[Setting, str]:
         InputError: no noise meets the budget.
     """
     if setting.config.train != "auto":
-        of_r = R_VALUES if setting.num_lora_values == LORA_VALUES else setting.num_lora_values
+        of_r = setting.num_lora_values
+        if of_r == LORA_VALUES:
+            of_r = _R_MATRICES * WITH_AUTO["rank"] ** 2
         setting = replace(setting.changed(train="auto", **WITH_AUTO), num_lora_values=of_r)
     config, reason = decided(setting.config, setting.sizes, setting.adapter)
-    return replace(setting, config=replace(config, train="all")), reason
+    trained = leading_block(setting.adapter, config.rank)
+    num_values = sum(tensor.numel() for tensor in trained.values()) - setting.num_classes
+    return replace(setting, config=replace(config, train="all"), num_lora_values=num_values), reason
 
 
 def alternatives(setting: Setting) -> dict[str, Plan]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedpriv.adapters import (
     A_SUFFIX,
     B_SUFFIX,
+    INNER_SUFFIX,
     Adapter,
     Merged,
     base_dtype,
@@ -66,8 +67,12 @@ _MOST_TOKENS = 4096
 
 
 def rank_of(shapes: Mapping[str, torch.Size]) -> int | None:
-    """The rank of an adapter whose tensors have these shapes; None without LoRA layers, or if they differ in it."""
-    ranks = {shape[0] for name, shape in shapes.items() if name.endswith(A_SUFFIX)}
+    """The rank of an adapter whose tensors have these shapes; None without LoRA layers, or if they differ in it.
+
+    Of matrices R, which no layer can have larger than its weight, it is the largest.
+    """
+    inner = [shape[1] for name, shape in shapes.items() if name.endswith(INNER_SUFFIX)]
+    ranks = {max(inner)} if inner else {shape[0] for name, shape in shapes.items() if name.endswith(A_SUFFIX)}
     return ranks.pop() if len(ranks) == 1 else None
 
 
@@ -170,7 +175,7 @@ class TrainingModel:
         return "bfloat16" if self.base_dtype == torch.bfloat16 else "float32"
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Refuse an adapter that does not fit the model; its rank, equal in all LoRA layers, may differ.
+        """Refuse an adapter that does not fit the model; its rank may differ, equal in all layers, R's be smaller.
 
         Raises:
             ValueError: names the tensors that do not fit.
@@ -192,6 +197,8 @@ class TrainingModel:
         if rank is not None:
             shapes |= {n: torch.Size((rank, shape[1])) for n, shape in shapes.items() if n.endswith(A_SUFFIX)}
             shapes |= {n: torch.Size((shape[0], rank)) for n, shape in shapes.items() if n.endswith(B_SUFFIX)}
+            inner = {n: shape for n, shape in shapes.items() if n.endswith(INNER_SUFFIX)}
+            shapes |= {n: torch.Size(max(1, min(rank, most)) for most in shape) for n, shape in inner.items()}
         return shapes
 
     @property

@@ -18,9 +18,10 @@ from fedpriv.accounting.recipe import (
     LORA_PROBABILITY,
     LORA_ROUNDS,
     LORA_SHARE,
+    NARROW_RANK,
+    NARROW_ROUNDS,
     R_ADAM_NOISE,
     START_SHARE,
-    WIDE,
     WIDE_PAYS,
     LearningRate,
     WeightedClients,
@@ -35,7 +36,7 @@ from fedpriv.accounting.recipe import (
 from fedpriv.accounting.risk import RiskTarget
 from fedpriv.accounting.trade_off import gaussian_epsilon
 from fedpriv.accounting.views import default_delta, smallest_aggregate_scales
-from fedpriv.adapters import Adapter
+from fedpriv.adapters import Adapter, leading_block
 from fedpriv.config import FederationSection, RunConfig, UpdateSection
 from fedpriv.errors import InputError
 from fedpriv.training.local_update import planned_event, trained_names
@@ -296,18 +297,45 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
     """The configuration with the rounds that `train = auto` stands for, and why; as it is, and "", with any other.
 
     Where noise leaves LoRA enough signal, most rounds train A, B and head with most of the budget; elsewhere all rounds
-    train the head alone. docs/recipes.md says how the bound was found.
+    train the head alone. Of R between frozen factors the leading block is trained, in fewer rounds, unless noise is
+    very small. docs/recipes.md says how the bounds were found.
 
     Args:
-        config: of the run; its noise may be still to be calibrated.
+        config: of the run; its noise may be still to be calibrated. Its rank and rounds are the most that are chosen.
         sizes: N_k of all clients.
-        initial: the adapter.
+        initial: the adapter, with all of R.
 
     Raises:
         InputError: no noise meets the target.
     """
     if config.train != "auto":
         return config, ""
+    if config.rule.trains != "lora-r":
+        with_lora, noise = _with_lora(config, sizes, initial)
+        head, named, what = config, "A and B", "A, B and head"
+    else:
+        narrow = _narrow(config)
+        with_lora, noise = _with_lora(narrow, sizes, leading_block(initial, narrow.rank))
+        if noise <= WIDE_PAYS and config.rank > narrow.rank and config.rounds > narrow.rounds:
+            with_lora, _ = _with_lora(config, sizes, initial)
+        head = replace(narrow, rounds=min(narrow.rounds, RunConfig().rounds))
+        named, what = f"R of rank {narrow.rank}", f"R of rank {with_lora.rank} and head"
+    pays = noise <= LORA_PAYS
+    reason = (
+        f"train = auto: {what if pays else 'the head alone'}, since nu^2 d, the noise in {named}, would be "
+        f"{noise:.2g} with {sum(sizes)} records of {len(sizes)} clients; LoRA pays up to {LORA_PAYS:g}"
+    )
+    return (with_lora if pays else replace(head, lora_rounds=0)), reason
+
+
+def _narrow(config: RunConfig) -> RunConfig:
+    """The configuration with the smaller R and the fewer rounds, if its own are not smaller."""
+    rank = min(config.rank, NARROW_RANK)
+    return replace(config, rank=rank, alpha=config.alpha * rank / config.rank, rounds=min(config.rounds, NARROW_ROUNDS))
+
+
+def _with_lora(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[RunConfig, float]:
+    """The configuration with rounds that train LoRA, and nu^2 d, the noise that they would leave in it."""
     num_rounds = round(LORA_ROUNDS * (config.rounds - config.head_start))
     probability = min(LORA_PROBABILITY, LORA_PASSES / max(1, num_rounds))
     with_lora = replace(
@@ -333,13 +361,4 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
     rates = [config.lora_server_learning_rate, LORA_ADAM_WALK / math.sqrt(max(1, num_rounds))]
     of_r = config.rule.trains == "lora-r"
     rates += [(R_ADAM_NOISE if of_r else LORA_ADAM_NOISE) / (of_round * num_values)] if noise else []
-    with_lora = replace(with_lora, lora_server_learning_rate=min(rates))
-    pays = noise <= LORA_PAYS
-    is_wide = not of_r or config.rank >= WIDE["rank"]
-    hint = ", ".join(f"{key} = {value:g}" for key, value in WIDE.items())
-    reason = (
-        f"train = auto: {'A, B and head' if pays else 'the head alone'}, since nu^2 d, the noise in A and B, would be "
-        f"{noise:.2g} with {sum(sizes)} records of {len(sizes)} clients; LoRA pays up to {LORA_PAYS:g}"
-        + ("" if is_wide or noise > WIDE_PAYS else f"; with so little noise a wider R pays more: {hint}")
-    )
-    return (with_lora if pays else replace(config, lora_rounds=0)), reason
+    return replace(with_lora, lora_server_learning_rate=min(rates)), noise

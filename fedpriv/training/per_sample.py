@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedpriv.adapters import INNER_SUFFIX
 from fedpriv.training._recomputation import Run, recomputing
 
 PerSample = dict[str, Tensor]
@@ -154,16 +155,17 @@ def recorded(
 
     def forward_of(name: str, layer: TrainableLayer) -> Callable[[Tensor], Tensor]:
         plain: Callable[..., Tensor] = type(layer.module).forward
+        block = _block_of(layer, stack)
 
         def forward(x: Tensor) -> Tensor:
+            x = x if block is None else x[..., : block[1]]
             output = plain(layer.module, x) if stack is None else _stacked(name, layer, x, stack)
             # Without gradients it is the first run of a layer that is run again.
-            if name not in wanted or not torch.is_grad_enabled():
-                return output
-            # The parameters need no gradient of their own: only that of the output is computed.
-            output = output if output.requires_grad else output.requires_grad_()
-            activations.record(name, x, output)
-            return output
+            if name in wanted and torch.is_grad_enabled():
+                # The parameters need no gradient of their own: only that of the output is computed.
+                output = output if output.requires_grad else output.requires_grad_()
+                activations.record(name, x, output)
+            return output if block is None else F.pad(output, (0, layer.module.weight.shape[0] - block[0]))
 
         return forward
 
@@ -179,6 +181,14 @@ def recorded(
                 del vars(module)["forward"]
             else:
                 vars(module)["forward"] = forward
+
+
+def _block_of(layer: TrainableLayer, stack: Stack | None) -> tuple[int, int] | None:
+    """(rows, columns) of the leading block of the layer's R that the clients train; None where they train all of it."""
+    if stack is None or layer.weight is None or not layer.weight.endswith(INNER_SUFFIX):
+        return None
+    _, rows, columns = stack.parameters[layer.weight].shape
+    return None if (rows, columns) == tuple(layer.module.weight.shape) else (rows, columns)
 
 
 def _stacked(name: str, layer: TrainableLayer, x: Tensor, stack: Stack) -> Tensor:
@@ -260,7 +270,8 @@ def per_sample_gradients(
     for layer in wanted.values():  # a layer that the pass did not use has zero gradient
         for key, parameter in layer.parameters.items():
             if key not in result:
-                result[key] = parameter.new_zeros((collected.num, *parameter.shape))
+                shape = parameter.shape if stack is None else stack.parameters[key].shape[1:]
+                result[key] = parameter.new_zeros((collected.num, *shape))
     return result, values.detach()
 
 

@@ -87,7 +87,7 @@ def stacked_updates(model: TrainedModel, tasks: Sequence[UpdateTask]) -> list[Cl
     clients = _Clients.of(model, tasks)
     model.merge(tasks[0].merged)
     spec, on_upload = clients.spec, clients.spec.noise_on == "upload"
-    planned = [planned_event(spec, task.sampler.sampling_probability, model.parameters, task.grid) for task in tasks]
+    planned = [planned_event(spec, task.sampler.sampling_probability, task.adapter, task.grid) for task in tasks]
     weights = trained_weights(spec, clients.broadcast, model.initial, clients.layout)
     events: list[list[Event]] = [[] for _ in tasks]
     for step in range(spec.local_steps):

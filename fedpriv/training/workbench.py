@@ -21,6 +21,7 @@ from fedpriv.adapters import (
     Merged,
     attach,
     last_targets,
+    leading_block,
     load_base,
     quantise,
     save,
@@ -156,6 +157,10 @@ class Workbench:
         self._clients: dict[int, Records] = {}
         self.read_for = ""
         self.coin_key = str(config.seed).encode()
+
+    def start_with(self, rank: int) -> None:
+        """Let runs start with matrices R of this rank, where the model's are larger."""
+        self.initial = leading_block(self.model.initial, rank)
 
     @cached_property
     def data(self) -> FederatedData:

@@ -129,7 +129,7 @@ def identity_of(holder: Holder, client: int) -> Identity:
 
 
 def part_of(
-    request: Request, config: RunConfig, holder: Holder, client: int, *, spec: UpdateSpec, digest: str, initial: Adapter
+    request: Request, config: RunConfig, holder: Holder, client: int, *, spec: UpdateSpec, digest: str, adapter: Adapter
 ) -> Part:
     """The node's part in the sum that a train request is for.
 
@@ -140,14 +140,14 @@ def part_of(
         client: whose part it is.
         spec: of the update.
         digest: of the request's broadcast and specification, which the terms must name.
-        initial: all tensors of the adapter.
+        adapter: all tensors that are broadcast.
 
     Raises:
         RefusedError: the terms are not for this request or not what the operator agreed to, or the node takes no part.
     """
     terms = _terms(request)
     check_policy(terms, client, holder.policy)
-    dimension = num_trained_values(initial, spec.trains)
+    dimension = num_trained_values(adapter, spec.trains)
     for name, stated, asked in (
         ("request", terms.request, digest),
         ("dimension", terms.dimension, dimension),

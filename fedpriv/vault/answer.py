@@ -247,7 +247,11 @@ def _checked(
         )
     coins, choices = (_source(config, int(key.client), key.round, purpose) for purpose in ("inclusion", "choices"))
     sampler = spec.sampler(num_registered, coins, choices)
-    event = planned_event(spec, sampler.sampling_probability, bench.initial, part.grid if part else None)
+    if kind != EVALUATE:  # what a release costs can depend on how many values it has
+        check_broadcast(broadcast, policy.limits)
+        bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
+        bench.model.check_merged(broadcast.merged)
+    event = planned_event(spec, sampler.sampling_probability, broadcast.adapter, part.grid if part else None)
     # A node knows of no other noise than its own, but under the terms that its peers have signed.
     release = part.release(event) if part else Release(event=event, rho_bar=1.0)
     if kind == EVALUATE:
@@ -257,9 +261,6 @@ def _checked(
         private_evaluation.check_fits(bench.model, broadcast.adapter, broadcast.merged)
     else:
         check_limits(spec, release.charged_on(policy.budget_view), key.round, policy.limits)
-        check_broadcast(broadcast, policy.limits)
-        bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
-        bench.model.check_merged(broadcast.merged)
     return sampler, release
 
 
@@ -285,7 +286,7 @@ def _instruction(request: Request, config: RunConfig, holder: Holder, client: in
     part = None
     # Without terms the server is to see the upload itself, as it may ask for in any run: that is charged in full.
     if config.secure_aggregation and protocol.TERMS in request.fields:
-        part = _summed.part_of(request, config, holder, client, spec=spec, digest=digest, initial=initial)
+        part = _summed.part_of(request, config, holder, client, spec=spec, digest=digest, adapter=broadcast.adapter)
     if part and (part.terms.run, part.terms.round) != (run, round_):
         raise RefusedError(f"terms: run, round = {part.terms.run}, {part.terms.round}: are not those of the request")
     key = _key(config, client, run, round_, f"{digest} {part.digest}" if part else digest)

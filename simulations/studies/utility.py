@@ -27,6 +27,7 @@ from simulations.studies._utility_cells import (
     FACTORS,
     INGREDIENTS,
     NAMED,
+    NARROW,
     PLAIN_LORA,
     PLAIN_WEIGHTS,
     PROBES,
@@ -35,7 +36,6 @@ from simulations.studies._utility_cells import (
     SEEDS,
     SIZES,
     UNNAMED,
-    WIDE,
     UtilityCell,
     cells,
     run_all,
@@ -78,8 +78,8 @@ def _targets(results: Results) -> Iterator[Sequence[str]]:
             met = found.mean + (found.standard_error or 0.0) >= 0
             yield claim, ">= 0", found.text(sign=True), verdict(met)
     for view, epsilon, target in _WITH_LORA:
-        found = _estimate(results, NAMED[-1], WIDE, epsilon, view)
-        claim = f"{NAMED[-1]}, {view}, epsilon {epsilon:g}: {WIDE}"
+        found = _estimate(results, NAMED[-1], AUTO, epsilon, view)
+        claim = f"{NAMED[-1]}, {view}, epsilon {epsilon:g}: {AUTO}"
         yield claim, f">= {target:g}", shown(found), verdict(found and found.mean >= target)
     for name in SIZES:
         found = difference(*(_by_seed(results, name, method, 8.0, "sum") for method in (AUTO, "head")))
@@ -121,7 +121,7 @@ def _pooled(results: Results, method: str) -> Estimate | None:
 
 def _corpus(results: Results, name: str) -> str:
     rows = []
-    views = {"local": ("head", RECIPE, AUTO, WIDE, "paper", PROBES, CENTRAL), "sum": ("head", RECIPE, AUTO, WIDE)}
+    views = {"local": ("head", RECIPE, AUTO, "paper", PROBES, CENTRAL), "sum": ("head", RECIPE, AUTO)}
     for view, methods in views.items():
         for method in methods:
             found = [_estimate(results, name, method, epsilon, view) for epsilon in _ORDER]
@@ -161,11 +161,11 @@ def _many(results: Results) -> str:
     rows = []
     settings = [(name, "sum", 8.0) for name in SIZES] + [(NAMED[-1], view, epsilon) for view, epsilon, _ in _WITH_LORA]
     for name, view, epsilon in settings:
-        head, *others = (_by_seed(results, name, method, epsilon, view) for method in ("head", AUTO, WIDE))
+        head, *others = (_by_seed(results, name, method, epsilon, view) for method in ("head", AUTO, NARROW))
         less_head = [shown(difference(other, head), sign=True) for other in others]
         found = [shown(Estimate.of(each.values())) for each in (head, *others)]
         rows.append((name, view, f"{epsilon:g}", found[0], found[1], less_head[0], found[2], less_head[1]))
-    headers = ("records", "view", "epsilon", "head", AUTO, "less head", WIDE, "less head")
+    headers = ("records", "view", "epsilon", "head", AUTO, "less head", NARROW, "less head")
     plain = {method: _estimate(results, NAMED[-1], method, None) for method in (PLAIN_LORA, PLAIN_WEIGHTS)}
     known = [f"{method} {found.text()}" for method, found in plain.items() if found]
     return table(headers, rows) + f"\n\n{NAMED[-1]}, not private: {', '.join(known) or 'not run'}."

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import fedpriv.adapters
-from fedpriv.adapters import LoraSettings, attach, load_base, read, save
+from fedpriv.adapters import LoraSettings, attach, leading_block, load_base, read, save, write
 from fedpriv.adapters._arithmetic import INNER_SUFFIX
 from fedpriv.adapters._inner import _singular_factors, as_ordinary
 from fedpriv.errors import InputError
@@ -73,10 +75,41 @@ def test_rounding_in_float64_moves_factors_that_are_taken_by_no_more_than_float3
         torch.testing.assert_close(one, other, atol=2e-7, rtol=0)
 
 
-def test_a_layer_with_fewer_inputs_than_r_is_refused_by_name(tiny_bert):
+def test_r_is_as_large_as_the_weight_where_that_has_fewer_inputs_than_the_rank(tiny_bert):
     base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
-    with pytest.raises(InputError, match=r"layer\.0\.attention\.self\.query: rank = 65: .* has 64 at most"):
-        attach(base, LoraSettings(rank=65, trains="lora-r"))
+    model = attach(base, LoraSettings(rank=100, alpha=200.0, trains="lora-r"))
+    inner = [tensor for name, tensor in read(model).items() if name.endswith(INNER_SUFFIX)]
+    assert {tensor.shape for tensor in inner} == {(64, 64)}
+
+
+@pytest.mark.parametrize("rank", [1, 3, 5])
+def test_an_r_of_a_smaller_rank_is_saved_as_the_larger_one_with_zeros_around_it(tiny_bert, tmp_path, rank):
+    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+    model = move(attach(base, LoraSettings(rank=5, alpha=20.0, trains="lora-r")))
+    narrow = leading_block(read(model), rank)
+    padded = {
+        name: F.pad(tensor, (0, 5 - rank, 0, 5 - rank)) if name.endswith(INNER_SUFFIX) else tensor
+        for name, tensor in narrow.items()
+    }
+    functions = []
+    for name, adapter in (("narrow", narrow), ("padded", padded)):
+        save(model, base, tmp_path / name, adapter=adapter, labels=("x", "y", "z"))
+        functions.append(fedpriv.adapters.load(str(tiny_bert), tmp_path / name)(**BATCH).logits)
+        write(model, adapter)
+        functions.append(model(**BATCH).logits)
+    for function in functions[1:]:
+        torch.testing.assert_close(function, functions[0], atol=1e-6, rtol=1e-5)
+    settings = json.loads((tmp_path / "narrow" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (rank, 4.0 * rank)
+
+
+def test_an_r_that_does_not_fit_leaves_the_model_as_it_was(tiny_bert):
+    model = move(attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings(rank=3, trains="lora-r")))
+    before = read(model)
+    larger = {name: F.pad(t, (0, 1, 0, 1)) if name.endswith(INNER_SUFFIX) else t for name, t in before.items()}
+    with pytest.raises(ValueError, match="has shape"):
+        write(model, larger)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in read(model).items())
 
 
 def test_r_and_the_head_alone_are_trained_and_r_starts_at_zero(tiny_bert):

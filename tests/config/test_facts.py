@@ -61,7 +61,7 @@ def differing(one: RunConfig, other: RunConfig) -> set[str]:
 
 def test_train_auto_decides_what_is_said_to_be_decided_by_it():
     given = {"lora_rounds": 5, "lora_sampling_probability": 0.5, "lora_server_learning_rate": 1.0}
-    setting = Setting.of((8000,) * 5, epsilon=8.0, train="auto", **given)
+    setting = Setting.of((5000,) * 5, epsilon=8.0, train="auto", **given)
     chosen, _ = lora_choice(setting)
     assert chosen.num_lora_rounds, "the check would be blind"
     assert differing(chosen.config, replace(setting.config, train="all")) == set(RunConfig.keys_with(Fact.BY_TRAIN))

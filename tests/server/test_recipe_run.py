@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from fedpriv.config import parse, to_flower
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.protocol import Registration
+from fedpriv.runs import files
+from fedpriv.training import noise_plan
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate, with_learning_rates
 from fedpriv.training.schedule import RunSchedule
 from fedpriv.training.workbench import workbench
@@ -105,6 +108,42 @@ def test_the_model_is_tested_every_so_many_rounds_and_at_the_end(recipe, tmp_pat
         accuracies = {int(row["round"]): row["test_accuracy"] for row in csv.DictReader(file)}
     assert [round_ for round_, accuracy in accuracies.items() if accuracy] == [0, 3, 5]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["accuracy"] == float(accuracies[5])
+
+
+class _Stopped(LogObserver):
+    """Ends a run after its fourth round, as Ctrl-C does."""
+
+    def round_done(self, row):
+        super().round_done(row)
+        if row.round == 4:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(params=[{}, {"secure_aggregation": True, "min_clients": 3}], ids=["local", "sum"])
+def of_r(request, recipe, monkeypatch):
+    """Configuration values of a run of which so few records train R, but not a wide one."""
+    monkeypatch.setattr(noise_plan, "LORA_PAYS", math.inf)
+    monkeypatch.setattr(noise_plan, "NARROW_ROUNDS", 6)
+    own = {key: value for key, value in recipe.items() if key not in ("rank", "alpha", "lora_rounds")}
+    return own | {"train": "auto", "rounds": 9, "rank": 24, "alpha": 96.0, "layers": "all", **request.param}
+
+
+def test_a_run_that_trains_a_block_of_r_is_one_of_that_rank_throughout_and_resumes_so(of_r, tmp_path):
+    folders = [tmp_path / "whole", tmp_path / "stopped"]
+    federation.run(parse(of_r | {"out": str(folders[0])}), LogObserver())
+    with pytest.raises(KeyboardInterrupt):
+        federation.run(parse(of_r | {"out": str(folders[1])}), _Stopped())
+    federation.run(parse(of_r | {"out": str(folders[1]), "resume": str(folders[1])}), LogObserver())
+    found = [load_file(folder / "variants" / "global" / "adapter_model.safetensors") for folder in folders]
+    assert {tensor.shape[0] for name, tensor in found[0].items() if "lora_A" in name} == {16}
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(tensor, found[1][name], rtol=0, atol=0)
+    for folder in folders:
+        config, summary = files.read_config(folder), json.loads((folder / "summary.json").read_text())
+        assert (config.rank, config.alpha, config.rounds) == (16, 64.0, 6)
+        assert summary["adapters_moved"]
+        view = "aggregate" if config.secure_aggregation else "local"
+        assert 0.99 * TARGET < summary[f"epsilon_{view}_max"] <= TARGET
 
 
 # Every day each view at one target, and each target on one view.

@@ -18,9 +18,9 @@ MANY, FEW = [12_000] * 5, [1200] * 5
 
 
 def test_with_many_records_most_rounds_train_a_and_b_with_most_of_the_budget():
-    config, reason = decided(parse(AUTO), MANY, INITIAL)
+    config, reason = decided(parse(AUTO | {"aggregation": "dp-lora", "rounds": 53}), MANY, INITIAL)
     assert (config.lora_rounds, config.lora_share, config.lora_server_optimizer) == (39, 0.75, "adam")
-    assert reason.startswith("train = auto: A, B and head")
+    assert reason.startswith("train = auto: A, B and head, since nu^2 d, the noise in A and B,")
     assert f"{LORA_PAYS:g}" in reason
     schedule = RunSchedule.of(with_learning_rates(calibrated(config, MANY, INITIAL), MANY, INITIAL))
     assert [(phase.name, phase.num_rounds) for phase in schedule.phases] == [("start", 1), ("head", 13), ("all", 39)]
@@ -63,7 +63,7 @@ def test_with_r_between_frozen_factors_fewer_records_suffice():
 
 def test_r_of_every_layer_is_what_it_chooses_about_unless_another_rule_is_named():
     config = parse(AUTO)
-    assert (config.aggregation, config.rank, config.alpha, config.layers) == ("fed-sb", 16, 64.0, "all")
+    assert (config.aggregation, config.rank, config.alpha, config.layers) == ("fed-sb", 64, 256.0, "all")
     assert parse(AUTO | {"layers": "last-2", "rounds": 40}).layers == "last-2"
     other = parse(AUTO | {"aggregation": "ffa-lora"})
     assert (other.aggregation, other.rank, other.layers) == ("ffa-lora", RunConfig().rank, RunConfig().layers)
@@ -75,17 +75,34 @@ def test_more_rounds_draw_fewer_records_each_so_that_they_cost_no_more_passes(ro
     assert (config.lora_rounds, config.lora_sampling_probability) == (joint, probability)
 
 
-def test_a_wider_r_is_named_where_noise_is_small_enough_for_it_and_it_is_not_there_yet():
-    inner = {f"{number}{INNER_SUFFIX}": torch.zeros(16, 16) for number in range(12)}
-    initial = inner | {"head.weight": torch.zeros(2, 384)}
-    keys = "rank = 64, alpha = 256, rounds = 214"
-    sums = AUTO | {"secure_aggregation": True}
-    assert decided(parse(sums), [12_000] * 5, initial)[1].endswith(
-        f"; with so little noise a wider R pays more: {keys}"
-    )
-    wide = sums | {"rank": 64, "alpha": 256, "rounds": 214}
-    for values, size in ((AUTO, 6_000), (sums, 3_000), (wide, 12_000)):
-        assert keys not in decided(parse(values), [size] * 5, initial)[1]
+@pytest.mark.parametrize(
+    ("changes", "size", "rank", "rounds", "joint"),
+    [
+        ({}, 12_000, 64, 214, 160),
+        ({"secure_aggregation": True, "target_epsilon": 2.0}, 12_000, 64, 214, 160),
+        ({}, 6_000, 16, 53, 39),
+        ({}, 600, 16, 40, 0),
+        ({"rank": 8, "alpha": 32.0}, 12_000, 8, 53, 39),
+        ({"rounds": 53}, 12_000, 16, 53, 39),
+        ({"rank": 8, "alpha": 32.0, "rounds": 30}, 600, 8, 30, 0),
+    ],
+)
+def test_the_rank_and_the_rounds_are_the_most_that_noise_and_configuration_allow(changes, size, rank, rounds, joint):
+    inner = {f"{number}{INNER_SUFFIX}": torch.zeros(64, 64) for number in range(12)}
+    configured = parse(AUTO | changes)
+    config, reason = decided(configured, [size] * 5, inner | {"head.weight": torch.zeros(2, 384)})
+    assert (config.rank, config.rounds, config.lora_rounds) == (rank, rounds, joint)
+    assert config.alpha / config.rank == configured.alpha / configured.rank
+    trained = f"R of rank {rank} and head" if joint else "the head alone"
+    measured = f"the noise in R of rank {min(rank, 16)}"
+    assert reason.startswith(f"train = auto: {trained}, since nu^2 d, {measured}, would be ")
+
+
+def test_the_head_alone_is_trained_as_a_run_of_the_head_trains_it():
+    inner = {f"0{INNER_SUFFIX}": torch.zeros(64, 64), "head.weight": torch.zeros(2, 384)}
+    config, _ = decided(parse(AUTO), [200] * 5, inner)
+    assert not config.lora_rounds
+    assert config.rounds == parse(AUTO | {"train": "head"}).rounds
 
 
 def test_any_other_choice_is_left_alone():

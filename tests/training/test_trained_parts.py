@@ -10,7 +10,7 @@ import torch
 from scipy.stats import chi2
 
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.adapters import LoraSettings, attach, load_base, pooling, read
+from fedpriv.adapters import INNER_SUFFIX, LoraSettings, attach, leading_block, load_base, pooling, read, write
 from fedpriv.config import RunConfig
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked
@@ -135,6 +135,47 @@ def test_an_update_of_r_equals_a_loop_over_single_records(inner, make_records, s
     for name, tensor in expected.items():
         assert not torch.equal(tensor, task.adapter[name]), f"{name} did not move, so the test would prove nothing"
         torch.testing.assert_close(found[name] - task.adapter[name], tensor - task.adapter[name], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_an_update_of_the_leading_block_of_r_is_that_of_a_model_whose_r_is_zero_elsewhere(inner, make_records, rank):
+    task = make_task(inner, make_records(20), noise_multiplier=0.0, learning_rate=1000.0)
+    task = dataclasses.replace(task, adapter=leading_block(task.adapter, rank))
+    write(inner.peft_model, task.adapter)  # what the loop over single records differentiates
+    of_all = scaled_gradient(inner, task.data.items()[0], task.spec)
+    total, size = {}, task.sampler.expected_batch_size
+    for item in task.data.items():
+        gradient = leading_block(scaled_gradient(inner, item, task.spec), rank)
+        for name, g in gradient.items():
+            total[name] = total.get(name, 0.0) + g * min(1.0, task.spec.clip_norm / length(gradient))
+    found = local_update(inner, task)
+    sizes = {name: tensor.numel() for name, tensor in found.adapter.items() if "lora" in name}
+    assert set(sizes.values()) == {rank**2}
+    assert {of_all[name].shape for name in sizes} == {(4, 4)}
+    for name, tensor in found.adapter.items():
+        expected = -task.spec.learning_rate * total[name].float() / size
+        most = float(expected.abs().max())
+        assert most > 1e-4, f"{name} did not move, so the test would prove nothing"
+        torch.testing.assert_close(tensor - task.adapter[name], expected, atol=2e-3 * most, rtol=0)
+
+
+def test_noise_reaches_every_value_of_the_block_and_its_event_is_the_block_s(inner, make_records):
+    task = make_task(inner, make_records(20), noise_multiplier=1.0, mechanism="discrete-gaussian")
+    wide, narrow = (dataclasses.replace(task, adapter=leading_block(task.adapter, rank)) for rank in (4, 2))
+    found = local_update(inner, narrow)
+    moved = [found.adapter[name] != narrow.adapter[name] for name in narrow.adapter]
+    assert all(bool(each.all()) for each in moved)
+    for each in (wide, narrow):
+        planned = planned_event(each.spec, each.sampler.sampling_probability, each.adapter)
+        assert local_update(inner, each).event == planned
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (2, 3), (0, 0)])
+def test_an_r_that_is_no_leading_block_is_refused(inner, make_records, shape):
+    task = make_task(inner, make_records(4))
+    adapter = {n: torch.zeros(shape) if n.endswith(INNER_SUFFIX) else t for n, t in task.adapter.items()}
+    with pytest.raises(ValueError, match="has shape"):
+        local_update(inner, dataclasses.replace(task, adapter=adapter))
 
 
 def test_scaled_coordinates_are_clipped_jointly(model, make_records):
