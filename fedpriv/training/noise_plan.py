@@ -310,7 +310,7 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
     """
     if config.train != "auto":
         return config, ""
-    if config.rule.trains != "lora-r":
+    if config.rule.trains != "lora-r" or config.factors == "answers":
         with_lora, noise = _with_lora(config, sizes, initial)
         head, named, what = config, "A and B", "A, B and head"
     else:

@@ -159,8 +159,9 @@ class Workbench:
         self.coin_key = str(config.seed).encode()
 
     def start_with(self, rank: int) -> None:
-        """Let runs start with matrices R of this rank, where the model's are larger."""
-        self.initial = leading_block(self.model.initial, rank)
+        """Let runs start with matrices R of this rank, where the model's are larger; R for answers has no rank."""
+        if self._config.factors == "weights":
+            self.initial = leading_block(self.model.initial, rank)
 
     @cached_property
     def data(self) -> FederatedData:
