@@ -41,6 +41,7 @@ FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 BASELINES, RECIPE, AUTO, PROBES = "baselines", "recipe", "auto", "averaged probes"
 NARROW = "auto, rank 16"
 CENTRAL, LOCAL_STEPS = "central", "3 local steps"
+CURVE = "head, tested every round"
 PLAIN_LORA, PLAIN_WEIGHTS = "LoRA, AdamW in one place", "all weights, AdamW in one place"
 # Of which there is one at every epsilon, since nothing in it is private.
 NOT_PRIVATE = (BASELINES, PLAIN_LORA, PLAIN_WEIGHTS)
@@ -69,6 +70,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     NARROW: {**_AUTO, "rank": 16, "alpha": 64, "rounds": 53},
     "paper": {**_TESTED_AT_THE_END, "recipe": "dp-lora-paper"},
     CENTRAL: _HEAD,
+    CURVE: {**_HEAD, "evaluate_every": 1},
     # recipe is given, since several local steps would stand for the other one; their learning rate is derived.
     PROBES: {
         **_HEAD,
@@ -181,6 +183,7 @@ def _in_order(seeds: Sequence[int]) -> Iterator[UtilityCell]:
     for corpus in BUDGET_CORPORA:
         yield from _all([corpus], ["head"], BUDGETS, seeds=seeds)
         yield from _all([corpus], ["head"], BUDGETS[:-1], ("sum",), seeds=seeds)
+        yield from _all([corpus], [CURVE], (8.0,), ("local", "sum"), seeds=seeds)
 
 
 def _all(

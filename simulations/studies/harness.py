@@ -165,8 +165,8 @@ class Results:
     def __contains__(self, cell: Cell) -> bool:
         return cell.key in self._lines
 
-    def by_seed(self, cell: Cell, seeds: Iterable[int] = range(100), *, figure: str = "accuracy") -> dict[int, float]:
-        """{seed: the figure} of the seeds with which the cell was run.
+    def by_seed(self, cell: Cell, seeds: Iterable[int] = range(100), *, figure: str = "accuracy") -> dict[int, Any]:
+        """{seed: the figure, mostly a number} of the seeds with which the cell was run.
 
         Args:
             cell: has a field `seed`.
@@ -174,7 +174,7 @@ class Results:
             figure: a key of the lines.
         """
         keys = {seed: replace(cell, seed=seed).key for seed in seeds}  # type: ignore[type-var]
-        return {seed: float(self._lines[key][figure]) for seed, key in keys.items() if key in self._lines}
+        return {seed: self._lines[key][figure] for seed, key in keys.items() if key in self._lines}
 
     def missing(self, planned: Iterable[C], kind: Callable[[C], Sequence[str]], headers: Sequence[str]) -> str:
         """A table of the kinds of planned cells of which some have no line, and how many of each."""

@@ -23,6 +23,7 @@ from simulations.studies._utility_cells import (
     BUDGET_CORPORA,
     BUDGETS,
     CENTRAL,
+    CURVE,
     EPSILONS,
     FACTORS,
     INGREDIENTS,
@@ -153,7 +154,23 @@ def _budgets(results: Results) -> str:
         ]
         verdict_of_row = ", ".join(falls) or ("nowhere" if all(steps) else "not run")
         rows.append((name, view, *(shown(Estimate.of(each.values())) for each in found), verdict_of_row))
-    return table(("corpus", "view", *map(_epsilon, BUDGETS), "falls beyond two standard errors at"), rows)
+    budgets = table(("corpus", "view", *map(_epsilon, BUDGETS), "falls beyond two standard errors at"), rows)
+    headers = ("corpus", "view, epsilon 8", "best round", "its mean accuracy", "the last round less that")
+    return f"{budgets}\n\n{table(headers, _ends(results))}"
+
+
+def _ends(results: Results) -> Iterator[Sequence[str]]:
+    """How far each mean curve of accuracies ends below its best round."""
+    for name, view in product(BUDGET_CORPORA, ("local", "sum")):
+        cell = UtilityCell(corpus=name, method=CURVE, epsilon=8.0, view=view)
+        curves = results.by_seed(cell, figure="accuracies")
+        if not curves:
+            yield name, view, "not run", "", ""
+            continue
+        best = max(range(len(curves[min(curves)])), key=lambda round_: sum(curve[round_] for curve in curves.values()))
+        last = Estimate.of([curve[-1] - curve[best] for curve in curves.values()])
+        mean = Estimate.of([curve[best] for curve in curves.values()])
+        yield name, view, str(best), shown(mean), shown(last, sign=True)
 
 
 def _many(results: Results) -> str:
