@@ -72,7 +72,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     check_installed(config.track)
     config = with_mechanism_parameters(config)
     config = checkpoint.with_base_dtype(config)
-    config = checkpoint.with_chosen_rank(config)
+    checkpoint.check_configuration(config)
     observer.progressed(RunProgress(what="loading model and data"))
     bench = workbench(config)
     check_clients(config, bench.num_clients)
@@ -80,6 +80,8 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         return _begun(grid, config, bench, None, observer)
     # Held before anything of the folder is read: no checkpoint is stale, and no row is dropped of a run that lives.
     with marked_alive(files.run_folder_of(Path(config.resume))):
+        config = checkpoint.with_choice(config)
+        bench = bench.started(config)
         return _begun(grid, config, bench, checkpoint.read_last(Path(config.resume), bench.initial), observer)
 
 
@@ -87,10 +89,11 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
     """Carry out a run from its registration on, in a new folder, or in that of the resumed run, which is held."""
     nodes = _nodes(grid, config, bench, resumed)
     sizes = [registration.num_records for _, registration in nodes.values()]
-    config, reason = decided(config, sizes, bench.model.initial)
-    bench.start_with(config.rank)
-    if reason:
-        observer.notice(reason)
+    if resumed is None:
+        config, reason = decided(config, sizes, bench.initial)
+        bench = bench.started(config)
+        if reason:
+            observer.notice(reason)
     observer.progressed(RunProgress(what="calibrating the noise"))
     # A run that goes on has its noise: shares of a target that are calibrated again differ in their last digits.
     if resumed is None or config.digest != resumed.digest:

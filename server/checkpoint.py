@@ -250,14 +250,14 @@ def with_base_dtype(config: RunConfig) -> RunConfig:
     return replace(config, base_dtype=workbench(config).model.base_dtype_name)
 
 
-def with_chosen_rank(config: RunConfig) -> RunConfig:
-    """The configuration with the rank and the rounds that `train = auto` chose when the resumed run began.
+def check_configuration(config: RunConfig) -> None:
+    """Refuse to resume a run with a configuration other than the one it began with.
 
     Raises:
-        InputError: the run began with another configuration; names the keys that differ.
+        InputError: names the keys that differ.
     """
     if not config.resume:
-        return config
+        return
     began = files.read_config(files.run_folder_of(Path(config.resume)))
     # The folder's file holds what was derived when the run began, which is derived again.
     free = {
@@ -269,9 +269,14 @@ def with_chosen_rank(config: RunConfig) -> RunConfig:
     differing = [key for key in KEYS if getattr(began, key) != getattr(config, key)]
     if named := ", ".join(key for key in differing if key not in free):
         raise InputError(f"resume = {config.resume!r}: the run began with another configuration; {named} differ")
-    if began.train != "auto":
+
+
+def with_choice(config: RunConfig) -> RunConfig:
+    """The configuration of a resumed run with what `train = auto` chose when it began."""
+    if config.train != "auto":
         return config
-    return replace(config, rank=began.rank, alpha=began.alpha, rounds=began.rounds)
+    began = files.read_config(files.run_folder_of(Path(config.resume)))
+    return replace(config, **{key: getattr(began, key) for key in RunConfig.keys_with(Fact.BY_TRAIN)})
 
 
 def may_be_missing(resumed: Checkpoint, min_clients: int) -> tuple[int, ...]:

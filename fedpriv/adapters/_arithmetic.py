@@ -173,12 +173,13 @@ def as_one_adapter(adapter: Mapping[str, Tensor], merged: Mapping[str, Product])
 
     All LoRA layers get the same rank, the smallest that holds every sum exactly; smaller factors are padded with zeros.
     """
-    if not merged:
+    pairs = factors_of(adapter)
+    if not merged and len({left.shape[1] for left, _ in pairs.values()}) <= 1:
         return dict(adapter)
-    factors = factors_of(adapter)
-    zeros = {name: _zero(b, a) for name, (b, a) in factors.items()}
-    sums = add_products(zeros | dict(merged), {name: [pair] for name, pair in factors.items()})
-    pairs = {name: product.factors for name, product in sums.items()}
+    if merged:
+        zeros = {name: _zero(b, a) for name, (b, a) in pairs.items()}
+        sums = add_products(zeros | dict(merged), {name: [pair] for name, pair in pairs.items()})
+        pairs = {name: product.factors for name, product in sums.items()}
     rank = max(left.shape[1] for left, _ in pairs.values())
     result = non_lora_tensors(adapter)
     for name, (left, right) in pairs.items():

@@ -91,7 +91,7 @@ def _plan_budget(
         ),
     ] = None,
     lora_values: Annotated[
-        int | None, typer.Option(help="d, the values in A and B; by default those of the default model.")
+        int | None, typer.Option(help="d, the values in A and B, or in R of rank 16; by default the default model's.")
     ] = None,
     classes: Annotated[
         int, typer.Option(help="C >= 2: for the head's rate, and for the chance that noise misplaces a record.")

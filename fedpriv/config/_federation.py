@@ -16,7 +16,7 @@ class FederationSection(ConfigSection, title="Federation"):
     """The rounds of a run, whom they wait for, and how the server aggregates uploads."""
 
     rounds: Annotated[Count, Fact.BY_TRAIN] = 40
-    """the number of rounds, the head's start included; with `train = auto` and R the most that it takes"""
+    """the number of rounds, the head's start included; with `train = auto` and R the most that are chosen"""
     head_start: Annotated[bool, Fact.TEXTS] = True
     """the first round is one release of every record's features, summed by class: the head starts from class means"""
     evaluate_every: Count = 1
@@ -25,6 +25,8 @@ class FederationSection(ConfigSection, title="Federation"):
     lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS] = 4
     """in how many of the last rounds A and B are trained with the head; empty means in all rounds after the start, with
     the same noise"""
+    trained_rank: Annotated[Count | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS | Fact.LATER] = None
+    """of R between frozen factors, the rank of the leading block that is trained, at most `rank`; empty means all"""
     lora_share: Annotated[float, Field(gt=0, lt=0.8), Fact.BY_TRAIN | Fact.TEXTS] = 0.02
     """the share of the budget that the last `lora_rounds` have, in units of 1 / z^2"""
     clients_per_round: Annotated[int, Field(ge=0)] = 0

@@ -52,10 +52,10 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     that builds a module of your own](training.md#a-federation); `own:DIGEST` stands for it"""
     task: Annotated[Literal["SEQ_CLS", "CAUSAL_LM"], Fact.RECORDS | Fact.TEXTS] = "SEQ_CLS"
     """what the model does: `SEQ_CLS` (also trains a classification head) or `CAUSAL_LM`"""
-    rank: Annotated[Count, Fact.BY_TRAIN | Fact.TEXTS] = 4
-    """LoRA's r; with `train = auto` and R the largest that it trains"""
-    alpha: Annotated[Positive, Fact.BY_TRAIN | Fact.TEXTS] = 8.0
-    """the product B A is scaled by `alpha` / `rank`, which no choice of `train = auto` changes"""
+    rank: Annotated[Count, Fact.TEXTS] = 4
+    """LoRA's r"""
+    alpha: Annotated[Positive, Fact.TEXTS] = 8.0
+    """the product B A is scaled by `alpha` / `rank`"""
     target_modules: Annotated[Names, Fact.TEXTS] = ()
     """names of linear layers; by default those that peft chooses for the model type; query and value for CamemBERT and
     DistilBERT, for which it has no choice"""
@@ -75,7 +75,7 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     train: Annotated[Train, Fact.TEXTS] = "all"
     """what is trained: `all`: A, B and head; `head`: the head alone, A and B stay as they are; `auto`: decides from N,
     K and epsilon between the head alone and LoRA with most of the budget, and says why; unless `aggregation` names
-    another rule, that is R between frozen factors (rank 16, alpha 64, all layers, 53 rounds)"""
+    another rule, that is R between frozen factors of all layers (rank 64, or its leading block of 16)"""
 
 
 @dataclass(frozen=True, kw_only=True)

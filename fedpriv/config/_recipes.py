@@ -102,7 +102,10 @@ _ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
 }
 
 WITH_AUTO: Mapping[str, Any] = {"aggregation": "fed-sb", "rank": 64, "alpha": 256.0, "layers": "all", "rounds": 214}
-"""The keys for R between frozen factors of every layer; `train = auto` trains as much of it, as long, as pays."""
+"""The keys for R between frozen factors of every layer: the most of R, and of rounds, that `train = auto` chooses."""
+
+# What A's and B's product is scaled by there, whatever the rank.
+_SCALE_WITH_AUTO = 4.0
 
 _WITH_SECURE_AGGREGATION: Mapping[str, Any] = {"mechanism": FOR_SUMS, "privacy_view": "aggregate"}
 
@@ -148,6 +151,8 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
         presets["sampling_probability"] = ""
     if recipe == "fedpriv" and values.get("train") == "auto" and values.get("aggregation") in (None, "fed-sb"):
         presets |= WITH_AUTO
+        if isinstance(rank := values.get("rank"), int):  # any other is refused by name
+            presets["alpha"] = _SCALE_WITH_AUTO * rank
     if "noise_multiplier" in values or values.get("target_risk"):
         presets["target_epsilon"] = ""
     if values.get("secure_aggregation") is True:

@@ -281,6 +281,17 @@ class RunConfig(
             rules = RULES.names_of(lambda rule: rule.trains == "lora-r")
             raise ValueError(f"factors = answers: R lies between them; use {rules}, not {self.aggregation}")
 
+    def _check_trained_rank(self) -> None:
+        if self.trained_rank is None:
+            return
+        if self.rule.trains != "lora-r" or self.factors != "weights":
+            rules = RULES.names_of(lambda rule: rule.trains == "lora-r")
+            raise ValueError(
+                f"trained_rank = {self.trained_rank}: is of R between factors of weights; leave it out, or use {rules}"
+            )
+        if self.trained_rank > self.rank:
+            raise ValueError(f"trained_rank = {self.trained_rank}: must be at most rank = {self.rank}")
+
     def _check_rule(self) -> None:
         """Refuse an optimizer, a format or a mechanism that does not fit the aggregation rule."""
         if self.rule.is_partial and self.optimizer != "sgd":

@@ -62,6 +62,7 @@ class _CommonKeys(TypedDict, total=False):
     head_start: bool
     evaluate_every: int
     lora_rounds: int | None
+    trained_rank: int | None
     lora_share: float
     clients_per_round: int
     min_clients: int

@@ -20,6 +20,7 @@ from fedpriv.accounting import recipe
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event
+from fedpriv.accounting.recipe import NARROW_RANK
 from fedpriv.accounting.views import PlannedView, aggregate_scale, default_delta, num_readers, rho_bar
 from fedpriv.adapters import INNER_SUFFIX, Adapter, leading_block
 from fedpriv.config import WITH_AUTO, RunConfig, parse
@@ -68,7 +69,7 @@ class Setting:
         sizes: N_k >= 1, registered, of each client: records, or persons if these are the configuration's unit.
         config: of the run, with the recipe `fedpriv`: its `target_epsilon` is what each client may spend on its
             `privacy_view`.
-        num_lora_values: d >= 1, in A and B, or in all matrices R of the configuration's rank.
+        num_lora_values: d >= 1, in A and B, or in all R of rank 16, or of the configuration's rank if that is less.
         num_classes: c >= 2, of the head.
 
     Raises:
@@ -121,7 +122,9 @@ class Setting:
         hidden = {"secure_aggregation": True, "min_clients": max(least, len(sizes))} if view == "aggregate" else {}
         config = parse({"target_epsilon": epsilon, "privacy_view": view} | hidden | values)
         if num_lora_values is None:
-            num_lora_values = _R_MATRICES * config.rank**2 if config.rule.trains == "lora-r" else LORA_VALUES
+            num_lora_values = LORA_VALUES
+            if config.rule.trains == "lora-r":
+                num_lora_values = _R_MATRICES * min(config.rank, NARROW_RANK) ** 2
         return Setting(sizes=sizes, config=config, num_lora_values=num_lora_values, num_classes=num_classes)
 
     @property
@@ -137,11 +140,18 @@ class Setting:
     @property
     def adapter(self) -> Adapter:
         """A stand-in for the run's adapter: Gaussian noise costs the same for any; rates depend on d and c alone."""
-        rank, lora = self.config.rank, {"layer.lora_A.weight": torch.empty(self.num_lora_values, device="meta")}
-        if self.config.rule.trains == "lora-r":
-            num = max(1, round(self.num_lora_values / rank**2))
-            lora = {f"{each}{INNER_SUFFIX}": torch.empty(rank, rank, device="meta") for each in range(num)}
-        return lora | {"classifier.bias": torch.empty(self.num_classes, device="meta")}
+        head = {"classifier.bias": torch.empty(self.num_classes, device="meta")}
+        if self.config.rule.trains != "lora-r":
+            return {"layer.lora_A.weight": torch.empty(self.num_lora_values, device="meta")} | head
+        rank = self.config.rank
+        numbers = range(self._num_matrices)
+        of_r = {f"{number}{INNER_SUFFIX}": torch.empty(rank, rank, device="meta") for number in numbers}
+        return leading_block(of_r, self.config.trained_rank or rank) | head
+
+    @property
+    def _num_matrices(self) -> int:
+        """How many matrices R have so many values."""
+        return max(1, round(self.num_lora_values / min(self.config.rank, NARROW_RANK) ** 2))
 
     @property
     def record_passes(self) -> float:
@@ -343,13 +353,13 @@ def lora_choice(setting: Setting) -> tuple[Setting, str]:
     """
     if setting.config.train != "auto":
         of_r = setting.num_lora_values
-        if of_r == LORA_VALUES:
-            of_r = _R_MATRICES * WITH_AUTO["rank"] ** 2
-        setting = replace(setting.changed(train="auto", **WITH_AUTO), num_lora_values=of_r)
+        if setting.config.rule.trains == "lora-r":
+            of_r = setting._num_matrices * NARROW_RANK**2
+        elif of_r == LORA_VALUES:
+            of_r = _R_MATRICES * NARROW_RANK**2
+        setting = replace(setting.changed(train="auto", trained_rank=None, **WITH_AUTO), num_lora_values=of_r)
     config, reason = decided(setting.config, setting.sizes, setting.adapter)
-    trained = leading_block(setting.adapter, config.rank)
-    num_values = sum(tensor.numel() for tensor in trained.values()) - setting.num_classes
-    return replace(setting, config=replace(config, train="all"), num_lora_values=num_values), reason
+    return replace(setting, config=replace(config, train="all")), reason
 
 
 def alternatives(setting: Setting) -> dict[str, Plan]:

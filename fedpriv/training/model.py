@@ -69,9 +69,9 @@ _MOST_TOKENS = 4096
 def rank_of(shapes: Mapping[str, torch.Size]) -> int | None:
     """The rank of an adapter whose tensors have these shapes; None without LoRA layers, or if they differ in it.
 
-    Of matrices R, which no layer can have larger than its weight, it is the largest.
+    Of matrices R it is the most rows or columns of any: none is larger than its layer's weight.
     """
-    inner = [shape[1] for name, shape in shapes.items() if name.endswith(INNER_SUFFIX)]
+    inner = [max(shape, default=0) for name, shape in shapes.items() if name.endswith(INNER_SUFFIX)]
     ranks = {max(inner)} if inner else {shape[0] for name, shape in shapes.items() if name.endswith(A_SUFFIX)}
     return ranks.pop() if len(ranks) == 1 else None
 
@@ -175,7 +175,7 @@ class TrainingModel:
         return "bfloat16" if self.base_dtype == torch.bfloat16 else "float32"
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Refuse an adapter that does not fit the model; its rank may differ, equal in all layers, R's be smaller.
+        """Refuse an adapter that does not fit the model; all layers may have another rank, or the leading blocks of R.
 
         Raises:
             ValueError: names the tensors that do not fit.

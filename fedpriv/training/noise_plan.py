@@ -301,7 +301,7 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
     very small. docs/recipes.md says how the bounds were found.
 
     Args:
-        config: of the run; its noise may be still to be calibrated. Its rank and rounds are the most that are chosen.
+        config: of the run; its noise may be still to be calibrated. No more than its rank and its rounds is chosen.
         sizes: N_k of all clients.
         initial: the adapter, with all of R.
 
@@ -314,24 +314,19 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
         with_lora, noise = _with_lora(config, sizes, initial)
         head, named, what = config, "A and B", "A, B and head"
     else:
-        narrow = _narrow(config)
-        with_lora, noise = _with_lora(narrow, sizes, leading_block(initial, narrow.rank))
-        if noise <= WIDE_PAYS and config.rank > narrow.rank and config.rounds > narrow.rounds:
-            with_lora, _ = _with_lora(config, sizes, initial)
+        rank = min(config.rank, NARROW_RANK)
+        narrow = replace(config, trained_rank=rank, rounds=min(config.rounds, NARROW_ROUNDS))
+        with_lora, noise = _with_lora(narrow, sizes, leading_block(initial, rank))
+        if noise <= WIDE_PAYS and config.rank > rank and config.rounds > narrow.rounds:
+            with_lora, _ = _with_lora(replace(config, trained_rank=config.rank), sizes, initial)
         head = replace(narrow, rounds=min(narrow.rounds, RunConfig().rounds))
-        named, what = f"R of rank {narrow.rank}", f"R of rank {with_lora.rank} and head"
+        named, what = f"R of rank {rank}", f"R of rank {with_lora.trained_rank} and head"
     pays = noise <= LORA_PAYS
     reason = (
         f"train = auto: {what if pays else 'the head alone'}, since nu^2 d, the noise in {named}, would be "
         f"{noise:.2g} with {sum(sizes)} records of {len(sizes)} clients; LoRA pays up to {LORA_PAYS:g}"
     )
     return (with_lora if pays else replace(head, lora_rounds=0)), reason
-
-
-def _narrow(config: RunConfig) -> RunConfig:
-    """The configuration with the smaller R and the fewer rounds, if its own are not smaller."""
-    rank = min(config.rank, NARROW_RANK)
-    return replace(config, rank=rank, alpha=config.alpha * rank / config.rank, rounds=min(config.rounds, NARROW_ROUNDS))
 
 
 def _with_lora(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[RunConfig, float]:

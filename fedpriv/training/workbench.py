@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -158,10 +159,12 @@ class Workbench:
         self.read_for = ""
         self.coin_key = str(config.seed).encode()
 
-    def start_with(self, rank: int) -> None:
-        """Let runs start with matrices R of this rank, where the model's are larger; R for answers has no rank."""
-        if self._config.factors == "weights":
-            self.initial = leading_block(self.model.initial, rank)
+    def started(self, config: RunConfig) -> Workbench:
+        """The same data and model, for a run that starts with as much of R as its configuration trains."""
+        own = copy.copy(self)
+        if config.trained_rank is not None:
+            own.initial = leading_block(self.model.initial, config.trained_rank)
+        return own
 
     @cached_property
     def data(self) -> FederatedData:

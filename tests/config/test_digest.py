@@ -68,6 +68,7 @@ OTHER |= {
     "encoding": "latin-1",
     "unit": "person",
     "factors": "weights",
+    "trained_rank": 2,
 }
 FOR_SGD_ALONE = (
     "train",
@@ -101,6 +102,8 @@ def test_digest_depends_on_every_key_but_those_outside(key):
         base = RunConfig(unit="person", data="t.csv", person_column="p", client_column="c")
     if key == "factors":
         base = RunConfig(prompt_column="q", response_column="a", answers=("a", "b"), learning_rate=1.0)
+    if key == "trained_rank":
+        base = RunConfig(aggregation="fed-sb")
     if key == "messages_column":
         base = RunConfig(messages_column="m")
     if key == "secure_aggregation":

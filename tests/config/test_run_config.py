@@ -100,6 +100,7 @@ BAD = {
     "start_noise_multiplier": -1.0,
     "lora_noise_multiplier": -1.0,
     "lora_share": 0.9,
+    "trained_rank": 0,
     "evaluate_every": 0,
     "lora_server_optimizer": "lion",
     "server_rate_decay": "cosine",

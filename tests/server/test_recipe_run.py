@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from clients import node as node_keys
 from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.config import parse, to_flower
+from fedpriv.config import parse, read, to_flower
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.protocol import Registration
@@ -27,6 +28,7 @@ from fedpriv.training import noise_plan
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate, with_learning_rates
 from fedpriv.training.schedule import RunSchedule
 from fedpriv.training.workbench import workbench
+from server import checkpoint
 from server.bookkeeping import Books
 from server.observer import LogObserver, described
 from simulations.engines import federation
@@ -128,22 +130,56 @@ def of_r(request, recipe, monkeypatch):
     return own | {"train": "auto", "rounds": 9, "rank": 24, "alpha": 96.0, "layers": "all", **request.param}
 
 
-def test_a_run_that_trains_a_block_of_r_is_one_of_that_rank_throughout_and_resumes_so(of_r, tmp_path):
+@pytest.mark.parametrize("by_folder", [True, False])
+def test_a_run_that_trains_a_block_of_r_is_one_of_that_rank_throughout_and_resumes_so(of_r, tmp_path, by_folder):
     folders = [tmp_path / "whole", tmp_path / "stopped"]
     federation.run(parse(of_r | {"out": str(folders[0])}), LogObserver())
     with pytest.raises(KeyboardInterrupt):
         federation.run(parse(of_r | {"out": str(folders[1])}), _Stopped())
-    federation.run(parse(of_r | {"out": str(folders[1]), "resume": str(folders[1])}), LogObserver())
+    # As a person and as Flower's run resume it: by what its folder says, or as it was first configured.
+    again = read(folders[1] / "config.toml") if by_folder else of_r | {"out": str(folders[1])}
+    federation.run(parse(again | {"resume": str(folders[1])}), LogObserver())
     found = [load_file(folder / "variants" / "global" / "adapter_model.safetensors") for folder in folders]
     assert {tensor.shape[0] for name, tensor in found[0].items() if "lora_A" in name} == {16}
     for name, tensor in found[0].items():
         torch.testing.assert_close(tensor, found[1][name], rtol=0, atol=0)
     for folder in folders:
         config, summary = files.read_config(folder), json.loads((folder / "summary.json").read_text())
-        assert (config.rank, config.alpha, config.rounds) == (16, 64.0, 6)
+        assert (config.rank, config.alpha, config.trained_rank, config.rounds) == (24, 96.0, 16, 6)
         assert summary["adapters_moved"]
         view = "aggregate" if config.secure_aggregation else "local"
         assert 0.99 * TARGET < summary[f"epsilon_{view}_max"] <= TARGET
+
+
+def charges_of_round(path: Path, round_: int) -> Counter[str]:
+    """How many releases of the round a ledger holds, by client."""
+    with reading(path) as db:
+        keys = [key for d in db.data_sets() for run in db.runs(d.id) for key, _ in db.releases_of(d.id, run.run)]
+    return Counter(key.client for key in keys if key.round == round_)
+
+
+def test_a_round_that_was_lost_after_its_charges_is_the_same_release_when_the_run_resumes(of_r, tmp_path, monkeypatch):
+    """Attack: were the chosen rank in what nodes release by, each would release twice, and the server book one."""
+    ledger = tmp_path / "ledger.sqlite"
+    values = of_r | {"simulate": False, "ledger": str(ledger), "out": str(tmp_path / "run")}
+    written = checkpoint.write
+
+    def write(folder, found):
+        if found.round == 4:
+            raise KeyboardInterrupt
+        written(folder, found)
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    with pytest.raises(KeyboardInterrupt):
+        federation.run(parse(values), LogObserver())
+    monkeypatch.setattr(checkpoint, "write", written)
+    federation.run(parse(read(tmp_path / "run" / "config.toml") | {"resume": str(tmp_path / "run")}), LogObserver())
+    nodes = sorted(Path(f"{ledger}.nodes").glob("*.sqlite"))
+    assert len(nodes) == len(SIZES)
+    of_nodes = sum((charges_of_round(node, 4) for node in nodes), Counter())
+    # A sum begins again with new terms, and another release then.
+    num_releases = 2 if "secure_aggregation" in values else 1
+    assert of_nodes == charges_of_round(ledger, 4) == {str(client): num_releases for client in range(len(SIZES))}
 
 
 # Every day each view at one target, and each target on one view.

@@ -65,6 +65,8 @@ def test_r_of_every_layer_is_what_it_chooses_about_unless_another_rule_is_named(
     config = parse(AUTO)
     assert (config.aggregation, config.rank, config.alpha, config.layers) == ("fed-sb", 64, 256.0, "all")
     assert parse(AUTO | {"layers": "last-2", "rounds": 40}).layers == "last-2"
+    narrow = parse(AUTO | {"rank": 8})
+    assert narrow.alpha / narrow.rank == config.alpha / config.rank
     other = parse(AUTO | {"aggregation": "ffa-lora"})
     assert (other.aggregation, other.rank, other.layers) == ("ffa-lora", RunConfig().rank, RunConfig().layers)
 
@@ -91,8 +93,8 @@ def test_the_rank_and_the_rounds_are_the_most_that_noise_and_configuration_allow
     inner = {f"{number}{INNER_SUFFIX}": torch.zeros(64, 64) for number in range(12)}
     configured = parse(AUTO | changes)
     config, reason = decided(configured, [size] * 5, inner | {"head.weight": torch.zeros(2, 384)})
-    assert (config.rank, config.rounds, config.lora_rounds) == (rank, rounds, joint)
-    assert config.alpha / config.rank == configured.alpha / configured.rank
+    assert (config.trained_rank, config.rounds, config.lora_rounds) == (rank, rounds, joint)
+    assert (config.rank, config.alpha) == (configured.rank, configured.alpha), "nodes release by these"
     trained = f"R of rank {rank} and head" if joint else "the head alone"
     measured = f"the noise in R of rank {min(rank, 16)}"
     assert reason.startswith(f"train = auto: {trained}, since nu^2 d, {measured}, would be ")
