@@ -103,6 +103,19 @@ def test_an_r_of_a_smaller_rank_is_saved_as_the_larger_one_with_zeros_around_it(
     assert (settings["r"], settings["lora_alpha"]) == (rank, 4.0 * rank)
 
 
+def test_layers_of_different_sizes_are_saved_at_one_rank_that_peft_loads(tmp_path):
+    base = tiny_causal("llama")  # whose values are half as wide as its queries
+    base.model.save_pretrained(tmp_path / "base")
+    settings = LoraSettings(rank=24, alpha=96.0, trains="lora-r", task="CAUSAL_LM", target_modules=("q_proj", "v_proj"))
+    model = move(attach(base, settings))
+    sizes = {t.shape for name, t in read(model).items() if name.endswith(INNER_SUFFIX)}
+    assert len(sizes) == 2, "the test would prove nothing"
+    save(model, base, tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    reloaded = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+    torch.testing.assert_close(reloaded(**BATCH).logits, model(**BATCH).logits, atol=1e-5, rtol=1e-5)
+
+
 def test_an_r_that_does_not_fit_leaves_the_model_as_it_was(tiny_bert):
     model = move(attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings(rank=3, trains="lora-r")))
     before = read(model)

@@ -211,6 +211,18 @@ def test_fewer_values_in_a_and_b_may_make_lora_pay():
     assert budget.lora_choice(many)[0].num_lora_rounds == 0
 
 
+@pytest.mark.parametrize("size", [1200, 6000, 12_000])
+@pytest.mark.parametrize("given", [{}, {"rank": 8}, {"rank": 16, "aggregation": "fed-sb"}])
+def test_what_is_chosen_is_chosen_again(size, given):
+    values = {"train": "auto", **given} if "aggregation" not in given else given
+    chosen, _ = budget.lora_choice(Setting.of((size,) * 5, epsilon=8.0, **values))
+    again, again_reason = budget.lora_choice(chosen)
+    _, by_default = budget.lora_choice(Setting.of((size,) * 5, epsilon=8.0, train="auto"))
+    assert again_reason == by_default
+    if "rank" not in given:
+        assert (again.config.rounds, again.config.trained_rank) == (chosen.config.rounds, chosen.config.trained_rank)
+
+
 def test_time_is_one_pass_for_the_features_and_what_lora_draws(five):
     assert five["record_passes"] == pytest.approx(4000 * (1 + 4 * 0.125))
     assert five["seconds"] == pytest.approx(6000 / 60)

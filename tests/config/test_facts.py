@@ -13,7 +13,8 @@ from fedpriv.training.workbench import _key
 
 # Neither data nor model depend on these, so runs that differ in them alone share both.
 SHARED = """
-    recipe rounds evaluate_every head_start lora_rounds trained_rank lora_share clients_per_round min_clients round_seconds
+    recipe rounds evaluate_every head_start lora_rounds trained_rank lora_share clients_per_round min_clients
+    round_seconds
     client_weights server_optimizer server_learning_rate server_rate_decay server_momentum lora_server_optimizer
     lora_server_learning_rate relevance_threshold max_update_norm local_steps lora_sampling_probability learning_rate
     lora_learning_rate lora_head_learning_rate clip_norm noise_multiplier start_noise_multiplier lora_noise_multiplier
