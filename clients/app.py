@@ -16,6 +16,7 @@ import fedpriv
 from clients.pipe import VAULT_KEY, carry
 from fedpriv.vault.frames import (
     ADVERTISE,
+    AFFORD,
     CHECK,
     CONFIRM,
     EVALUATE,
@@ -41,6 +42,12 @@ def register(message: Message, context: Context) -> Message:
     """The node's registration, before the first round."""
     log.info("clients use %s", fedpriv.__file__)
     return _answered(REGISTER, message, context)
+
+
+@app.query("afford")
+def afford(message: Message, context: Context) -> Message:
+    """How much of the planned run the node's budget allows, before the first round."""
+    return _answered(AFFORD, message, context)
 
 
 @app.query("evaluate")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -16,6 +16,7 @@ import fedpriv
 from fedpriv.accounting import events
 from fedpriv.accounting.composition.law import short
 from fedpriv.accounting.events import Event
+from fedpriv.accounting.views import PlannedView, Release
 from fedpriv.adapters import Adapter, Merged, codecs, merged_from_tensors, merged_to_tensors
 from fedpriv.aggregation import pack_signs, unpack_signs
 from fedpriv.ledger.receipts import FIELD, from_text
@@ -30,9 +31,11 @@ SIGNS = "signs"
 INSTRUCTION = "instruction"
 RELEASE = "release"
 REGISTRATION = "registration"
+AFFORDABLE = "affordable"
 
 REGISTER = "query.register"
 EVALUATE = "query.evaluate"
+AFFORD = "query.afford"
 
 # In a request to register, that the node shall send receipts of its charges; in others the newest one that is known of
 # it. A node sends its own in answers to requests that have the field, and one that is older does not know it.
@@ -54,6 +57,11 @@ STEP = "step"
 MESSAGE = "message"
 
 VERSION = 9
+
+# What a node is asked whether its budget allows it, and how long such a plan may be.
+_PLAN = "plan"
+_MOST_PLANNED = 1000
+_MOST_ROUNDS = 10**6
 
 # The longest text, in characters, that a registration may hold.
 _MAX_TEXT_LENGTH = 300
@@ -221,6 +229,32 @@ def unpack_instruction(kind: type[Spec], scalars: Mapping[str, Any]) -> tuple[st
     spec = kind(**{each.name: _typed(rest, each.name, _TYPES[str(each.type)]) for each in fields(kind)})
     _refuse_unknown("instruction", rest)
     return run, round_, spec
+
+
+def pack_plan(planned: Sequence[tuple[Release, int]]) -> dict[str, Any]:
+    """The fields of the question whether a node's budget allows a run.
+
+    Args:
+        planned: (one of the client's releases, how many of them), in the order in which they would be charged.
+    """
+    views: tuple[PlannedView, ...] = ("local", "aggregate")
+    return {_PLAN: json.dumps([[*(events.to_json(release.charged_on(v)) for v in views), n] for release, n in planned])}
+
+
+def unpack_plan(fields: Mapping[str, Any], view: PlannedView) -> list[tuple[Event, int]]:
+    """(what one release costs on the view, how many of them), as `pack_plan` had them.
+
+    Raises:
+        ValueError: the fields are no plan, or its releases are too many.
+    """
+    try:
+        rows = [(row[:2], int(row[2])) for row in json.loads(str(fields[_PLAN]))]
+        planned = [(events.from_json(of_views[view == "aggregate"]), number) for of_views, number in rows]
+    except (KeyError, TypeError, IndexError, ValueError, RecursionError):
+        raise ValueError("plan: is no list of releases on two views and their numbers") from None
+    if len(planned) > _MOST_PLANNED or not all(0 < number <= _MOST_ROUNDS for _, number in planned):
+        raise ValueError(f"plan: holds more than {_MOST_PLANNED} kinds of release, or not 1 to {_MOST_ROUNDS} of each")
+    return planned
 
 
 def pack_step(run: str, attempt: str, message: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 
 import fedpriv
 from fedpriv.audit.black_box import audit_of
-from fedpriv.config import RunConfig, parse, with_mechanism_parameters
+from fedpriv.config import ON_NODES, RunConfig, parse, with_mechanism_parameters
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.plan.preflight import check_clients, check_run
@@ -28,6 +28,7 @@ from fedpriv.texts import holder_label
 from fedpriv.training.noise_plan import calibrated, decided
 from fedpriv.training.workbench import Workbench, workbench
 from server import answers, checkpoint, registry
+from server.affordable import check_affordable
 from server.bookkeeping import announce_budgets
 from server.checkpoint import Checkpoint
 from server.observer import LogObserver, Observer, RunProgress
@@ -126,6 +127,9 @@ def _carry_out(
         if series.books.costs.caveat:
             observer.notice(f"{series.books.costs.caveat}; this run has NO privacy guarantee")
         announce_budgets(series.books, config, series.names, observer)
+        if config.data == ON_NODES:
+            after = resumed.round if resumed else 0
+            check_affordable(grid, config, nodes, series.books.costs, after=after, observer=observer)
         if resumed:
             gone = [
                 holder_label(client, series.names[client])

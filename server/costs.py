@@ -74,6 +74,12 @@ class RoundCosts:
             events.append(event.with_count(count * event.count))
         return events
 
+    def planned(self, client: int, after: int, num_rounds: int) -> list[tuple[Release, int]]:
+        """(one of the client's releases, how many of them) in the next rounds and the evaluation, in their order."""
+        counts = self._schedule.counts(after, num_rounds)
+        rounds = [(self._worst_of(spec, [client], self._sizes)[client], count) for spec, count in counts.items()]
+        return [*rounds, *((release, 1) for release in self.evaluation_releases)]
+
     def grid(self, round_: int) -> SumGrid | None:
         """The grid of a round's sum, from 1; None without secure aggregation."""
         return self._grids[self._schedule.spec(round_)]

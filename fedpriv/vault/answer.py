@@ -32,11 +32,13 @@ from fedpriv.training.private_evaluation import NoisedCounts
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault import _charging, _records, _reply_times, _summed
+from fedpriv.vault._affordable import afford
 from fedpriv.vault._charging import AlreadyReleasedError, NodePolicy, RefusedError, refused
 from fedpriv.vault._guard import check_broadcast, check_evaluation, check_instruction, check_limits, check_unit
 from fedpriv.vault._summed import Part
 from fedpriv.vault.frames import (
     ADVERTISE,
+    AFFORD,
     CHECK,
     CONFIRM,
     EVALUATE,
@@ -159,6 +161,7 @@ _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
     REGISTER: _records.register,
     TRAIN: _release,
     EVALUATE: _release,
+    AFFORD: afford,
     ADVERTISE: _summed.advertise,
     SHARE: _summed.share,
     CHECK: _summed.check,

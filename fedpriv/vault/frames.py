@@ -29,6 +29,7 @@ VERSION = 1
 REGISTER = "register"
 TRAIN = "train"
 EVALUATE = "evaluate"
+AFFORD = "afford"
 ADVERTISE = "advertise"
 SHARE = "share"
 CHECK = "check"
@@ -72,8 +73,8 @@ class Request:
     """A coordinator's request to a node; every part of it is the coordinator's choice.
 
     Attributes:
-        kind: `register`, `train`, `evaluate` or, around a train request under secure aggregation, `advertise`,
-            `share`, `confirm` and `reveal`; on the socket for updates of other frameworks `release` alone.
+        kind: `register`, `afford`, `train`, `evaluate` or, around a train request under secure aggregation,
+            `advertise`, `share`, `confirm` and `reveal`; on the socket for updates of other frameworks `release` alone.
         run_config: the run's configuration.
         fields: scalars of the message.
         arrays: {record's name: {array's name: array}}.

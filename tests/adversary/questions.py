@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedpriv import protocol
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.views import Release
 from fedpriv.aggregation._cmfl import pack_signs
 from fedpriv.vault import frames
 from tests.adversary.exchanges import PERSONS, ROWS, Exchange
@@ -373,6 +375,15 @@ _HOSTILE_RECORDS: list[Callable[[Adapter], Mapping[str, Mapping[str, Tensor]]]] 
 ]
 
 
+_RELEASE = Release(event=SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25), rho_bar=1.0)
+_PLANS = [
+    protocol.pack_plan([(_RELEASE, 3)]),
+    protocol.pack_plan([(_RELEASE, 10**6), (replace(_RELEASE, aggregate_scale=2.0), 1)]),
+    {"plan": "[[1, 2, 3]]"},
+    {},
+]
+
+
 def _one_in(draw: st.DrawFn, num: int) -> bool:
     return draw(st.integers(1, num)) == num
 
@@ -383,6 +394,8 @@ def _questions(draw: st.DrawFn, adapter: Adapter) -> Question:
     config = _config(draw)
     if _one_in(draw, 8):
         return Question(kind=draw(st.sampled_from([frames.REGISTER] * 4 + [frames.TRAIN, ""])), config=config)
+    if _one_in(draw, 16):
+        return Question(kind=frames.AFFORD, config=config, fields=draw(st.sampled_from(_PLANS)))
     names = draw(st.lists(st.sampled_from(sorted(_USUAL)), max_size=6, unique=True))
     fields = {"noise_multiplier": 1.5} | {name: draw(st.sampled_from(_USUAL[name])) for name in names}
     if _one_in(draw, 4):

@@ -1,0 +1,82 @@
+"""Asks the nodes how much of a run their budgets allow, before anything is charged, so that none is begun in vain."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedpriv import protocol
+from fedpriv.config import RunConfig
+from fedpriv.errors import InputError
+from fedpriv.texts import holder_label
+from server.costs import RoundCosts
+from server.exchange import Exchange, reason_of
+from server.observer import Observer
+from server.registration import NO_NODE, Nodes
+
+log = logging.getLogger("flwr")
+
+# How long nodes have to answer, which they do from their ledgers alone.
+_SECONDS = 60.0
+
+
+def check_affordable(
+    grid: Grid, config: RunConfig, nodes: Nodes, costs: RoundCosts, *, after: int, observer: Observer
+) -> None:
+    """Refuse a run that the nodes' own budgets end before its last round; tell the observer of nodes that end sooner.
+
+    A node that cannot answer, as one of an earlier version, keeps no run from beginning.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        config: of the run, with its noise.
+        nodes: that take part.
+        costs: of its rounds.
+        after: the round after which the run goes on, or 0.
+        observer: of the run.
+
+    Raises:
+        InputError: fewer nodes than the run needs can take part in all of its rounds; says how many rounds fit.
+    """
+    rounds = _affordable(grid, config, nodes, costs, after)
+    if not (short := {client: number for client, number in rounds.items() if number < config.rounds}):
+        return
+    names = {client: registration.name for client, (_, registration) in nodes.items()}
+    each = ", ".join(f"{holder_label(client, names[client])}: {number}" for client, number in sorted(short.items()))
+    if len(nodes) - len(short) >= config.min_clients:
+        observer.notice(f"nodes' budgets allow fewer than the {config.rounds} rounds of this run: {each}")
+        return
+    most = sorted((rounds.get(client, config.rounds) for client in nodes), reverse=True)[config.min_clients - 1]
+    raise InputError(
+        f"rounds = {config.rounds}: nodes' budgets allow fewer with this noise ({each}); nothing was charged; "
+        + (f"at most {most} rounds fit; use these, " if most else "not one fits; use ")
+        + "more noise, or a smaller target_epsilon"
+    )
+
+
+def _affordable(grid: Grid, config: RunConfig, nodes: Nodes, costs: RoundCosts, after: int) -> Mapping[int, int]:
+    """{client: the round up to which its node's budget lasts}, of the nodes that say so."""
+    messages = []
+    for client, (node_id, _) in nodes.items():
+        if node_id == NO_NODE:
+            continue
+        fields = protocol.pack_plan(costs.planned(client, after, config.rounds - after))
+        content = RecordDict({protocol.INSTRUCTION: ConfigRecord(fields)})
+        messages.append(Message(content, node_id, protocol.AFFORD, group_id="0"))
+    found = {}
+    by_node = {node_id: client for client, (node_id, _) in nodes.items()}
+    for reply in Exchange().replies(grid, messages, _SECONDS):
+        client = by_node[reply.metadata.src_node_id]
+        try:
+            releases = int(reply.content[protocol.AFFORDABLE]["releases"])  # type: ignore[arg-type]
+        except (ValueError, KeyError, TypeError):
+            reason = reason_of(reply) if reply.has_error() else "its reply is malformed"
+            log.warning("node of client %s does not say what its budget allows: %s", client, reason)
+            continue
+        # All rounds are of no use where the evaluation after them does not fit.
+        planned = config.rounds - after + len(costs.evaluation_releases)
+        found[client] = config.rounds if releases >= planned else min(after + max(0, releases), config.rounds - 1)
+    return found
