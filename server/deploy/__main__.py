@@ -118,7 +118,7 @@ def run(
     folder: Folder,
     override: Annotated[list[str] | None, typer.Option("-c", help="key=value of the run's configuration.")] = None,
 ) -> None:
-    """Start a run on the registered nodes and follow it to its end; Ctrl-C stops it. Exit code 0 if it completes.
+    """Start a run on the registered nodes and follow it to its end; Ctrl-C stops it. Exit code 0 if all rounds end.
 
     Example: fedpriv coordinator run ~/federation -c rounds=5 -c noise_multiplier=1.2
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from fedpriv.deployment.flower import (
     signals_handled_by,
 )
 from fedpriv.errors import FlowerError
-from fedpriv.runs.files import CONFIG, run_folder_of
+from fedpriv.runs.files import CONFIG, SUMMARY, is_finished, run_folder_of
 from fedpriv.runs.show import check_installed
 from server.deploy.folder import Coordinator
 
@@ -36,7 +37,7 @@ _MAX_FAILED_POLLS = 20
 
 
 def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str], None]) -> bool:
-    """Start a run, follow it, and return whether it completed.
+    """Start a run, follow it, and return whether it completed, with all of its rounds.
 
     Its log goes to stdout. SIGINT and SIGTERM also stop the run on the nodes.
 
@@ -61,7 +62,9 @@ def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str],
         _flwr(coordinator, "stop", run_id, CONNECTION)
         status, details = _end(coordinator, run_id)
     say(f"run {run_id}: {status}{f' ({details})' if details else ''}")
-    return status == COMPLETED
+    if reason := _ended_early(run_folder_of(Path(str(values.get("resume") or values["out"])))):
+        say(f"run {run_id} ended early: {reason}")
+    return status == COMPLETED and not reason
 
 
 def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, Any]:
@@ -90,6 +93,13 @@ def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, 
     config = configuration.parse({**defaults, **original, **values})
     check_installed(config.track)
     return configuration.to_flower(config)
+
+
+def _ended_early(folder: Path) -> str:
+    """Why a finished run has fewer rounds than it was to have; empty if it has all, or has not finished."""
+    if not is_finished(folder):
+        return ""
+    return str(json.loads((folder / SUMMARY).read_text()).get("stopped_early") or "")
 
 
 def _absolute(path: object) -> str:

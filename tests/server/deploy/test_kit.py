@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import subprocess
@@ -335,6 +336,30 @@ def test_run_approves_its_checkout_and_names_what_is_not_committed(coordinator, 
     with pytest.raises(InputError, match="no such file"):  # `start` makes it, as the user whose file it is to be
         runs.run(coordinator, [], said.append)
     assert not coordinator.approved.exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "summary", "completed"),
+    [
+        ("finished:completed", {"stopped_early": None}, True),
+        ("finished:completed", {"stopped_early": "all clients have retired"}, False),
+        ("finished:failed", {"stopped_early": None}, False),
+        ("finished:failed", None, False),
+    ],
+)
+def test_a_run_completed_only_if_it_had_all_of_its_rounds(
+    coordinator, tmp_path, monkeypatch, status, summary, completed
+):
+    said, folder = [], tmp_path / "run"
+    folder.mkdir()
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    monkeypatch.setattr(runs, "_submit", lambda *_: "7")
+    monkeypatch.setattr(runs, "_follow", lambda *_: None)
+    monkeypatch.setattr(runs, "_end", lambda *_: (status, ""))
+    assert runs.run(coordinator, [f"out={folder}"], said.append) == completed
+    early = ["run 7 ended early: all clients have retired"] if summary and summary["stopped_early"] else []
+    assert said == [f"run 7 writes {folder}", f"run 7: {status}", *early]
 
 
 @pytest.mark.parametrize("command", ["start", "run", "renew", "doctor"])
