@@ -1,0 +1,34 @@
+"""A run that the nodes' own budgets would end is refused before any charge, and the rounds that it names do fit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from simulations.sites import DeployedFederation
+from tests.deployment.conftest import QUICK, holdings
+
+pytestmark = pytest.mark.deployment
+
+NODES = range(2)
+
+
+def test_no_run_is_begun_that_budgets_end_and_as_many_rounds_as_fit_are_done(tmp_path, table, tiny_bert, holders_run):
+    own = holdings(tmp_path, table, "--budget-epsilon", "3", num_nodes=len(NODES))
+    federation = DeployedFederation(tmp_path / "federation", holdings=own, model=tiny_bert, settings=QUICK)
+    try:
+        values = {**holders_run, "num_clients": len(NODES), "min_clients": len(NODES), "noise_multiplier": 1.5}
+        values |= {"local_steps": 1, "batch_size": 20}
+        output = federation.run({**values, "rounds": 500, "out": str(tmp_path / "long")}, code=1)
+        said = re.search(r"rounds = 500: nodes' budgets allow fewer .* at most (\d+) rounds fit", output)
+        assert said, output
+        assert [len(federation.charges(client)) for client in NODES] == [0] * len(NODES)
+        fitting = int(said[1])
+        assert 1 < fitting < 30, "the test would prove nothing, or take long"
+        federation.run({**values, "rounds": fitting, "out": str(tmp_path / "short")})
+        assert [len(federation.charges(client)) for client in NODES] == [fitting] * len(NODES)
+        output = federation.run({**values, "rounds": 1, "out": str(tmp_path / "more")}, code=1)
+        assert "not one fits" in output
+    finally:
+        federation.stop()
