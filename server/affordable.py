@@ -46,7 +46,9 @@ def check_affordable(
         return
     names = {client: registration.name for client, (_, registration) in nodes.items()}
     each = ", ".join(f"{holder_label(client, names[client])}: {number}" for client, number in sorted(short.items()))
-    if len(nodes) - len(short) >= config.min_clients:
+    # A node that is asked in some rounds alone may do with fewer, but needs one.
+    needed = 1 if 0 < config.clients_per_round < len(nodes) else config.rounds
+    if len(nodes) - sum(number < needed for number in short.values()) >= config.min_clients:
         observer.notice(f"nodes' budgets allow fewer than the {config.rounds} rounds of this run: {each}")
         return
     most = sorted((rounds.get(client, config.rounds) for client in nodes), reverse=True)[config.min_clients - 1]

@@ -98,6 +98,13 @@ def test_a_run_that_cannot_end_is_refused_with_what_fits(answers, said):
         checked(answers)
 
 
+def test_a_run_that_asks_some_nodes_a_round_needs_one_round_of_each():
+    _, told = checked([2, 2, 2], clients_per_round=2)
+    assert told.notices
+    with pytest.raises(InputError, match="not one fits"):
+        checked([0, 2, 0], clients_per_round=2)
+
+
 @pytest.mark.parametrize("bad", ["", "many"])
 def test_a_node_that_does_not_say_keeps_no_run_from_beginning(bad):
     _, told = checked([bad, 6, bad])
