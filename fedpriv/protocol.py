@@ -60,7 +60,7 @@ VERSION = 9
 
 # What a node is asked whether its budget allows it, and how long such a plan may be.
 _PLAN = "plan"
-_MOST_PLANNED = 1000
+_MOST_PLANNED = 64
 _MOST_ROUNDS = 10**6
 
 # The longest text, in characters, that a registration may hold.
@@ -248,13 +248,15 @@ def unpack_plan(fields: Mapping[str, Any], view: PlannedView) -> list[tuple[Even
         ValueError: the fields are no plan, or its releases are too many.
     """
     try:
-        rows = [(row[:2], int(row[2])) for row in json.loads(str(fields[_PLAN]))]
-        planned = [(events.from_json(of_views[view == "aggregate"]), number) for of_views, number in rows]
+        rows = [(row[view == "aggregate"], row[2]) for row in json.loads(str(fields[_PLAN]))[: _MOST_PLANNED + 1]]
+        numbers = [number for _, number in rows if type(number) is int and 0 < number <= _MOST_ROUNDS]
+        if not len(numbers) == len(rows) <= _MOST_PLANNED:
+            raise ValueError
+        return [(events.from_json(event), number) for event, number in rows]
     except (KeyError, TypeError, IndexError, ValueError, RecursionError):
-        raise ValueError("plan: is no list of releases on two views and their numbers") from None
-    if len(planned) > _MOST_PLANNED or not all(0 < number <= _MOST_ROUNDS for _, number in planned):
-        raise ValueError(f"plan: holds more than {_MOST_PLANNED} kinds of release, or not 1 to {_MOST_ROUNDS} of each")
-    return planned
+        raise ValueError(
+            f"plan: must be at most {_MOST_PLANNED} rows of a release on two views and a number, 1 to {_MOST_ROUNDS}"
+        ) from None
 
 
 def pack_step(run: str, attempt: str, message: str) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def check_affordable(
 ) -> None:
     """Refuse a run that the nodes' own budgets end before its last round; tell the observer of nodes that end sooner.
 
-    A node that cannot answer, as one of an earlier version, keeps no run from beginning.
+    A node that cannot answer, as one of an earlier version, keeps no run from beginning. A run that is resumed is told
+    of short budgets and goes on: a round that was lost may be paid for, and what it has learned is kept.
 
     Args:
         grid: Flower's connection to the nodes.
@@ -48,37 +49,40 @@ def check_affordable(
     each = ", ".join(f"{holder_label(client, names[client])}: {number}" for client, number in sorted(short.items()))
     # A node that is asked in some rounds alone may do with fewer, but needs one.
     needed = 1 if 0 < config.clients_per_round < len(nodes) else config.rounds
-    if len(nodes) - sum(number < needed for number in short.values()) >= config.min_clients:
+    if after or len(nodes) - sum(number < needed for number in short.values()) >= config.min_clients:
         observer.notice(f"nodes' budgets allow fewer than the {config.rounds} rounds of this run: {each}")
         return
     most = sorted((rounds.get(client, config.rounds) for client in nodes), reverse=True)[config.min_clients - 1]
+    fitting = f"no more than {most} of them fit" if most else "not one fits"
+    better = "a smaller target_epsilon" if config.target_epsilon else "fewer rounds, or more noise"
     raise InputError(
-        f"rounds = {config.rounds}: nodes' budgets allow fewer with this noise ({each}); nothing was charged; "
-        + (f"at most {most} rounds fit; use these, " if most else "not one fits; use ")
-        + "more noise, or a smaller target_epsilon"
+        f"rounds = {config.rounds}: nodes' budgets allow fewer with this noise ({each}); {fitting}; nothing was "
+        f"charged; use {better}"
     )
 
 
 def _affordable(grid: Grid, config: RunConfig, nodes: Nodes, costs: RoundCosts, after: int) -> Mapping[int, int]:
     """{client: the round up to which its node's budget lasts}, of the nodes that say so."""
-    messages = []
+    asked = list[tuple[Message, int]]()
     for client, (node_id, _) in nodes.items():
         if node_id == NO_NODE:
             continue
         fields = protocol.pack_plan(costs.planned(client, after, config.rounds - after))
         content = RecordDict({protocol.INSTRUCTION: ConfigRecord(fields)})
-        messages.append(Message(content, node_id, protocol.AFFORD, group_id="0"))
+        asked.append((Message(content, node_id, protocol.AFFORD, group_id="0"), client))
     found = {}
-    by_node = {node_id: client for client, (node_id, _) in nodes.items()}
-    for reply in Exchange().replies(grid, messages, _SECONDS):
-        client = by_node[reply.metadata.src_node_id]
+    for reply in Exchange().replies(grid, [message for message, _ in asked], _SECONDS):
+        # Messages have ids once they are sent; an error of the link names no node.
+        by_message = {message.metadata.message_id: client for message, client in asked}
+        client = by_message[reply.metadata.reply_to_message_id]
         try:
-            releases = int(reply.content[protocol.AFFORDABLE]["releases"])  # type: ignore[arg-type]
+            releases = reply.content[protocol.AFFORDABLE]["releases"]
         except (ValueError, KeyError, TypeError):
+            releases = None
+        if type(releases) is not int:
             reason = reason_of(reply) if reply.has_error() else "its reply is malformed"
             log.warning("node of client %s does not say what its budget allows: %s", client, reason)
             continue
-        # All rounds are of no use where the evaluation after them does not fit.
-        planned = config.rounds - after + len(costs.evaluation_releases)
-        found[client] = config.rounds if releases >= planned else min(after + max(0, releases), config.rounds - 1)
+        rounds = max(0, releases - len(costs.evaluation_releases))
+        found[client] = min(after + rounds, config.rounds)
     return found

@@ -75,10 +75,18 @@ class RoundCosts:
         return events
 
     def planned(self, client: int, after: int, num_rounds: int) -> list[tuple[Release, int]]:
-        """(one of the client's releases, how many of them) in the next rounds and the evaluation, in their order."""
-        counts = self._schedule.counts(after, num_rounds)
-        rounds = [(self._worst_of(spec, [client], self._sizes)[client], count) for spec, count in counts.items()]
-        return [*rounds, *((release, 1) for release in self.evaluation_releases)]
+        """(one of the client's releases, how many of them): the evaluation's, for which budgets are kept, and then
+        those of the next rounds, in their order.
+        """
+        planned = [(release, 1) for release in self.evaluation_releases]
+        num_kept = len(planned)
+        for phase, count in self._schedule.following(after, num_rounds):
+            release = self._worst_of(phase.spec, [client], self._sizes)[client]
+            if len(planned) > num_kept and planned[-1][0] == release:
+                planned[-1] = (release, planned[-1][1] + count)
+            else:
+                planned.append((release, count))
+        return planned
 
     def grid(self, round_: int) -> SumGrid | None:
         """The grid of a round's sum, from 1; None without secure aggregation."""

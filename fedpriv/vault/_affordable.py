@@ -1,7 +1,7 @@
 """How much of a planned run the budget of a node allows: asked before the run charges anything, so that none is begun
 that cannot end.
 
-The answer depends on the plan and on what the node's ledger has charged, and changes nothing. It is no promise: a
+The answer depends on the plan and on what the node's ledger has charged, and charges nothing. It is no promise: a
 charge is checked by itself when it comes.
 """
 
@@ -21,7 +21,7 @@ from fedpriv.vault.holder import Holder
 
 
 def afford(request: Request, holder: Holder) -> Response:
-    """How many of the planned releases fit, one after the other: those of all rounds, and then the evaluation's.
+    """How many of the planned releases fit, one after the other.
 
     Raises:
         RefusedError: the plan is malformed, or the node's data are not registered with its ledger.
@@ -35,8 +35,8 @@ def afford(request: Request, holder: Holder) -> Response:
     total = sum(number for _, number in planned)
     data_set = registered_data_set(policy, str(holder.client), None) if policy.ledger is not None else None
     # Where the holder starts the runs, the coordinator knows the budget.
-    bounded = data_set is not None and not policy.fixed_schedule
-    fitting = _fitting(policy, data_set, planned) if bounded and data_set else total
+    fitting = total if data_set is None or policy.fixed_schedule else _fitting(policy, data_set, planned)
+    holder.journal.write("asked", planned=total, affordable=fitting)
     return Response(record=protocol.AFFORDABLE, fields={"releases": fitting})
 
 
@@ -53,6 +53,10 @@ def _fitting(policy: NodePolicy, data_set: DataSet, planned: Sequence[tuple[Even
         rule = filters.rule_of(ledger.bounds(data_set.id))
         history = [release.charged_on(policy.budget_view) for release in ledger.releases_in_order(data_set.id)]
         num_before = ledger.chain(data_set.id).newest.counter
+        is_known = ledger.is_known_in_full(data_set.id)
+    units = {event.unit for event in history} | {event.unit for event, _ in planned}
+    if not is_known or len(units) > 1:
+        return 0
     left = policy.limits.max_releases - num_before if policy.limits is not None else None
     epsilon, delta = policy.budget_epsilon, data_set.delta_for_releases
     if epsilon is not None and rule is None:

@@ -62,9 +62,11 @@ def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str],
         _flwr(coordinator, "stop", run_id, CONNECTION)
         status, details = _end(coordinator, run_id)
     say(f"run {run_id}: {status}{f' ({details})' if details else ''}")
+    if status != COMPLETED:
+        return False
     if reason := _ended_early(run_folder_of(Path(str(values.get("resume") or values["out"])))):
         say(f"run {run_id} ended early: {reason}")
-    return status == COMPLETED and not reason
+    return not reason
 
 
 def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from flwr.app import ConfigRecord, Error, Message, RecordDict
@@ -17,6 +20,8 @@ from server.observer import LogObserver
 from server.registration import NO_NODE
 from simulations.engines.flower_private import set_message_id, task_identity
 
+LINK = 1
+SHORT = "site 0 (0): 5, site 1 (1): 2, site 2 (2): 5"
 SIZES = {0: 400, 1: 300, 2: 300}
 ROUNDS = 6
 INITIAL = {"head.weight": torch.zeros(2, 4)}
@@ -25,7 +30,7 @@ VALUES = {"recipe": "dp-lora-paper", "rounds": ROUNDS, "min_clients": 2, "noise_
 
 @pytest.fixture(autouse=True)
 def _identity():
-    with task_identity(1):
+    with task_identity(LINK):
         yield
 
 
@@ -43,8 +48,12 @@ class Nodes:
             assert message.metadata.message_type == protocol.AFFORD
             self.plans[node_id - 100] = message.content.config_records[protocol.INSTRUCTION]
             answer = self._answers[node_id - 100]
-            content = RecordDict({protocol.AFFORDABLE: ConfigRecord({"releases": answer})}) if answer != "" else None
-            reply = Message(content or Error(REFUSED, "refused: kind = 'afford'"), reply_to=message)
+            reply = Message(RecordDict({protocol.AFFORDABLE: ConfigRecord({"releases": answer})}), reply_to=message)
+            if answer == "":
+                reply = Message(Error(REFUSED, "refused: kind = 'afford'"), reply_to=message)
+            if answer == "gone":  # Flower's link answers for a node that left
+                reply = Message(Error(3, "node unavailable"), reply_to=message)
+                reply.metadata.__dict__["_src_node_id"] = LINK
             self._replies.append(reply)
 
     def pull_messages(self, ids):
@@ -64,7 +73,8 @@ class Told(LogObserver):
 
 
 def checked(answers, *, after=0, missing=(), **changes):
-    config = parse(VALUES | changes)
+    target = changes.pop("target_epsilon", None)
+    config = replace(parse(VALUES | changes), target_epsilon=target)  # with the noise that it was calibrated to
     nodes = {
         client: (
             NO_NODE if client in missing else 100 + client,
@@ -91,10 +101,16 @@ def test_as_many_nodes_as_the_run_needs_suffice_and_the_others_are_named():
 
 @pytest.mark.parametrize(
     ("answers", "said"),
-    [([6, 2, 4], "at most 4 rounds fit"), ([0, 0, 5], "not one fits"), ([-3, 1, 1], "at most 1 rounds fit")],
+    [
+        ([6, 2, 4], "no more than 4 of them fit"),
+        ([0, 0, 5], "not one fits"),
+        ([-3, 1, 1], "no more than 1 of them fit"),
+    ],
 )
 def test_a_run_that_cannot_end_is_refused_with_what_fits(answers, said):
-    with pytest.raises(InputError, match=rf"rounds = 6: .*; nothing was charged; {said}"):
+    with pytest.raises(
+        InputError, match=rf"rounds = 6: .*; {said}; nothing was charged; use fewer rounds, or more noise"
+    ):
         checked(answers)
 
 
@@ -105,21 +121,37 @@ def test_a_run_that_asks_some_nodes_a_round_needs_one_round_of_each():
         checked([0, 2, 0], clients_per_round=2)
 
 
-@pytest.mark.parametrize("bad", ["", "many"])
+def test_fewer_rounds_are_no_advice_where_noise_follows_from_a_target():
+    with pytest.raises(InputError, match=r"use a smaller target_epsilon$"):
+        checked([1, 1, 1], target_epsilon=3.0)
+
+
+@pytest.mark.parametrize("bad", ["", "many", "gone", math.inf, math.nan, 6.0, True])
 def test_a_node_that_does_not_say_keeps_no_run_from_beginning(bad):
     _, told = checked([bad, 6, bad])
     assert not told.notices
 
 
 def test_a_resumed_run_asks_the_nodes_that_are_there_for_the_rounds_that_are_left():
-    grid, _ = checked([4, 4, 4], after=2, missing=(1,))
+    grid, told = checked([4, 4, 4], after=2, missing=(1,))
     assert grid.plans.keys() == {0, 2}
     assert sum(number for _, number in protocol.unpack_plan(grid.plans[0], "local")) == 4
+    assert not told.notices
+
+
+def test_a_resumed_run_goes_on_whatever_budgets_are_left():
+    """A lost round may be paid for, which the nodes do not count, and a run that ends early keeps what it has."""
+    _, told = checked([3, 0, 3], after=2)
+    assert told.notices == ["nodes' budgets allow fewer than the 6 rounds of this run: " + SHORT]
 
 
 def test_the_evaluation_after_the_last_round_has_to_fit_too():
-    with pytest.raises(InputError, match="at most 5 rounds fit"):
-        checked([6, 6, 6], evaluation_noise_multiplier=4.0, test_fraction=0.2)
+    with_evaluation = {"evaluation_noise_multiplier": 4.0, "test_fraction": 0.2}
+    with pytest.raises(InputError, match="no more than 5 of them fit"):
+        checked([6, 6, 6], **with_evaluation)
+    grid, told = checked([7, 7, 7], **with_evaluation)
+    assert not told.notices
+    assert [number for _, number in protocol.unpack_plan(grid.plans[0], "local")] == [1, ROUNDS]
 
 
 def test_each_view_has_its_own_prices():

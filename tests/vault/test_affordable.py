@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import secrets
+from dataclasses import replace
 
 import pytest
 
@@ -100,6 +102,14 @@ def test_the_most_releases_of_the_policy_count(holder):
     assert affordable(own, PLAN).fields["releases"] == charged(own, PLAN) == 4
 
 
+def test_nothing_fits_in_another_unit_or_a_ledger_that_is_not_known_in_full(holder):
+    own = holder()
+    of_persons = replace(PLAN[0][0], event=replace(PLAN[0][0].event, unit="person"))
+    charged(own, [(of_persons, 1)])
+    assert affordable(own, PLAN).fields["releases"] == 0
+    assert affordable(own, [(of_persons, 3)]).fields["releases"] == 3
+
+
 def test_slots_of_a_committed_plan_count(holder):
     own = holder(budget_epsilon=20.0)
     slots = [each.event.with_count(count) for each, count in (PLAN[0], (release(6.0, 0.5), 3))]
@@ -116,7 +126,9 @@ def test_slots_of_a_committed_plan_count(holder):
         {"plan": json.dumps([["an event", "another", 1]])},
         {"plan": json.dumps([[to_json(release(1.0).event)] * 2 + [0]])},
         {"plan": json.dumps([[to_json(release(1.0).event)] * 2 + [10**9]])},
-        {"plan": json.dumps([[to_json(release(1.0).event)] * 2 + [1]] * 1001)},
+        {"plan": json.dumps([[to_json(release(1.0).event)] * 2 + [1]] * 65)},
+        {"plan": json.dumps([[to_json(release(1.0).event)] * 2 + [math.inf]])},
+        {"plan": json.dumps([[to_json(release(1.0).event)] * 2 + [True]])},
         {"plan": "[" * 100_000},
     ],
 )
