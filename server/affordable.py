@@ -11,11 +11,10 @@ from flwr.serverapp import Grid
 from fedpriv import protocol
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.texts import holder_label
 from server.costs import RoundCosts
 from server.exchange import Exchange, reason_of
 from server.observer import Observer
-from server.registration import NO_NODE, Nodes
+from server.registration import NO_NODE, Nodes, label_of
 
 log = logging.getLogger("flwr")
 
@@ -45,8 +44,7 @@ def check_affordable(
     rounds = _affordable(grid, config, nodes, costs, after)
     if not (short := {client: number for client, number in rounds.items() if number < config.rounds}):
         return
-    names = {client: registration.name for client, (_, registration) in nodes.items()}
-    each = ", ".join(f"{holder_label(client, names[client])}: {number}" for client, number in sorted(short.items()))
+    each = ", ".join(f"{label_of(nodes, client)}: {number}" for client, number in sorted(short.items()))
     # A node that is asked in some rounds alone may do with fewer, but needs one.
     needed = 1 if 0 < config.clients_per_round < len(nodes) else config.rounds
     if after or len(nodes) - sum(number < needed for number in short.values()) >= config.min_clients:
@@ -70,10 +68,11 @@ def _affordable(grid: Grid, config: RunConfig, nodes: Nodes, costs: RoundCosts, 
         fields = protocol.pack_plan(costs.planned(client, after, config.rounds - after))
         content = RecordDict({protocol.INSTRUCTION: ConfigRecord(fields)})
         asked.append((Message(content, node_id, protocol.AFFORD, group_id="0"), client))
+    replies = list(Exchange().replies(grid, [message for message, _ in asked], _SECONDS))
+    # Messages have ids once they are sent; an error of the link names no node.
+    by_message = {message.metadata.message_id: client for message, client in asked}
     found = {}
-    for reply in Exchange().replies(grid, [message for message, _ in asked], _SECONDS):
-        # Messages have ids once they are sent; an error of the link names no node.
-        by_message = {message.metadata.message_id: client for message, client in asked}
+    for reply in replies:
         client = by_message[reply.metadata.reply_to_message_id]
         try:
             releases = reply.content[protocol.AFFORDABLE]["releases"]

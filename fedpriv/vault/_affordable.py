@@ -65,7 +65,7 @@ def _fitting(policy: NodePolicy, data_set: DataSet, planned: Sequence[tuple[Even
     for event, number in planned:
         here = float(number)
         if epsilon is not None and rule is not None:
-            here = min(here, rule.remaining(history, event, epsilon=epsilon, delta=delta) if rule.covers(event) else 0)
+            here = min(here, rule.remaining(history, event, epsilon=epsilon, delta=delta))
         if left is not None:
             here = min(here, left - fitting)
         fitting += max(0, int(here))
