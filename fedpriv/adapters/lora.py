@@ -65,6 +65,7 @@ def attach(
     *,
     seed: int = 0,
     factors: Callable[[PeftModel], Mapping[str, Factors]] = _inner.singular_factors,
+    rows: Callable[[PeftModel], Mapping[str, Tensor]] | None = None,
 ) -> PeftModel:
     """The base with a new adapter that leaves its function unchanged: B or R zero, or copies of weights.
 
@@ -73,6 +74,7 @@ def attach(
         settings: of the adapter.
         seed: of what starts at random.
         factors: the frozen factors of each LoRA layer, between which an R lies; by default singular vectors.
+        rows: A of each LoRA layer, where B alone is trained; by default peft's random one.
 
     Raises:
         InputError: the model lacks a target module or layer, or has no full weights that can be trained, or a layer has
@@ -84,12 +86,20 @@ def attach(
         model = get_peft_model(base.model, config).eval()
         if settings.trains == "lora-r":
             _inner.put_between(model, factors(model))
+        elif rows and settings.trains == "lora-b":
+            _put_rows(model, rows(model))
     for name, parameter in model.named_parameters():
         if settings.orthonormal and ".lora_A." in name:
             _make_orthonormal(name, parameter)
         if any(part in name for part in _FROZEN.get(settings.trains, ())):
             parameter.requires_grad_(False)
     return model
+
+
+@torch.no_grad()
+def _put_rows(model: PeftModel, rows: Mapping[str, Tensor]) -> None:
+    for name, values in rows.items():
+        model.get_submodule(name).lora_A["default"].weight.copy_(values)
 
 
 @torch.no_grad()

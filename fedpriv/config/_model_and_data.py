@@ -61,10 +61,11 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     DistilBERT, for which it has no choice"""
     layers: Annotated[Layers, Fact.TEXTS] = "last-1"
     """`all`, `last-N`, or indices such as `4,5`"""
-    factors: Annotated[Literal["weights", "answers"], Fact.TEXTS | Fact.LATER] = "weights"
-    """between what factors R lies with [the rule that trains it](aggregation.md#what-each-rule-does): `weights`:
-    singular vectors of the weights, as many as `rank`; `answers`: with these R [chooses between
-    `answers`](recipes.md#answers-that-are-classes)"""
+    factors: Annotated[Literal["weights", "answers", "inputs"], Fact.TEXTS | Fact.LATER] = "weights"
+    """what the frozen factors are made of, [where a rule has any](aggregation.md#what-each-rule-does). `weights`: R
+    lies between singular vectors of the weights, as many as `rank`, and an A before a B is random; `answers`: R
+    [chooses between `answers`](recipes.md#answers-that-are-classes); `inputs`: A, before a B, has the directions in
+    which [what a layer reads](recipes.md#instruction) is largest"""
     max_length: Annotated[Count, Fact.TEXTS] = 64
     """maximum number of tokens; longer records are truncated, prompts [before their
     responses](language_models.md#what-the-model-sees-and-what-of-it-is-learned)"""

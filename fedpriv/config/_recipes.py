@@ -61,6 +61,7 @@ _INSTRUCTION: Mapping[str, Any] = {
     "layers": "last-2",
     "max_length": 256,
     "aggregation": "ffa-lora",
+    "factors": "inputs",
     "rounds": 12,
     "sampling_probability": 0.15,
     "learning_rate": 1000.0,
@@ -143,6 +144,8 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
         values.setdefault("unit", "person")
     recipe = values.setdefault("recipe", _implied(values))
     presets = dict(_PRESETS[recipe]) if recipe in list(RECIPES) else {}
+    if recipe == "instruction" and values.get("aggregation") not in (None, _INSTRUCTION["aggregation"]):
+        presets.pop("factors")
     if recipe == "instruction" and values.get("answers") and values.get("aggregation") in (None, "fed-sb"):
         presets |= _WITH_ANSWERS
         if values.get("prompt_column") and not values.get("system_prompt"):

@@ -273,13 +273,16 @@ class RunConfig(
             raise ValueError(f"variant_rounds = {list(self.variant_rounds)}: the run has {self.rounds} rounds")
 
     def _check_factors(self) -> None:
-        if self.factors != "answers":
-            return
-        if not self.answers:
+        trains, why = {
+            "weights": (self.rule.trains, ""),
+            "answers": ("lora-r", "R lies between them"),
+            "inputs": ("lora-b", "B is trained behind them"),
+        }[self.factors]
+        if self.factors == "answers" and not self.answers:
             raise ValueError("factors = answers: needs answers, the allowed responses")
-        if self.rule.trains != "lora-r":
-            rules = RULES.names_of(lambda rule: rule.trains == "lora-r")
-            raise ValueError(f"factors = answers: R lies between them; use {rules}, not {self.aggregation}")
+        if self.rule.trains != trains:
+            rules = RULES.names_of(lambda rule: rule.trains == trains)
+            raise ValueError(f"factors = {self.factors}: {why}; use {rules}, not {self.aggregation}")
 
     def _check_trained_rank(self) -> None:
         if self.trained_rank is None:

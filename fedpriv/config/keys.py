@@ -24,7 +24,7 @@ class _CommonKeys(TypedDict, total=False):
     alpha: float
     target_modules: Sequence[str]
     layers: str
-    factors: Literal["weights", "answers"]
+    factors: Literal["weights", "answers", "inputs"]
     max_length: int
     normalize_features: bool
     train: Train

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedpriv.adapters import (
     Adapter,
@@ -92,10 +93,13 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         orthonormal=rule.orthonormal,
     )
     attached = partial(attach, base, seed=config.seed)
-    if config.factors == "answers":
+    if config.factors != "weights":
         base.model.to(device)  # which computes what the factors are made of
+    if config.factors == "answers":
         attached = partial(attached, factors=partial(_answer_factors, config, base.tokenizer))
         settings = replace(settings, target_modules=config.target_modules or last_targets(base))
+    if config.factors == "inputs":
+        attached = partial(attached, rows=partial(_leading_directions, config, base.tokenizer))
     peft_model = attached(settings).to(device)
     build = partial(
         TrainingModel,
@@ -113,10 +117,17 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
 
 def _answer_factors(config: RunConfig, tokenizer: Any, model: Any) -> dict[str, Factors]:
     """The frozen factors for the run's answers."""
-    from fedpriv.training.readout import readout_factors  # deferred: few runs need it
+    from fedpriv.training.public_factors import readout_factors  # deferred: few runs need it
 
     chat = TextReading.of(config).chat
     return readout_factors(model, tokenizer, chat, config.answers, max_length=config.max_length)
+
+
+def _leading_directions(config: RunConfig, tokenizer: Any, model: Any) -> dict[str, Tensor]:
+    """The frozen A that suits what the layers read."""
+    from fedpriv.training.public_factors import leading_directions  # deferred: few runs need it
+
+    return leading_directions(model, tokenizer, max_length=config.max_length)
 
 
 def _device(name: str) -> torch.device:

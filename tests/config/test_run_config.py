@@ -178,7 +178,16 @@ def test_answers_imply_that_r_chooses_between_them_and_a_prompt_that_asks_for_on
     assert parse(own).prompt_template == ""
     sampled = parse({**own, "batch_size": 8})
     assert (sampled.batch_size, sampled.sampling_probability) == (8, None)
-    assert parse({**own, "aggregation": "ffa-lora"}).factors == "weights"
+    assert parse({**own, "aggregation": "ffa-lora"}).factors == "inputs"
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "factors"),
+    [(None, "inputs"), ("ffa-lora", "inputs"), ("fed-sb", "weights"), ("dp-lora", "weights")],
+)
+def test_free_answers_are_learned_behind_what_the_layers_read_where_b_alone_is_trained(aggregation, factors):
+    given = {"aggregation": aggregation} if aggregation else {}
+    assert parse({"prompt_column": "q", "response_column": "a", **given}).factors == factors
 
 
 @pytest.mark.parametrize("answers", [5, "[no", [1, 2]])

@@ -1,9 +1,13 @@
-"""The frozen factors between which R learns which of the allowed answers is right, from public prompts alone.
+"""Frozen LoRA factors that suit what the layers read, from texts of random tokens alone.
+
+Such texts are public, so every holder makes the same factors from the frozen weights, and no record is read.
 
 Where a language model chooses between given answers, what it has to learn is a linear function of what a late layer
 reads. So A whitens the layer's inputs, each column of B moves the logit of one of the answers' tokens, and R between
-them is the weight matrix of a logistic regression, whose gradients are of about unit length. A and B come from prompts
-of random tokens, put as a record's prompt is put, so every holder makes the same ones from the frozen weights.
+them is the weight matrix of a logistic regression, whose gradients are of about unit length.
+
+Where B alone is trained, a random A reads little of what tells one input from another: its rows become the directions
+in which the layer's inputs vary most.
 """
 
 from __future__ import annotations
@@ -29,6 +33,12 @@ from fedpriv.errors import InputError
 _NUM_PROMPTS = 256
 _NUM_SLOPES = 32
 _PROMPT_TOKENS = (4, 40)
+
+# Texts of random tokens whose states the leading directions are of, and their tokens. The first states are left out:
+# in many language models they are hundreds of times as long as the others, and the same for all texts.
+_NUM_TEXTS = 64
+_TEXT_TOKENS = 64
+_FIRST_STATES = 4
 
 # What records' whitened states are longer than those of public prompts by: 1.4 on SST-2.
 _LONGER = 1.4
@@ -89,6 +99,59 @@ def readout_factors(
     }
 
 
+def leading_directions(model: Any, tokenizer: Any, *, max_length: int) -> dict[str, Tensor]:
+    """{LoRA layer of a model: A}: float32 [rank, in], the directions in which the layer's inputs are largest.
+
+    With x the layer's inputs on random tokens, C the mean of x x^T, (v_k, lambda_k) its leading eigenpairs and c its
+    mean variance, row k is sqrt(c / (3 (lambda_k + 0.03 c))) v_k, with its largest entry positive. A x then has the
+    mean square that peft's random A gives it, so rates suit both.
+
+    Args:
+        model: a peft model whose LoRA layers do nothing yet, in float32.
+        tokenizer: of the model.
+        max_length: tokens of a record.
+
+    Raises:
+        InputError: a layer reads fewer directions than A has rows, or nothing but zeros.
+
+    Source: Paischer et al. 2024 (EVA), who take the directions from the first records, which under DP would be a
+    release of its own.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    length = min(_TEXT_TOKENS, max_length)
+    texts = np.random.default_rng(0).choice(_ordinary_tokens(tokenizer), (_NUM_TEXTS, length))
+    inputs: dict[str, list[Tensor]] = {name: [] for name in layers}
+    for text in texts:
+        tokens = torch.tensor(text, device=model.device).unsqueeze(0)
+        with _watched(layers) as seen, torch.no_grad():
+            model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        for name, (states, _) in seen.items():
+            inputs[name].append(states[0, min(_FIRST_STATES, length - 1) :])
+    return {name: _leading(name, layer.r["default"], torch.cat(inputs[name])) for name, layer in layers.items()}
+
+
+def _leading(name: str, rank: int, inputs: Tensor) -> Tensor:
+    """A of a layer; see `leading_directions`.
+
+    Args:
+        name: of the layer, for errors.
+        rank: of A.
+        inputs: [places, in].
+    """
+    states = inputs.double()
+    variance = float((states**2).mean())
+    if rank > min(states.shape):
+        raise InputError(f"rank = {rank}: {name} reads {min(states.shape)} directions; use at most so many")
+    if not variance > 0:
+        raise InputError(f"target_modules, layers: {name} reads nothing but zeros; use another layer")
+    _, singular, right = torch.linalg.svd(states, full_matrices=False)
+    leading, directions = singular[:rank] ** 2 / len(states), right[:rank]
+    signs = directions.gather(1, directions.abs().argmax(dim=1, keepdim=True)).sign()
+    scales = (variance / (3 * (leading + _RIDGE * variance))).sqrt()
+    rows: Tensor = scales.unsqueeze(1) * signs * directions
+    return rows.float().cpu()
+
+
 def _factors(name: str, scaling: float, inputs: Tensor, slopes: Sequence[Tensor], length: float) -> Factors:
     """(B, A) of a layer.
 
@@ -145,7 +208,7 @@ def _public_records(tokenizer: Any, chat: ChatFormat, answers: Sequence[str], ma
         InputError: an answer cannot be put in the chat at this length.
     """
     generator = np.random.default_rng(0)
-    ordinary = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
+    ordinary = _ordinary_tokens(tokenizer)
     number = max(_NUM_PROMPTS, len(answers))
     lengths = generator.integers(*_PROMPT_TOKENS, size=number)
     prompts = [tokenizer.decode(generator.choice(ordinary, length).tolist()) for length in lengths]
@@ -153,6 +216,10 @@ def _public_records(tokenizer: Any, chat: ChatFormat, answers: Sequence[str], ma
     if None in rows[: len(answers)]:
         raise InputError(f"answers = {answers[rows.index(None)]}: cannot be put in the chat at {max_length} tokens")
     return [row for row in rows if row is not None]
+
+
+def _ordinary_tokens(tokenizer: Any) -> list[int]:
+    return sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
 
 
 def _response(row: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The factors between which R chooses between answers: whitened inputs, a logit for each column, nothing of records."""
+"""Factors from public texts: whitened inputs, a logit for each column, leading directions, nothing of records."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fedpriv.adapters import LoraSettings, attach, load_base, read, save
-from fedpriv.config import parse
+from fedpriv.config import RunConfig, parse
 from fedpriv.data.chat import ChatFormat
 from fedpriv.errors import InputError
-from fedpriv.training import readout
-from fedpriv.training.readout import _inverse_root, _public_records, readout_factors, spoken_tokens
+from fedpriv.training import public_factors
+from fedpriv.training.public_factors import (
+    _inverse_root,
+    _public_records,
+    leading_directions,
+    readout_factors,
+    spoken_tokens,
+)
 from fedpriv.training.workbench import Workbench
 from server.observer import LogObserver
 from simulations.engines import federation
@@ -164,8 +170,82 @@ def test_what_is_saved_is_plain_lora_with_a_rank_of_as_many_as_tokens_decide(bas
     assert not torch.allclose(load_base(str(folder), task="CAUSAL_LM").model(input_ids=ids).logits, expected)
 
 
+LEADING = {"trains": "lora-b", "layers": "all", "rank": 3}
+
+
+def directions(base, **changes):
+    return attach(
+        base, settings(**LEADING | changes), rows=lambda model: leading_directions(model, base.tokenizer, max_length=60)
+    )
+
+
+def states_on_random_tokens(base):
+    """[places, in] What `LAYER` reads of texts of the test's own, found by a hook."""
+    seen = []
+    hook = base.model.get_submodule(LAYER.removeprefix("base_model.model.")).register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0][:, 4:].flatten(0, 1))
+    )
+    with torch.no_grad():
+        base.model(
+            input_ids=torch.randint(0, len(base.tokenizer), (300, 60), generator=torch.Generator().manual_seed(5))
+        )
+    hook.remove()
+    return torch.cat(seen).double()
+
+
+def test_rows_are_directions_in_which_inputs_are_largest_and_read_as_much_as_random_ones(base):
+    """Oracle: the inputs on other random tokens, of which no other rows of this rank hold more."""
+    states = states_on_random_tokens(base)
+    model = directions(base)
+    a = model.get_submodule(LAYER).lora_A["default"].weight.double()
+    gram = a @ a.T
+    torch.testing.assert_close(gram, torch.diag(gram.diagonal()), atol=1e-6 * float(gram.max()), rtol=0)
+    unit = torch.nn.functional.normalize(a, dim=1)
+    best = torch.linalg.svdvals(states)[:3].square().sum()
+    assert (states @ unit.T).square().sum() > 0.95 * best
+    random = attach(load_base(base.name, task="CAUSAL_LM"), settings(**LEADING | {"rank": 48}), seed=1)
+    reads = (states @ random.get_submodule(LAYER).lora_A["default"].weight.double().T).square().mean()
+    assert 0.5 < (states @ a.T).square().mean() / reads < 1.5
+
+
+def test_the_directions_and_the_untrained_function_are_the_same_wherever_they_are_made(base, folder):
+    expected = base.model(input_ids=torch.tensor([[5, 9, 30]])).logits
+    here = directions(base)
+    torch.testing.assert_close(here(input_ids=torch.tensor([[5, 9, 30]])).logits, expected)
+    assert [name for name, p in here.named_parameters() if p.requires_grad and "lora_B" not in name] == []
+    other = load_base(str(folder), task="CAUSAL_LM")
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    torch.manual_seed(9)
+    there = directions(other)
+    one, two = (model.get_submodule(LAYER).lora_A["default"].weight for model in (here, there))
+    assert (one - two).norm() < 1e-3 * one.norm()
+
+
+@pytest.mark.parametrize(
+    ("rank", "zeros", "message"),
+    [(49, False, r"rank = 49: .* reads 48 directions"), (3, True, r"target_modules, layers: .* nothing but zeros")],
+)
+def test_layers_that_read_too_little_are_refused_by_name(base, rank, zeros, message):
+    if zeros:
+        with torch.no_grad():
+            base.model.model.layers[1].mlp.up_proj.weight.zero_()
+    with pytest.raises(InputError, match=message):
+        directions(base, rank=rank)
+
+
+def test_an_encoder_has_leading_directions_too():
+    base = load_base(RunConfig().model, task="SEQ_CLS", num_labels=2)
+    found = settings(trains="lora-b", task="SEQ_CLS", target_modules=("query",), layers="all", rank=2)
+    model = attach(base, found, rows=lambda model: leading_directions(model, base.tokenizer, max_length=32))
+    rows = [p for name, p in model.named_parameters() if "lora_A" in name]
+    assert len(rows) == base.model.config.num_hidden_layers
+    assert all(float(row.norm()) > 0 for row in rows)
+
+
 def test_a_layer_that_moves_no_answer_is_refused_by_name(base, monkeypatch):
-    monkeypatch.setattr(readout, "_NUM_SLOPES", 2)
+    monkeypatch.setattr(public_factors, "_NUM_SLOPES", 2)
     with torch.no_grad():
         base.model.model.norm.weight.zero_()
     with pytest.raises(InputError, match=r"target_modules, layers: .*down_proj does not move the answers' logits"):
