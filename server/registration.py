@@ -177,7 +177,7 @@ def _check_signature(registration: Registration, file: Path | None) -> None:
     if file is None and not registration.identity:
         return
     if file is None:
-        if not keys.is_identity(registration.identity):
+        if not keys.is_public_line(registration.identity):
             raise ValueError(f"{name}: its identity is no public key of a vault, `{keys.VAULT} ...`")
         admitted, named = registration.identity, "the key that it names as its identity"
     else:

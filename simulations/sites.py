@@ -24,6 +24,7 @@ from unittest import mock
 import psutil
 import typer
 
+from fedpriv.deployment import joining
 from fedpriv.deployment.command_line import run_command_line
 from fedpriv.ledger.entries import Entry
 from fedpriv.ledger.reader import reading, verify_with_head
@@ -142,6 +143,7 @@ class DeployedFederation:
         kit(SERVER, "init", self.coordinator, "--address", "127.0.0.1", "--port", self.port)
         self.start_superlink()
         self.digest = ""
+        self.invite(num_nodes)
         for client in range(num_nodes):
             self.make_node(client, *(holdings or {}).get(client, []))
             with (self.node(client) / FILE).open("a") as file:
@@ -153,22 +155,18 @@ class DeployedFederation:
             self.start_node(client)
         self.wait_for_nodes(num_nodes)
 
-    @property
-    def ca(self) -> Path:
-        """The file by which the nodes know the coordinator."""
-        return self.coordinator / "ca.crt"
-
     def node(self, client: int) -> Path:
         """A node's folder."""
         return self.folder / f"node-{client}"
 
+    def invite(self, number: int) -> None:
+        """Invite so many institutions: `Clinic 0` is partition 0, and so on."""
+        kit(SERVER, "invite", self.coordinator, *(f"Clinic {client}" for client in range(number)))
+
     def make_node(self, client: int, *more: str) -> None:
-        """A node's folder with this checkout's bundle approved."""
-        address = f"127.0.0.1:{self.port}"
-        kit(
-            *(CLIENT, "init", self.node(client), "--superlink", address, "--ca", self.ca),
-            *("--partition-id", client, "--port", free_port(), *more),
-        )
+        """A node's folder, of an institution that was invited, with this checkout's bundle approved."""
+        invitation = self.coordinator / "invitations" / f"{client}.toml"
+        kit(CLIENT, "init", self.node(client), "--invite", invitation, "--port", free_port(), *more)
         if not self.digest:
             self.digest = kit(CLIENT, "approve", self.node(client), "--this-checkout").split()[0]
         else:
@@ -183,12 +181,18 @@ class DeployedFederation:
         kit(CLIENT, "approve", self.node(client), digest)
 
     def admit(self, client: int) -> None:
-        """Register a node's keys with the coordinator."""
-        kit(SERVER, "register", self.coordinator, client, *self.public_keys(client))
+        """Admit a node."""
+        kit(SERVER, "admit", self.coordinator, self.application(client))
 
-    def public_keys(self, client: int) -> tuple[Path, Path]:
-        """The files that a node hands to the coordinator."""
-        return self.node(client) / "node.key.pub", self.node(client) / "vault.key.pub"
+    def approve_peers(self, client: int, *more: object) -> None:
+        """Let a node add up with all others that are admitted, whose operators read it their fingerprints."""
+        roster = self.coordinator / "roster.toml"
+        told = [member.fingerprint for member in joining.read(joining.Roster, roster).members]
+        kit(CLIENT, "approve-peers", self.node(client), roster, *(f"--fingerprint={each}" for each in told), *more)
+
+    def application(self, client: int) -> Path:
+        """The file that a node hands to the coordinator."""
+        return self.node(client) / "application.toml"
 
     def start_superlink(self) -> None:
         """Start the SuperLink and wait until it answers."""

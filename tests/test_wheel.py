@@ -164,15 +164,12 @@ def test_two_nodes_with_vaults_and_a_coordinator_carry_out_a_run(everything, tra
     try:
         log = start("coordinator", "start", "c")
         wait_until(lambda: "SuperLink answers" in log.read_text(), "SuperLink", 90)
+        run(trapped, fedpriv, "coordinator", "invite", "c", "n0", "n1")
         for client in (0, 1):
-            node, address = f"n{client}", f"127.0.0.1:{port}"
-            told = ["--superlink", address, "--ca", "c/ca.crt", "--partition-id", client, "--port", free_port()]
-            run(trapped, fedpriv, "node", "init", node, *told)
-            assert approvals.bundle_digest(FLOWER_APP) in run(
-                trapped, fedpriv, "node", "approve", node, "--this-checkout"
-            )
-            keys = (f"{node}/node.key.pub", f"{node}/vault.key.pub")
-            run(trapped, fedpriv, "coordinator", "register", "c", client, *keys)
+            node, invitation = f"n{client}", f"c/invitations/{client}.toml"
+            said = run(trapped, fedpriv, "node", "init", node, "--invite", invitation, "--approve")
+            assert approvals.bundle_digest(FLOWER_APP) in said
+            run(trapped, fedpriv, "coordinator", "admit", "c", f"{node}/application.toml")
             start("node", "start", node)
         wait_until(lambda: "nodes online: 2" in log.read_text(), "two nodes", 120)
         values = ("num_clients=2", "min_clients=2", "rounds=2", "lora_rounds=0", f"out={trapped / 'first'}")

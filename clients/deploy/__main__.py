@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +15,10 @@ from clients.deploy import admission, folder, records, supernode
 from clients.deploy import doctor as node_doctor
 from clients.deploy.folder import Made, Node
 from fedpriv.apps import FLOWER_APP
-from fedpriv.deployment import approvals
+from fedpriv.deployment import approvals, joining, keys
 from fedpriv.deployment.checks import print_checks
 from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
+from fedpriv.deployment.joining import Invitation, Member, Roster
 from fedpriv.errors import InputError
 from fedpriv.vault.rollback import ReceiptWatch
 
@@ -28,17 +31,17 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The node's folder."
 def deploy() -> None:
     """A data holder's node in a federation: its keys, its data, its policy, and the code that it approves.
 
-    Example: fedpriv node init ~/node --superlink fl.example.org:9093 --ca ca.crt --partition-id 0
+    Example: fedpriv node init ~/node --invite invitation.toml
     """
 
 
 @app.command()
 def init(
     dir_: Folder,
-    superlink: Annotated[str, typer.Option(help="HOST:PORT of the coordinator.")],
-    ca: Annotated[Path, typer.Option(help="The coordinator's ca.crt.")],
-    partition_id: Annotated[int, typer.Option(help="Which client of a run the node is: 0, 1, ...")],
-    name: Annotated[str | None, typer.Option(help="Display name, visible to the coordinator.")] = None,
+    invite: Annotated[Path, typer.Option(help="What the coordinator sent: compare its fingerprint by telephone.")],
+    approve_: Annotated[
+        bool, typer.Option("--approve", help="Let the invitation's model and this checkout's bundle run here.")
+    ] = False,
     data: Annotated[Path | None, typer.Option(help="File with the records; by default the embedded corpus.")] = None,
     text_column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
     label_column: Annotated[str, typer.Option(help="Column with the label; empty for causal models.")] = "label",
@@ -55,7 +58,7 @@ def init(
     separator: Annotated[str, typer.Option(help="Of a CSV file: auto (its header), comma, semicolon, tab.")] = "auto",
     encoding: Annotated[str, typer.Option(help="Of a CSV or JSONL file: utf-8, latin-1 or cp1252.")] = "utf-8",
     table_checks: Annotated[str, typer.Option(help="On a likely mistake in the records: refuse or warn.")] = "refuse",
-    labels: Annotated[str | None, typer.Option(help="The classes a,b,c, in the order that all holders use.")] = None,
+    labels: Annotated[str | None, typer.Option(help="The classes a,b,c; by default those of the planned run.")] = None,
     ledger: Annotated[Path | None, typer.Option(help="The node's ledger; by default ledger.sqlite in DIR.")] = None,
     budget_epsilon: Annotated[float | None, typer.Option(help="Epsilon that all runs together may spend, > 0.")] = None,
     delta: Annotated[float | None, typer.Option(help="By default 1 / (10 N_k), at most 1e-5.")] = None,
@@ -69,20 +72,30 @@ def init(
     counter_file: Annotated[
         Path | None, typer.Option(help="New file on another disk, by which a restored ledger is noticed.")
     ] = None,
-    port: Annotated[int, typer.Option(help="Free port on this machine, for local use only.")] = folder.DEFAULT_PORT,
+    port: Annotated[int | None, typer.Option(help="Of this machine, for local use; by default a free one.")] = None,
 ) -> None:
     """Create a node's folder: two key pairs, settings and a policy; read the records once, and register their number.
 
-    With --data, labels and a budget are required; on a terminal they are asked for.
+    With --data, a budget is required; on a terminal it is asked for, and labels if the invitation names none. With
+    --approve the invitation's model and bundle may run, if this machine has the same ones: review `clients/` of this
+    checkout first, and approve a model only from where you trust.
 
-    Example: fedpriv node init ~/node --superlink fl.example.org:9093 --ca ca.crt --partition-id 0
-    --data records.csv --text-column note --label-column department --labels cardiology,neurology --budget-epsilon 4
+    Example: fedpriv node init ~/node --invite invitation.toml --approve --data records.csv --text-column note
+    --label-column department --budget-epsilon 4
     """
+    invitation = joining.read(Invitation, invite)
+    _tell_invitation(invitation)
+    if approve_:
+        admission.check_asked(invitation)
+    plan = invitation.plan
     own: dict[str, object] = {}
     if data is not None:
         own = {"text_column": text_column, "label_column": label_column, "text_pair_column": text_pair_column}
         own |= {"prompt_column": prompt_column, "response_column": response_column, "messages_column": messages_column}
-        if label_column and labels is None and not (prompt_column or messages_column):
+        labelled = label_column and not (prompt_column or messages_column)
+        if labels is None and plan is not None and labelled:
+            labels = ",".join(plan.labels) or None
+        if labels is None and labelled:
             labels = _asked("labels", "Labels a,b,c, in the order that all holders agreed on")
         if budget_epsilon is None and (answer := _asked("budget-epsilon", "Epsilon that all runs together may spend")):
             budget_epsilon = _number("budget-epsilon", answer)
@@ -91,11 +104,8 @@ def init(
         own |= {"labels": _names(labels), "data": data.expanduser().absolute()}
     made = folder.make(
         dir_,
-        ca=ca,
-        superlink=superlink,
+        invitation,
         port=port,
-        partition_id=partition_id,
-        name=f"node-{partition_id}" if name is None else name,
         **own,
         ledger_file=ledger.expanduser().absolute() if ledger else None,
         budget_epsilon=budget_epsilon,
@@ -105,10 +115,35 @@ def init(
         colluding_clients=colluding_clients,
         counter_file=counter_file.expanduser().absolute() if counter_file else None,
     )
-    _tell(made, shlex.quote(str(dir_)))
+    if approve_:
+        _approve_asked(made.node, invitation)
+    if plan is not None and plan.secure_aggregation and made.node.vault.budget_view == "local":
+        typer.echo("note: the planned run adds up under masks, but the budget counts uploads; see --budget-view")
+    _tell(made, shlex.quote(str(dir_)), approves=approve_)
 
 
-def _tell(made: Made, quoted: str) -> None:
+def _tell_invitation(invitation: Invitation) -> None:
+    """Tell what is asked, with control characters escaped."""
+    typer.echo(f"invitation of {invitation.name} as partition {invitation.partition_id}, by {invitation.superlink}")
+    typer.echo(f"its fingerprint, to be compared with the coordinator's: {invitation.fingerprint}")
+    for key, value in invitation.run.items():
+        typer.echo(f"planned: {json.dumps(key)[1:-1]} = {json.dumps(value)}")
+
+
+def _approve_asked(node: Node, invitation: Invitation) -> None:
+    """Approve what `admission.check_asked` has compared."""
+    if invitation.bundle:
+        approvals.approve(node.approved, invitation.bundle)
+        typer.echo(f"bundle {invitation.bundle} is approved")
+    if (note := approvals.note_on(FLOWER_APP)) and invitation.bundle:
+        typer.echo(note)
+    if invitation.plan is not None:
+        name = invitation.plan.model
+        found = admission.approve_model(node.vault, name, name=name)
+        typer.echo(f"model {name} is approved: digest {found.model.digest}")
+
+
+def _tell(made: Made, quoted: str, *, approves: bool) -> None:
     """Tell what was made, and what is left to do."""
     node = made.node
     typer.echo(f"created {node.folder}; keep {node.key} and {node.vault.key} secret, review {node.vault.policy}")
@@ -119,18 +154,21 @@ def _tell(made: Made, quoted: str) -> None:
         if made.data_set.num_records != made.found.num_units:
             typer.echo(f"note: {node.vault.ledger} had registered this number before, and it stays")
     _tell_keys(node)
-    steps = [f"approve-model {quoted} MODEL"] if made.found is not None else []
+    steps = []
+    if not approves:
+        steps += [f"approve-model {quoted} MODEL"] if made.found is not None else []
+        steps.append(f"approve {quoted} --this-checkout")
     if node.vault.budget_view == "aggregate":
-        steps.append(f"approve-peer {quoted} PARTITION-ID KEYFILE")
-    for command in (*steps, f"approve {quoted} --this-checkout", f"doctor {quoted}", f"start {quoted}"):
+        steps.append(f"approve-peers {quoted} ROSTER")
+    for command in (*steps, f"doctor {quoted}", f"start {quoted}"):
         typer.echo(f"next: fedpriv node {command}")
 
 
 def _tell_keys(node: Node) -> None:
     """Tell what the coordinator must get."""
-    typer.echo(f"send to the coordinator: {' and '.join(map(str, node.public_keys))}")
-    for file in node.public_keys:
-        typer.echo(file.read_text().strip())
+    typer.echo(f"send to the coordinator: {node.application}")
+    own = keys.fingerprint(keys.public_line(node.vault.key))
+    typer.echo(f"fingerprint of vault.key, to be read to coordinator and peers by telephone: {own}")
 
 
 def _asked(option: str, question: str) -> str:
@@ -254,24 +292,51 @@ def approve(
         typer.echo(note)
 
 
-@app.command("approve-peer")
-def approve_peer(
+@app.command("approve-peers")
+def approve_peers(
     dir_: Folder,
-    partition_id: Annotated[int, typer.Argument(metavar="PARTITION-ID", min=0, help="Of the other holder's node.")],
-    key: Annotated[Path, typer.Argument(metavar="KEYFILE", help="Its vault.key.pub, which its operator handed you.")],
-    replace: Annotated[bool, typer.Option("--replace", help="That holder's key was exchanged.")] = False,
+    roster: Annotated[Path, typer.Argument(metavar="ROSTER", help="What the coordinator sent when all were admitted.")],
+    fingerprints: Annotated[
+        list[str] | None,
+        typer.Option("--fingerprint", help="Of a peer's vault.key, as its operator read it to you; once for each."),
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="A holder's key was exchanged.")] = False,
 ) -> None:
-    """Let this node add up with another holder's, so that the coordinator learns their sum alone.
+    """Let this node add up with the other holders, so that the coordinator learns their sum alone.
 
-    Take the key from that holder, through a channel that both trust, and not from the coordinator: anyone who gives
-    you a key of its own in another's name learns your part. It holds from the next sum on; delete the file to end it.
+    A coordinator that put keys of its own into the roster would learn your part. So let each holder read you the
+    fingerprint that its own `doctor` shows: give them here, or on a terminal compare them one by one. Approvals hold
+    from the next sum on; delete a file in `peers` to end one.
 
-    Example: fedpriv node approve-peer ~/node 2 clara.pub
+    Example: fedpriv node approve-peers ~/node roster.toml --fingerprint ABCD-EFGH-IJKL-MNOP-QRST
     """
     vault = Node.read(dir_).vault
-    is_new = admission.approve_peer(vault, partition_id, key, replace_old=replace)
-    typer.echo(f"partition {partition_id} {'is approved' if is_new else 'was approved before'} as a peer")
-    typer.echo(f"its key is in {vault.peers}; it counts from the next sum on, without a restart")
+    found = joining.read(Roster, roster)
+    found.check(roster)
+    unknown = admission.unknown_peers(vault, found, replace_old=replace)
+    _compare(unknown, found, fingerprints)
+    admission.approve_peers(vault, unknown)
+    for member in unknown:
+        typer.echo(f"{member.name}, partition {member.partition_id}, is approved: {member.fingerprint}")
+    typer.echo(f"their keys are in {vault.peers}; they count from the next sum on, without a restart")
+
+
+def _compare(unknown: Sequence[Member], roster: Roster, fingerprints: Sequence[str] | None) -> None:
+    """Refuse keys that their holders have not confirmed.
+
+    Raises:
+        InputError: names what was not confirmed, or a fingerprint that stands for no key in the roster.
+    """
+    told = {text.strip().upper() for text in fingerprints or ()}
+    if strange := told - {member.fingerprint for member in roster.members}:
+        raise InputError(f"--fingerprint = {min(strange)}: no key in the roster has it; one may be forged")
+    for member in unknown:
+        who = f"{member.name} (partition {member.partition_id})"
+        if told or not sys.stdin.isatty():
+            if member.fingerprint not in told:
+                raise InputError(f"--fingerprint: let {who} read it to you; the roster has {member.fingerprint}")
+        elif not typer.confirm(f"Does {who} read you {member.fingerprint}?"):
+            raise InputError(f"{who}: is not approved, and nobody else; ask the coordinator for the roster again")
 
 
 @app.command("new-key")
@@ -286,8 +351,9 @@ def new_key_(
     """Exchange a key of a node that is stopped; a node of an earlier version, which has one key, gets its second.
 
     By default vault.key, which signs all that the node says. Its receipts count for ever: `vault.key.earlier` keeps its
-    public line, and a ledger that lacks what it has signed gets no new key. Then hand vault.key.pub to the coordinator
-    and to each peer: nothing that the new key signs counts before. With --node it is node.key, for Flower alone.
+    public line, and a ledger that lacks what it has signed gets no new key. Then send application.toml to the
+    coordinator, and its new roster to each peer: nothing that the new key signs counts before. With --node it is
+    node.key, for Flower alone.
 
     Example: fedpriv node new-key ~/node
     """
@@ -296,10 +362,10 @@ def new_key_(
         folder.replace_node_key(node)
     else:
         folder.replace_vault_key(node, sources or [])
-        typer.echo(f"approve-peer --replace at each peer: {node.public_keys[1]}")
     _tell_keys(node)
-    id_ = node.vault.partition_id
-    typer.echo(f"there: fedpriv coordinator register DIR {id_} NODE_KEY VAULT_KEY --replace")
+    typer.echo("there: fedpriv coordinator admit DIR FILE --replace")
+    if not of_node:
+        typer.echo("then, at each peer, with the new roster: fedpriv node approve-peers DIR ROSTER --replace")
 
 
 @app.command()

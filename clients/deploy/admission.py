@@ -6,12 +6,15 @@ Another holder, with which the node adds up, is known by its vault's public key;
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedpriv.accounting.views import num_readers
 from fedpriv.adapters import model_digest
-from fedpriv.deployment import keys
+from fedpriv.apps import FLOWER_APP
+from fedpriv.deployment import approvals, keys
+from fedpriv.deployment.joining import Invitation, Member, Roster
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file
 from fedpriv.vault.settings import (
@@ -28,36 +31,42 @@ from fedpriv.vault.settings import (
 _HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
 
 
-def approve_peer(vault: VaultSettings, client: int, key: Path, *, replace_old: bool = False) -> bool:
-    """Let the node add up with another holder's, and return whether that is new.
+def unknown_peers(vault: VaultSettings, roster: Roster, *, replace_old: bool = False) -> list[Member]:
+    """The others in a roster whose keys are not approved yet.
 
     Args:
         vault: of the node.
-        client: partition id of the other holder.
-        key: its vault.key.pub, as its operator handed it over.
-        replace_old: another key may have been approved for this partition id.
+        roster: that the coordinator sent, which may list what it likes.
+        replace_old: another key may have been approved for a partition id.
 
     Raises:
-        InputError: the file is no public key of a vault; partition id or key are this node's own or another peer's; or
-            another key was approved for this partition id.
+        InputError: the roster lists another key for this node, or not this node, or a key that is approved for another
+            partition id or has taken the place of one that is approved.
     """
-    line = keys.read_public_line(key)
-    known = approved_peers(vault.peers)
-    file = vault.peers / f"{client}{PEER_SUFFIX}"
-    if client == vault.partition_id:
-        raise InputError(f"PARTITION-ID = {client}: is this node's own; approve the others")
-    if line == keys.public_line(vault.key):
-        raise InputError(f"public key = {key}: is this node's own; give that of partition {client}")
-    for peer, approved in known.items():
-        if peer != client and approved == line:
-            raise InputError(f"public key = {key}: is approved as that of partition {peer}; each holder has its own")
-    if client in known and known[client] == line:
-        return False
-    if client in known and not replace_old:
-        raise InputError(f"{file}: exists; ask that holder whether its key was exchanged, then give --replace")
+    own, known = keys.public_line(vault.key), approved_peers(vault.peers)
+    listed = {member.partition_id: member for member in roster.members}
+    mine = listed.pop(vault.partition_id, None)
+    if mine is None or mine.vault_key != own:
+        raise InputError(
+            f"roster: has {mine.fingerprint if mine else 'no key'} for partition {vault.partition_id}, this node, "
+            f"whose vault.key has {keys.fingerprint(own)}; tell the coordinator"
+        )
+    for client, member in listed.items():
+        if others := [peer for peer, line in known.items() if line == member.vault_key and peer != client]:
+            raise InputError(f"roster: the key of partition {client} is approved as that of partition {others[0]}")
+        if known.get(client, member.vault_key) != member.vault_key and not replace_old:
+            raise InputError(
+                f"roster: partition {client} ({member.name}) has another key than is approved; ask that institution "
+                "whether it exchanged its key, then give --replace"
+            )
+    return [member for client, member in listed.items() if known.get(client) != member.vault_key]
+
+
+def approve_peers(vault: VaultSettings, members: Sequence[Member]) -> None:
+    """Let the node add up with these holders, whose keys its operator has compared."""
     vault.peers.mkdir(mode=0o700, exist_ok=True)
-    replace_file(file, f"{line}\n".encode())  # what an earlier version approved is none
-    return True
+    for member in members:  # what an earlier version approved is none, and is replaced
+        replace_file(vault.peers / f"{member.partition_id}{PEER_SUFFIX}", f"{member.vault_key}\n".encode())
 
 
 def check_survivors(vault: VaultSettings) -> None:
@@ -85,8 +94,8 @@ def peers_summary(vault: VaultSettings) -> str:
     known = approved_peers(vault.peers)
     if old := peers_of_earlier_versions(vault.peers):
         raise InputError(
-            f"{old[0]}: is the key of that node's SuperNode, which signs no sums; get its vault.key.pub from its "
-            "operator, and run `approve-peer` with that"
+            f"{old[0]}: is the key of that node's SuperNode, which signs no sums; get a roster from the "
+            "coordinator, and run `approve-peers` with that"
         )
     least, colluding = vault.min_survivors, vault.colluding_clients
     check_survivors(vault)
@@ -95,11 +104,34 @@ def peers_summary(vault: VaultSettings) -> str:
     needed = least - 1 if vault.budget_view == "aggregate" else 0
     if len(known) < needed:
         raise InputError(
-            f"{vault.peers}: {len(known)} approved, min_survivors = {least} needs at least {needed}; run `approve-peer`"
+            f"{vault.peers}: {len(known)} approved, min_survivors = {least} needs {needed} or more; run `approve-peers`"
         )
     if not known:
         return "none: takes part in no secure sum"
-    return f"adds up with partitions {', '.join(map(str, known))}, in sums of {least} or more, {colluding} may collude"
+    named = ", ".join(f"{client} ({keys.fingerprint(line)})" for client, line in known.items())
+    return f"adds up with partitions {named}, in sums of {least} or more, {colluding} may collude"
+
+
+def check_asked(invitation: Invitation) -> None:
+    """Refuse an invitation to code or a model that this machine has in another form than the coordinator.
+
+    Raises:
+        InputError: says which, or the planned run cannot be read.
+        FlowerError: this checkout cannot be bundled.
+    """
+    own = approvals.bundle_digest(FLOWER_APP)
+    if invitation.bundle not in ("", own):
+        raise InputError(
+            f"bundle = {invitation.bundle[:16]}...: this checkout's is {own[:16]}...; install the coordinator's version"
+        )
+    if invitation.plan is None:
+        return
+    name = invitation.plan.model
+    if (found := model_digest(_folder(name))) != invitation.model:
+        raise InputError(
+            f"model = {name!r}: the coordinator's files have digest {invitation.model[:16]}..., those here "
+            f"{found[:16]}...; get the same ones"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ lacks a charge which the old key has signed gets no new one: else a restored cop
 from __future__ import annotations
 
 import os
+import random
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import fields
@@ -20,12 +22,13 @@ from pydantic.dataclasses import dataclass
 from clients.deploy import records
 from clients.deploy.admission import check_survivors
 from clients.deploy.records import Found
-from fedpriv.deployment import keys
-from fedpriv.deployment.checks import CA_CERTIFICATE, read_certificate
+from fedpriv.deployment import joining, keys
+from fedpriv.deployment.checks import CA_CERTIFICATE
 from fedpriv.deployment.command_line import read_settings, validated
+from fedpriv.deployment.joining import Application, Invitation
 from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import InputError
-from fedpriv.files import new_folder
+from fedpriv.files import new_folder, replace_file
 from fedpriv.ledger import receipts
 from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.reader import reading
@@ -34,7 +37,9 @@ from fedpriv.vault import settings as vault_settings
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import NodeLimits, VaultSettings, models_text
 
-DEFAULT_PORT = 9094
+# Below those that Linux gives to connections by itself.
+_LOCAL_PORTS = (20_000, 30_000)
+
 FILE = "node.toml"
 
 _NODE_HEADER = "# Where the coordinator is. What the node does with its records stands in vault.toml.\n"
@@ -70,7 +75,7 @@ class Node:
     """
 
     superlink: str
-    port: Annotated[int, Field(ge=1, le=65535)] = DEFAULT_PORT
+    port: Annotated[int, Field(ge=1, le=65535)] = 9094
     vault: VaultSettings
 
     @field_validator("superlink")
@@ -124,6 +129,11 @@ class Node:
         return keys.public_path(self.key), keys.public_path(self.vault.key)
 
     @property
+    def application(self) -> Path:
+        """The file with which the coordinator admits the node."""
+        return self.folder / "application.toml"
+
+    @property
     def approved(self) -> Path:
         """The file with the digests of the bundles that may run here."""
         return self.folder / "approved-fabs"
@@ -153,32 +163,32 @@ class Made:
     data_set: DataSet | None
 
 
-def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **settings: Any) -> Made:
+def make(folder: Path, invitation: Invitation, *, port: int | None = None, **settings: Any) -> Made:
     """Create a node's folder, with its key pairs, the coordinator's certificate and a policy; register its records.
 
     Args:
         folder: does not exist or is empty.
-        ca: the coordinator's ca.crt.
-        superlink: HOST:PORT of the coordinator.
-        port: on this machine.
-        settings: fields of `VaultSettings`; None stands for a field's default.
+        invitation: of the coordinator.
+        port: on this machine; None chooses one that is free.
+        settings: fields of `VaultSettings`; None stands for a field's default, and for the labels of the planned run.
 
     Raises:
-        InputError: a setting, the certificate or the data cannot be used; nothing was written.
+        InputError: a setting or the data cannot be used; nothing was written.
         LedgerError: the ledger cannot be used.
     """
-    values = {key: value for key, value in settings.items() if value is not None}
-    connection = {"superlink": superlink, "port": port}
+    values = {"partition_id": invitation.partition_id, "name": invitation.name}
+    values |= {key: value for key, value in settings.items() if value is not None}
+    connection = {"superlink": invitation.superlink, "port": _free_port() if port is None else port}
     vault = validated(VaultSettings, values, folder=folder.absolute())
     node = validated(Node, connection, vault=vault)
-    read_certificate(ca)
     records.check_terms(vault)
     check_survivors(vault)
     found = records.find(vault) if vault.data else None
     with new_folder(node.folder) as new:
         keys.make_key_pair(new / node.key.name, keys.NODE)
         keys.make_key_pair(new / vault.key.name)
-        (new / node.ca_certificate.name).write_bytes(ca.read_bytes())
+        (new / node.application.name).write_text(_application(node, new))
+        (new / node.ca_certificate.name).write_text(invitation.ca)
         (new / FILE).write_text(_NODE_HEADER + tomli_w.dumps(connection))
         (new / vault_settings.FILE).write_text(_VAULT_HEADER + tomli_w.dumps(_plain(values)))
         (new / vault.policy.name).write_text(policy_text())
@@ -191,6 +201,33 @@ def make(folder: Path, *, ca: Path, superlink: str, port: int = DEFAULT_PORT, **
             watch = ReceiptWatch(new / vault.key.name, vault.receipts, vault.receipts_of_peers, vault.counter_file)
             watch.begin_counter_file(ledger)
     return Made(node, found, data_set)
+
+
+def _free_port() -> int:
+    """A port of loopback that nothing listens on; below those that Linux gives to connections."""
+    while True:
+        port = random.SystemRandom().randrange(*_LOCAL_PORTS)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+
+
+def _application(node: Node, folder: Path) -> str:
+    """The text of the file with which a node's operator asks the coordinator to admit it.
+
+    Args:
+        node: that asks.
+        folder: where its keys are.
+    """
+    node_key, vault_key = folder / node.key.name, folder / node.vault.key.name
+    made = joining.made(
+        Application,
+        name=node.vault.name,
+        partition_id=node.vault.partition_id,
+        node_key=keys.public_line(node_key),
+        vault_key=keys.public_line(vault_key),
+    )
+    return joining.text(made.signed(vault_key), f"{node.vault.name} applies: fedpriv coordinator admit DIR FILE")
 
 
 def policy_text() -> str:
@@ -228,6 +265,7 @@ def replace_vault_key(node: Node, sources: Sequence[Path]) -> None:
     owner = _owner(node)
     keys.add_line(vault.earlier_keys, watch.signer, owner=owner)
     keys.make_key_pair(vault.key, keys.VAULT, owner=owner, replaces=True)
+    _apply_again(node)
 
 
 def replace_node_key(node: Node) -> None:
@@ -239,6 +277,12 @@ def replace_node_key(node: Node) -> None:
     if not node.vault.key.exists():
         raise InputError(f"{node.vault.key}: is missing; run `new-key` without --node first, or receipts would be lost")
     keys.make_key_pair(node.key, keys.NODE, owner=_owner(node), replaces=True)
+    _apply_again(node)
+
+
+def _apply_again(node: Node) -> None:
+    """Write the application of a node whose keys have changed."""
+    replace_file(node.application, _application(node, node.folder).encode(), owner=_owner(node))
 
 
 def _owner(node: Node) -> User | None:

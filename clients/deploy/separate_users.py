@@ -123,7 +123,7 @@ def _check_key(path: Path, kind: Kind) -> Check:
     if keys.kind_of(line) != kind:
         return Check(path.name, False, f"{path}: is a key `{keys.kind_of(line)}`, must be `{kind}`")
     private = check_private(path)
-    return Check(path.name, private.ok, f"{path}: {line[:40]}..." if private.ok else private.detail)
+    return Check(path.name, private.ok, f"{path}: {keys.fingerprint(line)}" if private.ok else private.detail)
 
 
 def _give(folder: Path, user: User) -> None:

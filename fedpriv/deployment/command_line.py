@@ -89,11 +89,16 @@ def run_command_line(app: typer.Typer, name: str) -> None:
     try:
         app(prog_name=name)
     except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {_visible(str(error))}", err=True)
         sys.exit(2)
     except (FlowerError, LedgerError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {_visible(str(error))}", err=True)
         sys.exit(1)
+
+
+def _visible(text: str) -> str:
+    """The text with escapes in place of control characters, which a file that somebody sent may hold."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def give_units(units: Sequence[Unit], out: Path | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -127,15 +128,26 @@ def add_line(path: Path, public_line: str, *, owner: User | None = None) -> None
     replace_file(path, "".join(f"{line}\n" for line in lines).encode(), owner=owner)
 
 
+def fingerprint(text: str) -> str:
+    """Five groups of four letters and digits, 100 bits, that stand for a text such as a public line.
+
+    Two people can compare them by telephone, and nobody finds another text that has them.
+
+    Source: the first bits of SHA-256 in base32 (RFC 4648), which has none of 0, 1, 8 and 9.
+    """
+    letters = base64.b32encode(hashlib.sha256(text.encode()).digest()).decode()
+    return "-".join(letters[start : start + 4] for start in range(0, 20, 4))
+
+
 def kind_of(public_line: str) -> Kind:
     """The kind of the key in a public line that `read_public_line` returned."""
     return NODE if public_line.startswith(f"{NODE} ") else VAULT
 
 
-def is_identity(text: object) -> bool:
-    """Whether this is the public line of a vault's key, in the one way to write it: so two texts are two keys."""
+def is_public_line(text: object, kind: Kind = VAULT) -> bool:
+    """Whether this is the public line of a key of this kind, in the one way to write it: so two texts are two keys."""
     key = _public_key(text) if type(text) is str else None
-    return isinstance(key, Ed25519PublicKey) and line_of(key) == text
+    return key is not None and text == (line := line_of(key)) and kind_of(line) == kind
 
 
 def sign(private_key_path: Path, message: bytes) -> str:

@@ -57,7 +57,7 @@ class Participant:
     def __post_init__(self) -> None:
         _integer("client", self.client, 0, MAX_CLIENT)
         name = f"client {self.client}"
-        if not keys.is_identity(self.identity):
+        if not keys.is_public_line(self.identity):
             raise ProtocolError(
                 f"{name}: identity = {shown(self.identity)}: must be `{keys.VAULT} AAAA...` without a comment"
             )

@@ -10,10 +10,11 @@ from typing import Annotated
 
 import typer
 
+from fedpriv.deployment import keys
 from fedpriv.deployment.checks import check_tls, print_checks
 from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
 from fedpriv.errors import InputError
-from server.deploy import certificates, runs, superlink
+from server.deploy import certificates, membership, runs, superlink
 from server.deploy import folder as folders
 from server.deploy.folder import Coordinator
 
@@ -23,6 +24,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The coordinator's folder.")]
 PassphraseFile = Annotated[Path | None, typer.Option(help="File whose first line is the passphrase of ca.key.")]
+Override = Annotated[list[str] | None, typer.Option("-c", help="key=value of the run's configuration.")]
 Days = Annotated[int, typer.Option(help="Number of days for which the server certificate is valid.")]
 
 
@@ -41,22 +43,26 @@ def init(
     port: Annotated[int, typer.Option(help="The only port that the nodes must reach.")] = folders.DEFAULT_PORT,
     days: Days = 365,
     ca_passphrase_file: PassphraseFile = None,
+    override: Override = None,
 ) -> None:
-    """Create a coordinator's folder: a certificate authority and a server certificate.
+    """Create a coordinator's folder: a certificate authority, a server certificate, and the run that is planned.
 
-    The authority's key is encrypted. Without --ca-passphrase-file its passphrase is random, and printed once.
+    The authority's key is encrypted. Without --ca-passphrase-file its passphrase is random, and printed once. The
+    planned run is kept in run.toml: invitations show it, and `run` starts it.
 
-    Example: fedpriv coordinator init ~/federation --address fl.example.org --address 10.0.0.5
+    Example: fedpriv coordinator init ~/federation --address fl.example.org --address 10.0.0.5 -c data=on-nodes
+    -c labels=cardiology,neurology -c rounds=20 -c target_epsilon=2
     """
     passphrase = _new_passphrase(ca_passphrase_file)
-    coordinator = folders.make(folder, addresses=address, port=port, days=days, passphrase=passphrase)
+    coordinator = folders.make(
+        folder, addresses=address, port=port, days=days, passphrase=passphrase, planned=runs.given(override or [])
+    )
     typer.echo(f"created {coordinator.folder}; {coordinator.ca_key} is encrypted, and needed for `renew` alone")
     _tell_passphrase(ca_passphrase_file, passphrase)
-    typer.echo(f"send to every node: {coordinator.ca_certificate} and the address {coordinator.address}")
     quoted = shlex.quote(str(folder))
-    typer.echo(f"next: fedpriv coordinator start {quoted}")
-    typer.echo(f"then, for each node: fedpriv coordinator register {quoted} PARTITION_ID NODE_KEY VAULT_KEY")
-    typer.echo(f"then: fedpriv coordinator run {quoted} -c rounds=10")
+    for command in ("start", "invite", "admit", "run"):
+        rest = {"invite": ' "NAME OF AN INSTITUTION"', "admit": " APPLICATION"}.get(command, "")
+        typer.echo(f"next: fedpriv coordinator {command} {quoted}{rest}")
 
 
 def _new_passphrase(file: Path | None) -> str:
@@ -98,25 +104,50 @@ def units(folder: Folder, out: UnitFolder = None) -> None:
 
 
 @app.command()
-def register(
+def invite(
     folder: Folder,
-    partition_id: Annotated[int, typer.Argument(help="Which client of a run the node is: 0, 1, ...")],
-    node_key: Annotated[Path, typer.Argument(metavar="NODE_KEY", help="Its node.key.pub, for Flower.")],
-    vault_key: Annotated[Path, typer.Argument(metavar="VAULT_KEY", help="Its vault.key.pub, which signs.")],
-    replace: Annotated[bool, typer.Option("--replace", help="The node may have had other keys; they end.")] = False,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Of the institutions, for display.")],
+    partition_id: Annotated[int | None, typer.Option(help="Of a node that an earlier version admitted.", min=0)] = None,
 ) -> None:
-    """Admit a node while the SuperLink is running; repeating it for the same node does no harm.
+    """Write an invitation for each institution: address, certificate, and the code, model and run that are planned.
 
-    Example: fedpriv coordinator register ~/federation 0 node.key.pub vault.key.pub
+    Send the file, and let the institution read its fingerprint to you by telephone. Whom you invite again gets the same
+    number, and what is planned now.
+
+    Example: fedpriv coordinator invite ~/federation "St. Anna" "St. Bruno"
     """
-    is_new = folders.register(Coordinator.read(folder), partition_id, node_key, vault_key, replace_old=replace)
-    typer.echo(f"node {partition_id} {'is registered' if is_new else 'was registered before'}")
+    for path, invitation in membership.invite(Coordinator.read(folder), names, partition_id=partition_id).items():
+        typer.echo(f"send to {invitation.name}: {path}, fingerprint {invitation.fingerprint}")
+
+
+@app.command()
+def admit(
+    folder: Folder,
+    applications: Annotated[list[Path], typer.Argument(metavar="APPLICATION...", help="What institutions sent back.")],
+    replace: Annotated[bool, typer.Option("--replace", help="A node may have had other keys; they end.")] = False,
+) -> None:
+    """Admit nodes while the SuperLink is running; when all that were invited are, write the roster for them.
+
+    Compare each fingerprint with the institution by telephone. Repeating it for the same node does no harm.
+
+    Example: fedpriv coordinator admit ~/federation anna.toml bruno.toml
+    """
+    coordinator = Coordinator.read(folder)
+    for path in applications:
+        application, is_new = membership.admit(coordinator, path, replace_old=replace)
+        state = "is admitted" if is_new else "was admitted before"
+        typer.echo(f"{application.name} {state}: vault key {keys.fingerprint(application.vault_key)}")
+    if waiting := membership.missing(coordinator):
+        typer.echo(f"not yet admitted: {', '.join(waiting)}")
+        return
+    num_members = len(membership.write_roster(coordinator).members)
+    typer.echo(f"all {num_members} are admitted; for sums under masks, send to each: {coordinator.roster}")
 
 
 @app.command()
 def run(
     folder: Folder,
-    override: Annotated[list[str] | None, typer.Option("-c", help="key=value of the run's configuration.")] = None,
+    override: Override = None,
 ) -> None:
     """Start a run on the registered nodes and follow it to its end; Ctrl-C stops it. Exit code 0 if all rounds end.
 

@@ -1,4 +1,4 @@
-"""A coordinator's folder: its certificates, the admitted nodes, Flower's state and the runs.
+"""A coordinator's folder: its certificates, the planned run, the admitted nodes, Flower's state and the runs.
 
 Each admitted node has two public keys, by partition id: Flower admits its SuperNode by the one, and runs check by the
 other what its vault says.
@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import ipaddress
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tomli_w
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from fedpriv import config
 from fedpriv.deployment import keys
 from fedpriv.deployment.checks import CA_CERTIFICATE
 from fedpriv.deployment.command_line import read_settings, validated
-from fedpriv.deployment.flower import CONNECTION, flwr
-from fedpriv.deployment.keys import NODE, VAULT, Kind
-from fedpriv.errors import FlowerError, InputError
+from fedpriv.deployment.flower import CONNECTION
+from fedpriv.deployment.keys import Kind
+from fedpriv.errors import InputError
 from fedpriv.files import new_folder, replace_file
 from server.deploy import certificates
 
@@ -30,7 +31,7 @@ DEFAULT_PORT = 9093
 # A new authority would have to be sent to every node; a new server certificate does not.
 _CA_DAYS = 3650
 
-_IN_USE = "Public key already in use"
+_PLAN_HEADER = "# The planned run: invitations show it, and `run` adds its own -c to these keys.\n"
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -152,6 +153,26 @@ class Coordinator:
         return self.folder / "vaults"
 
     @property
+    def plan(self) -> Path:
+        """The configuration of the planned run."""
+        return self.folder / "run.toml"
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """The keys of the planned run, not yet checked; none in a folder of an earlier version."""
+        return config.read(self.plan) if self.plan.exists() else {}
+
+    @property
+    def invitations(self) -> Path:
+        """The invitations, PARTITION_ID.toml."""
+        return self.folder / "invitations"
+
+    @property
+    def roster(self) -> Path:
+        """The file that every node is sent when all are admitted."""
+        return self.folder / "roster.toml"
+
+    @property
     def runs(self) -> Path:
         """The folders of the runs."""
         return self.folder / "runs"
@@ -162,7 +183,15 @@ class Coordinator:
         return {int(file.stem): file for file in folder.glob("*.pub") if file.stem.isdigit()}
 
 
-def make(folder: Path, *, addresses: Sequence[str], port: int, days: int, passphrase: str) -> Coordinator:
+def make(
+    folder: Path,
+    *,
+    addresses: Sequence[str],
+    port: int,
+    days: int,
+    passphrase: str,
+    planned: Mapping[str, Any] | None = None,
+) -> Coordinator:
     """Create a coordinator's folder, with an authority and a server certificate.
 
     Args:
@@ -171,115 +200,27 @@ def make(folder: Path, *, addresses: Sequence[str], port: int, days: int, passph
         port: for the SuperLink.
         days: of validity of the server certificate.
         passphrase: that encrypts the authority's key.
+        planned: keys of the configuration of the planned run.
 
     Raises:
         InputError: a value cannot be used; nothing was written.
     """
     for address in addresses:
         certificates.check_host(address)
+    config.parse(planned or {})
     settings = {"addresses": list(addresses), "port": port}
     coordinator = validated(Coordinator, settings, folder=folder.absolute())
     with new_folder(coordinator.folder) as new:
         certificates.make_ca(new, max(days, _CA_DAYS), passphrase=passphrase)
         certificates.make_server_certificate(new, coordinator.addresses, days, passphrase=passphrase)
-        for part in (coordinator.flower_home, coordinator.nodes, coordinator.vaults, coordinator.runs):
+        parts = (coordinator.flower_home, coordinator.invitations, coordinator.nodes, coordinator.vaults)
+        for part in (*parts, coordinator.runs):
             (new / part.name).mkdir()
+        (new / coordinator.plan.name).write_text(_PLAN_HEADER + tomli_w.dumps(planned or {}))
         (new / coordinator.approved.name).touch()
         (new / "coordinator.toml").write_text(tomli_w.dumps(settings))
     coordinator.connect(coordinator.address)  # where nothing answers `flwr`, until `start` says otherwise
     return coordinator
-
-
-def register(
-    coordinator: Coordinator, partition_id: int, node_key: Path, vault_key: Path, *, replace_old: bool = False
-) -> bool:
-    """Register a node's key with the SuperLink, keep both its keys, and return whether one of them is new.
-
-    A node that an earlier version admitted by its Flower key alone gets its other key in the same way. What a key has
-    signed that is replaced goes on to show how much its node was charged.
-
-    Args:
-        coordinator: whose SuperLink is running.
-        partition_id: of the node, >= 0.
-        node_key: the node's node.key.pub.
-        vault_key: its vault.key.pub.
-        replace_old: the id may have had other keys.
-
-    Raises:
-        InputError: a file is not a public key of its kind, the id has another key, or the key another id.
-        FlowerError: the SuperLink cannot be reached, or refused; nothing was kept.
-    """
-    if partition_id < 0:
-        raise InputError(f"partition id = {partition_id}: must be >= 0")
-    node, vault = keys.read_public_line(node_key, NODE), keys.read_public_line(vault_key, VAULT)
-    old_node = _known(coordinator, NODE, partition_id, node, node_key, replace_old=replace_old)
-    old_vault = _known(coordinator, VAULT, partition_id, vault, vault_key, replace_old=replace_old)
-    old_id = _old_id(coordinator, partition_id) if old_node not in (None, node) else ""
-    new_id = _register_at_superlink(coordinator, node_key)
-    if old_id:
-        flwr(coordinator.flower_home, ["supernode", "unregister", old_id, CONNECTION], folder=coordinator.folder)
-    if new_id:
-        replace_file(_id_file(coordinator, partition_id), f"{new_id}\n".encode())
-    replace_file(coordinator.nodes / f"{partition_id}.pub", f"{node}\n".encode())
-    file = coordinator.vaults / f"{partition_id}.pub"
-    file.parent.mkdir(exist_ok=True)
-    signed = old_vault or old_node  # one key was both, before there were two
-    if signed is not None and signed != vault:
-        keys.add_line(file.with_suffix(keys.EARLIER), signed)
-    replace_file(file, f"{vault}\n".encode())
-    return (old_node, old_vault) != (node, vault)
-
-
-def _known(
-    coordinator: Coordinator, kind: Kind, partition_id: int, line: str, path: Path, *, replace_old: bool
-) -> str | None:
-    """The key of this kind that the partition id has; None if it has none."""
-    known = {id_: keys.read_public_line(file, kind) for id_, file in coordinator.registered(kind).items()}
-    if known.get(partition_id, line) != line and not replace_old:
-        raise InputError(
-            f"partition id = {partition_id}: is registered with another key than {path}; give the node another id, or "
-            "exchange its keys with --replace"
-        )
-    if other_ids := [id_ for id_, other in known.items() if other == line and id_ != partition_id]:
-        raise InputError(f"public key = {path}: is registered for partition id {other_ids[0]}; use that one")
-    return known.get(partition_id)
-
-
-def _register_at_superlink(coordinator: Coordinator, public_key: Path) -> str:
-    """Register the key, even if it was before: a crash may have come first, or state.db may have been lost.
-
-    Returns the id that Flower gives the node; empty if it has one.
-    """
-    try:
-        answer = flwr(
-            coordinator.flower_home,
-            ["supernode", "register", str(public_key.absolute()), CONNECTION],
-            folder=coordinator.folder,
-        )
-    except FlowerError as error:
-        if _IN_USE not in str(error):
-            raise
-        return ""
-    return str(answer["node-id"])
-
-
-def _old_id(coordinator: Coordinator, partition_id: int) -> str:
-    """Flower's id of the node that is registered with the partition id, by which its key is taken out.
-
-    Raises:
-        InputError: an earlier version registered it, and did not note the id.
-    """
-    file = _id_file(coordinator, partition_id)
-    if not file.is_file():
-        raise InputError(
-            f"{file}: is missing, since an earlier version registered this node; write Flower's id of its old key into "
-            f"it, as `FLWR_HOME={coordinator.flower_home} flwr supernode list {CONNECTION}` shows it"
-        )
-    return file.read_text().strip()
-
-
-def _id_file(coordinator: Coordinator, partition_id: int) -> Path:
-    return coordinator.nodes / f"{partition_id}.id"
 
 
 def _join_address(host: str, port: int) -> str:

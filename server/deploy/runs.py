@@ -72,8 +72,8 @@ def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str],
 def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, Any]:
     """The run's whole configuration as Flower accepts it, with a folder for its results and the nodes' keys.
 
-    With `resume` it is based on the original configuration. Paths become absolute: the server app has another working
-    directory.
+    With `resume` it is based on the original configuration, else on the planned one. Paths become absolute: the server
+    app has another working directory.
 
     Raises:
         InputError: a key or value is wrong.
@@ -84,17 +84,36 @@ def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, 
         "out": str(coordinator.runs / f"{datetime.now():%Y%m%d-%H%M%S}"),
         "node_keys": str(coordinator.vaults),
     }
-    values = configuration.parse_overrides(overrides)
-    locations = configuration.RunConfig.keys_with(configuration.Fact.LOCATION)
-    values |= {key: _absolute(values[key]) for key in locations if values.get(key)}
-    if Path(str(values.get("test_data", ""))).expanduser().is_file():
-        values["test_data"] = _absolute(values["test_data"])
-    original = _original_configuration(Path(values["resume"])) if values.get("resume") else {}
+    values = given(overrides)
+    if values.get("resume"):
+        original = _original_configuration(Path(values["resume"]))
+    else:
+        original = _known_nodes(coordinator) | coordinator.planned
     if original.get("node_keys") == str(coordinator.nodes):  # of a run that an earlier version began
         del original["node_keys"]
     config = configuration.parse({**defaults, **original, **values})
     check_installed(config.track)
     return configuration.to_flower(config)
+
+
+def given(overrides: Sequence[str]) -> dict[str, Any]:
+    """The values of `key=value` pairs, with absolute paths.
+
+    Raises:
+        InputError: a pair has no `=`.
+    """
+    values = configuration.parse_overrides(overrides)
+    locations = configuration.RunConfig.keys_with(configuration.Fact.LOCATION)
+    values |= {key: _absolute(values[key]) for key in locations if values.get(key)}
+    if Path(str(values.get("test_data", ""))).expanduser().is_file():
+        values["test_data"] = _absolute(values["test_data"])
+    return values
+
+
+def _known_nodes(coordinator: Coordinator) -> dict[str, Any]:
+    """The number of clients, if nodes are registered."""
+    known = coordinator.registered()
+    return {"num_clients": max(known) + 1} if known else {}
 
 
 def _ended_early(folder: Path) -> str:

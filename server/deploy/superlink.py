@@ -254,5 +254,5 @@ def _nodes(coordinator: Coordinator, online: str) -> str:
     known = coordinator.registered()
     if without := sorted(known.keys() - coordinator.registered(VAULT).keys()):
         named = ", ".join(map(str, without))
-        raise InputError(f"partitions {named}: are registered without the key of their vaults; `register` them with it")
+        raise InputError(f"partitions {named}: have no key of their vaults; `admit` them again")
     return f"{online}{len(known)} registered"

@@ -18,7 +18,7 @@ COMMANDS = {
     "run": "--resume",
     "sweep": "--max-parallel",
     "init": "--text",
-    "node": "approve-peer",
+    "node": "approve-peers",
     "coordinator": "renew",
 }
 

@@ -44,8 +44,6 @@ def holdings(folder: Path, table: Path, *more: str, num_nodes: int = 3, persons:
             "--data",
             str(path),
             *columns,
-            "--name",
-            f"Clinic {client}",
             "--budget-epsilon",
             "1e6",
             *(["--person-column", "number"] if persons else []),

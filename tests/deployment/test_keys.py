@@ -94,7 +94,7 @@ def test_neither_kind_of_key_stands_for_the_other(key):
     assert keys.read_public_line(keys.public_path(key), kind) == line
     with pytest.raises(InputError, match=rf"is a {kind} key, as in a .*\.key\.pub; give the .*\.key\.pub"):
         keys.read_public_line(keys.public_path(key), other)
-    assert keys.is_identity(line) is (kind == keys.VAULT)
+    assert keys.is_public_line(line) is (kind == keys.VAULT)
 
 
 def test_the_lines_of_earlier_keys_are_kept_in_their_order_each_once(key, tmp_path):

@@ -70,17 +70,15 @@ def coordinator(tmp_path: Path) -> Iterator[tuple[Path, int, Started]]:
 def test_a_node_is_let_in_once_it_is_registered_and_both_stop_when_asked(coordinator, tmp_path):
     folder, port, superlink = coordinator
     superlink.wait_for(f"SuperLink answers at https://127.0.0.1:{port}, certificate valid until")
-    place = ["--superlink", f"127.0.0.1:{port}", "--ca", folder / "ca.crt", "--partition-id", 0]
-    kit("clients", "init", tmp_path / "node 0", *place, "--port", free_port())
-
-    kit("clients", "approve", tmp_path / "node 0", "--this-checkout")
+    kit("server", "invite", folder, "St. Anna")
+    kit("clients", "init", tmp_path / "node 0", "--invite", folder / "invitations" / "0.toml", "--approve")
     node = Started("clients.deploy", tmp_path / "node 0")
     node.wait_for("vault: vault listens on")
     node.wait_for("s: waiting until the coordinator registers")
 
-    public_keys = [tmp_path / "node 0" / name for name in ("node.key.pub", "vault.key.pub")]
-    assert "is registered" in kit("server", "register", folder, 0, *public_keys)
-    assert "was registered before" in kit("server", "register", folder, 0, *public_keys)
+    application = tmp_path / "node 0" / "application.toml"
+    assert "St. Anna is admitted" in kit("server", "admit", folder, application)
+    assert "St. Anna was admitted before" in kit("server", "admit", folder, application)
     try:
         superlink.wait_for("nodes online: 1 of 1 registered")
         assert "1 online of 1 registered" in kit("server", "doctor", folder)
@@ -89,7 +87,7 @@ def test_a_node_is_let_in_once_it_is_registered_and_both_stop_when_asked(coordin
 
     kit("clients", "new-key", tmp_path / "node 0", "--node")
     kit("clients", "new-key", tmp_path / "node 0")
-    assert "is registered" in kit("server", "register", folder, 0, *public_keys, "--replace")
+    assert "St. Anna is admitted" in kit("server", "admit", folder, application, "--replace")
     node = Started("clients.deploy", tmp_path / "node 0")
     try:
         online = "1 online of 1 registered"

@@ -15,7 +15,7 @@ import pytest
 
 from fedpriv.deployment.approvals import bundle_digest
 from fedpriv.ledger.entries import Entry
-from simulations.sites import CLIENT, ROOT, DeployedFederation, Service, kit, read_ledger, wait_until
+from simulations.sites import ROOT, DeployedFederation, Service, read_ledger, wait_until
 from tests.deployment.conftest import QUICK, holdings
 
 pytestmark = pytest.mark.deployment
@@ -35,11 +35,7 @@ class Summing(DeployedFederation):
         digest = bundle_digest(self.checkout)
         for client in NODES:
             self.approve(client, digest)
-            for peer in {*NODES} - {client}:
-                self.approve_peer(client, peer)
-
-    def approve_peer(self, client: int, peer: int) -> None:
-        kit(CLIENT, "approve-peer", self.node(client), peer, self.node(peer) / "vault.key.pub")
+            self.approve_peers(client)
 
     @contextmanager
     def halted(self, run: Service, round_: int, kind: str) -> Iterator[None]:
@@ -121,7 +117,7 @@ def test_a_peer_that_is_not_approved_ends_the_run_by_name_without_a_charge(site,
     assert re.search(r"came from 3 clients, must come from at least 4; client 0: refused: client 1: this", output)
     assert not [entry for entry in read_ledger(tmp_path / "out" / "ledger.sqlite") if entry.phase == "charged"]
     assert [site.charges(client) for client in NODES] == [[]] * 4
-    site.approve_peer(0, 1)  # without a restart
+    site.approve_peers(0)  # without a restart
 
 
 def test_with_all_needed_a_death_ends_the_run_by_name_and_the_resumed_run_pays_for_an_attempt_of_its_own(

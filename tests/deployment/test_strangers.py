@@ -136,7 +136,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedFed
 
 
 def test_strangers_get_nothing_through_while_nodes_and_operator_work(federation, corpus_run, tmp_path):
-    stranger = Stranger(tmp_path, federation.ca, federation.port, federation.coordinator / "ca.key")
+    stranger = Stranger(tmp_path, federation.coordinator / "ca.crt", federation.port, federation.coordinator / "ca.key")
     planted = plant(federation, stranger.marker)
     out = tmp_path / "out"
     run = federation.start_run("operators", {**corpus_run, "num_clients": 2, "rounds": _ROUNDS, "out": str(out)})
@@ -157,7 +157,7 @@ def test_strangers_get_nothing_through_while_nodes_and_operator_work(federation,
 
 
 def test_a_bundle_that_the_operator_did_not_approve_is_not_executed(federation, tmp_path):
-    author = Stranger(tmp_path, federation.ca, federation.port, federation.coordinator / "ca.key")
+    author = Stranger(tmp_path, federation.coordinator / "ca.crt", federation.port, federation.coordinator / "ca.key")
     started = json.loads(federation.flwr("run", str(author.folder / "app"), "federation", "--format", "json"))
     assert started["success"]
 

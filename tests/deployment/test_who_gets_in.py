@@ -6,11 +6,14 @@ import http.client
 import re
 import shutil
 import subprocess
+import tomllib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import tomli_w
 
+from fedpriv.deployment import joining, keys
 from server.deploy import superlink
 from server.deploy.certificates import make_ca, make_server_certificate
 from server.deploy.folder import Coordinator
@@ -25,15 +28,10 @@ def stranger(hospitals: DeployedFederation, tmp_path: Path):
     services = []
 
     def start(name: str, **changes: object) -> Service:
-        folder = tmp_path / name
-        values = {
-            "superlink": f"127.0.0.1:{hospitals.port}",
-            "ca": hospitals.ca,
-            "partition-id": 7,
-            "port": free_port(),
-        }
-        options = [part for key, value in {**values, **changes}.items() for part in (f"--{key}", value)]
-        kit(CLIENT, "init", folder, *options)
+        folder, invitation = tmp_path / name, tmp_path / f"{name}.toml"
+        asked = tomllib.loads((hospitals.coordinator / "invitations" / "0.toml").read_text())
+        invitation.write_text(tomli_w.dumps(asked | {"name": name, "partition_id": 7} | changes))
+        kit(CLIENT, "init", folder, "--invite", invitation, "--port", free_port())
         services.append(Service(tmp_path / f"{name}.log", CLIENT, "start", folder))
         return services[-1]
 
@@ -52,14 +50,21 @@ def test_an_unregistered_node_is_refused(hospitals, stranger):
 def test_another_authority_is_not_trusted(stranger, tmp_path):
     (tmp_path / "other").mkdir()
     make_ca(tmp_path / "other", 30)
-    service = stranger("other-ca", ca=tmp_path / "other" / "ca.crt")
+    service = stranger("other-ca", ca=(tmp_path / "other" / "ca.crt").read_text())
     service.wait_for("certificate verify failed: unable to get local issuer certificate", 90)
     report = kit(CLIENT, "doctor", tmp_path / "other-ca", code=1)
     assert "signed by another CA" in report
 
 
 def test_one_key_serves_one_node(hospitals, stranger, tmp_path):
-    refusal = kit(SERVER, "register", hospitals.coordinator, 9, *hospitals.public_keys(0), code=2)
+    kit(SERVER, "invite", hospitals.coordinator, "Clinic 0 again")
+    node = hospitals.node(0)
+    lines = [keys.public_line(node / name) for name in ("node.key", "vault.key")]
+    made = joining.made(
+        joining.Application, name="Clinic 0 again", partition_id=3, node_key=lines[0], vault_key=lines[1]
+    )
+    (tmp_path / "again.toml").write_text(joining.text(made.signed(node / "vault.key"), "again"))
+    refusal = kit(SERVER, "admit", hospitals.coordinator, tmp_path / "again.toml", code=2)
     assert "is registered for partition id 0" in refusal, refusal
     twin = tmp_path / "twin"
     shutil.copytree(hospitals.node(0), twin, ignore=shutil.ignore_patterns("vault.sock"))
@@ -92,7 +97,7 @@ def test_an_expired_certificate_is_refused(stranger, tmp_path):
     assert "expired" in kit(SERVER, "doctor", folder, code=1)
     assert "expired" in kit(SERVER, "start", folder, code=2)
     # A coordinator that starts it all the same gets no node.
-    link = stranger("expired", superlink=f"127.0.0.1:{port}", ca=folder / "ca.crt")
+    link = stranger("expired", superlink=f"127.0.0.1:{port}", ca=(folder / "ca.crt").read_text())
     coordinator = Coordinator.read(folder)
     process = subprocess.Popen(
         superlink.command(coordinator), cwd=folder, env=superlink.variables(coordinator), stderr=subprocess.DEVNULL

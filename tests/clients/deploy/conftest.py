@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from clients.deploy import folder
 from clients.deploy.folder import Made, Node
+from fedpriv.deployment import joining
 from server.deploy import certificates
 from simulations.sites import free_port
 from tests.tiny import LABELS
@@ -23,12 +25,25 @@ def ca(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(tmp_path: Path, ca: Path) -> Callable[..., Made]:
+def invite(ca: Path) -> Callable[..., Path]:
+    """Writes an invitation; what is not given asks a clinic to be partition 1, and nothing else."""
+
+    def invite(**values: object) -> Path:
+        asked = {"name": "clinic", "partition_id": 1, "superlink": "127.0.0.1:9093", "ca": ca.read_text()} | values
+        path = ca.with_name("invitation.toml")
+        path.write_text(tomli_w.dumps(asked))
+        return path
+
+    return invite
+
+
+@pytest.fixture
+def make(tmp_path: Path, invite: Callable[..., Path]) -> Callable[..., Made]:
     """Makes a node's folder; settings that are not given are those of a node of the corpus."""
 
-    def make(name: str = "node", **settings: object) -> Made:
-        defaults = {"superlink": "127.0.0.1:9093", "partition_id": 1, "name": "clinic", "port": free_port()}
-        return folder.make(tmp_path / name, ca=ca, **(defaults | settings))
+    def make(name: str = "node", *, superlink: str = "127.0.0.1:9093", **settings: object) -> Made:
+        asked = joining.read(joining.Invitation, invite(superlink=superlink))
+        return folder.make(tmp_path / name, asked, **({"port": free_port()} | settings))
 
     return make
 

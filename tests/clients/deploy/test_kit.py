@@ -18,7 +18,8 @@ from flwr.common.config import parse_config_args
 from clients.deploy import supernode
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
-from fedpriv.deployment import approvals, keys
+from fedpriv.adapters import model_digest
+from fedpriv.deployment import approvals, joining, keys
 from fedpriv.errors import FlowerError, InputError
 from fedpriv.vault.settings import NodeLimits, read_models
 from simulations.sites import run_in_process
@@ -31,43 +32,47 @@ def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_in_process(app, "fedpriv node", *arguments)
 
 
-def options(ca: Path, **more: object) -> list[object]:
-    values = {"superlink": "127.0.0.1:9093", "ca": ca, "partition-id": 1} | more
-    return [part for key, value in values.items() for part in (f"--{key}", value)]
-
-
-def test_init_makes_keys_settings_and_policy(tmp_path, ca):
-    command = [sys.executable, "-m", "clients.deploy", "init", tmp_path / "node"]
-    command += [*map(str, options(ca, **{"budget-epsilon": 4}))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def test_init_makes_keys_settings_and_policy(tmp_path, ca, invite):
+    command = [sys.executable, "-m", "clients.deploy", "init", tmp_path / "node", "--invite", invite()]
+    done = subprocess.run([*command, "--budget-epsilon", "4"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     node = Node.read(tmp_path / "node")
     vault = node.vault
-    assert (vault.partition_id, vault.name, vault.budget_epsilon, vault.data) == (1, "node-1", 4.0, None)
+    assert (vault.partition_id, vault.name, vault.budget_epsilon, vault.data) == (1, "clinic", 4.0, None)
     assert node.ca_certificate.read_bytes() == ca.read_bytes()
     assert NodeLimits.read(vault.policy) == NodeLimits()
     assert read_models(vault.models) == ()
     assert approvals.approved(node.approved) == frozenset()
     for key, kind in ((node.key, keys.NODE), (vault.key, keys.VAULT)):
-        assert keys.public_line(key) in done.stdout
         assert keys.kind_of(keys.public_line(key)) == kind
         assert key.stat().st_mode & 0o777 == 0o600
+    assert keys.fingerprint(keys.public_line(vault.key)) in done.stdout
+    applied = joining.read(joining.Application, node.application)
+    applied.check(node.application)
+    assert (applied.name, applied.partition_id, applied.vault_key) == ("clinic", 1, keys.public_line(vault.key))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("asked", "options", "message"),
     [
-        ({"superlink": "127.0.0.1"}, "superlink = '127.0.0.1': must be HOST:PORT"),
-        ({"partition-id": -1}, "partition_id = -1"),
-        ({"delta": 2}, "delta = 2.0"),
-        ({"budget-epsilon": "nan"}, "budget_epsilon = nan"),
-        ({"ca": "/none/ca.crt"}, "certificate = /none/ca.crt"),
-        ({"data": "/none/records.csv", "labels": "a,b", "budget-epsilon": 4}, "/none/records.csv"),
-        ({"name": ""}, "name = ''"),
+        ({"superlink": "127.0.0.1"}, [], "superlink = '127.0.0.1': must be HOST:PORT"),
+        ({"partition_id": -1}, [], "partition_id = -1"),
+        ({"ca": "PEM"}, [], "ca: must be a certificate in PEM format"),
+        ({"name": ""}, [], "name = ''"),
+        ({"name": "\x1b[2J"}, [], r"name = '\x1b[2J': must hold no control characters"),
+        ({"version": 2}, [], "version = 2"),
+        ({"more": 1}, [], "more = 1"),
+        ({"run": {"rouns": 3}}, [], "rouns: unknown configuration key"),
+        ({"run": {"system_prompt": "\x1b[2J"}}, [], r"system_prompt = \x1b[2J: goes with prompt_column"),
+        ({"bundle": "a" * 64}, ["--approve"], f"bundle = {'a' * 16}...: this checkout's is"),
+        ({"run": {"rounds": 3}, "model": "b" * 64}, ["--approve"], "the coordinator's files have digest bbbbbbbb"),
+        ({}, ["--delta", 2], "delta = 2.0"),
+        ({}, ["--budget-epsilon", "nan"], "budget_epsilon = nan"),
+        ({}, ["--data", "/none/records.csv", "--labels", "a,b", "--budget-epsilon", 4], "/none/records.csv"),
     ],
 )
-def test_init_writes_nothing_when_something_is_wrong(tmp_path, ca, wrong, message):
-    done = deploy("init", tmp_path / "node", *options(**({"ca": ca} | wrong)))
+def test_init_writes_nothing_when_something_is_wrong(tmp_path, invite, asked, options, message):
+    done = deploy("init", tmp_path / "node", "--invite", invite(**asked), *options)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
@@ -94,6 +99,40 @@ def test_a_folder_of_an_earlier_version_says_what_to_do(make_node):
     (node.folder / "vault.toml").unlink()
     with pytest.raises(InputError, match=r"earlier version; make a new folder with `init`, .* --ledger"):
         Node.read(node.folder)
+
+
+def test_an_invitation_says_what_is_planned_and_its_labels_are_the_nodes(tmp_path, invite, table):
+    run = {"rounds": 3, "target_epsilon": 2, "labels": list(LABELS), "secure_aggregation": True, "min_clients": 3}
+    file = invite(run={**run, "out": "\x1b]0;title"})
+    options = ["--data", table, "--text-column", "text", "--label-column", "label", "--budget-epsilon", 4]
+    done = deploy("init", tmp_path / "node", "--invite", file, *options)
+    assert done.returncode == 0, done.stderr
+    assert "planned: target_epsilon = 2\n" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert joining.read(joining.Invitation, file).fingerprint in done.stdout
+    assert "adds up under masks, but the budget counts uploads" in done.stdout
+    assert Node.read(tmp_path / "node").vault.labels == LABELS
+    assert approvals.approved(tmp_path / "node" / "approved-fabs") == frozenset()
+
+
+def test_what_is_asked_is_approved_only_as_this_machine_has_it(tmp_path, invite, tiny_bert):
+    asked = {
+        "run": {"model": str(tiny_bert)},
+        "model": model_digest(tiny_bert),
+        "bundle": approvals.bundle_digest(ROOT),
+    }
+    done = deploy("init", tmp_path / "node", "--invite", invite(**asked), "--approve")
+    assert done.returncode == 0, done.stderr
+    node = Node.read(tmp_path / "node")
+    assert approvals.approved(node.approved) == {asked["bundle"]}
+    (model,) = read_models(node.vault.models)
+    assert (model.name, model.digest) == (str(tiny_bert), asked["model"])
+    assert "next: fedpriv node doctor" in done.stdout
+    assert "next: fedpriv node approve" not in done.stdout
+
+
+def test_nodes_get_ports_of_their_own(make):
+    assert len({make(f"node {number}", port=None).node.port for number in range(5)}) == 5
 
 
 @pytest.mark.slow

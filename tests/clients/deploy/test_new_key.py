@@ -12,7 +12,7 @@ from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
-from fedpriv.deployment import keys
+from fedpriv.deployment import joining, keys
 from fedpriv.ledger._head import head_path
 from fedpriv.ledger.entries import Key
 from fedpriv.ledger.reader import reading
@@ -88,7 +88,10 @@ def node(make_node, own, tmp_path, backup, request) -> Node:
 def test_a_restored_ledger_is_noticed_by_what_the_old_key_signed(node, backup):
     old = keys.public_line(node.vault.key if node.vault.key.exists() else node.key)
     said = new_key(node)
-    assert f"send to the coordinator: {node.public_keys[0]} and {node.public_keys[1]}" in said
+    assert f"send to the coordinator: {node.application}" in said
+    applied = joining.read(joining.Application, node.application)
+    applied.check(node.application)
+    assert (applied.node_key, applied.vault_key) == tuple(file.read_text().strip() for file in node.public_keys)
     assert (node.vault.key.stat().st_mode & 0o777, keys.kind_of(keys.public_line(node.vault.key))) == (
         0o600,
         keys.VAULT,

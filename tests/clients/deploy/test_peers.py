@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
+import typer
 
 from clients.deploy import doctor
 from clients.deploy.__main__ import app
-from clients.deploy.admission import approve_peer
 from clients.deploy.folder import Node
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError
@@ -34,47 +37,105 @@ def key(tmp_path):
     return key
 
 
-def approve(node: Node, client: int, file: Path) -> str:
-    done = run_in_process(app, "fedpriv node", "approve-peer", node.folder, client, file)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def roster(node: Node, **files: Path | str) -> Path:
+    """A roster with this node and others: name `clara_2` for partition 2, with the public line in a file."""
+    own = {"partition_id": 1, "name": "clinic", "vault_key": keys.public_line(node.vault.key)}
+    members = [own]
+    for name, file in files.items():
+        who, _, client = name.partition("_")
+        members.append({"partition_id": int(client), "name": who, "vault_key": keys.read_public_line(Path(file))})
+    path = node.folder.with_name("roster.toml")
+    path.write_text(tomli_w.dumps({"version": 1, "members": members}))
+    return path
 
 
-def test_an_approved_key_is_what_the_vault_reads(node, key):
-    file = key("clara")
-    file.write_text(f"{file.read_text().strip()} clara@clinic\n")
-    assert "partition 2 is approved as a peer" in approve(node, 2, file)
-    assert "was approved before" in approve(node, 2, file)
-    assert approved_peers(node.vault.peers) == {2: keys.public_line(file.with_suffix(""))}
+def approve(node: Node, file: Path, *told: Path, code: int = 0) -> str:
+    """What `approve-peers` says, with the fingerprints of these keys."""
+    fingerprints = [f"--fingerprint={keys.fingerprint(keys.read_public_line(each)).lower()}" for each in told]
+    done = run_in_process(app, "fedpriv node", "approve-peers", node.folder, file, *fingerprints)
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1 if code else 0), done.stderr
+    return done.stdout + done.stderr
+
+
+def test_keys_whose_fingerprints_were_told_are_what_the_vault_reads(node, key):
+    clara, bob = key("clara"), key("bob")
+    assert "bob, partition 3, is approved" in approve(node, roster(node, clara_2=clara, bob_3=bob), clara, bob)
+    assert approved_peers(node.vault.peers) == {2: keys.read_public_line(clara), 3: keys.read_public_line(bob)}
     assert node.vault.peers.stat().st_mode & 0o777 == 0o700
+    dora = key("dora")
+    said = approve(node, roster(node, clara_2=clara, bob_3=bob, dora_4=dora), dora)
+    assert ("clara" in said, "dora, partition 4, is approved" in said) == (False, True)
+
+
+def test_a_key_that_the_coordinator_made_up_approves_nobody(node, key):
+    """The attack: the roster has a key of the coordinator's in place of Clara's, or a member who does not exist."""
+    clara, bob, forged = key("clara"), key("bob"), key("forged")
+    refused = approve(node, roster(node, clara_2=forged, bob_3=bob), clara, bob, code=2)
+    assert f"--fingerprint = {keys.fingerprint(keys.read_public_line(clara))}: no key in the roster has it" in refused
+    refused = approve(node, roster(node, clara_2=clara, bob_3=bob, dora_4=forged), clara, bob, code=2)
+    assert "--fingerprint: let dora (partition 4) read it to you" in refused
+    refused = approve(node, roster(node, clara_2=clara), code=2)
+    assert "--fingerprint: let clara (partition 2) read it to you" in refused
+    assert approved_peers(node.vault.peers) == {}
+
+
+@pytest.mark.parametrize("answers", ["y\ny\n", "y\nn\n"])
+def test_on_a_terminal_each_key_is_asked_about(node, key, monkeypatch, answers):
+    file = roster(node, clara_2=key("clara"), bob_3=key("bob"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    given = iter(answer == "y" for answer in answers.split())
+    monkeypatch.setattr(typer, "confirm", lambda question: next(given))
+    done = run_in_process(app, "fedpriv node", "approve-peers", node.folder, file)
+    assert done.returncode == (0 if "n" not in answers else 2)
+    assert set(approved_peers(node.vault.peers)) == ({2, 3} if "n" not in answers else set())
 
 
 @pytest.mark.parametrize(
-    ("client", "name", "reason"),
+    ("listed", "reason"),
     [
-        (1, "new", "PARTITION-ID = 1: is this node's own"),
-        (3, "clara", "is approved as that of partition 2"),
-        (2, "new", "2.pub: exists; ask that holder whether its key was exchanged, then give --replace"),
-        (3, "own", "is this node's own; give that of partition 3"),
-        (3, "supernode", "is a ecdsa-sha2-nistp384 key, as in a node.key.pub; give the vault.key.pub"),
-        (3, "none", "give the node's vault.key.pub"),
+        ({"clara_3": "clara"}, "roster: the key of partition 3 is approved as that of partition 2"),
+        ({"clara_2": "new"}, "partition 2 (clara) has another key than is approved"),
+        ({"own_1": "own", "clara_2": "clara"}, "partition_id = 1 stands there 2 times"),
+        ({"own_3": "own"}, "stands there 2 times; each node has its own"),
     ],
 )
-def test_what_would_let_one_holder_stand_for_two_is_refused(node, key, tmp_path, client, name, reason):
-    files = {"clara": key("clara"), "new": key("new"), "none": tmp_path / "none.pub"}
-    files |= dict(zip(("supernode", "own"), node.public_keys, strict=True))
-    approve(node, 2, files["clara"])
-    done = run_in_process(app, "fedpriv node", "approve-peer", node.folder, client, files[name])
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert reason in done.stderr
+def test_what_would_let_one_holder_stand_for_two_is_refused(node, key, listed, reason):
+    files = {"clara": key("clara"), "new": key("new"), "own": node.public_keys[1]}
+    approve(node, roster(node, clara_2=files["clara"]), files["clara"])
+    path = roster(node, **{name: files[which] for name, which in listed.items()})
+    assert reason in approve(node, path, code=2)
     assert approved_peers(node.vault.peers).keys() == {2}
 
 
+@pytest.mark.parametrize("own", ["missing", "another"])
+def test_a_roster_with_another_key_for_this_node_is_refused(node, key, own):
+    path = roster(node, clara_2=key("clara"))
+    values = tomllib.loads(path.read_text())
+    if own == "missing":
+        values["members"] = values["members"][1:]
+    else:
+        values["members"][0]["vault_key"] = keys.read_public_line(key("other"))
+    path.write_text(tomli_w.dumps(values))
+    refused = approve(node, path, code=2)
+    assert f"whose vault.key has {keys.fingerprint(keys.public_line(node.vault.key))}; tell the coordinator" in refused
+
+
+def test_the_key_of_a_supernode_is_no_key_of_a_vault(node):
+    path = roster(node)
+    values = tomllib.loads(path.read_text())
+    values["members"].append({"partition_id": 2, "name": "x", "vault_key": keys.public_line(node.key)})
+    path.write_text(tomli_w.dumps(values))
+    assert "must be one line `ssh-ed25519 ...`" in approve(node, path, code=2)
+
+
 def test_a_peer_that_exchanged_its_key_is_approved_again(node, key):
-    approve(node, 2, key("clara"))
-    done = run_in_process(app, "fedpriv node", "approve-peer", node.folder, 2, key("new"), "--replace")
-    assert "is approved as a peer" in done.stdout
-    assert approved_peers(node.vault.peers) == {2: keys.public_line(key("other").with_name("new"))}
+    approve(node, roster(node, clara_2=key("clara")), key("other").with_name("clara.pub"))
+    new = key("new")
+    told = f"--fingerprint={keys.fingerprint(keys.read_public_line(new))}"
+    file = roster(node, clara_2=new)
+    done = run_in_process(app, "fedpriv node", "approve-peers", node.folder, file, told, "--replace")
+    assert "clara, partition 2, is approved" in done.stdout
+    assert approved_peers(node.vault.peers) == {2: keys.read_public_line(new)}
 
 
 def test_what_an_earlier_version_approved_approves_nobody_until_it_is_replaced(make_node, own, key):
@@ -84,8 +145,8 @@ def test_what_an_earlier_version_approved_approves_nobody_until_it_is_replaced(m
     assert approved_peers(node.vault.peers) == {}
     ok, reason = peers_check(node)
     assert (ok, "2.pub: is the key of that node's SuperNode, which signs no sums" in reason) == (False, True)
-    approve(node, 2, key("clara"))
-    approve(node, 3, key("bob"))
+    clara, bob = key("clara"), key("bob")
+    approve(node, roster(node, clara_2=clara, bob_3=bob), clara, bob)
     assert approved_peers(node.vault.peers).keys() == {2, 3}
     assert peers_check(node)[0]
 
@@ -109,13 +170,14 @@ def test_the_doctor_counts_peers_where_the_budget_is_for_sums(make_node, own, ke
     node = make_node(**own)
     assert peers_check(node) == (True, "none: takes part in no secure sum")
     assert peers_check(node, budget_view="aggregate")[1].endswith(
-        "0 approved, min_survivors = 3 needs at least 2; run `approve-peer`"
+        "0 approved, min_survivors = 3 needs 2 or more; run `approve-peers`"
     )
-    for client in (0, 2):
-        approve_peer(node.vault, client, key(f"peer-{client}"))
+    peers = key("peer-0"), key("peer-2")
+    approve(node, roster(node, anna_0=peers[0], clara_2=peers[1]), *peers)
+    first, second = (keys.fingerprint(keys.read_public_line(peer)) for peer in peers)
     assert peers_check(node, budget_view="aggregate", min_survivors=3) == (
         True,
-        "adds up with partitions 0, 2, in sums of 3 or more, 0 may collude",
+        f"adds up with partitions 0 ({first}), 2 ({second}), in sums of 3 or more, 0 may collude",
     )
     assert not peers_check(node, budget_view="aggregate", min_survivors=4)[0]
     ok, reason = peers_check(node, min_survivors=3, colluding_clients=2)

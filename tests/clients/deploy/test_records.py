@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,9 @@ from tests.vaults import write_records
 ROWS = [("a b", LABELS[0]), ("a", LABELS[0]), ("c", LABELS[1]), ("", LABELS[2]), ("d", "dentistry"), ("e", "")]
 
 
-def init(folder: Path, ca: Path, data: Path, *more: object) -> subprocess.CompletedProcess[str]:
-    place = ("--superlink", "127.0.0.1:9093", "--ca", ca, "--partition-id", 1)
+def init(folder: Path, invite: Callable[..., Path], data: Path, *more: object) -> subprocess.CompletedProcess[str]:
     columns = ("--data", data, "--text-column", "note", "--label-column", "department")
-    return run_in_process(kit.app, "fedpriv node", "init", folder, *place, *columns, *more)
+    return run_in_process(kit.app, "fedpriv node", "init", folder, "--invite", invite(), *columns, *more)
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def data(tmp_path_factory):
     return write_records(tmp_path_factory.mktemp("data") / "own.csv", ROWS)
 
 
-def test_the_whole_file_is_registered_and_what_it_holds_is_said(tmp_path, ca, data):
-    done = init(tmp_path / "node", ca, data, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+def test_the_whole_file_is_registered_and_what_it_holds_is_said(tmp_path, invite, data):
+    done = init(tmp_path / "node", invite, data, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
     assert done.returncode == 0, done.stderr
     assert "found 6 records, 1 of them empty" in done.stdout
     assert f"labels: {LABELS[0]} 2, {LABELS[1]} 1, {LABELS[2]} 1" in done.stdout
@@ -66,8 +66,8 @@ def test_the_whole_file_is_registered_and_what_it_holds_is_said(tmp_path, ca, da
         (["--data", "/none/own.csv", "--labels", "a,b", "--budget-epsilon", 4], "/none/own.csv"),
     ],
 )
-def test_nothing_is_written_when_something_is_missing(tmp_path, ca, data, given, message):
-    done = init(tmp_path / "node", ca, data, *given)
+def test_nothing_is_written_when_something_is_missing(tmp_path, invite, data, given, message):
+    done = init(tmp_path / "node", invite, data, *given)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
@@ -78,10 +78,10 @@ def test_nothing_is_written_when_something_is_missing(tmp_path, ca, data, given,
     ("line", "where"),
     [('"two\nlines",cardiology\n', "line 8"), ("a,b,c\n", "line 8"), ("\n\nx\n", "line 10")],
 )
-def test_a_record_that_cannot_be_read_is_named_before_anything_is_registered(tmp_path, ca, data, line, where):
+def test_a_record_that_cannot_be_read_is_named_before_anything_is_registered(tmp_path, invite, data, line, where):
     file = tmp_path / "own.csv"
     file.write_bytes(data.read_bytes() + line.encode())
-    done = init(tmp_path / "node", ca, file, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+    done = init(tmp_path / "node", invite, file, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
     assert done.returncode == 2
     assert where in done.stderr
     assert "`fedpriv data lines`" in done.stderr
@@ -89,12 +89,12 @@ def test_a_record_that_cannot_be_read_is_named_before_anything_is_registered(tmp
     assert not (tmp_path / "node").exists()
 
 
-def test_with_a_column_of_persons_these_are_registered(tmp_path, ca):
+def test_with_a_column_of_persons_these_are_registered(tmp_path, invite):
     path = tmp_path / "own.csv"
     names = ["P1", "P2", "P1", "P3", "P1", "P2"]
     path.write_text("note,department,who\n" + "".join(f"text {i},{LABELS[i % 3]},{n}\n" for i, n in enumerate(names)))
     more = ("--labels", ",".join(LABELS), "--budget-epsilon", 4, "--person-column", "who")
-    done = init(tmp_path / "node", ca, path, *more, "--max-records-per-person", 5)
+    done = init(tmp_path / "node", invite, path, *more, "--max-records-per-person", 5)
     assert done.returncode == 0, done.stderr
     assert "they are about 3 persons, whom the node protects and registers" in done.stdout
     assert "registered N_k = 3, data set" in done.stdout
@@ -103,13 +103,13 @@ def test_with_a_column_of_persons_these_are_registered(tmp_path, ca):
     with Ledger(vault.ledger) as ledger:
         assert ledger.data_set().num_records == 3
     path.write_text(path.read_text() + f"text 7,{LABELS[0]},p1\n")
-    done = init(tmp_path / "other", ca, path, *more)
+    done = init(tmp_path / "other", invite, path, *more)
     assert done.returncode == 2
     assert "persons: 'p1' differs from 'P1' by case or blanks alone" in done.stderr
 
 
-def test_causal_models_need_no_labels(tmp_path, ca, data):
-    done = init(tmp_path / "node", ca, data, "--label-column", "", "--budget-epsilon", 4)
+def test_causal_models_need_no_labels(tmp_path, invite, data):
+    done = init(tmp_path / "node", invite, data, "--label-column", "", "--budget-epsilon", 4)
     assert done.returncode == 0, done.stderr
     assert Node.read(tmp_path / "node").vault.labels == ()
     assert "found 6 records" in done.stdout
@@ -118,16 +118,16 @@ def test_causal_models_need_no_labels(tmp_path, ca, data):
 PROMPTS = ("--prompt-column", "note", "--response-column", "department")
 
 
-def test_prompts_with_responses_need_no_labels(tmp_path, ca, data):
-    done = init(tmp_path / "node", ca, data, *PROMPTS, "--budget-epsilon", 4)
+def test_prompts_with_responses_need_no_labels(tmp_path, invite, data):
+    done = init(tmp_path / "node", invite, data, *PROMPTS, "--budget-epsilon", 4)
     assert done.returncode == 0, done.stderr
     vault = Node.read(tmp_path / "node").vault
     assert (vault.prompt_column, vault.response_column, vault.labels) == ("note", "department", ())
     assert "found 6 records, 1 of them empty" in done.stdout  # one without a response; a prompt may be empty
 
 
-def test_with_answers_in_their_place_the_labels_are_counted(tmp_path, ca, data):
-    done = init(tmp_path / "node", ca, data, *PROMPTS, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+def test_with_answers_in_their_place_the_labels_are_counted(tmp_path, invite, data):
+    done = init(tmp_path / "node", invite, data, *PROMPTS, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
     assert done.returncode == 0, done.stderr
     assert f"labels: {LABELS[0]} 2, {LABELS[1]} 1, {LABELS[2]} 1" in done.stdout
     assert "1 records have another label and 1 have none" in done.stdout
@@ -144,30 +144,30 @@ def test_with_answers_in_their_place_the_labels_are_counted(tmp_path, ca, data):
         (["--messages-column", "note"], "line 2: cannot be read"),
     ],
 )
-def test_columns_that_make_no_record_are_refused(tmp_path, ca, data, given, message):
-    done = init(tmp_path / "node", ca, data, *given, "--budget-epsilon", 4)
+def test_columns_that_make_no_record_are_refused(tmp_path, invite, data, given, message):
+    done = init(tmp_path / "node", invite, data, *given, "--budget-epsilon", 4)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_on_a_terminal_what_is_required_is_asked_for(tmp_path, ca, data, monkeypatch):
+def test_on_a_terminal_what_is_required_is_asked_for(tmp_path, invite, data, monkeypatch):
     answers = iter([",".join(LABELS), "2.5"])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr(typer, "prompt", lambda _: next(answers))
-    done = init(tmp_path / "node", ca, data)
+    done = init(tmp_path / "node", invite, data)
     assert done.returncode == 0, done.stderr
     vault = Node.read(tmp_path / "node").vault
     assert (vault.labels, vault.budget_epsilon) == (LABELS, 2.5)
 
 
-def test_a_ledger_that_was_there_before_keeps_what_it_registered(tmp_path, ca, data):
+def test_a_ledger_that_was_there_before_keeps_what_it_registered(tmp_path, invite, data):
     path = tmp_path / "kept" / "ledger.sqlite"
     with Ledger(path) as ledger:
         before = ledger.register("1", 5, 1e-6)
     more = ("--labels", ",".join(LABELS), "--budget-epsilon", 4, "--ledger", path)
-    done = init(tmp_path / "node", ca, data, *more)
+    done = init(tmp_path / "node", invite, data, *more)
     assert done.returncode == 0, done.stderr
     assert f"registered N_k = 5, data set {before.id}" in done.stdout
     assert "had registered this number before, and it stays" in done.stdout
@@ -179,9 +179,9 @@ def registered(node: Path, *more: object) -> subprocess.CompletedProcess[str]:
     return run_in_process(kit.app, "fedpriv node", "register", node, *more)
 
 
-def test_records_that_an_earlier_data_set_held_are_not_registered_again(tmp_path, ca, data):
+def test_records_that_an_earlier_data_set_held_are_not_registered_again(tmp_path, invite, data):
     """In another file, and after others were registered in between."""
-    done = init(tmp_path / "node", ca, data, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+    done = init(tmp_path / "node", invite, data, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
     assert done.returncode == 0, done.stderr
     vault = Node.read(tmp_path / "node").vault
     copy = tmp_path / "copy.csv"
@@ -223,19 +223,19 @@ def test_what_is_noted_of_the_records_is_what_a_run_notes(tmp_path, data, wanted
     assert records.find(vault).content == repr(load_own(config, vault.source).clients[0]).encode()
 
 
-def test_a_further_data_set_needs_a_statement(tmp_path, ca, data):
-    done = init(tmp_path / "node", ca, data, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+def test_a_further_data_set_needs_a_statement(tmp_path, invite, data):
+    done = init(tmp_path / "node", invite, data, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
     assert done.returncode == 0, done.stderr
     done = registered(tmp_path / "node", "--disjoint", " ")
     assert done.returncode == 2
     assert "--disjoint: must not be empty" in done.stderr
 
 
-def test_a_ledger_that_cannot_be_used_leaves_no_folder(tmp_path, ca, data):
+def test_a_ledger_that_cannot_be_used_leaves_no_folder(tmp_path, invite, data):
     path = tmp_path / "broken.sqlite"
     path.write_bytes(b"no ledger" * 100)
     more = ("--labels", ",".join(LABELS), "--budget-epsilon", 4, "--ledger", path)
-    done = init(tmp_path / "node", ca, data, *more)
+    done = init(tmp_path / "node", invite, data, *more)
     assert done.returncode == 1
     assert not (tmp_path / "node").exists()
     assert not list(tmp_path.glob(".node*"))
@@ -255,11 +255,11 @@ def test_terms_left_open_are_refused(tmp_path, data, wrong):
         records.check_terms(VaultSettings(folder=tmp_path, **(values | wrong)))
 
 
-def test_likely_mistakes_are_told_to_the_operator_alone_and_nothing_is_registered(tmp_path, ca, capfd):
+def test_likely_mistakes_are_told_to_the_operator_alone_and_nothing_is_registered(tmp_path, invite, capfd):
     rows = [(f"note {row}", LABELS[row % 3]) for row in range(60)]
     rows[4], rows[7], rows[9] = ("note", f"{LABELS[1]} "), ("note", LABELS[1].upper()), ("note", "N/A")
     path = write_records(tmp_path / "own.csv", rows)
-    done = init(tmp_path / "node", ca, path, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+    done = init(tmp_path / "node", invite, path, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
     assert done.returncode == 2
     assert f"labels: '{LABELS[1]} ' differs from '{LABELS[1]}' by case or blanks alone (1 record, line " in done.stderr
     assert "and 1 likely mistake more" in done.stderr
@@ -267,7 +267,7 @@ def test_likely_mistakes_are_told_to_the_operator_alone_and_nothing_is_registere
     assert not (tmp_path / "node").exists()
 
     options = ("--labels", ",".join(LABELS), "--budget-epsilon", 4, "--table-checks", "warn")
-    done = init(tmp_path / "node", ca, path, *options)
+    done = init(tmp_path / "node", invite, path, *options)
     assert done.returncode == 0, done.stderr
     assert f"warning: data = '{path}': labels: 'N/A' looks like a missing one (1 record, line 11)" in done.stdout
     kept = b"".join(file.read_bytes() for file in (tmp_path / "node").rglob("*") if file.is_file())
@@ -283,21 +283,23 @@ def test_likely_mistakes_are_told_to_the_operator_alone_and_nothing_is_registere
         ("own.tsv", ";", "utf-8", ["--separator", "semicolon"]),
     ],
 )
-def test_a_node_reads_separators_by_the_header_and_encodings_by_name(tmp_path, ca, name, separator, encoding, options):
+def test_a_node_reads_separators_by_the_header_and_encodings_by_name(
+    tmp_path, invite, name, separator, encoding, options
+):
     rows = [("note", "department"), *((f"Köln {row}", LABELS[row % 3]) for row in range(6))]
     (tmp_path / name).write_text("".join(separator.join(row) + "\n" for row in rows), encoding=encoding)
     given = ("--labels", ",".join(LABELS), "--budget-epsilon", 4)
-    done = init(tmp_path / "node", ca, tmp_path / name, *given, *options)
+    done = init(tmp_path / "node", invite, tmp_path / name, *given, *options)
     assert done.returncode == 0, done.stderr
     vault = Node.read(tmp_path / "node").vault
     config = parse({"data": ON_NODES, "test_data": "t.csv", "labels": ",".join(LABELS), "num_clients": 1})
     assert load_own(config, vault.source).clients[0].texts == tuple(f"Köln {row}" for row in range(6))
 
 
-def test_a_node_that_names_no_encoding_is_told_the_line(tmp_path, ca):
+def test_a_node_that_names_no_encoding_is_told_the_line(tmp_path, invite):
     path = tmp_path / "own.csv"
     path.write_bytes(f"note,department\na,{LABELS[0]}\nKöln,{LABELS[1]}\n".encode("latin-1"))
-    done = init(tmp_path / "node", ca, path, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
+    done = init(tmp_path / "node", invite, path, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
     assert done.returncode == 2
     assert "line 3" in done.stderr
     assert "--encoding" in done.stderr

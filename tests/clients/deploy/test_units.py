@@ -5,30 +5,22 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from clients.deploy.folder import Node, make
+from clients.deploy.folder import Made, Node
 from clients.deploy.supernode import units
 from fedpriv.errors import InputError
-from server.deploy import certificates
 from simulations.sites import run_in_process
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
+def node(tmp_path: Path, make: Callable[..., Made]) -> Node:
     """A node in a folder whose name systemd would expand and split, if it were not quoted."""
-    certificates.make_ca(tmp_path, 30)
-    made = make(
-        tmp_path / "a %h $HOME node",
-        ca=tmp_path / "ca.crt",
-        superlink="fl.example.org:9093",
-        partition_id=0,
-        name="n",
-        client_user="daemon",
-    )
+    made = make("a %h $HOME node", client_user="daemon")
     data = tmp_path / "records.csv"
     data.write_text("text,label\n")
     return replace(made.node, vault=replace(made.node.vault, data=data, labels=("a", "b"), budget_epsilon=1.0))

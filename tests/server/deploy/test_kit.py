@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ import pytest
 import tomli_w
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
+from fedpriv.adapters import model_digest
 from fedpriv.config import parse, to_toml
-from fedpriv.deployment import keys
+from fedpriv.deployment import approvals, joining, keys
 from fedpriv.errors import FlowerError, InputError
-from server.deploy import certificates, folder, runs, superlink
+from server.deploy import certificates, folder, membership, runs, superlink
 from server.deploy.__main__ import app
 from server.deploy.folder import Coordinator
 from simulations.sites import free_port, run_in_process
@@ -47,12 +49,12 @@ def coordinator(tmp_path):
 
 @pytest.fixture
 def make_keys(tmp_path):
-    """Makes a node's two public files."""
+    """Makes a node's two public lines; the private keys are NAME-node and NAME-vault."""
 
-    def make_keys(name: str) -> tuple[Path, Path]:
+    def make_keys(name: str) -> tuple[str, str]:
         for kind in ("node", "vault"):
             keys.make_key_pair(tmp_path / f"{name}-{kind}", keys.NODE if kind == "node" else keys.VAULT)
-        return tmp_path / f"{name}-node.pub", tmp_path / f"{name}-vault.pub"
+        return keys.public_line(tmp_path / f"{name}-node"), keys.public_line(tmp_path / f"{name}-vault")
 
     return make_keys
 
@@ -68,7 +70,7 @@ def superlink_of(monkeypatch):
         asked.append([*arguments[:3], *([Path(arguments[2]).read_text()] if arguments[1] == "register" else [])])
         return {"node-id": str(len(asked))}
 
-    monkeypatch.setattr(folder, "flwr", flwr)
+    monkeypatch.setattr(membership, "flwr", flwr)
     return asked
 
 
@@ -81,7 +83,7 @@ def test_init_makes_what_nodes_and_flower_need(tmp_path):
     assert made.address == "fl.example.org:9443"
     assert {"fl.example.org", "10.0.0.5"} <= set(certificates.hosts_of(made.server_certificate))
     assert [made.ca_key.stat().st_mode & 0o777, made.folder.stat().st_mode & 0o777] == [0o600, 0o700]
-    assert str(made.ca_certificate) in done.stdout
+    assert f"next: fedpriv coordinator invite {made.folder}" in done.stdout
     (told,) = [line for line in done.stdout.splitlines() if "shown this once" in line]
     key = made.ca_key.read_bytes()
     assert load_pem_private_key(key, told.split(": ")[1].encode()).key_size == 384
@@ -109,6 +111,7 @@ def test_flwr_is_told_where_the_superlink_of_the_moment_is_and_other_connections
         (["--address", "fl.example.org:9093"], "address = 'fl.example.org:9093'"),
         (["--address", "h.org", "--port", "0"], "port = 0"),
         (["--address", "h.org", "--days", "0"], "days = 0"),
+        (["--address", "h.org", "-c", "rouns=3"], "rouns: unknown configuration key"),
     ],
 )
 def test_init_writes_nothing_when_something_is_wrong(tmp_path, options, message):
@@ -239,51 +242,146 @@ def test_superlink_is_not_started_with_an_expired_certificate(coordinator):
 
 def test_node_is_not_kept_when_the_superlink_does_not_answer(coordinator, make_keys):
     with pytest.raises(FlowerError, match="flwr supernode: Connection to the SuperLink is unavailable"):
-        folder.register(coordinator, 0, *make_keys("clinic"))
+        membership.register(coordinator, 0, *make_keys("clinic"))
     assert not [*coordinator.nodes.iterdir(), *coordinator.vaults.iterdir()]
 
 
 def test_one_pair_of_keys_for_one_partition_id(coordinator, superlink_of, make_keys):
     (node, vault), (new_node, new_vault) = make_keys("clinic"), make_keys("other")
-    assert folder.register(coordinator, 0, node, vault)
-    assert not folder.register(coordinator, 0, node, vault)
+    assert membership.register(coordinator, 0, node, vault)
+    assert not membership.register(coordinator, 0, node, vault)
     for pair in ((node, new_vault), (new_node, vault)):
         with pytest.raises(InputError, match="registered for partition id 0"):
-            folder.register(coordinator, 1, *pair)
-        with pytest.raises(InputError, match="registered with another key"):
-            folder.register(coordinator, 0, *pair)
-    with pytest.raises(InputError, match="must be >= 0"):
-        folder.register(coordinator, -1, node, vault)
-    with pytest.raises(InputError, match=r"as in a vault\.key\.pub; give the node\.key\.pub"):
-        folder.register(coordinator, 1, new_vault, new_node)
+            membership.register(coordinator, 1, *pair)
+        with pytest.raises(InputError, match="registered with another "):
+            membership.register(coordinator, 0, *pair)
     assert sorted(file.name for file in coordinator.nodes.iterdir()) == ["0.id", "0.pub"]
     assert [file.name for file in coordinator.vaults.iterdir()] == ["0.pub"]
 
 
 def test_an_exchanged_key_ends_and_what_the_vaults_old_one_signed_still_tells(coordinator, superlink_of, make_keys):
     (node, vault), (new_node, new_vault) = make_keys("clinic"), make_keys("new")
-    folder.register(coordinator, 0, node, vault)
-    assert folder.register(coordinator, 0, new_node, vault, replace_old=True)
+    membership.register(coordinator, 0, node, vault)
+    assert membership.register(coordinator, 0, new_node, vault, replace_old=True)
     assert superlink_of[-1] == ["supernode", "unregister", "1"]
-    assert folder.register(coordinator, 0, new_node, new_vault, replace_old=True)
+    assert membership.register(coordinator, 0, new_node, new_vault, replace_old=True)
     assert len(superlink_of) == 3
-    assert (coordinator.nodes / "0.pub").read_text() == new_node.read_text()
-    assert (coordinator.vaults / "0.pub").read_text() == new_vault.read_text()
-    assert (coordinator.vaults / "0.earlier").read_text() == vault.read_text()
+    assert (coordinator.nodes / "0.pub").read_text() == f"{new_node}\n"
+    assert (coordinator.vaults / "0.pub").read_text() == f"{new_vault}\n"
+    assert (coordinator.vaults / "0.earlier").read_text() == f"{vault}\n"
 
 
 def test_a_node_that_was_admitted_by_one_key_gets_its_second(coordinator, superlink_of, make_keys):
     node, vault = make_keys("clinic")
     shutil.rmtree(coordinator.vaults)
-    (coordinator.nodes / "0.pub").write_bytes(node.read_bytes())
+    (coordinator.nodes / "0.pub").write_text(f"{node}\n")
     (failed,) = [check.detail for check in superlink.checks(coordinator) if check.name == "nodes"]
-    assert "partitions 0: are registered without the key of their vaults" in failed
-    assert folder.register(coordinator, 0, node, vault)
-    assert (coordinator.vaults / "0.earlier").read_text() == node.read_text()
+    assert "partitions 0: have no key of their vaults; `admit` them again" in failed
+    assert membership.register(coordinator, 0, node, vault)
+    assert (coordinator.vaults / "0.earlier").read_text() == f"{node}\n"
     new_node, _ = make_keys("new")
     (coordinator.nodes / "0.id").unlink()
     with pytest.raises(InputError, match=r"0\.id: is missing, since an earlier version registered this node"):
-        folder.register(coordinator, 0, new_node, vault, replace_old=True)
+        membership.register(coordinator, 0, new_node, vault, replace_old=True)
+
+
+@pytest.fixture
+def apply(tmp_path, make_keys):
+    """Makes an institution's answer to an invitation, and returns its file."""
+
+    def apply(name: str, client: int, **changes: Any) -> Path:
+        node, vault = make_keys(name)
+        values = {"name": name, "partition_id": client, "node_key": node, "vault_key": vault}
+        made = joining.made(joining.Application, **values).signed(tmp_path / f"{name}-vault")
+        path = tmp_path / f"{name}.toml"
+        path.write_text(joining.text(replace(made, **changes), "an application"))
+        return path
+
+    return apply
+
+
+@pytest.fixture
+def planned(tmp_path, tiny_bert):
+    """A coordinator that plans a run with the tiny BERT."""
+    values = {"model": str(tiny_bert), "data": "on-nodes", "labels": ["a", "b"], "rounds": 7, "test_data": "/own/t.csv"}
+    return folder.make(
+        tmp_path / "co", addresses=["h.org"], port=free_port(), days=30, passphrase=PASSPHRASE, planned=values
+    )
+
+
+def test_an_invitation_holds_what_an_institution_needs_and_nothing_of_the_coordinators_machine(planned, tiny_bert):
+    done = deploy("invite", planned.folder, "St. Anna", "St. Bruno")
+    assert done.returncode == 0, done.stderr
+    first, second = membership.invited(planned).values()
+    assert [(each.name, each.partition_id) for each in (first, second)] == [("St. Anna", 0), ("St. Bruno", 1)]
+    assert (first.superlink, first.ca) == (planned.address, planned.ca_certificate.read_text())
+    assert first.run == {"model": str(tiny_bert), "data": "on-nodes", "labels": ["a", "b"], "rounds": 7}
+    assert (first.model, first.bundle) == (model_digest(tiny_bert), approvals.bundle_digest(ROOT))
+    assert f"{planned.invitations / '0.toml'}, fingerprint {first.fingerprint}" in done.stdout
+    again = membership.invite(planned, ["St. Clara", "St. Anna", "St. Clara"])
+    assert [(each.partition_id, each.fingerprint == first.fingerprint) for each in again.values()] == [
+        (2, False),
+        (0, True),
+    ]
+
+
+def test_nobody_is_invited_by_a_name_that_moves_a_cursor(coordinator):
+    done = deploy("invite", coordinator.folder, "St. Anna", "\x1b[2J")
+    assert (done.returncode, done.stderr) == (2, "error: name = '\\x1b[2J': must hold no control characters\n")
+    assert not list(coordinator.invitations.iterdir())
+
+
+def test_when_all_are_admitted_the_roster_has_their_keys(coordinator, superlink_of, apply):
+    membership.invite(coordinator, ["anna", "bruno"])
+    anna, bruno = apply("anna", 0), apply("bruno", 1)
+    done = deploy("admit", coordinator.folder, anna)
+    own = joining.read(joining.Application, anna).vault_key
+    assert f"anna is admitted: vault key {keys.fingerprint(own)}\nnot yet admitted: bruno" in done.stdout
+    assert not coordinator.roster.exists()
+    done = deploy("admit", coordinator.folder, anna, bruno)
+    assert "anna was admitted before" in done.stdout
+    assert f"all 2 are admitted; for sums under masks, send to each: {coordinator.roster}" in done.stdout
+    roster = joining.read(joining.Roster, coordinator.roster)
+    assert [(each.partition_id, each.name) for each in roster.members] == [(0, "anna"), (1, "bruno")]
+    assert roster.members[0].vault_key == own
+
+
+@pytest.mark.parametrize(
+    ("name", "id_", "changes", "reason"),
+    [
+        ("anna", 1, {}, "is of 'anna' for partition 1, which was invited as 'bruno'"),
+        ("dora", 5, {}, "partition 5 was not invited"),
+        ("anna", 0, {"partition_id": 1}, "was changed since the node made it"),
+        ("anna", 0, {"signature": ""}, "was changed since the node made it"),
+    ],
+)
+def test_an_application_that_was_not_asked_for_or_was_changed_admits_nobody(
+    coordinator, superlink_of, apply, name, id_, changes, reason
+):
+    membership.invite(coordinator, ["anna", "bruno"])
+    done = deploy("admit", coordinator.folder, apply(name, id_, **changes))
+    assert (done.returncode, reason in done.stderr) == (2, True)
+    assert not superlink_of
+    assert not [*coordinator.nodes.iterdir(), *coordinator.vaults.iterdir()]
+
+
+def test_a_thief_of_the_supernodes_key_applies_in_vain(coordinator, superlink_of, apply, make_keys, tmp_path):
+    """The attack: node.key of another, in an application that an institution signed."""
+    membership.invite(coordinator, ["anna"])
+    stolen, _ = make_keys("stolen")
+    done = deploy("admit", coordinator.folder, apply("anna", 0, node_key=stolen))
+    assert "was changed since the node made it" in done.stderr
+    assert not superlink_of
+
+
+def test_a_run_begins_as_planned_with_all_who_are_registered(planned, tmp_path):
+    (planned.nodes / "2.pub").touch()
+    values = runs.run_values(planned, ["rounds=3"])
+    assert (values["rounds"], values["num_clients"], values["labels"]) == (3, 3, "a,b")
+    assert values["test_data"] == "/own/t.csv"
+    planned.plan.write_text("rouns = 3\n")
+    with pytest.raises(InputError, match="rouns: unknown configuration key"):
+        runs.run_values(planned, [])
 
 
 def test_run_gets_a_folder_the_keys_of_the_nodes_and_checked_values(coordinator):

@@ -1,0 +1,213 @@
+"""Invites institutions, and admits the nodes with whose keys they answer.
+
+Flower admits a node by the one key, and runs check by the other what its vault says. The coordinator's operator
+compares the latter's fingerprint with the institution; the signature in an application binds the former to it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedpriv import config
+from fedpriv.apps import FLOWER_APP
+from fedpriv.deployment import approvals, joining, keys
+from fedpriv.deployment.flower import CONNECTION, flwr
+from fedpriv.deployment.joining import Application, Invitation, Member, Roster
+from fedpriv.deployment.keys import NODE, VAULT, Kind, fingerprint
+from fedpriv.errors import FlowerError, InputError
+from fedpriv.files import replace_file
+from server.deploy.folder import Coordinator
+
+_IN_USE = "Public key already in use"
+
+
+def invite(
+    coordinator: Coordinator, names: Sequence[str], *, partition_id: int | None = None
+) -> dict[Path, Invitation]:
+    """Write an invitation for each institution, and return them; one of a known name is written anew.
+
+    Args:
+        coordinator: that invites.
+        names: of the institutions.
+        partition_id: of the only one of these; None stands for the next ones, or those that they were invited with.
+
+    Raises:
+        InputError: the id is another's, or a name or the planned run cannot be used, or its model is not on this
+            machine; nothing was written.
+        FlowerError: this checkout cannot be bundled.
+    """
+    from fedpriv.adapters import model_digest, resolve  # slow to import
+
+    known = {invitation.name: id_ for id_, invitation in invited(coordinator).items()}
+    new = [name for name in dict.fromkeys(names) if name not in known]
+    first = max([-1, *known.values(), *coordinator.registered()]) + 1
+    ids = known | {name: first + place for place, name in enumerate(new)}
+    if partition_id is not None:
+        ids = {_only(names): partition_id}
+        if others := [name for name, id_ in known.items() if id_ == partition_id and name not in ids]:
+            raise InputError(f"--partition-id = {partition_id}: is that of {others[0]}; leave it out")
+    asked: dict[str, Any] = {"superlink": coordinator.address, "ca": coordinator.ca_certificate.read_text()}
+    asked["bundle"] = approvals.bundle_digest(FLOWER_APP)
+    if planned := coordinator.planned:
+        asked["model"] = model_digest(Path(resolve(config.parse(planned).model)))
+        asked["run"] = {key: value for key, value in planned.items() if key not in _own_keys()}
+    made = [joining.made(Invitation, name=name, partition_id=ids[name], **asked) for name in dict.fromkeys(names)]
+    found = {coordinator.invitations / f"{invitation.partition_id}.toml": invitation for invitation in made}
+    coordinator.invitations.mkdir(exist_ok=True)
+    for path, invitation in found.items():
+        header = f"{invitation.name} is invited to a federation: fedpriv node init DIR --invite FILE --data RECORDS ..."
+        replace_file(path, joining.text(invitation, header).encode())
+    return found
+
+
+def _only(names: Sequence[str]) -> str:
+    if len(names) != 1:
+        raise InputError(f"--partition-id: is for one institution, not for {len(names)}")
+    return names[0]
+
+
+def _own_keys() -> frozenset[str]:
+    """Keys that concern the coordinator's machine alone."""
+    located = config.RunConfig.keys_with(config.Fact.LOCATION)
+    return frozenset(located) | {"test_data", "track", "text_column", "text_pair_column", "label_column"}
+
+
+def invited(coordinator: Coordinator) -> dict[int, Invitation]:
+    """The invitations, by partition id; none in a folder of an earlier version."""
+    found = [joining.read(Invitation, path) for path in coordinator.invitations.glob("*.toml")]
+    return {invitation.partition_id: invitation for invitation in sorted(found, key=lambda each: each.partition_id)}
+
+
+def admit(coordinator: Coordinator, path: Path, *, replace_old: bool = False) -> tuple[Application, bool]:
+    """Register the node whose application this is, and return the application and whether a key is new.
+
+    Args:
+        coordinator: whose SuperLink is running.
+        path: of the application.
+        replace_old: the node may have had other keys.
+
+    Raises:
+        InputError: the file is no application that its vault signed, nobody of this name and id was invited, or
+            see `register`.
+        FlowerError: see `register`.
+    """
+    application = joining.read(Application, path)
+    application.check(path)
+    invitation = invited(coordinator).get(application.partition_id)
+    if invitation is None or invitation.name != application.name:
+        raise InputError(
+            f"{path}: is of {application.name!r} for partition {application.partition_id}, which was invited as "
+            f"{invitation.name!r}"
+            if invitation
+            else f"{path}: partition {application.partition_id} was not invited"
+        )
+    is_new = register(
+        coordinator, application.partition_id, application.node_key, application.vault_key, replace_old=replace_old
+    )
+    return application, is_new
+
+
+def missing(coordinator: Coordinator) -> list[str]:
+    """The names of the institutions that were invited and are not admitted."""
+    return [each.name for id_, each in invited(coordinator).items() if id_ not in coordinator.registered(VAULT)]
+
+
+def write_roster(coordinator: Coordinator) -> Roster:
+    """Write the file with the keys of all admitted vaults, and return what it holds."""
+    names = {id_: invitation.name for id_, invitation in invited(coordinator).items()}
+    members = [
+        Member(partition_id=id_, name=names.get(id_, f"node-{id_}"), vault_key=keys.read_public_line(file))
+        for id_, file in sorted(coordinator.registered(VAULT).items())
+    ]
+    roster = Roster(members=tuple(members))
+    header = "The vaults' keys: fedpriv node approve-peers DIR FILE. Compare each with its institution by telephone."
+    replace_file(coordinator.roster, joining.text(roster, header).encode())
+    return roster
+
+
+def register(coordinator: Coordinator, partition_id: int, node: str, vault: str, *, replace_old: bool = False) -> bool:
+    """Register a node's key with the SuperLink, keep both its keys, and return whether one of them is new.
+
+    A node that an earlier version admitted by its Flower key alone gets its other key in the same way. What a key has
+    signed that is replaced goes on to show how much its node was charged.
+
+    Args:
+        coordinator: whose SuperLink is running.
+        partition_id: of the node, >= 0.
+        node: the public line of its node.key.
+        vault: that of its vault.key.
+        replace_old: the id may have had other keys.
+
+    Raises:
+        InputError: the id has another key, or the key another id.
+        FlowerError: the SuperLink cannot be reached, or refused; nothing was kept.
+    """
+    old_node = _known(coordinator, NODE, partition_id, node, replace_old=replace_old)
+    old_vault = _known(coordinator, VAULT, partition_id, vault, replace_old=replace_old)
+    old_id = _old_id(coordinator, partition_id) if old_node not in (None, node) else ""
+    new_id = _register_at_superlink(coordinator, node)
+    if old_id:
+        flwr(coordinator.flower_home, ["supernode", "unregister", old_id, CONNECTION], folder=coordinator.folder)
+    if new_id:
+        replace_file(_id_file(coordinator, partition_id), f"{new_id}\n".encode())
+    replace_file(coordinator.nodes / f"{partition_id}.pub", f"{node}\n".encode())
+    file = coordinator.vaults / f"{partition_id}.pub"
+    file.parent.mkdir(exist_ok=True)
+    signed = old_vault or old_node  # one key was both, before there were two
+    if signed is not None and signed != vault:
+        keys.add_line(file.with_suffix(keys.EARLIER), signed)
+    replace_file(file, f"{vault}\n".encode())
+    return (old_node, old_vault) != (node, vault)
+
+
+def _known(coordinator: Coordinator, kind: Kind, partition_id: int, line: str, *, replace_old: bool) -> str | None:
+    """The key of this kind that the partition id has; None if it has none."""
+    known = {id_: keys.read_public_line(file, kind) for id_, file in coordinator.registered(kind).items()}
+    if known.get(partition_id, line) != line and not replace_old:
+        raise InputError(
+            f"partition id = {partition_id}: is registered with another {kind} key than {fingerprint(line)}; if the "
+            "institution exchanged its keys, give --replace"
+        )
+    if other_ids := [id_ for id_, other in known.items() if other == line and id_ != partition_id]:
+        raise InputError(f"{kind} key {fingerprint(line)}: is registered for partition id {other_ids[0]} already")
+    return known.get(partition_id)
+
+
+def _register_at_superlink(coordinator: Coordinator, line: str) -> str:
+    """Register the key, even if it was before: a crash may have come first, or state.db may have been lost.
+
+    Returns the id that Flower gives the node; empty if it has one.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="fedpriv-key-") as folder:
+            file = Path(folder, "node.key.pub")
+            file.write_text(f"{line}\n")
+            register = ["supernode", "register", str(file), CONNECTION]
+            answer = flwr(coordinator.flower_home, register, folder=coordinator.folder)
+    except FlowerError as error:
+        if _IN_USE not in str(error):
+            raise
+        return ""
+    return str(answer["node-id"])
+
+
+def _old_id(coordinator: Coordinator, partition_id: int) -> str:
+    """Flower's id of the node that is registered with the partition id, by which its key is taken out.
+
+    Raises:
+        InputError: an earlier version registered it, and did not note the id.
+    """
+    file = _id_file(coordinator, partition_id)
+    if not file.is_file():
+        raise InputError(
+            f"{file}: is missing, since an earlier version registered this node; write Flower's id of its old key into "
+            f"it, as `FLWR_HOME={coordinator.flower_home} flwr supernode list {CONNECTION}` shows it"
+        )
+    return file.read_text().strip()
+
+
+def _id_file(coordinator: Coordinator, partition_id: int) -> Path:
+    return coordinator.nodes / f"{partition_id}.id"
