@@ -87,12 +87,13 @@ def register_nodes(
         num_expected: how many nodes to wait for.
         wait: seconds to wait for them; after that the run starts with those that registered.
         node_keys: folder with the public key of each node's vault, as PARTITION-ID.pub; None admits every key.
-        may_be_missing: partition ids, among those expected, that are not waited for.
+        may_be_missing: partition ids, among those expected, that are not waited for, nor are those that left.
         secure_aggregation: nodes are to sign their parts in sums, so each needs an identity, and one of its own.
 
     Raises:
         InputError: no node registered, or two nodes claim one partition id.
     """
+    may_be_missing = {*may_be_missing, *_left(node_keys)}
     deadline = time.monotonic() + wait
     nodes: Nodes = {}
     inquiry, answered = Inquiry(), set[int]()
@@ -111,6 +112,12 @@ def register_nodes(
     if not are_all:
         log.warning("%s of %s nodes registered in %.0f s; the run starts with them", len(nodes), num_expected, wait)
     return dict(sorted(nodes.items()))
+
+
+def _left(node_keys: Path | None) -> set[int]:
+    """The partition ids below the largest admitted one that have no key: of nodes that left, or were never admitted."""
+    admitted = {int(file.stem) for file in node_keys.glob("*.pub") if file.stem.isdigit()} if node_keys else set()
+    return set(range(max(admitted, default=0))) - admitted
 
 
 def _add(reply: Message, node_id: int, nodes: Nodes, node_keys: Path | None, *, secure_aggregation: bool) -> None:

@@ -166,7 +166,7 @@ class DeployedFederation:
     def make_node(self, client: int, *more: str) -> None:
         """A node's folder, of an institution that was invited, with this checkout's bundle approved."""
         invitation = self.coordinator / "invitations" / f"{client}.toml"
-        kit(CLIENT, "init", self.node(client), "--invite", invitation, "--port", free_port(), *more)
+        kit(CLIENT, "init", self.node(client), "--invite", invitation, *more)
         if not self.digest:
             self.digest = kit(CLIENT, "approve", self.node(client), "--this-checkout").split()[0]
         else:

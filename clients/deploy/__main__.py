@@ -21,6 +21,7 @@ from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_
 from fedpriv.deployment.joining import Invitation, Member, Roster
 from fedpriv.errors import InputError
 from fedpriv.vault.rollback import ReceiptWatch
+from fedpriv.vault.settings import approved_peers
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -194,6 +195,24 @@ def _names(text: str | None) -> tuple[str, ...]:
 
 
 @app.command()
+def move(
+    dir_: Folder,
+    invite: Annotated[Path, typer.Option(help="What the coordinator sent: compare its fingerprint by telephone.")],
+) -> None:
+    """Follow the coordinator to another address or certificate authority, as a new invitation says; then start again.
+
+    Keys, records, ledger, policy and approvals stay as they are.
+
+    Example: fedpriv node move ~/node --invite invitation.toml
+    """
+    invitation = joining.read(Invitation, invite)
+    _tell_invitation(invitation)
+    node = Node.read(dir_)
+    folder.move(node, invitation)
+    typer.echo(f"{node.folder} now looks for the coordinator at {invitation.superlink}; restart the node")
+
+
+@app.command()
 def register(
     dir_: Folder,
     disjoint: Annotated[
@@ -319,6 +338,8 @@ def approve_peers(
     for member in unknown:
         typer.echo(f"{member.name}, partition {member.partition_id}, is approved: {member.fingerprint}")
     typer.echo(f"their keys are in {vault.peers}; they count from the next sum on, without a restart")
+    for client in sorted(approved_peers(vault.peers).keys() - {member.partition_id for member in found.members}):
+        typer.echo(f"note: partition {client} is approved and not in the roster; delete {client}.pub to end that")
 
 
 def _compare(unknown: Sequence[Member], roster: Roster, fingerprints: Sequence[str] | None) -> None:

@@ -22,6 +22,7 @@ from pydantic.dataclasses import dataclass
 from clients.deploy import records
 from clients.deploy.admission import check_survivors
 from clients.deploy.records import Found
+from fedpriv import config
 from fedpriv.deployment import joining, keys
 from fedpriv.deployment.checks import CA_CERTIFICATE
 from fedpriv.deployment.command_line import read_settings, validated
@@ -201,6 +202,23 @@ def make(folder: Path, invitation: Invitation, *, port: int | None = None, **set
             watch = ReceiptWatch(new / vault.key.name, vault.receipts, vault.receipts_of_peers, vault.counter_file)
             watch.begin_counter_file(ledger)
     return Made(node, found, data_set)
+
+
+def move(node: Node, invitation: Invitation) -> None:
+    """Let a node find the coordinator where an invitation says, and know it by the certificate in that.
+
+    Raises:
+        InputError: the invitation is another node's, or its address cannot be used; nothing was written.
+    """
+    if invitation.partition_id != node.vault.partition_id:
+        raise InputError(
+            f"partition_id = {invitation.partition_id}: the invitation is another's, this node is partition "
+            f"{node.vault.partition_id}"
+        )
+    connection = config.read(node.folder / FILE) | {"superlink": invitation.superlink}
+    validated(Node, connection, vault=node.vault)
+    replace_file(node.ca_certificate, invitation.ca.encode(), owner=_owner(node))
+    replace_file(node.folder / FILE, (_NODE_HEADER + tomli_w.dumps(connection)).encode(), owner=_owner(node))
 
 
 def _free_port() -> int:

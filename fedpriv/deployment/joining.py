@@ -38,7 +38,7 @@ def _printable(text: str, info: ValidationInfo) -> str:
 
 def _certificate(text: str, info: ValidationInfo) -> str:
     try:
-        x509.load_pem_x509_certificate(text.encode())
+        x509.load_pem_x509_certificates(text.encode())
     except ValueError:
         raise ValueError(f"{info.field_name}: must be a certificate in PEM format") from None
     return text
@@ -69,7 +69,7 @@ class Invitation:
         name: of the institution, for display.
         partition_id: which client of a run its node is.
         superlink: HOST:PORT of the coordinator.
-        ca: the certificate of its authority, PEM.
+        ca: the certificate of its authority, PEM; while that is exchanged, of both.
         bundle: SHA-256 of the code that its runs ship.
         model: SHA-256 of the files of the planned run's model; empty without a plan.
         run: the planned run's configuration, as far as it concerns a node; empty without a plan.

@@ -145,6 +145,22 @@ def admit(
 
 
 @app.command()
+def unregister(folder: Folder, name: Annotated[str, typer.Argument(help="As the institution was invited.")]) -> None:
+    """Take a node out of the federation while the SuperLink is running; nobody else gets its partition id.
+
+    A run that is under way goes on without it. Send the others the new roster.
+
+    Example: fedpriv coordinator unregister ~/federation "St. Bruno"
+    """
+    coordinator = Coordinator.read(folder)
+    id_ = membership.unregister(coordinator, name)
+    typer.echo(f"{name}, partition {id_}, is out; what it was charged stays on record")
+    if coordinator.registered(keys.VAULT):
+        membership.write_roster(coordinator)
+        typer.echo(f"for sums under masks, send to each of the others: {coordinator.roster}")
+
+
+@app.command()
 def run(
     folder: Folder,
     override: Override = None,
@@ -190,6 +206,24 @@ def _passphrase(file: Path | None) -> str:
     if not sys.stdin.isatty():
         raise InputError("--ca-passphrase-file: is required without a terminal, since the key is encrypted")
     return str(typer.prompt("Passphrase of ca.key", hide_input=True))
+
+
+@app.command("new-authority")
+def new_authority(folder: Folder, ca_passphrase_file: PassphraseFile = None) -> None:
+    """Make a new certificate authority beside the old one, whose key was lost, or known to others.
+
+    Invite everyone again: nodes that `move` trust both. Then `renew`, which signs by the new one. At last delete the
+    second certificate from ca.crt, and invite again: until then whoever has the old key can play the coordinator.
+
+    Example: fedpriv coordinator new-authority ~/federation
+    """
+    coordinator = Coordinator.read(folder)
+    passphrase = _new_passphrase(ca_passphrase_file)
+    certificates.add_authority(coordinator.folder, passphrase, lambda: _tell_passphrase(ca_passphrase_file, passphrase))
+    quoted = shlex.quote(str(folder))
+    typer.echo(f"{coordinator.ca_certificate} has both authorities; {coordinator.ca_key} is the new one's")
+    typer.echo(f"next: fedpriv coordinator invite {quoted} NAME...; at each node: fedpriv node move DIR --invite FILE")
+    typer.echo(f"then: fedpriv coordinator renew {quoted}, and restart the SuperLink")
 
 
 @app.command("encrypt-key")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,6 +27,9 @@ from fedpriv.files import replace_file, write_new
 
 CA_KEY = "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.crt", "server.key"
+
+# A new authority would have to be sent to every node; a new server certificate does not.
+AUTHORITY_DAYS = 3650
 
 # A node's clock may be slightly behind.
 _CLOCK_ALLOWANCE = timedelta(hours=1)
@@ -139,6 +143,28 @@ def encrypt_key(folder: Path, passphrase: str, tell: Callable[[], None] = lambda
     encrypted = _pem(key, passphrase)
     tell()
     replace_file(folder / CA_KEY, encrypted, mode=0o600)
+
+
+def add_authority(folder: Path, passphrase: str, tell: Callable[[], None]) -> None:
+    """Put a new authority before the old one in `ca.crt`, and its key in the place of `ca.key`.
+
+    The server's certificate stays as it is: who trusts either authority trusts it.
+
+    Args:
+        folder: with the old authority.
+        passphrase: of the new key.
+        tell: called before the key is replaced.
+
+    Raises:
+        InputError: there is no old authority.
+    """
+    old = (folder / CA_CERTIFICATE).read_bytes()
+    read_certificate(folder / CA_CERTIFICATE)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".authority-") as made:
+        make_ca(Path(made), AUTHORITY_DAYS, passphrase=passphrase)
+        tell()
+        replace_file(folder / CA_CERTIFICATE, (Path(made) / CA_CERTIFICATE).read_bytes() + old)
+        replace_file(folder / CA_KEY, (Path(made) / CA_KEY).read_bytes(), mode=0o600)
 
 
 def check_host(host: str) -> None:

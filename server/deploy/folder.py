@@ -28,9 +28,6 @@ from server.deploy import certificates
 
 DEFAULT_PORT = 9093
 
-# A new authority would have to be sent to every node; a new server certificate does not.
-_CA_DAYS = 3650
-
 _PLAN_HEADER = "# The planned run: invitations show it, and `run` adds its own -c to these keys.\n"
 
 
@@ -211,7 +208,7 @@ def make(
     settings = {"addresses": list(addresses), "port": port}
     coordinator = validated(Coordinator, settings, folder=folder.absolute())
     with new_folder(coordinator.folder) as new:
-        certificates.make_ca(new, max(days, _CA_DAYS), passphrase=passphrase)
+        certificates.make_ca(new, max(days, certificates.AUTHORITY_DAYS), passphrase=passphrase)
         certificates.make_server_certificate(new, coordinator.addresses, days, passphrase=passphrase)
         parts = (coordinator.flower_home, coordinator.invitations, coordinator.nodes, coordinator.vaults)
         for part in (*parts, coordinator.runs):

@@ -21,7 +21,8 @@ from fedpriv.errors import FlowerError, InputError
 from fedpriv.files import replace_file
 from server.deploy.folder import Coordinator
 
-_IN_USE = "Public key already in use"
+# What Flower answers to who registers a key again, and to who takes out a node that is out.
+_IN_USE, _GONE = "Public key already in use", "not found"
 
 
 def invite(
@@ -43,7 +44,7 @@ def invite(
 
     known = {invitation.name: id_ for id_, invitation in invited(coordinator).items()}
     new = [name for name in dict.fromkeys(names) if name not in known]
-    first = max([-1, *known.values(), *coordinator.registered()]) + 1
+    first = max([-1, *known.values(), *coordinator.registered(), *_left(coordinator)]) + 1
     ids = known | {name: first + place for place, name in enumerate(new)}
     if partition_id is not None:
         ids = {_only(names): partition_id}
@@ -128,6 +129,49 @@ def write_roster(coordinator: Coordinator) -> Roster:
     return roster
 
 
+def unregister(coordinator: Coordinator, name: str) -> int:
+    """Take a node out of the federation for good, and return its partition id, which no other node gets.
+
+    What its vault has signed goes on to show how much it was charged. Doing it again after a crash does no harm.
+
+    Args:
+        coordinator: whose SuperLink is running.
+        name: of the institution, as it was invited, or `node-ID`.
+
+    Raises:
+        InputError: nobody has this name, or an earlier version registered the node and did not note Flower's id.
+        FlowerError: the SuperLink cannot be reached; the node's vault is out all the same.
+    """
+    named = {invitation.name: id_ for id_, invitation in invited(coordinator).items()}
+    named |= {f"node-{id_}": id_ for id_ in coordinator.registered() if id_ not in named.values()}
+    if name not in named:
+        raise InputError(f"NAME = {name!r}: is none of {', '.join(named) or 'the invited, of whom there are none'}")
+    id_ = named[name]
+    node, vault = coordinator.nodes / f"{id_}.pub", coordinator.vaults / f"{id_}.pub"
+    if vault.exists():
+        keys.add_line(vault.with_suffix(keys.EARLIER), keys.read_public_line(vault))
+        vault.unlink()
+    if node.exists():
+        _unregister_at_superlink(coordinator, _old_id(coordinator, id_))
+        node.unlink()
+        _id_file(coordinator, id_).unlink()
+    (coordinator.invitations / f"{id_}.toml").unlink(missing_ok=True)
+    return id_
+
+
+def _left(coordinator: Coordinator) -> list[int]:
+    """The partition ids of nodes whose vaults have signed with keys that ended, of those who left among them."""
+    return [int(file.stem) for file in coordinator.vaults.glob(f"*{keys.EARLIER}") if file.stem.isdigit()]
+
+
+def _unregister_at_superlink(coordinator: Coordinator, id_: str) -> None:
+    try:
+        flwr(coordinator.flower_home, ["supernode", "unregister", id_, CONNECTION], folder=coordinator.folder)
+    except FlowerError as error:
+        if _GONE not in str(error):
+            raise
+
+
 def register(coordinator: Coordinator, partition_id: int, node: str, vault: str, *, replace_old: bool = False) -> bool:
     """Register a node's key with the SuperLink, keep both its keys, and return whether one of them is new.
 
@@ -150,7 +194,7 @@ def register(coordinator: Coordinator, partition_id: int, node: str, vault: str,
     old_id = _old_id(coordinator, partition_id) if old_node not in (None, node) else ""
     new_id = _register_at_superlink(coordinator, node)
     if old_id:
-        flwr(coordinator.flower_home, ["supernode", "unregister", old_id, CONNECTION], folder=coordinator.folder)
+        _unregister_at_superlink(coordinator, old_id)
     if new_id:
         replace_file(_id_file(coordinator, partition_id), f"{new_id}\n".encode())
     replace_file(coordinator.nodes / f"{partition_id}.pub", f"{node}\n".encode())

@@ -111,9 +111,13 @@ def given(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _known_nodes(coordinator: Coordinator) -> dict[str, Any]:
-    """The number of clients, if nodes are registered."""
+    """The places of the registered nodes, and, where one has left a place empty, that a masked sum needs all others."""
     known = coordinator.registered()
-    return {"num_clients": max(known) + 1} if known else {}
+    if not known:
+        return {}
+    places = max(known) + 1
+    sums = coordinator.planned.get("secure_aggregation") is True
+    return {"num_clients": places, **({"min_clients": len(known)} if sums and places > len(known) else {})}
 
 
 def _ended_early(folder: Path) -> str:

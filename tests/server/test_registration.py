@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -178,6 +179,17 @@ def test_after_the_wait_the_run_goes_on_with_those_that_are_there(caplog):
     assert "1 of 3 nodes registered" in caplog.text
     with pytest.raises(InputError, match="none of which can take part"):
         register_nodes(Nodes([Error(100, "refused")]), num_expected=1, wait=1)
+
+
+def test_a_node_that_left_is_not_waited_for(node_keys, tmp_path):
+    """Partition 1 has no key any more; with 60 s to wait for it the test would take as long."""
+    (node_keys / "1.pub").unlink()
+    keys.make_key_pair(tmp_path / "key-2")
+    (node_keys / "2.pub").write_text(keys.public_line(tmp_path / "key-2"))
+    stayed = [signed(replace(NODE, client=client), tmp_path / f"key-{client}") for client in (0, 2)]
+    began = time.monotonic()
+    assert list(register_nodes(Nodes(stayed), num_expected=3, wait=60, node_keys=node_keys)) == [0, 2]
+    assert time.monotonic() - began < 30
 
 
 def test_two_nodes_cannot_claim_one_partition_id():

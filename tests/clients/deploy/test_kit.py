@@ -22,6 +22,7 @@ from fedpriv.adapters import model_digest
 from fedpriv.deployment import approvals, joining, keys
 from fedpriv.errors import FlowerError, InputError
 from fedpriv.vault.settings import NodeLimits, read_models
+from server.deploy import certificates
 from simulations.sites import run_in_process
 from tests.tiny import LABELS
 
@@ -129,6 +130,27 @@ def test_what_is_asked_is_approved_only_as_this_machine_has_it(tmp_path, invite,
     assert (model.name, model.digest) == (str(tiny_bert), asked["model"])
     assert "next: fedpriv node doctor" in done.stdout
     assert "next: fedpriv node approve" not in done.stdout
+
+
+def test_a_node_follows_the_coordinator_and_keeps_all_else(make_node, invite, table, tmp_path):
+    node = make_node(data=table, labels=LABELS, budget_epsilon=4)
+    kept = {
+        name: (node.folder / name).read_bytes() for name in ("vault.toml", "vault.key", "node.key", "ledger.sqlite")
+    }
+    certificates.make_ca(tmp_path, 30)
+    new = (tmp_path / "ca.crt").read_text()
+    done = deploy("move", node.folder, "--invite", invite(superlink="fl.example.org:443", ca=new))
+    assert done.returncode == 0, done.stderr
+    moved = Node.read(node.folder)
+    assert (moved.superlink, moved.port, moved.ca_certificate.read_text()) == ("fl.example.org:443", node.port, new)
+    assert kept == {name: (node.folder / name).read_bytes() for name in kept}
+    for wrong, reason in (
+        ({"partition_id": 2}, "is another's, this node is partition 1"),
+        ({"superlink": "h"}, "HOST:PORT"),
+    ):
+        done = deploy("move", node.folder, "--invite", invite(**wrong))
+        assert (done.returncode, reason in done.stderr) == (2, True)
+    assert Node.read(node.folder) == moved
 
 
 def test_nodes_get_ports_of_their_own(make):

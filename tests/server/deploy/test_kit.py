@@ -22,11 +22,13 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from fedpriv.adapters import model_digest
 from fedpriv.config import parse, to_toml
 from fedpriv.deployment import approvals, joining, keys
+from fedpriv.deployment.checks import check_tls
 from fedpriv.errors import FlowerError, InputError
 from server.deploy import certificates, folder, membership, runs, superlink
 from server.deploy.__main__ import app
 from server.deploy.folder import Coordinator
 from simulations.sites import free_port, run_in_process
+from tests.deployment.tls_server import serving
 
 ROOT = Path(__file__).resolve().parents[3]
 PASSPHRASE = "correct horse battery"
@@ -374,11 +376,66 @@ def test_a_thief_of_the_supernodes_key_applies_in_vain(coordinator, superlink_of
     assert not superlink_of
 
 
+def test_who_leaves_is_out_for_good_and_what_it_signed_still_tells(coordinator, superlink_of, apply):
+    membership.invite(coordinator, ["anna", "bruno"])
+    files = [apply("anna", 0), apply("bruno", 1)]
+    deploy("admit", coordinator.folder, *files)
+    done = deploy("unregister", coordinator.folder, "bruno")
+    assert "bruno, partition 1, is out" in done.stdout
+    assert superlink_of[-1] == ["supernode", "unregister", "2"]
+    line = joining.read(joining.Application, files[1]).vault_key
+    assert keys.read_lines(coordinator.vaults / "1.earlier") == (line,)
+    assert [member.name for member in joining.read(joining.Roster, coordinator.roster).members] == ["anna"]
+    assert coordinator.registered(keys.VAULT).keys() == coordinator.registered().keys() == {0}
+    done = deploy("admit", coordinator.folder, files[1])
+    assert "partition 1 was not invited" in done.stderr
+    (invitation,) = membership.invite(coordinator, ["dora"]).values()
+    assert invitation.partition_id == 2
+    done = deploy("unregister", coordinator.folder, "bruno")
+    assert (done.returncode, "NAME = 'bruno': is none of anna, dora" in done.stderr) == (2, True)
+
+
+def test_a_node_that_flower_has_forgotten_can_leave(coordinator, superlink_of, apply, monkeypatch):
+    """As after a crash between two of the steps, or a lost state.db."""
+    membership.invite(coordinator, ["anna"])
+    deploy("admit", coordinator.folder, apply("anna", 0))
+    refuse = Mock(side_effect=FlowerError("flwr supernode: Node 1 not found for flwr_aid=."))
+    monkeypatch.setattr(membership, "flwr", refuse)
+    assert deploy("unregister", coordinator.folder, "anna").returncode == 0
+    assert not coordinator.registered()
+
+
+def test_nodes_trust_the_old_authority_and_the_new_until_the_old_is_taken_out(coordinator, passphrase_file):
+    old = coordinator.ca_certificate.read_text()
+
+    def trusts(ca: str) -> bool:
+        file = coordinator.folder / "trusted.crt"
+        file.write_text(ca)
+        with serving(coordinator.folder) as port:
+            return check_tls("127.0.0.1", port, file).ok
+
+    done = deploy("new-authority", coordinator.folder, "--ca-passphrase-file", passphrase_file)
+    assert done.returncode == 0, done.stderr
+    both = coordinator.ca_certificate.read_text()
+    new = both.removesuffix(old)
+    assert [trusts(ca) for ca in (old, both, new)] == [True, True, False]
+    (invitation,) = membership.invite(coordinator, ["anna"]).values()
+    assert invitation.ca == both
+    assert deploy("renew", coordinator.folder, "--ca-passphrase-file", passphrase_file).returncode == 0
+    assert [trusts(ca) for ca in (old, both, new)] == [False, True, True]
+    assert coordinator.ca_key.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_run_begins_as_planned_with_all_who_are_registered(planned, tmp_path):
     (planned.nodes / "2.pub").touch()
     values = runs.run_values(planned, ["rounds=3"])
     assert (values["rounds"], values["num_clients"], values["labels"]) == (3, 3, "a,b")
     assert values["test_data"] == "/own/t.csv"
+    planned.plan.write_text(planned.plan.read_text() + "secure_aggregation = true\n")
+    for client in (0, 3):
+        (planned.nodes / f"{client}.pub").touch()
+    values = runs.run_values(planned, [])
+    assert (values["num_clients"], values["min_clients"]) == (4, 3)  # partition 1 has left
     planned.plan.write_text("rouns = 3\n")
     with pytest.raises(InputError, match="rouns: unknown configuration key"):
         runs.run_values(planned, [])

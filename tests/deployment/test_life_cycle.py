@@ -1,0 +1,89 @@
+"""A federation over the years: a coordinator that is lost, a new authority, a node that leaves, two on one machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from simulations.sites import CLIENT, SERVER, DeployedFederation, free_port, kit
+from tests.deployment.conftest import QUICK, holdings
+
+pytestmark = pytest.mark.deployment
+
+NODES = range(3)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path) -> Iterator[DeployedFederation]:
+    folder = tmp_path_factory.mktemp("years")
+    site = DeployedFederation(folder / "federation", holdings=holdings(folder, table), model=tiny_bert, settings=QUICK)
+    yield site
+    site.stop()
+
+
+def follow(site: DeployedFederation) -> None:
+    """Invite everyone again, and let the nodes follow."""
+    site.invite(len(NODES))
+    for client in NODES:
+        site.services[f"node-{client}"].kill()
+        kit(CLIENT, "move", site.node(client), "--invite", site.coordinator / "invitations" / f"{client}.toml")
+        site.start_node(client)
+    site.wait_for_nodes(len(NODES))
+
+
+def charged_rounds(site: DeployedFederation) -> list[int]:
+    """The number of charges in each node's ledger, whose chain is whole."""
+    return [len(site.charges(client)) for client in NODES]
+
+
+def test_nothing_is_lost_but_who_left(site, holders_run, tmp_path):
+    one_round = {**holders_run, "rounds": 1}
+    site.run({**one_round, "out": str(tmp_path / "first")})
+    assert charged_rounds(site) == [1, 1, 1]
+
+    # The coordinator's machine is lost; another one gets its folder from the backup, and has another port.
+    shutil.copytree(site.coordinator, tmp_path / "backup", ignore=shutil.ignore_patterns("*.sock"))
+    site.services["superlink"].kill()
+    shutil.rmtree(site.coordinator)
+    shutil.copytree(tmp_path / "backup", site.coordinator)
+    settings = site.coordinator / "coordinator.toml"
+    settings.write_text(re.sub("port = .*", f"port = {free_port()}", settings.read_text()))
+    site.start_superlink()
+    follow(site)
+    site.run({**one_round, "out": str(tmp_path / "moved")})
+    assert charged_rounds(site) == [2, 2, 2]
+
+    # The authority's key was lost: nodes trust both, then the server's certificate is the new one's.
+    told = kit(SERVER, "new-authority", site.coordinator)
+    (tmp_path / "passphrase").write_text(re.search("shown this once: (.*)", told)[1])
+    follow(site)
+    kit(SERVER, "renew", site.coordinator, "--ca-passphrase-file", tmp_path / "passphrase")
+    site.services["superlink"].kill()
+    site.start_superlink()
+    site.wait_for_nodes(len(NODES))
+
+    # A node leaves. The others go on, and nobody waits for it.
+    kit(SERVER, "unregister", site.coordinator, "Clinic 1")
+    values = {key: value for key, value in one_round.items() if key != "num_clients"}
+    site.run({**values, "registration_seconds": 300, "out": str(tmp_path / "last")})
+    assert charged_rounds(site) == [3, 2, 3]
+    summary = json.loads((tmp_path / "last" / "summary.json").read_text())
+    assert [client["name"] for client in summary["clients"]] == ["Clinic 0", "Clinic 2"]
+
+
+def test_two_federations_share_a_machine(site, tmp_path_factory, table, tiny_bert, holders_run, tmp_path):
+    """Each node chose a port of loopback when it was made; nothing else of the machine is shared."""
+    folder = tmp_path_factory.mktemp("second")
+    other = DeployedFederation(folder / "federation", holdings=holdings(folder, table), model=tiny_bert, settings=QUICK)
+    try:
+        before = charged_rounds(site)
+        other.run({**holders_run, "rounds": 1, "out": str(tmp_path / "other")})
+        assert charged_rounds(other) == [1, 1, 1]
+        assert charged_rounds(site) == before
+    finally:
+        other.stop()
