@@ -63,7 +63,7 @@ _INSTRUCTION: Mapping[str, Any] = {
     "aggregation": "ffa-lora",
     "factors": "inputs",
     "rounds": 12,
-    "sampling_probability": 0.15,
+    "sampling_probability": 0.2,
     "learning_rate": 1000.0,
     "clip_norm": 0.01,
     "server_optimizer": "adam",
