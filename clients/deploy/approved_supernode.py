@@ -11,6 +11,8 @@ starts the process of a task from one that has imported Flower already. Every ta
 
     python -m clients.deploy.approved_supernode APPROVED_FABS --host HOST --port PORT ... (further arguments of Flower)
 
+With `--with-parent` it ends when its standard input closes.
+
 This file holds every private name of Flower 1.41 that a node needs.
 """
 
@@ -18,11 +20,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import logging
 import multiprocessing
 import os
 import select
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -48,8 +48,7 @@ from flwr.supernode.servicer.runtime import runtime_handlers
 
 from fedpriv.deployment import approvals
 from fedpriv.deployment.flower import seconds_to_pause
-
-log = logging.getLogger("flwr")
+from fedpriv.deployment.processes import Kept, end_with_parent
 
 # What a task's process needs of what the operator has installed. Nothing of `clients`: a task takes that from the
 # bundle, and would take what is already imported instead.
@@ -129,29 +128,14 @@ def keep_pace(on_message: Callable[[], None]) -> None:
     start_client_internal.time = SimpleNamespace(sleep=sleep)  # type: ignore[assignment, attr-defined]
 
 
-class SuperExec:
+def kept_superexec(address: str) -> Kept:
     """The process that starts a process for each task of this node; it ends when this one does.
 
     Args:
         address: HOST:PORT of this SuperNode's own API.
     """
-
-    def __init__(self, address: str) -> None:
-        arguments = ["--insecure", "--runtime-api-address", address, "--parent-pid", str(os.getpid())]
-        self._command = [sys.executable, "-c", _SUPEREXEC, *arguments]
-        self._start()
-
-    def tell(self) -> None:
-        """Say that there is a task; should the process have died, another takes its place."""
-        if self._process.poll() is not None:
-            log.error("the SuperExec ended with exit code %s; it is started again", self._process.returncode)
-            self._start()
-        os.write(self._told, b".")
-
-    def _start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, env={**os.environ, **_SUPEREXEC_PAUSE})
-        assert self._process.stdin is not None
-        self._told = self._process.stdin.fileno()
+    arguments = ["--insecure", "--runtime-api-address", address, "--parent-pid", str(os.getpid())]
+    return Kept("SuperExec", [sys.executable, "-c", _SUPEREXEC, *arguments], _SUPEREXEC_PAUSE)
 
 
 class WarmExecutor(SubprocessExecutor):
@@ -162,7 +146,7 @@ class WarmExecutor(SubprocessExecutor):
     """
 
     def __init__(self, told: int) -> None:
-        self._told = told
+        self._told, self._supernode = told, os.getppid()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
         forkserver.ensure_running()
@@ -187,7 +171,7 @@ class WarmExecutor(SubprocessExecutor):
             "token": spec.token,
             "insecure": spec.insecure,
             "certificates": validate_and_resolve_root_certificates(spec.root_certificates_path, spec.insecure),
-            "parent_pid": spec.parent_pid,
+            "parent_pid": self._supernode,  # a task goes on without its SuperExec, of which another takes the place
             "runtime_dependency_install": spec.runtime_dependency_install,
         }
         self._context.Process(target=run_clientapp, kwargs=arguments, daemon=True).start()
@@ -207,11 +191,14 @@ def main() -> None:
     parser.add_argument("approved", type=Path)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", required=True)
+    parser.add_argument("--with-parent", action="store_true")
     own, flowers = parser.parse_known_args()
+    if own.with_parent:
+        end_with_parent()
     sys.argv[1:] = ["--isolation", "process", "--host", own.host, "--port", own.port, *flowers]
     require_approval(own.approved.absolute())
     install_what_is_approved()
-    keep_pace(SuperExec(f"{own.host}:{own.port}").tell)
+    keep_pace(kept_superexec(f"{own.host}:{own.port}").tell)
     flower_supernode()
 
 

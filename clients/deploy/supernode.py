@@ -33,6 +33,7 @@ from fedpriv.deployment.flower import (
     settings,
     signals_handled_by,
 )
+from fedpriv.deployment.processes import only_start
 from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import FlowerError, InputError
 from fedpriv.files import replace_file
@@ -78,19 +79,30 @@ def command(node: Node, key: Path) -> list[str]:
 def start(node: Node, say: Callable[[str], None]) -> int:
     """Run the vault and the SuperNode until a signal or an error ends the latter, and return its exit code.
 
-    A node that is not admitted yet waits until it is.
+    A node that is not admitted yet waits until it is. What a killed `start` of the folder left behind is ended first.
 
     Args:
         node: whose vault and SuperNode to run.
         say: prints a line; other threads call it too.
 
     Raises:
-        InputError: its port is taken, or see `prepare`.
+        InputError: another `start` of the folder runs, its port is taken, or see `prepare`.
         FlowerError: the vault does not start.
     """
+    with only_start(node.folder, _user_ids(node), say) as mark:
+        return _start(node, say, {**_environment(node), **mark})
+
+
+def _user_ids(node: Node) -> set[int]:
+    """The users whose processes those of a node may be."""
+    client = {separate_users.client_of(node).uid} if node.vault.client_user else set()
+    return {os.geteuid(), node.folder.stat().st_uid} | client
+
+
+def _start(node: Node, say: Callable[[str], None], environ: Mapping[str, str]) -> int:
+    """Run the vault and the SuperNode in this environment, and return the exit code of the latter."""
     if not (free := check_port_free(_HOST, node.port)).ok:
         raise InputError(f"{free.name} = {free.detail}")
-    environ = _environment(node)
     users = prepare(node)
     with signals_handled_by(_end), running_vault(node, say, variables=environ, user=users.vault):
         say(f"SuperNode started for {node.superlink}, partition {node.vault.partition_id}; its log follows")
@@ -140,7 +152,7 @@ def _run(node: Node, users: Users, environ: Mapping[str, str], say: Callable[[st
             refusals.append(line)
 
     code, meaning = run_and_explain(
-        command(node, users.key),
+        [*command(node, users.key), "--with-parent"],
         variables=users.client_variables(environ),
         folder=node.flower_home,
         on_line=on_line,

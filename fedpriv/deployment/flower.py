@@ -118,7 +118,8 @@ def _run_in_foreground(
 ) -> int:
     """Run a command until it ends, and return its exit code; 128 + n if signal n ended it.
 
-    SIGINT and SIGTERM are forwarded to it; if one of these ends it, as intended, the exit code is 0.
+    SIGINT and SIGTERM are forwarded to it; if one of these ends it, as intended, the exit code is 0. Its standard input
+    is a pipe, which closes if this process is killed.
 
     Args:
         command: program and arguments.
@@ -134,6 +135,7 @@ def _run_in_foreground(
             command,
             cwd=folder,
             env=dict(variables),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

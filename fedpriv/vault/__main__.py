@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedpriv.deployment.command_line import run_command_line
+from fedpriv.deployment.processes import end_with_parent
 from fedpriv.vault._service import serve
 from fedpriv.vault.settings import VaultSettings
 
@@ -30,14 +28,8 @@ def main(
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(message)s")
     if with_parent:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        end_with_parent()
     serve(VaultSettings.read(dir_), lambda line: print(line, flush=True))
-
-
-def _end_with_parent() -> None:
-    """End this process once the program that holds the other end of its standard input is gone, however it ended."""
-    sys.stdin.buffer.read()
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,12 @@ listens twice, with one app, one state and one certificate:
 - at the coordinator's address, where those requests pass that Flower authenticates by a node's key;
 - on a free port of 127.0.0.1, for `flwr`, SuperExec and ServerApps: for this process's own user and root alone.
 
-And the process of an app receives no bundle that the coordinator's operator has not approved.
+And the process of an app receives no bundle that the coordinator's operator has not approved. The SuperExec, which
+starts these processes, is started again if it dies, and says at once of one that was killed that its run failed.
 
-    python -m server.deploy.guarded_superlink DIR
+    python -m server.deploy.guarded_superlink DIR [--with-parent]
+
+With `--with-parent` it ends when its standard input closes.
 
 This file holds every private name of Flower 1.41 that a coordinator needs.
 """
@@ -18,8 +21,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from importlib import import_module
@@ -27,21 +32,43 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import uvicorn
 from flwr.cli.config_utils import get_fab_metadata
 from flwr.common.config import get_project_dir
+from flwr.common.constant import SubStatus
+from flwr.proto.runtime_pb2 import PushTaskOutputRequest
+from flwr.supercore.cli.flower_superexec import flower_superexec
+from flwr.supercore.constant import TaskType
 from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+from flwr.supercore.retry import make_simple_http_retry_invoker
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.superexec import run_superexec
+from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
+from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
+from flwr.supercore.tls import validate_and_resolve_root_certificates
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fedpriv.deployment.approvals import install, is_approved
+from fedpriv.deployment.processes import Kept, end_with_parent
 from server.deploy.folder import Coordinator
+
+log = logging.getLogger("flwr")
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Callable[..., Awaitable[Any]], Callable[..., Awaitable[Any]]], Awaitable[None]]
 
 # (method, path) of each request that Flower's own NodeAuthMiddleware authenticates, by exactly these two.
 NODE_REQUESTS = frozenset(key for key in PROTOBUF_REQUEST_TYPES if key[1].startswith("/v1/fleet/"))
+
+# Each ends with the process that started it. A server app takes `server` from its bundle, so nothing of it here.
+_SUPEREXEC = f"from {__package__}.guarded_superlink import superexec; superexec()"
+_SERVERAPP = (
+    "from fedpriv.deployment.processes import end_with_parent; end_with_parent(); "
+    "from flwr.superlink.cli import flwr_serverapp; flwr_serverapp()"
+)
 
 _ROOT = 0
 _LOOPBACK = "127.0.0.1"
@@ -151,9 +178,66 @@ def server_of(coordinator: Coordinator, app: Any, private: socket.socket, **opti
     return uvicorn.Server(uvicorn.Config(door, **{**options, "http": Connection, "proxy_headers": False}))
 
 
+class WatchedExecutor(SubprocessExecutor):
+    """Starts the process of a server app, and says of one that a signal ended that its task failed.
+
+    It cannot say so itself, and Flower would wait for a minute for its heartbeats.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: dict[subprocess.Popen[bytes], ExecutionSpec] = {}
+
+    def launch(self, spec: ExecutionSpec) -> LaunchResult:
+        """Start the process of a task."""
+        if spec.task_type != TaskType.SERVER_APP:
+            return super().launch(spec)
+        arguments = ["--runtime-api-address", spec.runtime_api_address, "--token", spec.token]
+        authority = ["--root-certificates", str(spec.root_certificates_path)]
+        command = [sys.executable, "-c", _SERVERAPP, *arguments, *authority]
+        nowhere = subprocess.DEVNULL  # it sends its log to the SuperLink
+        self._tasks[subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)] = spec
+        return LaunchResult.accepted()
+
+    def reconcile(self) -> None:
+        """Look for processes that have ended; Flower calls this every few seconds."""
+        for process in [each for each in self._tasks if each.poll() is not None]:
+            spec = self._tasks.pop(process)
+            if process.returncode < 0:
+                log.error("the process of task %s was ended by signal %s", spec.task_id, -process.returncode)
+                _report_failed(spec, f"its process was ended by signal {-process.returncode}")
+
+
+def _report_failed(spec: ExecutionSpec, reason: str) -> None:
+    """Say in a task's own name that it failed."""
+    certificates = validate_and_resolve_root_certificates(spec.root_certificates_path, spec.insecure)
+    client = RuntimeHttpClient.from_server_address(
+        server_address=spec.runtime_api_address,
+        insecure=spec.insecure,
+        root_certificates=certificates,
+        interceptors=[RuntimeVersionHttpInterceptor("SuperExec"), RuntimeTokenHttpInterceptor(spec.token)],
+        retry_invoker=make_simple_http_retry_invoker(),
+    )
+    try:
+        client.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.FAILED, details=reason))
+    except httpx.HTTPError as error:  # Flower then waits for its heartbeats
+        log.error("task %s: its failure could not be reported (%s)", spec.task_id, type(error).__name__)
+    finally:
+        client.close()
+
+
+def superexec() -> None:
+    """Flower's SuperExec with a watched executor."""
+    end_with_parent()
+    run_superexec.get_executor = lambda *_, **__: WatchedExecutor()  # type: ignore[attr-defined]
+    flower_superexec()
+
+
 def main() -> None:
     """Flower's SuperLink for a coordinator's folder; see the top of this file."""
-    coordinator = Coordinator.read(Path(sys.argv[1]))
+    folder, *with_parent = sys.argv[1:]
+    if with_parent:
+        end_with_parent()
+    coordinator = Coordinator.read(Path(folder))
     for name in _OTHER_APIS:
         os.environ.pop(name, None)
     family = socket.AF_INET6 if ":" in coordinator.bind_host else socket.AF_INET
@@ -161,9 +245,8 @@ def main() -> None:
     private = socket.create_server((_LOOPBACK, 0))
     port = private.getsockname()[1]
     coordinator.connect(f"{_LOOPBACK}:{port}")
-    # Flower hands the address that it is told to its SuperExec and ServerApps.
     sys.argv[1:] = [
-        *("--host", _LOOPBACK, "--port", str(port), "--database", str(coordinator.database)),
+        *("--host", _LOOPBACK, "--port", str(port), "--database", str(coordinator.database), "--isolation", "process"),
         *("--ssl-ca-certfile", str(coordinator.ca_certificate)),
         *("--ssl-certfile", str(coordinator.server_certificate), "--ssl-keyfile", str(coordinator.server_key)),
         *("--enable-supernode-auth", "--disable-runtime-dependency-installation"),
@@ -171,6 +254,9 @@ def main() -> None:
     flower = import_module("flwr.superlink.cli.flower_superlink")
 
     def run(app: Any, **options: Any) -> None:
+        address = ["--runtime-api-address", f"{_LOOPBACK}:{port}"]
+        authority = ["--root-certificates", str(coordinator.ca_certificate)]
+        Kept("SuperExec", [sys.executable, "-c", _SUPEREXEC, *address, *authority])
         server_of(coordinator, app, private, **options).run(sockets=[private, public])
 
     flower.uvicorn = SimpleNamespace(run=run)  # type: ignore[attr-defined]

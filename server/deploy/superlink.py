@@ -12,7 +12,7 @@ import shlex
 import sys
 import threading
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -36,6 +36,7 @@ from fedpriv.deployment.flower import (
     run_and_explain,
 )
 from fedpriv.deployment.keys import VAULT
+from fedpriv.deployment.processes import only_start
 from fedpriv.deployment.users import owner_of
 from fedpriv.errors import FlowerError, InputError
 from server.deploy import certificates
@@ -50,6 +51,9 @@ _LOG_BYTES, _NUM_OLD_LOGS = 10 * 2**20, 3
 
 # Where Linux says which user holds which connection.
 _SOCKETS = Path("/proc/net/tcp")
+
+# What it runs died, and what became of that.
+_DIED = re.compile(r"ended with exit code|ended by signal")
 
 # One line per poll of each node would drown out the others.
 _POLL_LINE = re.compile(r'"(GET|POST|HEAD) \S+ HTTP/[\d.]+" 2\d\d')
@@ -70,15 +74,24 @@ def variables(coordinator: Coordinator) -> dict[str, str]:
 def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
     """Run the SuperLink until a signal or an error ends it, and return its exit code.
 
+    What a killed `start` of the folder left behind is ended first.
+
     Args:
         coordinator: whose SuperLink to run.
-        say: prints a line: when it answers, how many nodes are online whenever that changes, and why it ended.
+        say: prints a line: when it answers, how many nodes are online whenever that changes, what that it started
+            died, and why it ended.
 
     Raises:
         FlowerError: its port is taken.
-        InputError: its certificate is missing or has expired, the authority's key is not encrypted, or
-            this is no Linux.
+        InputError: another `start` of the folder runs, its certificate is missing or has expired, the authority's key
+            is not encrypted, or this is no Linux.
     """
+    with only_start(coordinator.folder, {os.geteuid()}, say) as mark:
+        return _start(coordinator, say, {**variables(coordinator), **mark})
+
+
+def _start(coordinator: Coordinator, say: Callable[[str], None], environ: Mapping[str, str]) -> int:
+    """Run the SuperLink in this environment."""
     if not _SOCKETS.exists():
         raise InputError(f"{_SOCKETS}: no such file; the SuperLink needs Linux, to know which user of a machine asks")
     if not (key := check_authority(coordinator)).ok:
@@ -98,12 +111,14 @@ def start(coordinator: Coordinator, say: Callable[[str], None]) -> int:
     def on_line(line: str) -> None:
         if not _POLL_LINE.search(line):
             log.emit(logging.makeLogRecord({"msg": line}))
+        if _DIED.search(line):
+            say(line)
         if _COME_OR_GONE.search(line):
             nodes.changed()
 
     code, meaning = run_and_explain(
-        command(coordinator),
-        variables=variables(coordinator),
+        [*command(coordinator), "--with-parent"],
+        variables=environ,
         folder=coordinator.folder,
         on_line=on_line,
     )

@@ -41,7 +41,7 @@ _KINDS = {
     "flower-superexec": "SuperExec",
     "import superexec": "SuperExec",
     "approved_supernode": "SuperNode",
-    "flwr-serverapp": "ServerApp",
+    "flwr_serverapp()": "ServerApp",
     "guarded_superlink": "SuperLink",
     "fedpriv.vault": "vault",
     "clients.deploy": "kit",

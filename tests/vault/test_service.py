@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import psutil
 import pytest
 
 from fedpriv import protocol
@@ -22,6 +23,7 @@ from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.workbench import workbench
 from fedpriv.vault.frames import REFUSED, REGISTER, TRAIN, Request, Response, ask, pack_request, receive
 from fedpriv.vault.settings import VaultSettings
+from simulations.sites import wait_until
 from tests.tiny import LABELS, WORDS
 from tests.vault.running import ROOT, Running
 from tests.vaults import make_vault, write_records
@@ -179,6 +181,23 @@ def test_a_vault_that_is_killed_and_restarted_answers_what_it_had_answered(setti
     vault.process.wait()
     vault.__init__(settings)
     assert same(ask(settings.socket, request), before)
+
+
+def test_a_vault_that_is_killed_leaves_no_child_with_the_records_and_its_request_gets_noise_alone(
+    settings, train, vault
+):
+    request = train(run="orphan", local_steps=600)
+    ThreadPoolExecutor(1).submit(ask, settings.socket, request, retry_seconds=0.0)
+    wait_until(lambda: charges(settings, "orphan"), "the charge", 60, every=0.01)
+    child = psutil.Process(vault.child)
+    vault.process.kill()
+    vault.process.wait()
+    gone = lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE  # noqa: E731
+    wait_until(gone, "the end of its child, which needs longer for 600 steps", 2, every=0.01)
+    vault.__init__(settings)
+    assert not ask(settings.socket, request).code
+    assert charges(settings, "orphan") == 1
+    assert not settings.closed.exists()
 
 
 def test_it_ends_on_a_signal_and_leaves_no_socket(settings, tmp_path, tiny_bert):

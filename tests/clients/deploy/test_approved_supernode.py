@@ -22,7 +22,7 @@ from flwr.supernode.servicer.runtime import runtime_handlers
 
 from clients.deploy import approved_supernode
 from fedpriv.deployment.approvals import approved, is_approved
-from simulations.sites import ROOT, wait_until
+from simulations.sites import ROOT
 from tests.bundles import FILES, bundle, held, plant, task_input
 
 CONTENT = b"a bundle"
@@ -123,30 +123,6 @@ def test_a_supernode_pauses_for_shorter_while_messages_come(flower, monkeypatch)
     clock.now += 2
     flower.time.sleep(3)
     assert clock.slept.pop() == pytest.approx(0.205)
-
-
-_ECHO = """
-import sys
-while line := sys.stdin.buffer.read(1):
-    with open({path!r}, "ab") as file:
-        file.write(line)
-"""
-
-
-def test_a_superexec_is_told_of_tasks_and_started_again_if_it_died(tmp_path, monkeypatch):
-    path = tmp_path / "told"
-    monkeypatch.setattr(approved_supernode, "_SUPEREXEC", _ECHO.format(path=str(path)))
-    superexec = approved_supernode.SuperExec("127.0.0.1:1")
-    try:
-        superexec.tell()
-        wait_until(lambda: path.is_file() and path.read_bytes() == b".", "the first task", 30)
-        superexec._process.kill()
-        superexec._process.wait()
-        superexec.tell()
-        wait_until(lambda: path.read_bytes() == b"..", "the task after it died", 30)
-    finally:
-        superexec._process.kill()
-        superexec._process.wait()
 
 
 # Runs in an interpreter of its own, whose main module imports `clients`, as that of the SuperExec does.

@@ -36,11 +36,14 @@ from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIG
 from flwr.supercore.date import now
 from flwr.supercore.error import FlowerError
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES, ProtobufTranslationMiddleware
+from flwr.supercore.superexec.executor import ExecutionSpec
+from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
+from flwr.supercore.superexec.run_superexec import run_superexec
 from flwr.supercore.task_process.agent.run_agentapp import run_agentapp
 from flwr.superlink.main import create_app
 from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware, authenticate_node
 from flwr.superlink.runtime.run_serverapp import run_serverapp
-from flwr.superlink.servicer.runtime.runtime_handlers import pull_task_input
+from flwr.superlink.servicer.runtime.runtime_handlers import pull_task_input, push_task_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -73,6 +76,10 @@ SOURCES = {
     run_simulation_process: "f0e943cce1d4b6520f7ceb47a5c73079785037a61381c66f5f3e53d7591b4fa6",
     run_agentapp: "a4c21ab72534b241ea63353f66ffe95c9aafa20b5fb549ca7f48708ca7b03369",
     HttpToolsProtocol.connection_made: "6efb565ff3d36b916c29bd42330a2b99b601b48932389e396e5ac53dbef6b91c",
+    push_task_output: "b3ee32bbe937b4de7a43c14ea09af49471be8b03933f1a6fe66c9f12ae1c5153",
+    run_superexec: "d11f4e7fbc8f0b121804772495484fae8987b2b52af8b2baa70baf40d5929e26",
+    SubprocessExecutor: "9c58435eb28cd78957a58a6db6a051c5718406cef70353bca2037015424d47e9",
+    ExecutionSpec: "a52aad6399c9a5ec1e3b316148832232119eb26b56b18a38d3c74b3ef353a538",
     run_serverapp: "2cf00cc3bc7ef87c52d78be204a566aec13007e7a17625ea48c31f2dff6fe8ea",
 }
 
