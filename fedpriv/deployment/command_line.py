@@ -33,6 +33,7 @@ AmbientCapabilities=
 ProtectSystem=strict
 ProtectHome=read-only
 PrivateTmp=yes
+PrivateMounts=yes
 ProtectClock=yes
 ProtectControlGroups=yes
 ProtectHostname=yes
@@ -45,6 +46,8 @@ RestrictNamespaces=yes
 RestrictRealtime=yes
 RestrictSUIDSGID=yes
 SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
 UMask=0077"""
 
 

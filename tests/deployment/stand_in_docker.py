@@ -34,6 +34,8 @@ def stages(service: dict) -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {}
     for line in filter(str.strip, text.splitlines()):
         name, arguments = line.split(None, 1)
+        if name == "ARG" and not found:
+            continue  # the digest of the base, which is this machine
         if name == "FROM":
             source, _, stage = arguments.split()
             found[stage] = [*found.get(source, [])]
@@ -171,6 +173,9 @@ def down() -> None:
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:3] == ["buildx", "imagetools", "inspect"]:
+        print("sha256:" + 64 * "0")
+        return 0
     assert arguments.pop(0) == "compose"
     compose = yaml.safe_load(Path("compose.yaml").read_text())
     match arguments:

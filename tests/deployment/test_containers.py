@@ -37,8 +37,8 @@ def stages() -> dict[str, str]:
 
 def test_both_images_run_as_nobody_in_particular_and_tell_whether_they_are_well() -> None:
     assert list(stages()) == [
-        "build FROM python:3.11-slim-bookworm",
-        "confined FROM python:3.11-slim-bookworm",
+        "build FROM ${BASE}",
+        "confined FROM ${BASE}",
         "coordinator FROM confined",
         "holder FROM confined",
     ]
@@ -48,6 +48,12 @@ def test_both_images_run_as_nobody_in_particular_and_tell_whether_they_are_well(
     for image in images:
         assert "HEALTHCHECK" in image
         assert not re.search(r"^(RUN|USER)", image, flags=re.MULTILINE)
+
+
+def test_no_base_is_taken_by_a_name_that_may_change() -> None:
+    text = DOCKERFILE.read_text()
+    assert "\nARG BASE\nFROM ${BASE} AS build\n" in text, "no default: a build without a digest fails"
+    assert "FEDPRIV_BASE:?" in COMPOSE.read_text()
 
 
 def test_every_service_is_confined_and_records_are_mounted_to_be_read_alone() -> None:
@@ -71,7 +77,7 @@ def test_no_two_services_share_keys_or_a_ledger() -> None:
 
 @pytest.mark.skipif(not shutil.which("docker-compose"), reason="no docker-compose")
 def test_compose_accepts_its_file() -> None:
-    variables = {**os.environ, "FEDPRIV_CHECKOUT": str(ROOT)}
+    variables = {**os.environ, "FEDPRIV_CHECKOUT": str(ROOT), "FEDPRIV_BASE": "python@sha256:00"}
     command = ["docker-compose", "--file", str(COMPOSE), "config", "--quiet"]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -64,6 +64,10 @@ def test_systemd_finds_nothing_wrong_with_the_units(node: Node, tmp_path: Path) 
     done = subprocess.run(["systemd-analyze", "verify", "--man=no", *files], capture_output=True, text=True)
     ours = [line for line in done.stderr.splitlines() if "fedpriv" in line]
     assert (done.returncode, ours) == (0, []), done.stderr
+    for file in files:
+        command = ["systemd-analyze", "security", "--offline=yes", "--threshold=30", file]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-300:]  # an exposure below 3.0 of 10
 
 
 def test_without_a_user_for_the_supernode_there_are_no_units(node: Node) -> None:

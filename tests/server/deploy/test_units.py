@@ -35,3 +35,6 @@ def test_systemd_finds_nothing_wrong_with_the_unit(coordinator: Coordinator, tmp
     done = subprocess.run(["systemd-analyze", "verify", "--man=no", file], capture_output=True, text=True)
     ours = [line for line in done.stderr.splitlines() if "fedpriv" in line]
     assert (done.returncode, ours) == (0, []), done.stderr
+    command = ["systemd-analyze", "security", "--offline=yes", "--threshold=30", file]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-300:]  # an exposure below 3.0 of 10
