@@ -24,7 +24,7 @@ from unittest import mock
 import psutil
 import typer
 
-from fedpriv.deployment import joining
+from fedpriv.deployment import joining, keys
 from fedpriv.deployment.command_line import run_command_line
 from fedpriv.ledger.entries import Entry
 from fedpriv.ledger.reader import reading, verify_with_head
@@ -163,10 +163,14 @@ class DeployedFederation:
         """Invite so many institutions: `Clinic 0` is partition 0, and so on."""
         kit(SERVER, "invite", self.coordinator, *(f"Clinic {client}" for client in range(number)))
 
+    def invitation(self, client: int) -> tuple[object, ...]:
+        """The options by which a node's operator takes an invitation, having heard its fingerprint."""
+        file = self.coordinator / "invitations" / f"{client}.toml"
+        return "--invite", file, "--fingerprint", joining.read(joining.Invitation, file).fingerprint
+
     def make_node(self, client: int, *more: str) -> None:
         """A node's folder, of an institution that was invited, with this checkout's bundle approved."""
-        invitation = self.coordinator / "invitations" / f"{client}.toml"
-        kit(CLIENT, "init", self.node(client), "--invite", invitation, *more)
+        kit(CLIENT, "init", self.node(client), *self.invitation(client), *more)
         if not self.digest:
             self.digest = kit(CLIENT, "approve", self.node(client), "--this-checkout").split()[0]
         else:
@@ -181,8 +185,10 @@ class DeployedFederation:
         kit(CLIENT, "approve", self.node(client), digest)
 
     def admit(self, client: int) -> None:
-        """Admit a node."""
-        kit(SERVER, "admit", self.coordinator, self.application(client))
+        """Admit a node, whose operator has read the fingerprint of its vault's key to the coordinator's."""
+        application = self.application(client)
+        told = keys.fingerprint(joining.read(joining.Application, application).vault_key)
+        kit(SERVER, "admit", self.coordinator, application, "--fingerprint", told)
 
     def approve_peers(self, client: int, *more: object) -> None:
         """Let a node add up with all others that are admitted, whose operators read it their fingerprints."""

@@ -164,12 +164,25 @@ def test_two_nodes_with_vaults_and_a_coordinator_carry_out_a_run(everything, tra
     try:
         log = start("coordinator", "start", "c")
         wait_until(lambda: "SuperLink answers" in log.read_text(), "SuperLink", 90)
-        run(trapped, fedpriv, "coordinator", "invite", "c", "n0", "n1")
+        invited = run(trapped, fedpriv, "coordinator", "invite", "c", "n0", "n1").split()
+        told = [word for word in invited if re.fullmatch("[A-Z2-7-]{24}", word)]
         for client in (0, 1):
             node, invitation = f"n{client}", f"c/invitations/{client}.toml"
-            said = run(trapped, fedpriv, "node", "init", node, "--invite", invitation, "--approve")
+            said = run(
+                trapped,
+                fedpriv,
+                "node",
+                "init",
+                node,
+                "--invite",
+                invitation,
+                "--fingerprint",
+                told[client],
+                "--approve",
+            )
             assert approvals.bundle_digest(FLOWER_APP) in said
-            run(trapped, fedpriv, "coordinator", "admit", "c", f"{node}/application.toml")
+            vault = re.search("fingerprint of vault.key.*: ([A-Z2-7-]{24})", said)[1]
+            run(trapped, fedpriv, "coordinator", "admit", "c", f"{node}/application.toml", "--fingerprint", vault)
             start("node", "start", node)
         wait_until(lambda: "nodes online: 2" in log.read_text(), "two nodes", 120)
         values = ("num_clients=2", "min_clients=2", "rounds=2", "lora_rounds=0", f"out={trapped / 'first'}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +16,8 @@ from clients.deploy.folder import Made, Node
 from fedpriv.apps import FLOWER_APP
 from fedpriv.deployment import approvals, joining, keys
 from fedpriv.deployment.checks import print_checks
-from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
-from fedpriv.deployment.joining import Invitation, Member, Roster
+from fedpriv.deployment.command_line import UnitFolder, compare, give_units, run_command_line
+from fedpriv.deployment.joining import Invitation, Roster
 from fedpriv.errors import InputError
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import approved_peers
@@ -28,18 +27,25 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The node's folder.")]
 
 
+InvitationFile = Annotated[Path, typer.Option(help="What the coordinator sent.")]
+InvitationFingerprint = Annotated[
+    str | None, typer.Option(help="Of the invitation, as the coordinator read it to you; a terminal asks for it.")
+]
+
+
 @app.callback()
 def deploy() -> None:
     """A data holder's node in a federation: its keys, its data, its policy, and the code that it approves.
 
-    Example: fedpriv node init ~/node --invite invitation.toml
+    Example: fedpriv node init ~/node --invite invitation.toml --fingerprint ABCD-EFGH-IJKL-MNOP-QRST
     """
 
 
 @app.command()
 def init(
     dir_: Folder,
-    invite: Annotated[Path, typer.Option(help="What the coordinator sent: compare its fingerprint by telephone.")],
+    invite: InvitationFile,
+    fingerprint: InvitationFingerprint = None,
     approve_: Annotated[
         bool, typer.Option("--approve", help="Let the invitation's model and this checkout's bundle run here.")
     ] = False,
@@ -86,6 +92,7 @@ def init(
     """
     invitation = joining.read(Invitation, invite)
     _tell_invitation(invitation)
+    compare([fingerprint] if fingerprint else (), {"the coordinator": invitation.fingerprint})
     if approve_:
         admission.check_asked(invitation)
     plan = invitation.plan
@@ -126,7 +133,7 @@ def init(
 def _tell_invitation(invitation: Invitation) -> None:
     """Tell what is asked, with control characters escaped."""
     typer.echo(f"invitation of {invitation.name} as partition {invitation.partition_id}, by {invitation.superlink}")
-    typer.echo(f"its fingerprint, to be compared with the coordinator's: {invitation.fingerprint}")
+    typer.echo(f"its fingerprint: {invitation.fingerprint}")
     for key, value in invitation.run.items():
         typer.echo(f"planned: {json.dumps(key)[1:-1]} = {json.dumps(value)}")
 
@@ -140,7 +147,7 @@ def _approve_asked(node: Node, invitation: Invitation) -> None:
         typer.echo(note)
     if invitation.plan is not None:
         name = invitation.plan.model
-        found = admission.approve_model(node.vault, name, name=name)
+        found = admission.approve_model(node.vault, name, name=name, digest=invitation.model)
         typer.echo(f"model {name} is approved: digest {found.model.digest}")
 
 
@@ -197,7 +204,8 @@ def _names(text: str | None) -> tuple[str, ...]:
 @app.command()
 def move(
     dir_: Folder,
-    invite: Annotated[Path, typer.Option(help="What the coordinator sent: compare its fingerprint by telephone.")],
+    invite: InvitationFile,
+    fingerprint: InvitationFingerprint = None,
 ) -> None:
     """Follow the coordinator to another address or certificate authority, as a new invitation says; then start again.
 
@@ -207,6 +215,7 @@ def move(
     """
     invitation = joining.read(Invitation, invite)
     _tell_invitation(invitation)
+    compare([fingerprint] if fingerprint else (), {"the coordinator": invitation.fingerprint})
     node = Node.read(dir_)
     folder.move(node, invitation)
     typer.echo(f"{node.folder} now looks for the coordinator at {invitation.superlink}; restart the node")
@@ -333,31 +342,14 @@ def approve_peers(
     found = joining.read(Roster, roster)
     found.check(roster)
     unknown = admission.unknown_peers(vault, found, replace_old=replace)
-    _compare(unknown, found, fingerprints)
+    asked = {f"{member.name} (partition {member.partition_id})": member.fingerprint for member in unknown}
+    compare(fingerprints or (), asked, [member.fingerprint for member in found.members])
     admission.approve_peers(vault, unknown)
     for member in unknown:
         typer.echo(f"{member.name}, partition {member.partition_id}, is approved: {member.fingerprint}")
     typer.echo(f"their keys are in {vault.peers}; they count from the next sum on, without a restart")
     for client in sorted(approved_peers(vault.peers).keys() - {member.partition_id for member in found.members}):
         typer.echo(f"note: partition {client} is approved and not in the roster; delete {client}.pub to end that")
-
-
-def _compare(unknown: Sequence[Member], roster: Roster, fingerprints: Sequence[str] | None) -> None:
-    """Refuse keys that their holders have not confirmed.
-
-    Raises:
-        InputError: names what was not confirmed, or a fingerprint that stands for no key in the roster.
-    """
-    told = {text.strip().upper() for text in fingerprints or ()}
-    if strange := told - {member.fingerprint for member in roster.members}:
-        raise InputError(f"--fingerprint = {min(strange)}: no key in the roster has it; one may be forged")
-    for member in unknown:
-        who = f"{member.name} (partition {member.partition_id})"
-        if told or not sys.stdin.isatty():
-            if member.fingerprint not in told:
-                raise InputError(f"--fingerprint: let {who} read it to you; the roster has {member.fingerprint}")
-        elif not typer.confirm(f"Does {who} read you {member.fingerprint}?"):
-            raise InputError(f"{who}: is not approved, and nobody else; ask the coordinator for the roster again")
 
 
 @app.command("new-key")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedpriv.accounting.views import num_readers
-from fedpriv.adapters import model_digest
+from fedpriv.adapters import model_digest, model_folder
 from fedpriv.apps import FLOWER_APP
 from fedpriv.deployment import approvals, keys
 from fedpriv.deployment.joining import Invitation, Member, Roster
@@ -26,9 +26,6 @@ from fedpriv.vault.settings import (
     peers_of_earlier_versions,
     read_models,
 )
-
-# Configuration, weights and tokenizer; no code, and no pickled weights.
-_HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
 
 
 def unknown_peers(vault: VaultSettings, roster: Roster, *, replace_old: bool = False) -> list[Member]:
@@ -116,7 +113,7 @@ def check_asked(invitation: Invitation) -> None:
     """Refuse an invitation to code or a model that this machine has in another form than the coordinator.
 
     Raises:
-        InputError: says which, or the planned run cannot be read.
+        InputError: says which, or the planned run cannot be read, or the model brings code.
         FlowerError: this checkout cannot be bundled.
     """
     own = approvals.bundle_digest(FLOWER_APP)
@@ -127,7 +124,9 @@ def check_asked(invitation: Invitation) -> None:
     if invitation.plan is None:
         return
     name = invitation.plan.model
-    if (found := model_digest(_folder(name))) != invitation.model:
+    folder = model_folder(name)
+    _refuse_code(folder)
+    if (found := model_digest(folder)) != invitation.model:
         raise InputError(
             f"model = {name!r}: the coordinator's files have digest {invitation.model[:16]}..., those here "
             f"{found[:16]}...; get the same ones"
@@ -149,7 +148,9 @@ class Approval:
     is_new: bool
 
 
-def approve_model(vault: VaultSettings, source: str, *, name: str | None = None, replace_old: bool = False) -> Approval:
+def approve_model(
+    vault: VaultSettings, source: str, *, name: str | None = None, replace_old: bool = False, digest: str = ""
+) -> Approval:
     """Let the node run a model.
 
     Args:
@@ -157,14 +158,18 @@ def approve_model(vault: VaultSettings, source: str, *, name: str | None = None,
         source: a folder, a GGUF file, a bundled model, or a name on the Hugging Face Hub.
         name: what runs call it; None stands for the source, where a folder or file is its absolute path.
         replace_old: the name may have stood for other files before.
+        digest: that the files must have; empty for any.
 
     Raises:
-        InputError: there is no such model, it has no safetensors or brings code, or the name stands for other files.
+        InputError: there is no such model, it has no safetensors or brings code, the name stands for other files, or
+            these have another digest.
     """
-    folder = _folder(source)
+    folder = model_folder(source)
     _refuse_code(folder)
     name = name or (str(Path(source).expanduser().absolute()) if Path(source).expanduser().exists() else source)
     model = ApprovedModel(name=name, folder=str(folder), digest=model_digest(folder))
+    if digest not in ("", model.digest):
+        raise InputError(f"model = {source!r}: has changed since it was compared, digest {model.digest[:16]}...")
     known = read_models(vault.models)
     old = next((other for other in known if other.name == name), None)
     if old is not None and old.digest != model.digest and not replace_old:
@@ -175,27 +180,6 @@ def approve_model(vault: VaultSettings, source: str, *, name: str | None = None,
     replace_file(vault.models, models_text((*others, model)).encode())
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Approval(model=model, num_bytes=num_bytes, is_new=old is None or old.digest != model.digest)
-
-
-def _folder(source: str) -> Path:
-    """The folder with the model's files, fetched from the Hub if there is none on this machine."""
-    from fedpriv.adapters import resolve  # slow to import
-
-    place = resolve(source)
-    return Path(resolve(place if Path(place).is_dir() else _fetched(source)))
-
-
-def _fetched(name: str) -> str:
-    import huggingface_hub
-
-    from fedpriv.adapters import quiet_hub
-
-    try:
-        with quiet_hub():
-            return huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES))
-    except Exception as error:  # the library raises errors of many types
-        reason = str(error).splitlines()[0]
-        raise InputError(f"model = {name!r}: neither a folder nor a model that the Hub gives ({reason})") from None
 
 
 def _refuse_code(folder: Path) -> None:

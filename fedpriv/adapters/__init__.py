@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fedpriv.adapters._base_models import freeze as freeze
     from fedpriv.adapters._base_models import load_base as load_base
     from fedpriv.adapters._base_models import load_tokenizer as load_tokenizer
+    from fedpriv.adapters._base_models import model_folder as model_folder
     from fedpriv.adapters._base_models import quiet_transformers as quiet_transformers
     from fedpriv.adapters._base_models import resolve as resolve
     from fedpriv.adapters._locations import BUNDLED_ENCODER as BUNDLED_ENCODER

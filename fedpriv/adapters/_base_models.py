@@ -32,6 +32,9 @@ from fedpriv.adapters._locations import model_digest, quiet_hub
 from fedpriv.errors import InputError
 from fedpriv.files import new_folder
 
+# Configuration, weights and tokenizer; no code, and no pickled weights.
+_HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
+
 
 @dataclass(frozen=True)
 class BaseModel:
@@ -50,6 +53,30 @@ class BaseModel:
     tokenizer: Any
     new_modules: tuple[str, ...]
     pooling: str
+
+
+def model_folder(name: str) -> Path:
+    """The folder with a model's files, fetched from the Hub if there is none on this machine: no code, no pickles.
+
+    Args:
+        name: a folder, a GGUF file, a bundled model, or a name on the Hugging Face Hub.
+
+    Raises:
+        InputError: there is no such model.
+    """
+    place = resolve(name)
+    return Path(resolve(place if Path(place).is_dir() else _fetched(name)))
+
+
+def _fetched(name: str) -> str:
+    import huggingface_hub
+
+    try:
+        with quiet_hub():
+            return huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES))
+    except Exception as error:  # the library raises errors of many types
+        reason = str(error).splitlines()[0]
+        raise InputError(f"model = {name!r}: neither a folder nor a model that the Hub gives ({reason})") from None
 
 
 def resolve(name: str) -> str:

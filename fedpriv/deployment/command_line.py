@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -102,6 +102,30 @@ def run_command_line(app: typer.Typer, name: str) -> None:
 def _visible(text: str) -> str:
     """The text with escapes in place of control characters, which a file that somebody sent may hold."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def compare(told: Collection[str], asked: Mapping[str, str], known: Collection[str] = ()) -> None:
+    """Refuse what people have not compared by telephone.
+
+    Without `told`, on a terminal, the person there is asked.
+
+    Args:
+        told: fingerprints as somebody has read them out.
+        asked: {who reads it out: fingerprint that is to be compared}.
+        known: other fingerprints that may be told.
+
+    Raises:
+        InputError: names what was not confirmed, or a fingerprint that stands for nothing here.
+    """
+    given = {text.strip().upper() for text in told}
+    if strange := given - {*asked.values(), *known}:
+        raise InputError(f"--fingerprint = {min(strange)}: nothing here has it; one may be forged, so ask again")
+    for who, own in asked.items():
+        if given or not sys.stdin.isatty():
+            if own not in given:
+                raise InputError(f"--fingerprint: let {who} read it to you; here it is {own}")
+        elif not typer.confirm(f"Does {who} read you {own}?"):
+            raise InputError(f"{who}: is not confirmed, so nothing is done; ask for the file again")
 
 
 def give_units(units: Sequence[Unit], out: Path | None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -54,7 +54,8 @@ def _key(kind: Kind) -> AfterValidator:
 
 
 _Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_printable)]
-_Client = Annotated[int, Field(ge=0)]
+_Client = Annotated[int, Field(strict=True, ge=0, lt=10**9)]
+_Value = str | int | float | bool
 _Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 _VaultKey = Annotated[str, _key(VAULT)]
 _STRICT = ConfigDict(extra="forbid")
@@ -82,7 +83,7 @@ class Invitation:
     ca: Annotated[str, AfterValidator(_certificate)]
     bundle: _Digest = ""
     model: _Digest = ""
-    run: dict[str, Any] = Field(default_factory=dict)
+    run: dict[str, _Value | list[_Value]] = Field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -196,7 +197,13 @@ def read(form: type[Handed], path: Path) -> Handed:
     Raises:
         InputError: the file is missing, or is none of this form.
     """
-    return validated(form, config.read(path), prefix=f"{path}: ")
+    try:
+        values = config.read(path)
+    except RecursionError:
+        raise InputError(f"{path}: is nested too deeply") from None
+    if unknown := values.keys() - {field.name for field in fields(form)}:
+        raise InputError(f"{path}: {min(unknown)}: unknown; is the file of a later version?")
+    return validated(form, values, prefix=f"{path}: ")
 
 
 def made(form: type[Handed], **values: Any) -> Handed:

@@ -12,7 +12,7 @@ import typer
 
 from fedpriv.deployment import keys
 from fedpriv.deployment.checks import check_tls, print_checks
-from fedpriv.deployment.command_line import UnitFolder, give_units, run_command_line
+from fedpriv.deployment.command_line import UnitFolder, compare, give_units, run_command_line
 from fedpriv.errors import InputError
 from server.deploy import certificates, membership, runs, superlink
 from server.deploy import folder as folders
@@ -107,7 +107,9 @@ def units(folder: Folder, out: UnitFolder = None) -> None:
 def invite(
     folder: Folder,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Of the institutions, for display.")],
-    partition_id: Annotated[int | None, typer.Option(help="Of a node that an earlier version admitted.", min=0)] = None,
+    partition_id: Annotated[
+        int | None, typer.Option(help="Of a node that an earlier version admitted.", min=0, max=10**9 - 1)
+    ] = None,
 ) -> None:
     """Write an invitation for each institution: address, certificate, and the code, model and run that are planned.
 
@@ -124,21 +126,30 @@ def invite(
 def admit(
     folder: Folder,
     applications: Annotated[list[Path], typer.Argument(metavar="APPLICATION...", help="What institutions sent back.")],
+    fingerprints: Annotated[
+        list[str] | None,
+        typer.Option("--fingerprint", help="Of a vault's key, as its institution read it to you; once for each."),
+    ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="A node may have had other keys; they end.")] = False,
 ) -> None:
     """Admit nodes while the SuperLink is running; when all that were invited are, write the roster for them.
 
-    Compare each fingerprint with the institution by telephone. Repeating it for the same node does no harm.
+    Let each institution read you the fingerprint of its vault's key: give them here, or on a terminal compare them one
+    by one. Nobody is admitted before all are compared. Repeating it for the same node does no harm.
 
-    Example: fedpriv coordinator admit ~/federation anna.toml bruno.toml
+    Example: fedpriv coordinator admit ~/federation anna.toml --fingerprint ABCD-EFGH-IJKL-MNOP-QRST
     """
     coordinator = Coordinator.read(folder)
-    for path in applications:
-        application, is_new = membership.admit(coordinator, path, replace_old=replace)
+    found = [membership.read_application(coordinator, path) for path in applications]
+    prints = {each.name: keys.fingerprint(each.vault_key) for each in found}
+    new = {each.name: prints[each.name] for each in found if not membership.is_known(coordinator, each)}
+    compare(fingerprints or (), new, prints.values())
+    for each in found:
+        is_new = membership.register(coordinator, each.partition_id, each.node_key, each.vault_key, replace_old=replace)
         state = "is admitted" if is_new else "was admitted before"
-        typer.echo(f"{application.name} {state}: vault key {keys.fingerprint(application.vault_key)}")
+        typer.echo(f"{each.name} {state}: vault key {prints[each.name]}")
     if waiting := membership.missing(coordinator):
-        typer.echo(f"not yet admitted: {', '.join(waiting)}")
+        typer.echo(f"not yet admitted: {', '.join(waiting)}; `unregister` takes back an invitation")
         return
     num_members = len(membership.write_roster(coordinator).members)
     typer.echo(f"all {num_members} are admitted; for sums under masks, send to each: {coordinator.roster}")
@@ -146,7 +157,9 @@ def admit(
 
 @app.command()
 def unregister(folder: Folder, name: Annotated[str, typer.Argument(help="As the institution was invited.")]) -> None:
-    """Take a node out of the federation while the SuperLink is running; nobody else gets its partition id.
+    """Take a node out of the federation, or back an invitation, while the SuperLink is running.
+
+    Nobody else gets the partition id of a node that was admitted.
 
     A run that is under way goes on without it. Send the others the new roster.
 

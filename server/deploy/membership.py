@@ -7,6 +7,7 @@ compares the latter's fingerprint with the institution; the signature in an appl
 from __future__ import annotations
 
 import tempfile
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from server.deploy.folder import Coordinator
 
 # What Flower answers to who registers a key again, and to who takes out a node that is out.
 _IN_USE, _GONE = "Public key already in use", "not found"
+_LIVE = ("registered", "online", "offline")
 
 
 def invite(
@@ -40,22 +42,25 @@ def invite(
             machine; nothing was written.
         FlowerError: this checkout cannot be bundled.
     """
-    from fedpriv.adapters import model_digest, resolve  # slow to import
+    from fedpriv.adapters import model_digest, model_folder  # slow to import
 
+    names = list(dict.fromkeys(unicodedata.normalize("NFC", " ".join(name.split())) for name in names))
     known = {invitation.name: id_ for id_, invitation in invited(coordinator).items()}
-    new = [name for name in dict.fromkeys(names) if name not in known]
+    new = [name for name in names if name not in known]
     first = max([-1, *known.values(), *coordinator.registered(), *_left(coordinator)]) + 1
     ids = known | {name: first + place for place, name in enumerate(new)}
     if partition_id is not None:
         ids = {_only(names): partition_id}
         if others := [name for name, id_ in known.items() if id_ == partition_id and name not in ids]:
             raise InputError(f"--partition-id = {partition_id}: is that of {others[0]}; leave it out")
+        if known.get(names[0], partition_id) != partition_id:
+            raise InputError(f"--partition-id = {partition_id}: {names[0]} has {known[names[0]]}; first `unregister`")
     asked: dict[str, Any] = {"superlink": coordinator.address, "ca": coordinator.ca_certificate.read_text()}
     asked["bundle"] = approvals.bundle_digest(FLOWER_APP)
     if planned := coordinator.planned:
-        asked["model"] = model_digest(Path(resolve(config.parse(planned).model)))
+        asked["model"] = model_digest(model_folder(config.parse(planned).model))
         asked["run"] = {key: value for key, value in planned.items() if key not in _own_keys()}
-    made = [joining.made(Invitation, name=name, partition_id=ids[name], **asked) for name in dict.fromkeys(names)]
+    made = [joining.made(Invitation, name=name, partition_id=ids[name], **asked) for name in names]
     found = {coordinator.invitations / f"{invitation.partition_id}.toml": invitation for invitation in made}
     coordinator.invitations.mkdir(exist_ok=True)
     for path, invitation in found.items():
@@ -82,18 +87,11 @@ def invited(coordinator: Coordinator) -> dict[int, Invitation]:
     return {invitation.partition_id: invitation for invitation in sorted(found, key=lambda each: each.partition_id)}
 
 
-def admit(coordinator: Coordinator, path: Path, *, replace_old: bool = False) -> tuple[Application, bool]:
-    """Register the node whose application this is, and return the application and whether a key is new.
-
-    Args:
-        coordinator: whose SuperLink is running.
-        path: of the application.
-        replace_old: the node may have had other keys.
+def read_application(coordinator: Coordinator, path: Path) -> Application:
+    """The application in a file, of an institution that was invited.
 
     Raises:
-        InputError: the file is no application that its vault signed, nobody of this name and id was invited, or
-            see `register`.
-        FlowerError: see `register`.
+        InputError: the file is no application that its vault signed, or nobody of this name and id was invited.
     """
     application = joining.read(Application, path)
     application.check(path)
@@ -105,15 +103,20 @@ def admit(coordinator: Coordinator, path: Path, *, replace_old: bool = False) ->
             if invitation
             else f"{path}: partition {application.partition_id} was not invited"
         )
-    is_new = register(
-        coordinator, application.partition_id, application.node_key, application.vault_key, replace_old=replace_old
-    )
-    return application, is_new
+    return application
+
+
+def is_known(coordinator: Coordinator, application: Application) -> bool:
+    """Whether the node is registered with this key of its vault."""
+    file = coordinator.registered(VAULT).get(application.partition_id)
+    return file is not None and keys.read_public_line(file) == application.vault_key
 
 
 def missing(coordinator: Coordinator) -> list[str]:
-    """The names of the institutions that were invited and are not admitted."""
-    return [each.name for id_, each in invited(coordinator).items() if id_ not in coordinator.registered(VAULT)]
+    """The names of the institutions that were invited and are not admitted with the key of a vault."""
+    names = {id_: f"node-{id_}" for id_ in coordinator.registered()}
+    names |= {id_: each.name for id_, each in invited(coordinator).items()}
+    return [name for id_, name in sorted(names.items()) if id_ not in coordinator.registered(VAULT)]
 
 
 def write_roster(coordinator: Coordinator) -> Roster:
@@ -153,6 +156,7 @@ def unregister(coordinator: Coordinator, name: str) -> int:
         vault.unlink()
     if node.exists():
         _unregister_at_superlink(coordinator, _old_id(coordinator, id_))
+        keys.add_line(node.with_suffix(keys.EARLIER), keys.read_public_line(node, NODE))
         node.unlink()
         _id_file(coordinator, id_).unlink()
     (coordinator.invitations / f"{id_}.toml").unlink(missing_ok=True)
@@ -186,24 +190,31 @@ def register(coordinator: Coordinator, partition_id: int, node: str, vault: str,
         replace_old: the id may have had other keys.
 
     Raises:
-        InputError: the id has another key, or the key another id.
+        InputError: the id has another key, or the key another id, or an earlier key of the node comes back.
         FlowerError: the SuperLink cannot be reached, or refused; nothing was kept.
     """
     old_node = _known(coordinator, NODE, partition_id, node, replace_old=replace_old)
     old_vault = _known(coordinator, VAULT, partition_id, vault, replace_old=replace_old)
+    node_file, vault_file = coordinator.nodes / f"{partition_id}.pub", coordinator.vaults / f"{partition_id}.pub"
+    for file, line in ((node_file, node), (vault_file, vault)):
+        if line in keys.read_lines(file.with_suffix(keys.EARLIER)):
+            raise InputError(
+                f"{keys.kind_of(line)} key {fingerprint(line)}: was exchanged for a newer one; ask the institution for "
+                "its newest application"
+            )
     old_id = _old_id(coordinator, partition_id) if old_node not in (None, node) else ""
-    new_id = _register_at_superlink(coordinator, node)
+    new_id = _register_at_superlink(coordinator, partition_id, node)
     if old_id:
         _unregister_at_superlink(coordinator, old_id)
-    if new_id:
-        replace_file(_id_file(coordinator, partition_id), f"{new_id}\n".encode())
-    replace_file(coordinator.nodes / f"{partition_id}.pub", f"{node}\n".encode())
-    file = coordinator.vaults / f"{partition_id}.pub"
-    file.parent.mkdir(exist_ok=True)
+        keys.add_line(node_file.with_suffix(keys.EARLIER), str(old_node))
+    # In this order: after a crash between the two, the old id belongs to a key that is none of the node's any more.
+    replace_file(node_file, f"{node}\n".encode())
+    replace_file(_id_file(coordinator, partition_id), f"{new_id}\n".encode())
+    vault_file.parent.mkdir(exist_ok=True)
     signed = old_vault or old_node  # one key was both, before there were two
     if signed is not None and signed != vault:
-        keys.add_line(file.with_suffix(keys.EARLIER), signed)
-    replace_file(file, f"{vault}\n".encode())
+        keys.add_line(vault_file.with_suffix(keys.EARLIER), signed)
+    replace_file(vault_file, f"{vault}\n".encode())
     return (old_node, old_vault) != (node, vault)
 
 
@@ -220,22 +231,35 @@ def _known(coordinator: Coordinator, kind: Kind, partition_id: int, line: str, *
     return known.get(partition_id)
 
 
-def _register_at_superlink(coordinator: Coordinator, line: str) -> str:
-    """Register the key, even if it was before: a crash may have come first, or state.db may have been lost.
+def _register_at_superlink(coordinator: Coordinator, partition_id: int, line: str) -> str:
+    """Register the key, unless it is, and return Flower's id of its node.
 
-    Returns the id that Flower gives the node; empty if it has one.
+    A crash may have come first, or state.db may have been lost. Flower never takes a key again that was taken out.
+
+    Raises:
+        InputError: the key was taken out, or a crash left several nodes of which nobody knows whose they are.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="fedpriv-key-") as folder:
             file = Path(folder, "node.key.pub")
             file.write_text(f"{line}\n")
             register = ["supernode", "register", str(file), CONNECTION]
-            answer = flwr(coordinator.flower_home, register, folder=coordinator.folder)
+            return str(flwr(coordinator.flower_home, register, folder=coordinator.folder)["node-id"])
     except FlowerError as error:
         if _IN_USE not in str(error):
             raise
-        return ""
-    return str(answer["node-id"])
+    listed = flwr(coordinator.flower_home, ["supernode", "list", CONNECTION], folder=coordinator.folder)["nodes"]
+    live = {str(node["node-id"]) for node in listed if node["status"] in _LIVE}
+    ids = {int(file.stem): file.read_text().strip() for file in coordinator.nodes.glob("*.id")}
+    public = coordinator.nodes / f"{partition_id}.pub"
+    if ids.get(partition_id) in live and public.exists() and keys.read_public_line(public, NODE) == line:
+        return ids[partition_id]
+    unknown = live - set(ids.values())
+    if len(unknown) != 1:
+        raise InputError(
+            f"{NODE} key {fingerprint(line)}: was taken out of the federation; let the institution run `new-key --node`"
+        )
+    return unknown.pop()
 
 
 def _old_id(coordinator: Coordinator, partition_id: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.deployment import keys
 from simulations.sites import free_port, wait_until
 
 pytestmark = pytest.mark.deployment
@@ -70,14 +71,19 @@ def coordinator(tmp_path: Path) -> Iterator[tuple[Path, int, Started]]:
 def test_a_node_is_let_in_once_it_is_registered_and_both_stop_when_asked(coordinator, tmp_path):
     folder, port, superlink = coordinator
     superlink.wait_for(f"SuperLink answers at https://127.0.0.1:{port}, certificate valid until")
-    kit("server", "invite", folder, "St. Anna")
-    kit("clients", "init", tmp_path / "node 0", "--invite", folder / "invitations" / "0.toml", "--approve")
+    heard = kit("server", "invite", folder, "St. Anna").split()[-1]
+    invitation = ("--invite", folder / "invitations" / "0.toml", "--fingerprint", heard)
+    kit("clients", "init", tmp_path / "node 0", *invitation, "--approve")
     node = Started("clients.deploy", tmp_path / "node 0")
     node.wait_for("vault: vault listens on")
     node.wait_for("s: waiting until the coordinator registers")
 
     application = tmp_path / "node 0" / "application.toml"
-    assert "St. Anna is admitted" in kit("server", "admit", folder, application)
+
+    def told() -> tuple[str, str]:
+        return "--fingerprint", keys.fingerprint(keys.public_line(tmp_path / "node 0" / "vault.key"))
+
+    assert "St. Anna is admitted" in kit("server", "admit", folder, application, *told())
     assert "St. Anna was admitted before" in kit("server", "admit", folder, application)
     try:
         superlink.wait_for("nodes online: 1 of 1 registered")
@@ -87,7 +93,7 @@ def test_a_node_is_let_in_once_it_is_registered_and_both_stop_when_asked(coordin
 
     kit("clients", "new-key", tmp_path / "node 0", "--node")
     kit("clients", "new-key", tmp_path / "node 0")
-    assert "St. Anna is admitted" in kit("server", "admit", folder, application, "--replace")
+    assert "St. Anna is admitted" in kit("server", "admit", folder, application, *told(), "--replace")
     node = Started("clients.deploy", tmp_path / "node 0")
     try:
         online = "1 online of 1 registered"

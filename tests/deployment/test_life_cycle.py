@@ -31,7 +31,7 @@ def follow(site: DeployedFederation) -> None:
     site.invite(len(NODES))
     for client in NODES:
         site.services[f"node-{client}"].kill()
-        kit(CLIENT, "move", site.node(client), "--invite", site.coordinator / "invitations" / f"{client}.toml")
+        kit(CLIENT, "move", site.node(client), *site.invitation(client))
         site.start_node(client)
     site.wait_for_nodes(len(NODES))
 

@@ -31,7 +31,8 @@ def stranger(hospitals: DeployedFederation, tmp_path: Path):
         folder, invitation = tmp_path / name, tmp_path / f"{name}.toml"
         asked = tomllib.loads((hospitals.coordinator / "invitations" / "0.toml").read_text())
         invitation.write_text(tomli_w.dumps(asked | {"name": name, "partition_id": 7} | changes))
-        kit(CLIENT, "init", folder, "--invite", invitation, "--port", free_port())
+        heard = joining.read(joining.Invitation, invitation).fingerprint
+        kit(CLIENT, "init", folder, "--invite", invitation, "--fingerprint", heard)
         services.append(Service(tmp_path / f"{name}.log", CLIENT, "start", folder))
         return services[-1]
 
@@ -64,7 +65,8 @@ def test_one_key_serves_one_node(hospitals, stranger, tmp_path):
         joining.Application, name="Clinic 0 again", partition_id=3, node_key=lines[0], vault_key=lines[1]
     )
     (tmp_path / "again.toml").write_text(joining.text(made.signed(node / "vault.key"), "again"))
-    refusal = kit(SERVER, "admit", hospitals.coordinator, tmp_path / "again.toml", code=2)
+    told = ("--fingerprint", keys.fingerprint(lines[1]))
+    refusal = kit(SERVER, "admit", hospitals.coordinator, tmp_path / "again.toml", *told, code=2)
     assert "is registered for partition id 0" in refusal, refusal
     twin = tmp_path / "twin"
     shutil.copytree(hospitals.node(0), twin, ignore=shutil.ignore_patterns("vault.sock"))

@@ -11,6 +11,7 @@ import tomli_w
 from clients.deploy import folder
 from clients.deploy.folder import Made, Node
 from fedpriv.deployment import joining
+from fedpriv.errors import InputError
 from server.deploy import certificates
 from simulations.sites import free_port
 from tests.tiny import LABELS
@@ -35,6 +36,15 @@ def invite(ca: Path) -> Callable[..., Path]:
         return path
 
     return invite
+
+
+def heard(invitation: Path) -> list[object]:
+    """The options by which an operator takes an invitation, having heard its fingerprint, if it has any."""
+    try:
+        told = [joining.read(joining.Invitation, invitation).fingerprint]
+    except InputError:
+        told = []
+    return ["--invite", invitation, *(part for each in told for part in ("--fingerprint", each))]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tomllib
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import tomli_w
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 
-from clients.deploy import supernode
+from clients.deploy import admission, supernode
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.adapters import model_digest
@@ -24,6 +25,7 @@ from fedpriv.errors import FlowerError, InputError
 from fedpriv.vault.settings import NodeLimits, read_models
 from server.deploy import certificates
 from simulations.sites import run_in_process
+from tests.clients.deploy.conftest import heard
 from tests.tiny import LABELS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,7 +36,7 @@ def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_init_makes_keys_settings_and_policy(tmp_path, ca, invite):
-    command = [sys.executable, "-m", "clients.deploy", "init", tmp_path / "node", "--invite", invite()]
+    command = [sys.executable, "-m", "clients.deploy", "init", tmp_path / "node", *map(str, heard(invite()))]
     done = subprocess.run([*command, "--budget-epsilon", "4"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     node = Node.read(tmp_path / "node")
@@ -62,7 +64,10 @@ def test_init_makes_keys_settings_and_policy(tmp_path, ca, invite):
         ({"name": ""}, [], "name = ''"),
         ({"name": "\x1b[2J"}, [], r"name = '\x1b[2J': must hold no control characters"),
         ({"version": 2}, [], "version = 2"),
-        ({"more": 1}, [], "more = 1"),
+        ({"more": 1}, [], "more: unknown; is the file of a later version?"),
+        ({"partition_id": 10**9}, [], "partition_id = 1000000000"),
+        ({"run": {"rounds": date(2027, 1, 1)}}, [], "run.rounds"),
+        ({"run": {"rounds": {"a": 1}}}, [], "run.rounds"),
         ({"run": {"rouns": 3}}, [], "rouns: unknown configuration key"),
         ({"run": {"system_prompt": "\x1b[2J"}}, [], r"system_prompt = \x1b[2J: goes with prompt_column"),
         ({"bundle": "a" * 64}, ["--approve"], f"bundle = {'a' * 16}...: this checkout's is"),
@@ -73,7 +78,7 @@ def test_init_makes_keys_settings_and_policy(tmp_path, ca, invite):
     ],
 )
 def test_init_writes_nothing_when_something_is_wrong(tmp_path, invite, asked, options, message):
-    done = deploy("init", tmp_path / "node", "--invite", invite(**asked), *options)
+    done = deploy("init", tmp_path / "node", *heard(invite(**asked)), *options)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
@@ -106,7 +111,7 @@ def test_an_invitation_says_what_is_planned_and_its_labels_are_the_nodes(tmp_pat
     run = {"rounds": 3, "target_epsilon": 2, "labels": list(LABELS), "secure_aggregation": True, "min_clients": 3}
     file = invite(run={**run, "out": "\x1b]0;title"})
     options = ["--data", table, "--text-column", "text", "--label-column", "label", "--budget-epsilon", 4]
-    done = deploy("init", tmp_path / "node", "--invite", file, *options)
+    done = deploy("init", tmp_path / "node", *heard(file), *options)
     assert done.returncode == 0, done.stderr
     assert "planned: target_epsilon = 2\n" in done.stdout
     assert "\x1b" not in done.stdout
@@ -116,13 +121,32 @@ def test_an_invitation_says_what_is_planned_and_its_labels_are_the_nodes(tmp_pat
     assert approvals.approved(tmp_path / "node" / "approved-fabs") == frozenset()
 
 
+def test_nothing_is_made_of_an_invitation_whose_fingerprint_was_not_compared(tmp_path, invite):
+    for told in ([], ["--fingerprint", "ABCD-EFGH-IJKL-MNOP-QRST"]):
+        done = deploy("init", tmp_path / "node", "--invite", invite(), *told)
+        assert (done.returncode, "--fingerprint" in done.stderr) == (2, True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_changes_after_it_was_compared_is_not_approved(tmp_path, invite, tiny_bert, monkeypatch):
+    folder = shutil.copytree(tiny_bert, tmp_path / "model")
+    asked = {"run": {"model": str(folder)}, "model": model_digest(folder), "bundle": approvals.bundle_digest(ROOT)}
+    compared = admission.check_asked
+    monkeypatch.setattr(
+        admission, "check_asked", lambda asked: (compared(asked), (folder / "vocab.txt").write_text("other"))
+    )
+    done = deploy("init", tmp_path / "node", *heard(invite(**asked)), "--approve")
+    assert (done.returncode, "has changed since it was compared" in done.stderr) == (2, True)
+    assert read_models(tmp_path / "node" / "approved-models.toml") == ()
+
+
 def test_what_is_asked_is_approved_only_as_this_machine_has_it(tmp_path, invite, tiny_bert):
     asked = {
         "run": {"model": str(tiny_bert)},
         "model": model_digest(tiny_bert),
         "bundle": approvals.bundle_digest(ROOT),
     }
-    done = deploy("init", tmp_path / "node", "--invite", invite(**asked), "--approve")
+    done = deploy("init", tmp_path / "node", *heard(invite(**asked)), "--approve")
     assert done.returncode == 0, done.stderr
     node = Node.read(tmp_path / "node")
     assert approvals.approved(node.approved) == {asked["bundle"]}
@@ -139,7 +163,7 @@ def test_a_node_follows_the_coordinator_and_keeps_all_else(make_node, invite, ta
     }
     certificates.make_ca(tmp_path, 30)
     new = (tmp_path / "ca.crt").read_text()
-    done = deploy("move", node.folder, "--invite", invite(superlink="fl.example.org:443", ca=new))
+    done = deploy("move", node.folder, *heard(invite(superlink="fl.example.org:443", ca=new)))
     assert done.returncode == 0, done.stderr
     moved = Node.read(node.folder)
     assert (moved.superlink, moved.port, moved.ca_certificate.read_text()) == ("fl.example.org:443", node.port, new)
@@ -148,7 +172,7 @@ def test_a_node_follows_the_coordinator_and_keeps_all_else(make_node, invite, ta
         ({"partition_id": 2}, "is another's, this node is partition 1"),
         ({"superlink": "h"}, "HOST:PORT"),
     ):
-        done = deploy("move", node.folder, "--invite", invite(**wrong))
+        done = deploy("move", node.folder, *heard(invite(**wrong)))
         assert (done.returncode, reason in done.stderr) == (2, True)
     assert Node.read(node.folder) == moved
 

@@ -18,6 +18,7 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.vault.settings import VaultSettings
 from simulations.sites import run_in_process
+from tests.clients.deploy.conftest import heard
 from tests.tiny import LABELS
 from tests.vaults import write_records
 
@@ -26,7 +27,7 @@ ROWS = [("a b", LABELS[0]), ("a", LABELS[0]), ("c", LABELS[1]), ("", LABELS[2]),
 
 def init(folder: Path, invite: Callable[..., Path], data: Path, *more: object) -> subprocess.CompletedProcess[str]:
     columns = ("--data", data, "--text-column", "note", "--label-column", "department")
-    return run_in_process(kit.app, "fedpriv node", "init", folder, "--invite", invite(), *columns, *more)
+    return run_in_process(kit.app, "fedpriv node", "init", folder, *heard(invite()), *columns, *more)
 
 
 @pytest.fixture

@@ -38,6 +38,13 @@ def certificate(coordinator: Coordinator, hosts: Sequence[str], days: int, **opt
     certificates.make_server_certificate(coordinator.folder, hosts, days, passphrase=PASSPHRASE, **options)
 
 
+def admit(coordinator: Coordinator, *files: Path, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """`admit`, with the fingerprints that institutions read out."""
+    lines = [tomllib.loads(file.read_text())["vault_key"] for file in files]
+    told = [f"--fingerprint={keys.fingerprint(line)}" for line in lines]
+    return deploy("admit", coordinator.folder, *files, *told, *options)
+
+
 def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_in_process(app, "fedpriv coordinator", *arguments)
 
@@ -63,14 +70,26 @@ def make_keys(tmp_path):
 
 @pytest.fixture
 def superlink_of(monkeypatch):
-    """What `flwr` is asked, of a SuperLink that gives ids from 1 on."""
+    """What `flwr` is asked, of a SuperLink that gives ids from 1 on, and never takes a key again."""
     asked: list[list[str]] = []
+    nodes: dict[str, tuple[str, str]] = {}  # {id: (key, status)}
 
     def flwr(_home: Path, arguments: list[str], *, folder: Path) -> dict[str, Any]:
-        if arguments[1] == "register" and [Path(arguments[2]).read_text()] in [each[3:] for each in asked]:
+        _, command, what = arguments[:3]
+        if command == "list":
+            return {"nodes": [{"node-id": id_, "status": status} for id_, (_, status) in nodes.items()]}
+        if command == "unregister":
+            if nodes.get(what, ("", "unregistered"))[1] == "unregistered":
+                raise FlowerError(f"Node {what} not found for flwr_aid=.")
+            nodes[what] = (nodes[what][0], "unregistered")
+            asked.append(arguments[:3])
+            return {}
+        key = Path(what).read_text()
+        if key in [known for known, _ in nodes.values()]:
             raise FlowerError("Public key already in use")
-        asked.append([*arguments[:3], *([Path(arguments[2]).read_text()] if arguments[1] == "register" else [])])
-        return {"node-id": str(len(asked))}
+        nodes[str(len(nodes) + 1)] = (key, "registered")
+        asked.append(arguments[:2])
+        return {"node-id": str(len(nodes))}
 
     monkeypatch.setattr(membership, "flwr", flwr)
     return asked
@@ -320,7 +339,7 @@ def test_an_invitation_holds_what_an_institution_needs_and_nothing_of_the_coordi
     assert first.run == {"model": str(tiny_bert), "data": "on-nodes", "labels": ["a", "b"], "rounds": 7}
     assert (first.model, first.bundle) == (model_digest(tiny_bert), approvals.bundle_digest(ROOT))
     assert f"{planned.invitations / '0.toml'}, fingerprint {first.fingerprint}" in done.stdout
-    again = membership.invite(planned, ["St. Clara", "St. Anna", "St. Clara"])
+    again = membership.invite(planned, ["St. Clara", " St.  Anna", "St. Clara"])
     assert [(each.partition_id, each.fingerprint == first.fingerprint) for each in again.values()] == [
         (2, False),
         (0, True),
@@ -336,11 +355,11 @@ def test_nobody_is_invited_by_a_name_that_moves_a_cursor(coordinator):
 def test_when_all_are_admitted_the_roster_has_their_keys(coordinator, superlink_of, apply):
     membership.invite(coordinator, ["anna", "bruno"])
     anna, bruno = apply("anna", 0), apply("bruno", 1)
-    done = deploy("admit", coordinator.folder, anna)
+    done = admit(coordinator, anna)
     own = joining.read(joining.Application, anna).vault_key
     assert f"anna is admitted: vault key {keys.fingerprint(own)}\nnot yet admitted: bruno" in done.stdout
     assert not coordinator.roster.exists()
-    done = deploy("admit", coordinator.folder, anna, bruno)
+    done = admit(coordinator, anna, bruno)
     assert "anna was admitted before" in done.stdout
     assert f"all 2 are admitted; for sums under masks, send to each: {coordinator.roster}" in done.stdout
     roster = joining.read(joining.Roster, coordinator.roster)
@@ -361,7 +380,7 @@ def test_an_application_that_was_not_asked_for_or_was_changed_admits_nobody(
     coordinator, superlink_of, apply, name, id_, changes, reason
 ):
     membership.invite(coordinator, ["anna", "bruno"])
-    done = deploy("admit", coordinator.folder, apply(name, id_, **changes))
+    done = admit(coordinator, apply(name, id_, **changes))
     assert (done.returncode, reason in done.stderr) == (2, True)
     assert not superlink_of
     assert not [*coordinator.nodes.iterdir(), *coordinator.vaults.iterdir()]
@@ -371,15 +390,76 @@ def test_a_thief_of_the_supernodes_key_applies_in_vain(coordinator, superlink_of
     """The attack: node.key of another, in an application that an institution signed."""
     membership.invite(coordinator, ["anna"])
     stolen, _ = make_keys("stolen")
-    done = deploy("admit", coordinator.folder, apply("anna", 0, node_key=stolen))
+    done = admit(coordinator, apply("anna", 0, node_key=stolen))
     assert "was changed since the node made it" in done.stderr
     assert not superlink_of
+
+
+def test_nobody_is_admitted_whose_fingerprint_was_not_compared(coordinator, superlink_of, apply):
+    membership.invite(coordinator, ["anna", "bruno"])
+    anna, bruno = apply("anna", 0), apply("bruno", 1)
+    told = keys.fingerprint(joining.read(joining.Application, anna).vault_key)
+    done = deploy("admit", coordinator.folder, anna, bruno, "--fingerprint", told)
+    assert (done.returncode, "--fingerprint: let bruno read it to you" in done.stderr) == (2, True)
+    assert not superlink_of
+
+
+@pytest.mark.parametrize("exchanged", ["node", "vault"])
+def test_an_old_application_brings_no_key_back(coordinator, superlink_of, apply, tmp_path, make_keys, exchanged):
+    """The attack: the application of before an exchange, whose vault's signature and fingerprint are right."""
+    membership.invite(coordinator, ["anna"])
+    old = apply("anna", 0)
+    assert admit(coordinator, old).returncode == 0
+    new_node, new_vault = make_keys("new")
+    was = joining.read(joining.Application, old)
+    key = tmp_path / ("anna-vault" if exchanged == "node" else "new-vault")
+    changed = {"node_key": new_node} if exchanged == "node" else {"vault_key": new_vault}
+    file = tmp_path / "new.toml"
+    file.write_text(joining.text(replace(was, **changed).signed(key), "an application"))
+    assert admit(coordinator, file, options=["--replace"]).returncode == 0
+    before = {path: path.read_bytes() for path in coordinator.folder.rglob("*") if path.is_file()}
+    done = admit(coordinator, old, options=["--replace"])
+    assert (done.returncode, "was exchanged for a newer one" in done.stderr) == (2, True)
+    assert before == {path: path.read_bytes() for path in coordinator.folder.rglob("*") if path.is_file()}
+    assert "was admitted before" in admit(coordinator, file).stdout
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_a_full_disk_at_any_write_of_an_exchange_is_made_good_by_repeating_it(
+    coordinator, superlink_of, make_keys, monkeypatch, place
+):
+    (node, vault), (new_node, new_vault) = make_keys("clinic"), make_keys("new")
+    membership.register(coordinator, 0, node, vault)
+    writes = iter(range(100))
+
+    def full(write):
+        def wrapped(*arguments, **options):
+            if next(writes) == place:
+                raise OSError(28, "No space left on device")
+            return write(*arguments, **options)
+
+        return wrapped
+
+    with monkeypatch.context() as broken:
+        broken.setattr(membership, "replace_file", full(membership.replace_file))
+        broken.setattr(membership.keys, "add_line", full(membership.keys.add_line))
+        try:
+            membership.register(coordinator, 0, new_node, new_vault, replace_old=True)
+        except OSError:
+            pass
+        else:
+            assert place == 5, "there are five writes"
+    membership.register(coordinator, 0, new_node, new_vault, replace_old=True)
+    assert (coordinator.nodes / "0.id").read_text() == "2\n"
+    assert superlink_of.count(["supernode", "unregister", "1"]) == 1
+    assert keys.read_lines(coordinator.vaults / "0.earlier") == (vault,)
+    assert keys.read_lines(coordinator.nodes / "0.earlier") == (node,)
 
 
 def test_who_leaves_is_out_for_good_and_what_it_signed_still_tells(coordinator, superlink_of, apply):
     membership.invite(coordinator, ["anna", "bruno"])
     files = [apply("anna", 0), apply("bruno", 1)]
-    deploy("admit", coordinator.folder, *files)
+    admit(coordinator, *files)
     done = deploy("unregister", coordinator.folder, "bruno")
     assert "bruno, partition 1, is out" in done.stdout
     assert superlink_of[-1] == ["supernode", "unregister", "2"]
@@ -387,7 +467,7 @@ def test_who_leaves_is_out_for_good_and_what_it_signed_still_tells(coordinator, 
     assert keys.read_lines(coordinator.vaults / "1.earlier") == (line,)
     assert [member.name for member in joining.read(joining.Roster, coordinator.roster).members] == ["anna"]
     assert coordinator.registered(keys.VAULT).keys() == coordinator.registered().keys() == {0}
-    done = deploy("admit", coordinator.folder, files[1])
+    done = admit(coordinator, files[1])
     assert "partition 1 was not invited" in done.stderr
     (invitation,) = membership.invite(coordinator, ["dora"]).values()
     assert invitation.partition_id == 2
@@ -398,7 +478,7 @@ def test_who_leaves_is_out_for_good_and_what_it_signed_still_tells(coordinator, 
 def test_a_node_that_flower_has_forgotten_can_leave(coordinator, superlink_of, apply, monkeypatch):
     """As after a crash between two of the steps, or a lost state.db."""
     membership.invite(coordinator, ["anna"])
-    deploy("admit", coordinator.folder, apply("anna", 0))
+    admit(coordinator, apply("anna", 0))
     refuse = Mock(side_effect=FlowerError("flwr supernode: Node 1 not found for flwr_aid=."))
     monkeypatch.setattr(membership, "flwr", refuse)
     assert deploy("unregister", coordinator.folder, "anna").returncode == 0
