@@ -144,7 +144,8 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
         values.setdefault("unit", "person")
     recipe = values.setdefault("recipe", _implied(values))
     presets = dict(_PRESETS[recipe]) if recipe in list(RECIPES) else {}
-    if recipe == "instruction" and values.get("aggregation") not in (None, _INSTRUCTION["aggregation"]):
+    other_rule = values.get("aggregation") not in (None, _INSTRUCTION["aggregation"])
+    if recipe == "instruction" and (other_rule or values.get("base_dtype") == "nf4"):
         presets.pop("factors")
     if recipe == "instruction" and values.get("answers") and values.get("aggregation") in (None, "fed-sb"):
         presets |= _WITH_ANSWERS

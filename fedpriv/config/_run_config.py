@@ -280,6 +280,11 @@ class RunConfig(
         }[self.factors]
         if self.factors == "answers" and not self.answers:
             raise ValueError("factors = answers: needs answers, the allowed responses")
+        if self.factors == "inputs" and self.base_dtype == "nf4":
+            raise ValueError(
+                "factors = inputs: with base_dtype = nf4 machines round what layers read differently, and would find "
+                "other directions; use factors = weights"
+            )
         if self.rule.trains != trains:
             rules = RULES.names_of(lambda rule: rule.trains == trains)
             raise ValueError(f"factors = {self.factors}: {why}; use {rules}, not {self.aggregation}")

@@ -216,6 +216,10 @@ def checked(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
     if not is_resolved(values):
         problems += two_noises(values) + foreign_to_own_models(values)
     known = {key: value for key, value in values.items() if key in KEYS}
+    if is_resolved(
+        values
+    ):  # by a version that did not know a later key, and did what is the default: no recipe fills it
+        known = {key: getattr(RunConfig, key) for key in RunConfig.keys_with(Fact.LATER)} | known
     try:
         config = RunConfig(**known)
     except ValidationError as error:

@@ -36,8 +36,8 @@ _PROMPT_TOKENS = (4, 40)
 
 # Texts of random tokens whose states the leading directions are of, and their tokens. The first states are left out:
 # in many language models they are hundreds of times as long as the others, and the same for all texts.
-_NUM_TEXTS = 64
-_TEXT_TOKENS = 64
+_NUM_TEXTS = 32
+_TEXT_TOKENS = 36
 _FIRST_STATES = 4
 
 # What records' whitened states are longer than those of public prompts by: 1.4 on SST-2.

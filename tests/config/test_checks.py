@@ -152,6 +152,7 @@ def test_prompts_imply_a_causal_model_and_the_recipe_that_has_one(columns):
         (ASKS | {"labels": "1,0"}, "^labels = 1,0: .*needs answers"),
         (ASKS | {"factors": "answers"}, "^factors = answers: needs answers"),
         (ASKS | {"factors": "answers", "answers": "yes,no", "aggregation": "ffa-lora"}, "use fed-sb, not ffa-lora"),
+        (ASKS | {"factors": "inputs", "base_dtype": "nf4"}, "^factors = inputs: with base_dtype = nf4"),
         ({"factors": "inputs"}, "^factors = inputs: B is trained behind them; use ffa-lora, not dp-lora"),
         ({"data": ON_NODES, "labels": "a,b", "max_records": 5}, "^max_records = 5: with data = on-nodes .* use 0"),
     ],
