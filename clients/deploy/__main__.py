@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ import typer
 
 from clients.deploy import admission, folder, records, supernode
 from clients.deploy import doctor as node_doctor
+from clients.deploy import metrics as node_metrics
 from clients.deploy.folder import Made, Node
 from fedpriv.apps import FLOWER_APP
 from fedpriv.deployment import approvals, joining, keys
@@ -80,6 +82,9 @@ def init(
         Path | None, typer.Option(help="New file on another disk, by which a restored ledger is noticed.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Of this machine, for local use; by default a free one.")] = None,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Serve metrics to Prometheus on this machine, 1000 ports above --port.")
+    ] = False,
 ) -> None:
     """Create a node's folder: two key pairs, settings and a policy; read the records once, and register their number.
 
@@ -114,6 +119,7 @@ def init(
         dir_,
         invitation,
         port=port,
+        metrics=metrics,
         **own,
         ledger_file=ledger.expanduser().absolute() if ledger else None,
         budget_epsilon=budget_epsilon,
@@ -388,6 +394,25 @@ def start(dir_: Folder) -> None:
     Example: fedpriv node start ~/node
     """
     raise typer.Exit(supernode.start(Node.read(dir_), typer.echo))
+
+
+@app.command()
+def metrics(
+    dir_: Folder,
+    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True, help="End with standard input.")] = False,
+) -> None:
+    """Serve the node's metrics to Prometheus on 127.0.0.1 in the foreground, also while the node is stopped.
+
+    node.toml says `metrics = true`, or names a port; `start` then does so by itself.
+
+    Example: fedpriv node metrics ~/node
+    """
+    node = Node.read(dir_)
+    typer.echo(f"served at http://127.0.0.1:{node_metrics.serve(node)}/metrics")
+    if with_parent:
+        sys.stdin.buffer.read()
+    else:
+        signal.pause()
 
 
 @app.command()

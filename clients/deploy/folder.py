@@ -25,7 +25,7 @@ from clients.deploy.records import Found
 from fedpriv import config
 from fedpriv.deployment import joining, keys
 from fedpriv.deployment.checks import CA_CERTIFICATE
-from fedpriv.deployment.command_line import read_settings, validated
+from fedpriv.deployment.command_line import port_of_metrics, read_settings, validated
 from fedpriv.deployment.joining import Application, Invitation
 from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import InputError
@@ -43,7 +43,9 @@ _LOCAL_PORTS = (20_000, 30_000)
 
 FILE = "node.toml"
 
-_NODE_HEADER = "# Where the coordinator is. What the node does with its records stands in vault.toml.\n"
+_NODE_HEADER = (
+    "# Where the coordinator is, and ports of this machine. What is done with records stands in vault.toml.\n"
+)
 _VAULT_HEADER = """\
 # What this node's operator decides; no coordinator sees or changes it. docs/deployment.md lists all keys, among them
 # memory_limit_mb, device, reply_seconds and client_user, which have defaults.
@@ -72,11 +74,13 @@ class Node:
     Attributes:
         superlink: HOST:PORT of the coordinator.
         port: on this machine, for Flower's own processes; it need not be reachable from outside.
+        metrics: whether metrics are served on this machine, on the port 1000 above `port`; or on which one.
         vault: what its operator decides.
     """
 
     superlink: str
     port: Annotated[int, Field(ge=1, le=65535)] = 9094
+    metrics: bool | Annotated[int, Field(ge=1, le=65535)] = False
     vault: VaultSettings
 
     @field_validator("superlink")
@@ -113,6 +117,11 @@ class Node:
     def superlink_port(self) -> int:
         """The port that the SuperLink listens on."""
         return _split_address(self.superlink)[1]
+
+    @property
+    def metrics_port(self) -> int | None:
+        """The port of this machine's own address that serves metrics; None if none does."""
+        return port_of_metrics(self.metrics, self.port)
 
     @property
     def ca_certificate(self) -> Path:
@@ -164,13 +173,16 @@ class Made:
     data_set: DataSet | None
 
 
-def make(folder: Path, invitation: Invitation, *, port: int | None = None, **settings: Any) -> Made:
+def make(
+    folder: Path, invitation: Invitation, *, port: int | None = None, metrics: bool = False, **settings: Any
+) -> Made:
     """Create a node's folder, with its key pairs, the coordinator's certificate and a policy; register its records.
 
     Args:
         folder: does not exist or is empty.
         invitation: of the coordinator.
         port: on this machine; None chooses one that is free.
+        metrics: whether it serves metrics there.
         settings: fields of `VaultSettings`; None stands for a field's default, and for the labels of the planned run.
 
     Raises:
@@ -180,6 +192,7 @@ def make(folder: Path, invitation: Invitation, *, port: int | None = None, **set
     values = {"partition_id": invitation.partition_id, "name": invitation.name}
     values |= {key: value for key, value in settings.items() if value is not None}
     connection = {"superlink": invitation.superlink, "port": _free_port() if port is None else port}
+    connection |= {"metrics": True} if metrics else {}
     vault = validated(VaultSettings, values, folder=folder.absolute())
     node = validated(Node, connection, vault=vault)
     records.check_terms(vault)

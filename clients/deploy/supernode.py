@@ -18,7 +18,7 @@ from pathlib import Path
 
 import tomli_w
 
-from clients.deploy import separate_users
+from clients.deploy import metrics, separate_users
 from clients.deploy.folder import Node
 from clients.deploy.separate_users import Users
 from fedpriv.apps import CHECKOUT, FLOWER_APP
@@ -104,7 +104,11 @@ def _start(node: Node, say: Callable[[str], None], environ: Mapping[str, str]) -
     if not (free := check_port_free(_HOST, node.port)).ok:
         raise InputError(f"{free.name} = {free.detail}")
     users = prepare(node)
-    with signals_handled_by(_end), running_vault(node, say, variables=environ, user=users.vault):
+    with (
+        signals_handled_by(_end),
+        running_vault(node, say, variables=environ, user=users.vault),
+        metrics.running(node, say, variables=environ, user=users.vault),
+    ):
         say(f"SuperNode started for {node.superlink}, partition {node.vault.partition_id}; its log follows")
         started = time.monotonic()
         while (ending := _run(node, users, environ, say)).not_admitted:
@@ -323,4 +327,5 @@ def units(node: Node) -> list[Unit]:
             ],
             after=[f"{name}.service"],
         ),
+        *([metrics.unit(node)] if node.metrics_port is not None else []),
     ]

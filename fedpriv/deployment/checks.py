@@ -133,24 +133,55 @@ def _check_clock(host: str, port: int, ca: Path, tolerance_seconds: float = 5) -
     """Whether this machine's clock agrees with that of the server, whose responses are dated to the second."""
     if (context := _context(ca)) is None:
         return Check("clock", False, f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt")
-    connection = HTTPSConnection(host, port, timeout=_TIMEOUT_SECONDS, context=context)
     try:
-        start = time.time()
-        connection.request("HEAD", "/")
-        date = connection.getresponse().headers["Date"]
-        local = (start + time.time()) / 2
+        offset = sight_of_server(host, port, context).clock_offset
     except (OSError, HTTPException):
         return Check("clock", False, f"{host}:{port}: sent no date; see the TLS check")
-    finally:
-        connection.close()
-    try:
-        offset = local - parsedate_to_datetime(date).timestamp() - 0.5
     except (TypeError, ValueError):
         return Check("clock", False, f"{host}:{port}: sent no date; is this the SuperLink's port?")
     detail = f"{abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} {host}"
     if abs(offset) > tolerance_seconds:
         return Check("clock", False, f"{detail}: must be within {tolerance_seconds:g} s; set the clock by NTP")
     return Check("clock", True, detail)
+
+
+@dataclass(frozen=True)
+class ServerSight:
+    """The certificate and the clock of a server, as this machine sees them.
+
+    Attributes:
+        valid_until: end of the certificate's validity, in seconds since the epoch.
+        clock_offset: seconds by which this machine's clock is ahead, to about half a second.
+    """
+
+    valid_until: float
+    clock_offset: float
+
+
+def sight_of_server(host: str, port: int, trusted: Path | ssl.SSLContext) -> ServerSight:
+    """The certificate and the clock of a server, whose responses are dated to the second.
+
+    Args:
+        host, port: of the server.
+        trusted: the certificate of its authority.
+
+    Raises:
+        OSError, HTTPException: it does not answer, or its certificate is not valid.
+        TypeError, ValueError: it sends no date.
+    """
+    context = ssl.create_default_context(cafile=str(trusted)) if isinstance(trusted, Path) else trusted
+    connection = HTTPSConnection(host, port, timeout=_TIMEOUT_SECONDS, context=context)
+    try:
+        connection.connect()
+        certificate = dict(connection.sock.getpeercert() or {})
+        start = time.time()
+        connection.request("HEAD", "/")
+        date = connection.getresponse().headers["Date"]
+        local = (start + time.time()) / 2
+    finally:
+        connection.close()
+    offset = local - parsedate_to_datetime(date).timestamp() - 0.5
+    return ServerSight(ssl.cert_time_to_seconds(str(certificate["notAfter"])), offset)
 
 
 def _check_door(host: str, port: int, ca: Path) -> Check:

@@ -18,7 +18,7 @@ from fedpriv.accounting import events, filters
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.filters import CommittedPlans, RenyiFilter
+from fedpriv.accounting.filters import CommittedPlans, RenyiFilter, Rule
 from fedpriv.accounting.risk import Risk, risk_of
 from fedpriv.accounting.views import PlannedView, Release, least_readers, readers_label
 from fedpriv.errors import InputError
@@ -180,10 +180,18 @@ def enforcement(db: LedgerConnection, data_set: DataSet | None, epsilon: float |
     """
     if data_set is None or epsilon is None:
         return "nothing: there is no budget or no data set"
+    rule, used = enforced(db, data_set, epsilon, view)
+    return f"by {rule}, {used:.0%} of it used"
+
+
+def enforced(db: LedgerConnection, data_set: DataSet, epsilon: float, view: PlannedView) -> tuple[Rule, float]:
+    """The rule that enforces the budget of a data set, and the share of it that is used, >= 0.
+
+    Arguments and errors as for `enforcement`.
+    """
     delta, history = data_set.delta_for_releases, db.releases(data_set.id)
     rule = filters.rule_of(db.bounds(data_set.id)) or RenyiFilter.derived(epsilon, delta)
-    used = rule.used([release.charged_on(view) for release in history], epsilon=epsilon, delta=delta)
-    return f"by {rule}, {used:.0%} of it used"
+    return rule, rule.used([release.charged_on(view) for release in history], epsilon=epsilon, delta=delta)
 
 
 def spending(

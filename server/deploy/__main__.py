@@ -44,6 +44,9 @@ def init(
     days: Days = 365,
     ca_passphrase_file: PassphraseFile = None,
     override: Override = None,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Serve metrics to Prometheus on this machine, 1000 ports above --port.")
+    ] = False,
 ) -> None:
     """Create a coordinator's folder: a certificate authority, a server certificate, and the run that is planned.
 
@@ -55,7 +58,13 @@ def init(
     """
     passphrase = _new_passphrase(ca_passphrase_file)
     coordinator = folders.make(
-        folder, addresses=address, port=port, days=days, passphrase=passphrase, planned=runs.given(override or [])
+        folder,
+        addresses=address,
+        port=port,
+        days=days,
+        passphrase=passphrase,
+        planned=runs.given(override or []),
+        metrics=metrics,
     )
     typer.echo(f"created {coordinator.folder}; {coordinator.ca_key} is encrypted, and needed for `renew` alone")
     _tell_passphrase(ca_passphrase_file, passphrase)

@@ -39,7 +39,7 @@ from fedpriv.deployment.keys import VAULT
 from fedpriv.deployment.processes import only_start
 from fedpriv.deployment.users import owner_of
 from fedpriv.errors import FlowerError, InputError
-from server.deploy import certificates
+from server.deploy import certificates, metrics
 from server.deploy.folder import Coordinator
 
 WARN_BEFORE = timedelta(days=14)
@@ -106,6 +106,7 @@ def _start(coordinator: Coordinator, say: Callable[[str], None], environ: Mappin
     say(f"starting the SuperLink; its log: {coordinator.log}")
     nodes = _Nodes(coordinator, say)
     nodes.start()
+    metrics.serve(coordinator, lambda: nodes.num_online, say)
     log = RotatingFileHandler(coordinator.log, maxBytes=_LOG_BYTES, backupCount=_NUM_OLD_LOGS)
 
     def on_line(line: str) -> None:
@@ -147,12 +148,17 @@ def expiry_warning(coordinator: Coordinator) -> str:
 
 
 class _Nodes(threading.Thread):
-    """Reports when the SuperLink answers, and then how many nodes are online."""
+    """Reports when the SuperLink answers, and then how many nodes are online.
+
+    Attributes:
+        num_online: None as long as nobody knows.
+    """
 
     def __init__(self, coordinator: Coordinator, say: Callable[[str], None]) -> None:
         super().__init__(daemon=True)
         self._coordinator, self._say = coordinator, say
         self._changed, self._ended = threading.Event(), threading.Event()
+        self.num_online: int | None = None
 
     def changed(self) -> None:
         """A node came or went."""
@@ -173,18 +179,18 @@ class _Nodes(threading.Thread):
         last_reported = ""
         while not self._ended.is_set():
             self._changed.clear()
-            if (state := _online(coordinator)) != last_reported and not self._ended.is_set():
+            if (state := self._online()) != last_reported and not self._ended.is_set():
                 self._say(state)
                 last_reported = state
             self._changed.wait(_UNTOLD_SECONDS)
 
-
-def _online(coordinator: Coordinator) -> str:
-    try:
-        online = _num_online(coordinator)
-    except FlowerError as error:
-        return f"nodes online: unknown ({error})"
-    return f"nodes online: {online} of {len(coordinator.registered())} registered"
+    def _online(self) -> str:
+        try:
+            self.num_online = _num_online(self._coordinator)
+        except FlowerError as error:
+            self.num_online = None
+            return f"nodes online: unknown ({error})"
+        return f"nodes online: {self.num_online} of {len(self._coordinator.registered())} registered"
 
 
 def units(coordinator: Coordinator) -> list[Unit]:

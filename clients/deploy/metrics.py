@@ -1,0 +1,293 @@
+"""A node's metrics: what its ledger has charged, what it refused before any charge, and what of it runs.
+
+The ClientApp, whose code is the coordinator's, can read this machine's own address too. So nothing here may say when
+work on records ended or how: charges count, which are made before records are touched, and not releases, noise alone
+or failures, which come after.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clients.deploy.folder import FILE, Node
+from fedpriv.apps import FLOWER_APP
+from fedpriv.deployment.checks import sight_of_server
+from fedpriv.deployment.command_line import Unit, unit_name
+from fedpriv.deployment.users import User, owner_of
+from fedpriv.errors import InputError, LedgerError
+from fedpriv.ledger import reader, statement
+from fedpriv.vault.settings import VaultSettings
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from fedpriv.deployment.metrics import Source
+
+_HOST = "127.0.0.1"
+_CONNECT_SECONDS = 2.0
+_ASK_COORDINATOR_SECONDS = 60.0
+_END_SECONDS = 10.0
+_SECONDS_OF_A_DAY = 86_400.0
+
+# The name with which the guard's reason begins. A ledger that cannot be used has none; it may be found full after a
+# charge, when the work on records ended.
+_REASON = re.compile(r"(?:refused|retired): ([a-z_.]{1,40}(?: [a-z]{1,20})?)(?: \d+)?(?: =|:|,)")
+_COUNTED = ("refused", "retired")
+_OTHER = "other"
+# Some reasons begin with what a coordinator sent.
+_MOST_REASONS = 50
+
+
+def serve(node: Node) -> int:
+    """Serve the node's metrics, as long as this process lives, and return the port.
+
+    Raises:
+        InputError: its settings name no port, or nothing can listen there.
+    """
+    if node.metrics_port is None:
+        raise InputError(f"metrics = false: set metrics = true in {node.folder / FILE}, or name a port there")
+    from fedpriv.deployment import metrics  # where there are none, nothing of Prometheus is loaded
+
+    metrics.serve(node.metrics_port, sources(node))
+    return node.metrics_port
+
+
+def sources(node: Node) -> list[Source]:
+    """The figures of a node, by how they are read."""
+    from fedpriv.deployment.metrics import Source
+
+    account, refusals = _Account(node.vault), Refusals(node.vault.events)
+    return [
+        Source("processes", lambda: _processes(node)),
+        Source("ledger", account.read),
+        Source("journal", refusals.read),
+        Source("coordinator", lambda: _coordinator(node), _ASK_COORDINATOR_SECONDS),
+    ]
+
+
+def _processes(node: Node) -> Iterator[Metric]:
+    """What of the node is there, which any process of this machine can find out."""
+    from fedpriv.deployment.metrics import gauge
+
+    vault = node.vault
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_CONNECT_SECONDS)
+        yield gauge("fedpriv_vault_up", "1 if the vault takes requests.", _answers(connection, str(vault.socket)))
+    with socket.socket() as connection:
+        connection.settimeout(_CONNECT_SECONDS)
+        # Asked by a connection: whoever listens there to find out would be in the SuperNode's way.
+        is_up = _answers(connection, (_HOST, node.port))
+        yield gauge("fedpriv_supernode_up", "1 if the SuperNode runs, and was admitted.", is_up)
+    closed = float(vault.closed.exists())
+    yield gauge("fedpriv_closed", "1 if the node closed, and refuses all until `fedpriv node reopen`.", closed)
+
+
+def _answers(connection: socket.socket, address: Any) -> float:
+    return float(connection.connect_ex(address) == 0)
+
+
+def _coordinator(node: Node) -> Iterator[Metric]:
+    """The coordinator's certificate and clock, as this machine sees them."""
+    from fedpriv.deployment.metrics import gauge
+
+    up = "fedpriv_coordinator_up", "1 if the coordinator answers with a valid certificate."
+    try:
+        sight = sight_of_server(node.superlink_host, node.superlink_port, node.ca_certificate)
+    except Exception:  # its answers are its own affair
+        yield gauge(*up, 0.0)
+        return
+    yield gauge(*up, 1.0)
+    days = (sight.valid_until - time.time()) / _SECONDS_OF_A_DAY
+    yield gauge("fedpriv_certificate_days_left", "Days until the coordinator's certificate expires.", days)
+    ahead = "Seconds by which this machine's clock is ahead of the coordinator's."
+    yield gauge("fedpriv_clock_offset_seconds", ahead, sight.clock_offset)
+
+
+class _Account:
+    """The charges on the node's data; computed when its ledger has changed."""
+
+    def __init__(self, vault: VaultSettings) -> None:
+        self._vault = vault
+        self._seen: object = None
+        self._figures: tuple[Metric, ...] = ()
+
+    def read(self) -> Iterable[Metric]:
+        """The figures; of a ledger that cannot be used, that it cannot."""
+        ledger = self._vault.ledger
+        seen = _state(ledger), _state(ledger.with_name(f"{ledger.name}.head"))
+        if seen != self._seen:
+            self._figures, self._seen = tuple(_account(self._vault)), seen
+        return self._figures
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """Changes whenever the file does; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _account(vault: VaultSettings) -> Iterator[Metric]:
+    """What the ledger says of the data set that is charged now, on the view of the budget."""
+    from fedpriv.deployment.metrics import counter, gauge
+
+    view, budget = vault.budget_view, vault.budget_epsilon
+    usable = "fedpriv_ledger_usable", "1 if the ledger can be read and its chain is intact."
+    try:
+        with reader.reading(vault.ledger) as db:
+            reader.verify_with_head(db, vault.ledger)
+            data_set = db.data_set(None)
+            charges = db.charges(data_set.id) if data_set else []
+            spent = statement.spending(db, budget_epsilon=budget, view=view)[-1:]
+            used = statement.enforced(db, data_set, budget, view)[1] if data_set and budget else None
+    except (LedgerError, ValueError):
+        yield gauge(*usable, 0.0)
+        return
+    yield gauge(*usable, 1.0)
+    yield counter("fedpriv_releases", "Releases that were charged to the data, whatever became of them.", len(charges))
+    if charges:
+        yield gauge("fedpriv_last_round", "Round of the last charge.", float(charges[-1].round or 0))
+        when = datetime.fromisoformat(charges[-1].time).timestamp()
+        yield gauge("fedpriv_last_charge_timestamp_seconds", "Time of the last charge.", when)
+    labels = "client", "view"
+    of = (str(vault.partition_id), view)
+    for row in spent:
+        epsilon = row[f"epsilon_{view}"]
+        yield gauge("fedpriv_epsilon_spent", "Epsilon of all releases so far, by pld.", {of: epsilon}, labels)
+        yield gauge("fedpriv_delta", "Delta at which epsilons hold.", {of: row["delta"]}, labels)
+        if budget is not None:
+            yield gauge("fedpriv_epsilon_budget", "Epsilon that may be spent.", {of: budget}, labels)
+            left = max(0.0, budget - epsilon)
+            yield gauge("fedpriv_epsilon_left", "The budget less what is spent.", {of: left}, labels)
+        if "remaining_rounds" in row:
+            rounds = float(row["remaining_rounds"])
+            yield gauge("fedpriv_rounds_left", "Rounds like the last one that the budget allows.", {of: rounds}, labels)
+    if used is not None:
+        share = "Share of the budget that is used up, by the rule that enforces it."
+        yield gauge("fedpriv_budget_used_ratio", share, {of: used}, labels)
+
+
+class Refusals:
+    """The requests that a node refused before any charge, by the name with which the reason begins.
+
+    Args:
+        journal: the node's events, of which each line is read once.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        self._journal, self._position = journal, 0
+        self._counts: Counter[str] = Counter()
+
+    def read(self) -> list[Metric]:
+        """The number of refusals so far, by reason."""
+        from fedpriv.deployment.metrics import counter
+
+        for line in self._new_lines():
+            if (reason := _refusal(line)) is not None:
+                is_known = reason in self._counts or len(self._counts) < _MOST_REASONS
+                self._counts[reason if is_known else _OTHER] += 1
+        meaning = "Requests that were refused before any charge, by what was wrong with them."
+        counts: dict[tuple[str, ...], float] = {(reason,): float(number) for reason, number in self._counts.items()}
+        return [counter("fedpriv_refusals", meaning, counts, ["reason"])]
+
+    def _new_lines(self) -> Iterator[bytes]:
+        """The whole lines since the last call; one that is still being written waits."""
+        if not self._journal.exists():
+            return
+        with self._journal.open("rb") as file:
+            file.seek(self._position)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._position += len(line)
+                    yield line
+
+
+def _refusal(line: bytes) -> str | None:
+    """The name with which the reason of a refusal begins; None for any other event."""
+    try:
+        event: Mapping[str, Any] = json.loads(line)
+        found = _REASON.match(event["reason"]) if event["event"] in _COUNTED else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found[1] if found else None
+
+
+@contextmanager
+def running(
+    node: Node, say: Callable[[str], None], *, variables: Mapping[str, str], user: User | None
+) -> Iterator[None]:
+    """A process of its own that serves the node's metrics as long as the block runs, if its settings name a port.
+
+    Whatever becomes of it is said, and nothing else.
+
+    Args:
+        node: whose metrics to serve.
+        say: prints a line, from other threads too.
+        variables: environment of the process.
+        user: whose process it is, that of the vault; None stands for the user of this process.
+    """
+    if node.metrics_port is None:
+        yield
+        return
+    process: subprocess.Popen[str] | None = None
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __package__, "metrics", "--with-parent", str(node.folder)],
+            cwd=node.folder,
+            env=dict(variables),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=0,
+            umask=0o077,
+            **(user.popen_options if user else {}),
+        )
+        threading.Thread(target=_show, args=(process, say), daemon=True).start()
+    except OSError as error:
+        say(f"metrics: cannot be served ({error.strerror})")
+    try:
+        yield
+    finally:
+        if process is not None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+
+
+def unit(node: Node) -> Unit:
+    """The service that serves the node's metrics, as the folder's owner, who sees neither records nor keys there."""
+    vault, folder = node.vault, node.folder
+    return Unit(
+        name=unit_name("metrics", folder),
+        description=f"fedpriv metrics of {folder}",
+        command=[sys.executable, "-m", __package__, "metrics", str(folder)],
+        folder=FLOWER_APP,
+        user=owner_of(folder).name,
+        variables={"PYTHONUNBUFFERED": "1", "FEDPRIV_CACHE": str(folder / "cache")},
+        # Where it could only read, SQLite would leave out the newest charges.
+        writable=sorted({folder, vault.ledger.parent}),
+        hidden=[*([vault.data] if vault.data else []), vault.tokens, vault.key, node.key],
+    )
+
+
+def _show(process: subprocess.Popen[str], say: Callable[[str], None]) -> None:
+    for line in process.stdout or ():
+        say(f"metrics: {line.rstrip()}")
+    if (code := process.wait()) > 0:
+        say(f"metrics: ended with code {code}; the node goes on without them")

@@ -1,0 +1,188 @@
+"""A node's metrics: what Prometheus reads, what alerts make of it, and that nothing of it follows the records."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+
+import pytest
+
+from clients.deploy import metrics
+from clients.deploy.folder import Node
+from clients.deploy.supernode import units
+from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.accounting.views import Release
+from fedpriv.deployment import metrics as served
+from fedpriv.errors import InputError
+from fedpriv.ledger.entries import Charge, Key
+from fedpriv.ledger.ledger import Ledger
+from simulations.sites import wait_until
+from tests import monitoring
+from tests.clients.deploy.test_vault_process import Lines
+from tests.monitoring import firing, names, parsed, scraped, text_of, value
+
+
+@pytest.fixture
+def node(make_node, own) -> Node:
+    return make_node(metrics=True, name="St. Anna", **own)
+
+
+def samples(node: Node, *kinds: str) -> monitoring.Samples:
+    return parsed(text_of(*(source for source in metrics.sources(node) if not kinds or source.name in kinds)))
+
+
+def charge(node: Node, *rounds: int, noise_multiplier: float = 20.0, releases: bool = False) -> None:
+    with Ledger(node.vault.ledger) as ledger:
+        data_set = ledger.data_set()
+        for number in rounds:
+            key = Key(run="r", client=data_set.client, round=number, request=f"q{number}")
+            event = SubsampledGaussian(noise_multiplier=noise_multiplier, sampling_probability=0.5)
+            made = Charge(
+                key=key, data_set=data_set.id, release=Release(event=event, rho_bar=1.0), noise_source="secure"
+            )
+            ledger.charge([made])
+            if releases:
+                ledger.store(key, b"reply")
+
+
+def log(node: Node, *events: dict[str, object]) -> None:
+    with node.vault.events.open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+
+
+def test_the_account_is_that_of_the_ledger(node):
+    before = samples(node, "ledger")
+    assert value(before, "fedpriv_releases_total") == 0
+    charge(node, 1, 2, 3)
+    found = samples(node, "ledger")
+    assert value(found, "fedpriv_releases_total") == 3
+    assert value(found, "fedpriv_last_round") == 3
+    assert time.time() - value(found, "fedpriv_last_charge_timestamp_seconds") < 60
+    spent, left = (value(found, f"fedpriv_epsilon_{name}", client="1", view="local") for name in ("spent", "left"))
+    assert 0 < spent < 4
+    assert spent + left == value(found, "fedpriv_epsilon_budget") == 4
+    assert value(found, "fedpriv_rounds_left") > 1
+    assert 0 < value(found, "fedpriv_budget_used_ratio") < 0.9
+    assert not firing(found)
+
+
+def test_what_became_of_a_charge_changes_nothing(node):
+    # The work on records has then ended, which nobody may learn before the reply's public time.
+    charge(node, 1)
+    before = text_of(*metrics.sources(node)[1:3])
+    with Ledger(node.vault.ledger) as ledger:
+        ledger.store(Key(run="r", client="1", round=1, request="q1"), b"reply")
+    times = {"run": "r", "round": 1}
+    after_the_charge = ("charged", "released", "noise_alone", "failed", "sent_again")
+    log(node, *({"event": name, "reason": "refused: round: none", **times} for name in after_the_charge))
+    log(node, {"event": "refused", "reason": "refused: this node's ledger cannot be used; its log says why"})
+    assert text_of(*metrics.sources(node)[1:3]) == before
+
+
+def test_refusals_are_counted_by_what_was_wrong(node):
+    log(
+        node,
+        {"event": "refused", "reason": "refused: noise_multiplier = 0: this node releases nothing without noise"},
+        {"event": "refused", "reason": "refused: noise_multiplier: its effective value 0.1 is below"},
+        {"event": "refused", "reason": "refused: round 3: already answered"},
+        {"event": "retired", "reason": "retired: budget_epsilon: another round would exceed this node's budget"},
+    )
+    node.vault.events.open("a").write('{"event": "refused", "reason": "refused: clip_norm = 9:')  # still being written
+    refusals = metrics.Refusals(node.vault.events)
+    kinds = served.Source("journal", refusals.read)
+    found = parsed(text_of(kinds))
+    counted = {
+        reason: value(found, "fedpriv_refusals_total", reason=reason) for reason in ("noise_multiplier", "round")
+    }
+    assert counted == {"noise_multiplier": 2, "round": 1}
+    assert value(found, "fedpriv_refusals_total", reason="budget_epsilon") == 1
+    assert len([name for name, _ in found if name == "fedpriv_refusals_total"]) == 3
+    log(node, {"event": "x"})
+    assert parsed(text_of(kinds)) == found
+
+
+def test_a_coordinator_cannot_make_reasons_without_end(node):
+    for letter in "abcdefghij":
+        log(node, *({"event": "refused", "reason": f"refused: {letter * n}: no"} for n in range(1, 12)))
+    log(node, {"event": "refused", "reason": 'refused: x" 1\nfedpriv_closed 1 #: no'})
+    found = samples(node, "journal")
+    assert len(found) == 51
+    assert value(found, "fedpriv_refusals_total", reason="other") == 60
+
+
+def test_nothing_names_the_holder_or_its_files(node):
+    charge(node, 1)
+    text = text_of(*metrics.sources(node))
+    assert not [secret for secret in ("Anna", str(node.folder), str(node.vault.data)) if secret in text]
+
+
+@pytest.mark.parametrize("alert", ["NodeClosed", "LedgerUnusable", "VaultDown", "CoordinatorSilent"])
+def test_alerts_of_a_node_fire(node, alert):
+    charge(node, 1)
+    with socket.socket(socket.AF_UNIX) as vault:
+        if alert != "VaultDown":
+            vault.bind(str(node.vault.socket))
+            vault.listen()
+        if alert == "NodeClosed":
+            node.vault.closed.write_text("killed\n")
+        if alert == "LedgerUnusable":
+            node.vault.ledger.with_name("ledger.sqlite.head").write_text("?")
+        kinds = () if alert == "CoordinatorSilent" else ("processes", "ledger")
+        assert firing(samples(node, *kinds)) - {"SuperNodeDown"} == {alert}
+
+
+def test_a_budget_that_ends_fires(node):
+    charge(node, *range(1, 4), noise_multiplier=1.2)
+    assert firing(samples(node, "ledger")) == {"BudgetNearlyUsed", "BudgetSpent"}
+
+
+def test_a_node_serves_them_from_a_process_that_ends_with_it(node):
+    say = Lines()
+    assert scraped(node.metrics_port) == {("up", frozenset()): 0.0}
+    assert firing(scraped(node.metrics_port)) == {"MetricsSilent"}
+    with metrics.running(node, say, variables=os.environ, user=None):
+        say.wait_for("metrics: served at")
+        wait_until(lambda: "fedpriv_releases_total" in names(scraped(node.metrics_port)), "figures", 30)
+        assert "fedpriv_closed" in names(scraped(node.metrics_port))
+    assert scraped(node.metrics_port) == {("up", frozenset()): 0.0}
+
+
+def test_a_port_that_is_taken_is_one_line_and_stops_nothing(node):
+    say = Lines()
+    taken = socket.create_server(("127.0.0.1", node.metrics_port))
+    with taken, metrics.running(node, say, variables=os.environ, user=None):
+        say.wait_for("the node goes on without them")
+    assert say.count(f"cannot listen on 127.0.0.1:{node.metrics_port}") == 1
+    assert say.count("Traceback") == 0
+
+
+def test_without_the_setting_there_is_no_process_and_no_port(make_node):
+    silent, say = make_node(), Lines()
+    assert silent.metrics_port is None
+    with metrics.running(silent, say, variables=os.environ, user=None):
+        assert say.lines == []
+    with pytest.raises(InputError, match="metrics = false: set metrics = true in"):
+        metrics.serve(silent)
+
+
+@pytest.mark.parametrize(
+    ("port", "metrics", "expected"),
+    [(9094, True, 10094), (9095, True, 10095), (65000, True, 64000), (9094, 7000, 7000), (9094, False, None)],
+)
+def test_nodes_with_other_ports_have_other_metrics_ports(make_node, port, metrics, expected):
+    made = make_node(port=port)
+    (made.folder / "node.toml").write_text(f'superlink = "a:1"\nport = {port}\nmetrics = {str(metrics).lower()}\n')
+    assert Node.read(made.folder).metrics_port == expected
+
+
+def test_the_unit_has_the_network_and_sees_neither_records_nor_keys(make_node, own, tmp_path):
+    node = make_node(metrics=True, client_user="daemon", **own)
+    unit = units(node)[-1]
+    lines = unit.text().splitlines()
+    assert unit.name == "fedpriv-metrics-node"
+    assert f'ReadWritePaths="{node.folder}"' in lines
+    for secret in (node.vault.data, node.vault.key, node.key, node.vault.tokens):
+        assert f'InaccessiblePaths="-{secret}"' in lines
+    assert len(units(make_node("other", client_user="daemon", **own))) == 2

@@ -1,0 +1,111 @@
+"""A coordinator's metrics, what alerts make of them, and that they never keep the SuperLink from running."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from fedpriv.config import parse
+from fedpriv.deployment.metrics import Source
+from fedpriv.runs import RunWriter, marked_alive
+from server.deploy import certificates, folder, metrics
+from server.deploy.folder import Coordinator
+from simulations.sites import free_port, wait_until
+from tests.monitoring import Samples, firing, names, parsed, scraped, text_of, value
+from tests.runs.written import SIZES, client_row, registrations, round_row
+
+PASSPHRASE = "correct horse battery"
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Coordinator:
+    return folder.make(
+        tmp_path / "co", addresses=["127.0.0.1"], port=free_port(), days=30, passphrase=PASSPHRASE, metrics=True
+    )
+
+
+def superlink(coordinator: Coordinator, num_online: int | None = 0) -> Samples:
+    return parsed(text_of(Source("SuperLink", lambda: metrics._superlink(coordinator, num_online))))
+
+
+def newest(coordinator: Coordinator) -> Samples:
+    return parsed(text_of(Source("run", lambda: metrics._newest_run(coordinator.runs))))
+
+
+def write(coordinator: Coordinator, name: str, rounds: int, **config: object) -> Path:
+    writer = RunWriter.created(coordinator.runs / name, parse({"rounds": 10, "round_seconds": 60.0, **config}))
+    writer.write_registrations(registrations())
+    for round_ in range(rounds + 1):
+        refused = ("refused", "noise_multiplier = 0.1: below") if round_ == rounds else ("ok", "")
+        clients = [client_row(round_, c, *(refused if c == 1 else ("ok", ""))) for c in SIZES] if round_ else []
+        writer.add(round_row(round_, clients), clients)
+    return writer.path
+
+
+def test_the_superlink_its_nodes_and_its_certificate(coordinator):
+    with socket.create_server(("127.0.0.1", coordinator.port)):
+        found = superlink(coordinator)
+    assert value(found, "fedpriv_superlink_up") == 1
+    assert value(found, "fedpriv_nodes_online") == value(found, "fedpriv_nodes_registered") == 0
+    assert 29 < value(found, "fedpriv_certificate_days_left") < 30
+    assert not firing(found)
+    assert "fedpriv_nodes_online" not in names(superlink(coordinator, None))
+
+
+def test_alerts_of_a_coordinator_fire(coordinator):
+    assert firing(superlink(coordinator)) == {"SuperLinkDown"}
+    with socket.create_server(("127.0.0.1", coordinator.port)):
+        (coordinator.nodes / "0.pub").touch()
+        assert firing(superlink(coordinator, 0)) == {"NodesMissing"}
+        certificates.make_server_certificate(coordinator.folder, ["127.0.0.1"], 13, passphrase=PASSPHRASE)
+        assert firing(superlink(coordinator, 1)) == {"CertificateExpires"}
+
+
+def test_the_newest_run_on_the_view_of_its_limit(coordinator):
+    assert newest(coordinator) == {}
+    old = write(coordinator, "old", 1)
+    os.utime(old / "config.toml", (1, 1))
+    run = write(coordinator, "new", 3, privacy_view="rho", budget_epsilon=[2.0])
+    with marked_alive(run):
+        found = newest(coordinator)
+    assert value(found, "fedpriv_last_round") == 3
+    assert value(found, "fedpriv_rounds_planned") == 10
+    spent = [value(found, "fedpriv_epsilon_spent", client=str(client), view="rho") for client in SIZES]
+    assert spent == pytest.approx([0.6, 1.2, 1.8])
+    left = [value(found, "fedpriv_epsilon_left", client=str(client)) for client in SIZES]
+    assert left == pytest.approx([1.4, 0.8, 0.2])
+    assert value(found, "fedpriv_replies_total", status="ok") == 8
+    assert value(found, "fedpriv_replies_total", status="refused") == 1
+    assert firing(found) == {"ClientsTroubled"}
+    assert "St. Anna" not in str(found)
+
+
+def test_a_run_that_died_or_is_silent_fires(coordinator):
+    run = write(coordinator, "new", 1)
+    with marked_alive(run):
+        for path in (run, *run.rglob("*")):
+            os.utime(path, (1, 1))
+        assert firing(newest(coordinator)) == {"ClientsTroubled", "RunSilent"}
+    assert firing(newest(coordinator)) == {"ClientsTroubled", "RunSilent", "RunDied"}
+
+
+def test_they_are_served_if_the_settings_say_so(coordinator):
+    said: list[str] = []
+    metrics.serve(coordinator, lambda: 3, said.append)
+    port = coordinator.metrics_port
+    assert port == coordinator.port + 1000
+    assert said == [f"metrics: served at http://127.0.0.1:{port}/metrics"]
+    wait_until(lambda: "fedpriv_superlink_up" in names(scraped(port)), "figures", 10)
+    metrics.serve(coordinator, lambda: 3, said.append)  # its port is taken
+    assert said[1].startswith(f"metrics: not served: metrics = {port}: cannot listen on 127.0.0.1:{port} (")
+
+
+def test_by_default_they_are_not(tmp_path):
+    made = folder.make(tmp_path / "co", addresses=["127.0.0.1"], port=9093, days=30, passphrase=PASSPHRASE)
+    said: list[str] = []
+    metrics.serve(made, lambda: 3, said.append)
+    assert (made.metrics_port, said) == (None, [])
+    assert "metrics" not in (made.folder / "coordinator.toml").read_text()
