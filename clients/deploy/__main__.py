@@ -20,6 +20,7 @@ from fedpriv.deployment import approvals, joining, keys
 from fedpriv.deployment.checks import print_checks
 from fedpriv.deployment.command_line import UnitFolder, compare, give_units, run_command_line
 from fedpriv.deployment.joining import Invitation, Roster
+from fedpriv.deployment.logs import Log
 from fedpriv.errors import InputError
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import approved_peers
@@ -389,11 +390,12 @@ def new_key_(
 
 @app.command()
 def start(dir_: Folder) -> None:
-    """Run the node's vault and its SuperNode in the foreground until SIGINT or SIGTERM.
+    """Run the node's vault and its SuperNode in the foreground until SIGINT or SIGTERM; DIR/node.log keeps their logs.
 
     Example: fedpriv node start ~/node
     """
-    raise typer.Exit(supernode.start(Node.read(dir_), typer.echo))
+    node = Node.read(dir_)
+    raise typer.Exit(supernode.start(node, Log(typer.echo, node.log)))
 
 
 @app.command()

@@ -149,6 +149,11 @@ class Node:
         return self.folder / "approved-fabs"
 
     @property
+    def log(self) -> Path | None:
+        """What `start` shows; None where root starts the node of another user, who could lead root's file elsewhere."""
+        return self.folder / "node.log" if self.folder.stat().st_uid == os.geteuid() else None
+
+    @property
     def flower_home(self) -> Path:
         """Flower's own folder."""
         return self.folder / "flower"

@@ -13,6 +13,7 @@ import typer
 from fedpriv.deployment import keys
 from fedpriv.deployment.checks import check_tls, print_checks
 from fedpriv.deployment.command_line import UnitFolder, compare, give_units, run_command_line
+from fedpriv.deployment.logs import Log
 from fedpriv.errors import InputError
 from server.deploy import certificates, membership, runs, superlink
 from server.deploy import folder as folders
@@ -100,7 +101,7 @@ def start(folder: Folder) -> None:
 
     Example: fedpriv coordinator start ~/federation
     """
-    raise typer.Exit(superlink.start(Coordinator.read(folder), typer.echo))
+    raise typer.Exit(superlink.start(Coordinator.read(folder), Log(typer.echo)))
 
 
 @app.command()
@@ -191,7 +192,7 @@ def run(
 
     Example: fedpriv coordinator run ~/federation -c rounds=5 -c noise_multiplier=1.2
     """
-    completed = runs.run(Coordinator.read(folder), override or [], typer.echo)
+    completed = runs.run(Coordinator.read(folder), override or [], Log(typer.echo))
     raise typer.Exit(0 if completed else 1)
 
 

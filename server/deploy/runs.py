@@ -39,12 +39,12 @@ _MAX_FAILED_POLLS = 20
 def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str], None]) -> bool:
     """Start a run, follow it, and return whether it completed, with all of its rounds.
 
-    Its log goes to stdout. SIGINT and SIGTERM also stop the run on the nodes.
+    SIGINT and SIGTERM also stop the run on the nodes.
 
     Args:
         coordinator: whose SuperLink is running.
         overrides: `key=value` pairs of the run's configuration.
-        say: prints a line.
+        say: prints a line, those of the run's log too.
 
     Raises:
         InputError: a key or value is wrong; nothing was started.
@@ -55,7 +55,7 @@ def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str],
     say(f"run {run_id} writes {values['out']}")
     try:
         with signals_handled_by(_interrupt):
-            _follow(coordinator, run_id)
+            _follow(coordinator, run_id, say)
             status, details = _end(coordinator, run_id)
     except KeyboardInterrupt:
         say(f"stopping run {run_id}")
@@ -150,7 +150,7 @@ def _submit(coordinator: Coordinator, values: dict[str, Any], say: Callable[[str
         return str(_flwr(coordinator, "run", ".", CONNECTION, "--run-config", str(file))["run-id"])
 
 
-def _follow(coordinator: Coordinator, run_id: str) -> None:
+def _follow(coordinator: Coordinator, run_id: str, say: Callable[[str], None]) -> None:
     """Show the run's log until it ends, in colour on a terminal alone."""
     shown = str if sys.stdout.isatty() else plain
     with subprocess.Popen(
@@ -164,7 +164,7 @@ def _follow(coordinator: Coordinator, run_id: str) -> None:
     ) as following:
         try:
             for line in following.stdout or ():
-                print(shown(line), end="", flush=True)
+                say(shown(line.rstrip("\n")))
         except BaseException:
             following.kill()
             raise

@@ -5,7 +5,6 @@ It starts the server app of each run. `checks` looks at the machine on which it 
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shlex
@@ -14,7 +13,6 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from fedpriv.apps import CHECKOUT, FLOWER_APP
@@ -37,6 +35,7 @@ from fedpriv.deployment.flower import (
 )
 from fedpriv.deployment.keys import VAULT
 from fedpriv.deployment.processes import only_start
+from fedpriv.deployment.logs import Log
 from fedpriv.deployment.users import owner_of
 from fedpriv.errors import FlowerError, InputError
 from server.deploy import certificates, metrics
@@ -47,7 +46,6 @@ WARN_BEFORE = timedelta(days=14)
 # How many nodes are online is asked when the log says that one came or went, and for those that vanish after this time.
 _UNTOLD_SECONDS = 30.0
 _COME_OR_GONE = re.compile(r"\.(Activate|Deactivate|Register|Unregister)Node\]")
-_LOG_BYTES, _NUM_OLD_LOGS = 10 * 2**20, 3
 
 # Where Linux says which user holds which connection.
 _SOCKETS = Path("/proc/net/tcp")
@@ -107,11 +105,11 @@ def _start(coordinator: Coordinator, say: Callable[[str], None], environ: Mappin
     nodes = _Nodes(coordinator, say)
     nodes.start()
     metrics.serve(coordinator, lambda: nodes.num_online, say)
-    log = RotatingFileHandler(coordinator.log, maxBytes=_LOG_BYTES, backupCount=_NUM_OLD_LOGS)
+    log = Log(None, coordinator.log)
 
     def on_line(line: str) -> None:
         if not _POLL_LINE.search(line):
-            log.emit(logging.makeLogRecord({"msg": line}))
+            log(line)
         if _DIED.search(line):
             say(line)
         if _COME_OR_GONE.search(line):
