@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedpriv.accounting.recipe import LearningRate
+from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
 from fedpriv.runs import RoundRow
-from fedpriv.runs.figures import format_accuracy, format_number
-from fedpriv.runs.show import changes
+from fedpriv.runs.figures import format_accuracy, format_delta, format_number, limit_of
+from fedpriv.runs.show import changes, views_text
 from fedpriv.texts import holder_label, what_is_counted
 
 log = logging.getLogger("flwr")
@@ -103,9 +104,25 @@ def described(rate: LearningRate) -> str:
     )
 
 
+def spent_so_far(row: RoundRow, config: RunConfig, delta: float) -> str:
+    """The largest epsilons after a round with their delta, first that on the view of target or budget.
+
+    Empty before anything is released, and without noise.
+    """
+    if row.epsilon_local_max in (0.0, math.inf):
+        return ""
+    epsilons = {"local": row.epsilon_local_max, "rho": row.epsilon_rho_max, "aggregate": row.epsilon_aggregate_max}
+    this_run, before = row.epsilon_this_run_max, row.epsilon_before_max
+    parts = None if this_run is None or before is None else (this_run, before)
+    limit = limit_of(config.target_epsilon, config.budget_epsilon)
+    return f"ε ≤ {views_text(epsilons, config.privacy_view, limit, parts)} by rdp, δ {format_delta(delta)}"
+
+
 class LogObserver:
     """Writes to the log, for runs without a terminal of their own."""
 
+    _config: RunConfig | None = None
+    _delta = 0.0
     _last_line = -math.inf
     """When something was last said of the rounds, in seconds."""
 
@@ -114,6 +131,7 @@ class LogObserver:
     ) -> None:
         """Log who takes part, and with which learning rate."""
         self._last_line = time.monotonic()
+        self._config, self._delta = config, max(config.delta or default_delta(r.num_records) for r in registrations)
         kind = f"z = {config.noise_multiplier}" if config.noise_multiplier else "comparison, z = 0"
         sizes = ", ".join(f"{holder_label(r.client, r.name)}: {r.num_records}" for r in registrations)
         log.info("run with %s; %s: %s", kind, what_is_counted(config.unit), sizes)
@@ -134,12 +152,12 @@ class LogObserver:
     def round_done(self, row: RoundRow) -> None:
         """Log a round's figures."""
         self._last_line = time.monotonic()
-        tested = "" if row.test_accuracy is None else f"accuracy {row.test_accuracy:.4f}, "
-        tested += "" if row.test_perplexity is None else f"perplexity {row.test_perplexity:.2f}, "
-        log.info(
-            "round %s: %sepsilon local <= %.3f, rho <= %.3f",
-            *(row.round, tested, row.epsilon_local_max, row.epsilon_rho_max),
-        )
+        figures = [
+            *([] if row.test_accuracy is None else [f"accuracy {row.test_accuracy:.4f}"]),
+            *([] if row.test_perplexity is None else [f"perplexity {row.test_perplexity:.2f}"]),
+            spent_so_far(row, self._config, self._delta) if self._config else "",
+        ]
+        log.info("round %s: %s", row.round, ", ".join(filter(None, figures)) or "done")
 
     def finished(self, folder: Path, summary: dict[str, Any]) -> None:
         """Log where the results are, and what speaks against them."""

@@ -31,7 +31,6 @@ from fedpriv.runs.figures import (
     counts_next_tokens,
     figures,
     format_bytes,
-    format_delta,
     format_seconds,
     limit_of,
 )
@@ -44,10 +43,9 @@ from fedpriv.runs.show import (
     closing_table,
     joining_table,
     language_table,
-    views_text,
 )
 from fedpriv.texts import of_whom, printable, what_is_counted
-from server.observer import RunProgress, described
+from server.observer import RunProgress, described, spent_so_far
 
 _MOST_NAMES = 8
 _BAR = "━"
@@ -169,14 +167,8 @@ class TerminalObserver:
 
     def _spent(self, row: RoundRow) -> list[str]:
         """The largest epsilons with their delta, the view that was asked for first; none before or without noise."""
-        if self._config is None or row.epsilon_local_max in (0.0, float("inf")):
-            return []
-        limit = limit_of(self._config.target_epsilon, self._config.budget_epsilon)
-        epsilons = {"local": row.epsilon_local_max, "rho": row.epsilon_rho_max, "aggregate": row.epsilon_aggregate_max}
-        this_run, before = row.epsilon_this_run_max, row.epsilon_before_max
-        parts = None if this_run is None or before is None else (this_run, before)
-        views = views_text(epsilons, self._config.privacy_view, limit, parts)
-        return [f"ε ≤ {views} by rdp, δ {format_delta(self._delta)}"]
+        spent = spent_so_far(row, self._config, self._delta) if self._config else ""
+        return [spent] if spent else []
 
     def lines(self) -> str:
         """The present lines: the state of the run, and the figures of its last round."""

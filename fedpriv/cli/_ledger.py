@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="What every data set has spent, from its ledger.")
 
 ViewName = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--view",
         click_type=OneOf("fedpriv.accounting.views:PlannedView"),
-        help="What a budget counts: each upload, or under secure aggregation the sum that shows it.",
+        help="What a budget counts: each upload, or under secure aggregation the sum that shows it. By default as the "
+        "settings in the ledger's folder say, of a node or a run.",
     ),
 ]
 LedgerPath = Annotated[Path, typer.Argument(help="ledger.sqlite of a run, or a node's own ledger.")]
@@ -55,12 +56,14 @@ HEADINGS = {
 def show_ledger(
     path: LedgerPath,
     budget_epsilon: Annotated[
-        float | None, typer.Option(help="Also show how many rounds this budget leaves, on the view.")
+        float | None, typer.Option(help="Show how many rounds this budget leaves, on the view; by default the node's.")
     ] = None,
-    view: ViewName = "local",
+    view: ViewName = None,
     run: RunFolder = None,
 ) -> Result:
     """Show what each client and data set has spent, by pld; with a budget, also the rounds that remain.
+
+    In a node's folder, budget and view are those of its vault.toml.
 
     On the aggregate view, an upload that the server saw by itself counts in full.
 
@@ -68,6 +71,10 @@ def show_ledger(
     """
     from fedpriv.ledger import reader, statement
 
+    its_view, its_budget = reader.limit_of(path)
+    if budget_epsilon is None and view in (None, its_view):  # on another view the budget bounds nothing
+        budget_epsilon = its_budget
+    view = view or its_view
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
         known = reader.holder_names(db, path, run)
@@ -83,7 +90,7 @@ def show_ledger(
         lines.append(statement.ODOMETER)
     if any("remaining_rounds" in row for row in rows):
         lines.append(f"left: rounds like the last one until ε {budget_epsilon:g} on the {view} view")
-    return Result({"ledger": str(path), "data_sets": rows, **gaps}, lines)
+    return Result({"ledger": str(path), "view": view, "data_sets": rows, **gaps}, lines)
 
 
 def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
@@ -94,7 +101,10 @@ def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
     shown = {name for row in rows for name in row} | (HEADINGS.keys() - {"epsilon_aggregate", "remaining_rounds"})
     if view != "aggregate":
         shown.discard("epsilon_aggregate")
-    headings = {name: heading for name, heading in HEADINGS.items() if name in shown}
+    epsilons = [name for name in HEADINGS if name.startswith("epsilon_")]
+    first = sorted(epsilons, key=lambda name: name != f"epsilon_{view}")
+    ordered = [first.pop(0) if name in epsilons else name for name in HEADINGS]
+    headings = {name: HEADINGS[name] for name in ordered if name in shown}
     named = [{**row, "client": label(row["client"], row["name"]), "data_set": row["data_set"][:12]} for row in rows]
     named = [
         each | ({"num_records": f"{each['num_records']} persons"} if each["unit"] == "person" else {}) for each in named
@@ -259,7 +269,7 @@ def statement(
     client: Annotated[
         str, typer.Option(help="Number or name of the client, as `ledger show` lists them; the number goes first.")
     ],
-    view: ViewName = "local",
+    view: ViewName = None,
     run: RunFolder = None,
 ) -> Result:
     """One page for a privacy officer: what a client's data have spent, what that covers and what it does not.
@@ -275,7 +285,8 @@ def statement(
 
     with reader.reading(path) as db:
         known = reader.holder_names(db, path, run)
-        pages = statements.statement(db, path, client, names=known, view=cast("PlannedView", view))
+        its_view = view or reader.limit_of(path)[0]
+        pages = statements.statement(db, path, client, names=known, view=cast("PlannedView", its_view))
     text = "\n\n".join(map(statements.render, pages))
     return Result({"client": client, "statements": pages}, [text])
 

@@ -134,7 +134,8 @@ def as_ledger_errors(path: Path) -> Iterator[None]:
 
 
 # Written by a run into its folder, and by the operator of a node into its own.
-REGISTRATIONS, NODE = "registrations.json", "vault.toml"
+REGISTRATIONS, CONFIG, NODE = "registrations.json", "config.toml", "vault.toml"
+LEDGER = "ledger.sqlite"
 _LONGEST_NAME = 100
 
 
@@ -152,6 +153,24 @@ def holder_names(db: LedgerConnection, path: Path, run: Path | None) -> dict[str
     if run is not None and not (run / REGISTRATIONS).is_file():
         raise InputError(f"run = {str(run)!r}: holds no {REGISTRATIONS}; give the folder that a run wrote")
     return names_in(path.parent if run is None else run, db.data_sets())
+
+
+def limit_of(path: Path) -> tuple[str, float | None]:
+    """The view on which a ledger's budget or target is, and a node's budget; `local` and None where nothing says.
+
+    Args:
+        path: of the ledger; its folder is that of a node, or of a run.
+    """
+    folder = path.absolute().parent
+    node = _values(folder / NODE)
+    if path.name == LEDGER and node and not node.get("ledger_file"):
+        view, budget = node.get("budget_view"), node.get("budget_epsilon")
+        return _planned(view), float(budget) if isinstance(budget, (int, float)) else None
+    return _planned(_values(folder / CONFIG).get("privacy_view")), None
+
+
+def _planned(view: object) -> str:
+    return "aggregate" if view == "aggregate" else "local"
 
 
 def names_in(folder: Path, data_sets: list[DataSet]) -> dict[str, str]:

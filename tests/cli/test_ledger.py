@@ -74,6 +74,32 @@ def test_the_aggregate_view_counts_what_sums_showed_and_single_uploads_in_full(t
     )
 
 
+def test_a_ledger_is_shown_on_the_view_that_its_folder_names(tmp_path):
+    event = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=1)
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        key = Key(run="run", client="0", round=1, request="x")
+        release = Release(event=event, rho_bar=1.0, aggregate_scale=2.0, num_readers=1)
+        data_set = ledger.register("0", 100, 1e-5).id
+        ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source="secure")])
+    assert as_json("ledger", "show", path)["view"] == "local"
+    (tmp_path / "config.toml").write_text('privacy_view = "aggregate"\n')  # a run's folder
+    shown = as_json("ledger", "show", path)
+    assert (shown["view"], "remaining_rounds" in shown["data_sets"][0]) == ("aggregate", False)
+    (tmp_path / "vault.toml").write_text('partition_id = 0\nbudget_view = "aggregate"\nbudget_epsilon = 2.0\n')
+    text, _ = fedpriv("ledger", "show", path)
+    assert text.index("ε aggregate") < text.index("ε local")
+    assert "left: rounds like the last one until ε 2 on the aggregate view" in text
+    as_told = as_json("ledger", "show", path, "--view", "aggregate", "--budget-epsilon", 2)
+    assert as_json("ledger", "show", path) == as_told
+    assert "remaining_rounds" not in as_json("ledger", "show", path, "--view", "local")["data_sets"][0]
+    assert "Aggregate view" in fedpriv("ledger", "statement", path, "--client", "0")[0]
+    # A ledger of another name in the folder, such as that of other frameworks' updates, has a budget of its own.
+    path.rename(tmp_path / "updates.sqlite")
+    path.with_name("ledger.sqlite.head").rename(tmp_path / "updates.sqlite.head")
+    assert "remaining_rounds" not in as_json("ledger", "show", tmp_path / "updates.sqlite")["data_sets"][0]
+
+
 @pytest.mark.parametrize(
     ("readers", "against"),
     [

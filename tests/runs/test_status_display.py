@@ -55,6 +55,14 @@ def test_the_view_that_was_asked_for_comes_first_with_its_limit(tmp_path: Path) 
         assert f"largest ε   {line}" in shown(status(folder.path)).replace("\n            ", " ")
 
 
+def test_clients_are_shown_on_the_view_that_was_asked_for(write_run: WriteRun) -> None:
+    assert "ε local" in (text := shown(status(write_run())))
+    assert " 0.901 " in text
+    assert "ε rho" in (text := shown(status(write_run("rho", noise_multiplier=1.0, privacy_view="rho"))))
+    assert "ε local" not in text
+    assert " 1.81 " in text
+
+
 @pytest.mark.parametrize("line", ["budget_epsilon = 3.0", 'budget_epsilon = ["much"]', 'target_epsilon = "much"'])
 def test_a_damaged_limit_is_one_line(write_run: WriteRun, line: str) -> None:
     folder = write_run()

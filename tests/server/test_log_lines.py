@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from fedpriv.config import parse
 from fedpriv.deployment.flower import _run_in_foreground
 from fedpriv.texts import holder_label
 from fedpriv.training.local_update import UpdateSpec
+from server.observer import LogObserver
+from tests.runs.written import SIZES, client_row, registrations, round_row
 
 COLOURED = "import sys; sys.stdout.write('\\x1b[93mWARNING \\x1b[0m: the node left\\n')"
 WARNED = """
@@ -26,6 +29,21 @@ def test_an_update_is_told_in_words() -> None:
     assert "1 step of sgd at learning rate 0.5, B = 8" in text
     assert "noise with z =" in text
     assert "UpdateSpec" not in text
+
+
+def test_a_round_is_told_on_the_view_of_its_target_first(caplog) -> None:
+    target = {"privacy_view": "aggregate", "target_epsilon": 2.0, "secure_aggregation": True, "min_clients": 3}
+    row = round_row(3, [client_row(3, client) for client in SIZES], epsilon_aggregate_max=1.234)
+    with caplog.at_level("INFO"):
+        for config in (parse({}), parse(target)):
+            observer = LogObserver()
+            observer.started(config, registrations(), None)
+            observer.round_done(row)
+        observer.round_done(replace(row, round=0, test_accuracy=None, epsilon_local_max=0.0))
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("round")]
+    assert told[0].startswith("round 3: accuracy 0.4250, ε ≤ 0.901 of 2.3 local, 1.24 aggregate, 1.81 rho by rdp, δ ")
+    assert told[1].startswith("round 3: accuracy 0.4250, ε ≤ 1.24 of 2 aggregate, 0.901 local, 1.81 rho by rdp, δ ")
+    assert told[2] == "round 0: done"
 
 
 def test_a_client_is_named_once() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedpriv.runs import ClientStatus, RunFolder, RunStatus, status_of
+from fedpriv.runs import ClientStatus, RunFolder, RunStatus, spent_on_view, status_of
 from fedpriv.runs.figures import MISSING, figures, format_bound, format_delta, format_seconds
 from fedpriv.texts import holder_label, what_is_counted
 from fedpriv.texts import printable as _printable
@@ -36,7 +36,7 @@ def show_status(folder: RunFolder, console: Console) -> None:
         console.print(Text.assemble(("\nwarning: ", "bold red"), _printable(warning)))
     if run.clients:
         console.print()
-        console.print(_client_table(run))
+        console.print(_client_table(run, spent_on_view(folder)))
         for line in _notes(run):
             console.print(line)
     if run.events or run.num_unreadable_events:
@@ -74,12 +74,17 @@ def _age(run: RunStatus) -> str:
     return f"{age}; after {format_seconds(run.round_seconds)} without a sign of life it counts as interrupted"
 
 
-def _client_table(run: RunStatus) -> Table:
-    """The clients' table; on a narrow terminal a name may be cut, but never a figure."""
+def _client_table(run: RunStatus, spent: Mapping[int, float | None]) -> Table:
+    """The clients' table; on a narrow terminal a name may be cut, but never a figure.
+
+    Args:
+        run: whose clients.
+        spent: {client: epsilon on the run's view}.
+    """
     clients = _listed(run.clients)
-    rows = [_client_cells(client) for client in clients]
+    rows = [_client_cells(client, spent[client.client]) for client in clients]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
-    headers = ("client", what_is_counted(run.unit), "round", "ε local", "δ", "status", "rounds by status")
+    headers = ("client", what_is_counted(run.unit), "round", f"ε {run.privacy_view}", "δ", "status", "rounds by status")
     for position, header in enumerate(headers):
         width = max(len(line) for cell in (header, *(row[position] for row in rows)) for line in cell.split("\n"))
         is_figure = header not in ("client", "status", headers[-1])
@@ -92,7 +97,7 @@ def _client_table(run: RunStatus) -> Table:
     return table
 
 
-def _client_cells(client: ClientStatus) -> tuple[str, ...]:
+def _client_cells(client: ClientStatus, epsilon: float | None) -> tuple[str, ...]:
     # A status and its number stay on one line.
     counts = ", ".join(f"{name} {number}".replace(" ", "\0") for name, number in client.status_counts.items())
     lines = [_printable(line.replace("\0", " ")) for line in wrap(counts, 24)]
@@ -100,7 +105,7 @@ def _client_cells(client: ClientStatus) -> tuple[str, ...]:
         _printable(holder_label(client.client, client.name).removeprefix("client ")),
         f"{client.num_records:,}",
         MISSING if client.last_round is None else str(client.last_round),
-        MISSING if client.epsilon_local is None else format_bound(client.epsilon_local),
+        MISSING if epsilon is None else format_bound(epsilon),
         format_delta(client.delta),
         state_of(client),
         "\n".join(lines),
