@@ -95,6 +95,29 @@ def test_readers_of_several_pay_each_upload_once(run):
     assert cards.together(["global"])["method"] == "provenance"
 
 
+def test_a_model_of_sums_costs_what_the_sums_showed(run):
+    summed = {"privacy_view": "aggregate", "aggregate_objections": [], "epsilon_aggregate_max": 0.25, "delta_max": 1e-5}
+    told = {"run_id": "r", "noise_source": "secure", "tpr_at_fpr": {"0.01": 0.02}, **summed}
+
+    def card(name: str = "global", **changes: object) -> dict[str, object]:
+        (run / "summary.json").write_text(json.dumps(told | changes))
+        return Cards(run).card(name)
+
+    found = card()
+    assert (found["epsilon"], found["delta"], found["view"], found["method"]) == (0.25, 1e-5, "aggregate", "run")
+    assert found["tpr_at_fpr"] == {"0.01": 0.02}
+    assert found["is_guarantee"]
+    seen = {
+        "another view": {"privacy_view": "local"},
+        "uploads were seen": {"aggregate_objections": ["secure_aggregation = false"]},
+        "uploads of another run": {"run_id": "other"},
+        "no bound": {"epsilon_aggregate_max": None},
+        "the local view bounds more": {"epsilon_aggregate_max": 1e3},
+    }
+    for why, changes in seen.items():
+        assert (card(**changes)["view"], card(**changes)["epsilon"]) == ("local", spent(3)), why
+
+
 def test_more_variants_never_cost_less(run):
     cards, names = Cards(run), ["round-1", "client-A", "client-B", "global"]
     costs = [cards.together(names[: end + 1])["epsilon"] for end in range(len(names))]

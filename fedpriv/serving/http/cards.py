@@ -1,7 +1,8 @@
 """The cost of a variant to its data holders, and the cost of several that are read together.
 
 From each variant's `variant.json`, a store's manifests, and the summary of the run that they belong to. Epsilons hold
-on the `local` view: every upload counts in full, as the coordinator saw it.
+on the `local` view, where every upload counts in full, as the coordinator saw it; of a run of secure sums on the view
+that its budget or target is on, `aggregate`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from fedpriv.variants.composition import Guarantee, History, PublicationCost, ev
 from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
 
-VIEW = "local"
-
+_RUN_KEYS = (
+    *("run_id", "noise_source", "ledger_head", "unit", "privacy_view", "aggregate_objections"),
+    *("epsilon_local_max", "epsilon_aggregate_max", "delta_max"),
+)
 _RISK = ("mu", "mu_regret", "advantage", "tpr_at_fpr")
 
 
@@ -97,6 +100,11 @@ class Cards:
             if by_store is None or known.epsilon <= by_store.epsilon:
                 guarantee = known
                 method = "accountant" if cost.refused else "provenance"
+        view = "local"
+        if guarantee and self._is_of_sums(described, num=len(consulted), hidden=hidden):
+            summed = Guarantee(epsilon=self._run["epsilon_aggregate_max"], delta=self._run["delta_max"])
+            if summed.epsilon < guarantee.epsilon:  # of an early round the local figure may be less, and it says more
+                guarantee, method, view = summed, "run", "aggregate"
         if len(units) > 1:
             note = "these variants protect different units, whose guarantees have no common epsilon"
         elif guarantee is None:
@@ -109,6 +117,8 @@ class Cards:
         # A sum of stated epsilons does not say what an attacker finds; without a guarantee it is everybody.
         risk = Risk.none(unit) if note else risk
         figures = risk.values if risk else dict.fromkeys(Risk.none().values)
+        if view == "aggregate" and not note:
+            figures = {key: self._run.get(key, value) for key, value in figures.items()}
         is_finite = guarantee is not None and math.isfinite(guarantee.epsilon)
         return {
             "epsilon": guarantee.epsilon if guarantee and is_finite else None,
@@ -117,11 +127,20 @@ class Cards:
             "unit": unit,
             "risk_in_words": " ".join(risk_in_words(figures, guarantee.delta if guarantee else 0.0)) if risk else None,
             "adjacency": adjacency_of(unit, _holders(described)),
-            "view": VIEW,
+            "view": view,
             "method": method,
             "is_guarantee": not note and all(e.is_guarantee for d in described for e in _events(d.history)),
             "note": note,
         }
+
+    def _is_of_sums(self, described: list[Described], *, num: int, hidden: bool) -> bool:
+        """Whether all that went into these variants is what sums of the run showed, so that its summary covers them."""
+        run = self._run
+        holds = run.get("privacy_view") == "aggregate" and run.get("aggregate_objections") == []
+        known = [each.history.ancestors for each in described]
+        if not holds or hidden or len(described) < num or run.get("epsilon_aggregate_max") is None:
+            return False
+        return all(uploads is not None and {each.run for each in uploads} <= {run.get("run_id")} for uploads in known)
 
     def _consulted(self, names: Iterable[str]) -> list[str]:
         """The variants and all whose blocks they may hold, directly or indirectly."""
@@ -193,7 +212,7 @@ class Cards:
         for folder in (self._source, self._source.absolute().parent):
             if (folder / files.SUMMARY).is_file():
                 summary = files.read_values(folder / files.SUMMARY)
-                keys = ("noise_source", "ledger_head", "epsilon_local_max", "delta_max", "unit", *_RISK)
+                keys = (*_RUN_KEYS, *_RISK)
                 return {key: _finite(summary[key]) for key in keys if key in summary}
         return {}
 
