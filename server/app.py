@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("flwr")
 
 
-def make_app(observer: Observer) -> ServerApp:
-    """The ServerApp whose run reports to the observer."""
+def make_app(observer: Observer, during: Callable[[], AbstractContextManager[None]] = nullcontext) -> ServerApp:
+    """The ServerApp whose run reports to the observer, within a context if there is one."""
     app = ServerApp()
 
     @app.main()
@@ -57,7 +58,8 @@ def make_app(observer: Observer) -> ServerApp:
                 raise InputError(
                     f"{key} = {path!r}: must be an absolute path, since Flower runs in a folder of its own"
                 )
-        run(grid, config, observer)
+        with during():
+            run(grid, config, observer)
 
     return app
 
@@ -88,6 +90,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
 
 def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint | None, observer: Observer) -> Path:
     """Carry out a run from its registration on, in a new folder, or in that of the resumed run, which is held."""
+    observer.progressed(RunProgress(what="registering the nodes"))
     nodes = _nodes(grid, config, bench, resumed)
     sizes = [registration.num_records for _, registration in nodes.values()]
     if resumed is None:
@@ -129,6 +132,7 @@ def _carry_out(
         announce_budgets(series.books, config, series.names, observer)
         if config.data == ON_NODES:
             after = resumed.round if resumed else 0
+            observer.progressed(RunProgress(what="asking the nodes what their budgets allow"))
             check_affordable(grid, config, nodes, series.books.costs, after=after, observer=observer)
         if resumed:
             gone = [
@@ -211,4 +215,5 @@ def _comparison(
     return outcome
 
 
-app = make_app(LogObserver())
+_observer = LogObserver()
+app = make_app(_observer, _observer.heartbeat)

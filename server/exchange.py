@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,14 +33,25 @@ log = logging.getLogger("flwr")
 # the mean delay, p / 2 + 0.05 / p * 1 s, is least at p = 0.3 s.
 _SHORTEST_PAUSE_SECONDS = 0.3
 _LONGEST_PAUSE_SECONDS = 1.0
+# What is told takes as long as there are clients.
+_SECONDS_UNTOLD = 0.1
 
 Vector = npt.NDArray[np.unsignedinteger]
 
 
-class Exchange:
-    """Collects each round's replies until its deadline, and remembers which messages are still unanswered after it."""
+Tell = Callable[[str, Collection[int], Collection[int]], None]
+"""(kind of the messages, nodes that were asked, those of them that have not answered yet)"""
 
-    def __init__(self) -> None:
+
+class Exchange:
+    """Collects each round's replies until its deadline, and remembers which messages are still unanswered after it.
+
+    Args:
+        tell: called when messages are sent, when all replies are there, and in between at least about once a second.
+    """
+
+    def __init__(self, tell: Tell = lambda kind, asked, silent: None) -> None:
+        self._tell = tell
         self._overdue: set[str] = set()
         self._num_late = 0
 
@@ -51,8 +62,15 @@ class Exchange:
         """
         started = time.monotonic()
         grid.push_messages(messages)
-        unanswered = {message.metadata.message_id for message in messages}
+        nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+        unanswered = set(nodes)
+
+        def tell() -> None:
+            self._tell(messages[0].metadata.message_type, nodes.values(), {nodes[id_] for id_ in unanswered})
+
         while unanswered:
+            tell()
+            last_told = time.monotonic()
             # Before the pull, in which Flower may wait minutes for arrays that a dying node announced: one more pull
             # then fetches what the others sent in time.
             waited = time.monotonic() - started
@@ -66,6 +84,9 @@ class Exchange:
                     log.warning("a repeated reply of node %s is discarded", node_id)
                 else:
                     unanswered.discard(message_id)
+                    if not unanswered or time.monotonic() - last_told > _SECONDS_UNTOLD:
+                        tell()
+                        last_told = time.monotonic()
                     yield reply
             if not unanswered or waited >= seconds:
                 break

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,14 +17,15 @@ from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
 from fedpriv.protocol import Registration
 from fedpriv.runs import RoundRow
-from fedpriv.runs.figures import format_accuracy, format_delta, format_number, limit_of
+from fedpriv.runs.figures import format_accuracy, format_delta, format_number, format_seconds, limit_of
 from fedpriv.runs.show import changes, views_text
 from fedpriv.texts import holder_label, what_is_counted
 
 log = logging.getLogger("flwr")
 
-# A log has at most one line in this time about how far a round is.
-_PAUSE_SECONDS = 30.0
+# A log has at most one line in this time about what is going on, and with a heartbeat at least one.
+_PAUSE_SECONDS = 10.0
+_MOST_NAMES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,8 @@ class RunProgress:
             that happens outside the rounds.
         round: from 1; None if that has not changed.
         is_count: whether `done` and `total` count what `what` names, such as answers.
+        clients: {client: what it does}, of those that were asked, as far as its coordinator knows: `training`, or
+            `asked` something else, or `replied`.
     """
 
     what: str
@@ -45,6 +50,7 @@ class RunProgress:
     total: float = 0.0
     round: int | None = None
     is_count: bool = False
+    clients: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def share(self) -> float | None:
@@ -62,9 +68,11 @@ class RunProgress:
 Follow = Callable[[RunProgress], None]
 
 
-def answers(round_: int, num_answers: int, num_asked: int) -> RunProgress:
-    """The number of those asked in a round that have answered."""
-    return RunProgress(what="answers", done=num_answers, total=num_asked, round=round_, is_count=True)
+def answers(round_: int, num_answers: int, num_asked: int, clients: Mapping[int, str] | None = None) -> RunProgress:
+    """The number of those asked in a round that have answered, and what each of them does."""
+    return RunProgress(
+        what="answers", done=num_answers, total=num_asked, round=round_, is_count=True, clients=clients or {}
+    )
 
 
 class Observer(Protocol):
@@ -123,16 +131,36 @@ class LogObserver:
 
     _config: RunConfig | None = None
     _delta = 0.0
-    _last_line = -math.inf
-    """When something was last said of the rounds, in seconds."""
+
+    def __init__(self) -> None:
+        self._last_line = self._began = time.monotonic()
+        self._now = RunProgress(what="preparing")
+        self._names: dict[int, str] = {}
+
+    @contextmanager
+    def heartbeat(self) -> Iterator[None]:
+        """While the block runs, at least every 10 s a line says what is going on."""
+        ended = threading.Event()
+
+        def speak() -> None:
+            while not ended.wait(1.0):
+                self._say_if_due()
+
+        threading.Thread(target=speak, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
 
     def started(
         self, config: RunConfig, registrations: Sequence[Registration], learning_rate: LearningRate | None
     ) -> None:
         """Log who takes part, and with which learning rate."""
-        self._last_line = time.monotonic()
+        self._last_line = self._began = time.monotonic()
+        self._now = RunProgress(what="preparing the rounds")
         self._config, self._delta = config, max(config.delta or default_delta(r.num_records) for r in registrations)
         kind = f"z = {config.noise_multiplier}" if config.noise_multiplier else "comparison, z = 0"
+        self._names = {r.client: r.name for r in registrations}
         sizes = ", ".join(f"{holder_label(r.client, r.name)}: {r.num_records}" for r in registrations)
         log.info("run with %s; %s: %s", kind, what_is_counted(config.unit), sizes)
         if learning_rate is not None:
@@ -143,15 +171,31 @@ class LogObserver:
         log.warning("%s", text)
 
     def progressed(self, progress: RunProgress) -> None:
-        """Log how far a long round is, now and then."""
+        """Log what is going on, now and then."""
+        if (progress.what, progress.round) != (self._now.what, self._now.round):
+            self._began = time.monotonic()
+        self._now = progress
+        self._say_if_due()
+
+    def _say_if_due(self) -> None:
         now = time.monotonic()
-        if progress.round is not None and now - self._last_line >= _PAUSE_SECONDS:
-            self._last_line = now
-            log.info("round %s: %s", progress.round, progress.text)
+        if now - self._last_line < _PAUSE_SECONDS:
+            return
+        self._last_line = now
+        place = "" if self._now.round is None else f"round {self._now.round}: "
+        log.info("%s%s, %s", place, self._now.text, "; ".join([format_seconds(now - self._began), *self._awaited()]))
+
+    def _awaited(self) -> Iterator[str]:
+        """The clients that have not answered, by what they do."""
+        for doing in sorted(set(self._now.clients.values()) - {"replied"}):
+            who = [holder_label(c, self._names.get(c)) for c, does in self._now.clients.items() if does == doing]
+            more = [f"{len(who) - _MOST_NAMES} more"] if len(who) > _MOST_NAMES else []
+            yield f"{doing}: {', '.join([*who[:_MOST_NAMES], *more])}"
 
     def round_done(self, row: RoundRow) -> None:
         """Log a round's figures."""
-        self._last_line = time.monotonic()
+        self._last_line = self._began = time.monotonic()
+        self._now = RunProgress(what=f"after round {row.round}")
         figures = [
             *([] if row.test_accuracy is None else [f"accuracy {row.test_accuracy:.4f}"]),
             *([] if row.test_perplexity is None else [f"perplexity {row.test_perplexity:.2f}"]),

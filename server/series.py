@@ -27,7 +27,7 @@ from server import checkpoint, registry
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.evaluation import PrivateEvaluation, evaluate_privately
-from server.observer import Observer
+from server.observer import Observer, RunProgress
 from server.registration import Nodes
 from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Receipts
 from server.strategy import RuleStrategy
@@ -104,6 +104,11 @@ class Series:
             journal.write(event, round=round_, client=client)
             observer.notice(_told(event, self.names[client], client, round_))
 
+        def follow(progress: RunProgress) -> None:
+            if progress.clients and progress.round is not None:
+                writer.note_progress(progress.round, progress.clients)
+            observer.progressed(progress)
+
         writer.journal = journal = writer.journal.with_fields(run=self.run_id)
         journal.write("rounds_begin", round=self._after, num_clients=len(self.registrations))
         started = time.monotonic() - sum(row.seconds for row in writer.rounds)
@@ -117,7 +122,7 @@ class Series:
             resumed=self._resumed,
             evaluate=test,
             on_round=on_round,
-            follow=observer.progressed,
+            follow=follow,
             absences=Absences(
                 self._nodes,
                 node_keys=Path(self._config.node_keys) if self._config.node_keys else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -30,6 +30,7 @@ from fedpriv.training.local_update import UpdateSpec, num_trained_values, traine
 from fedpriv.training.noise_plan import start_noise
 from fedpriv.training.schedule import RunSchedule
 from fedpriv.training.summing import mean_of_sum, mean_upload
+from fedpriv.vault.frames import TRAIN
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange, ExpectedReply, Vector, read_reply, read_sum, wire_bytes
@@ -56,7 +57,7 @@ class RuleStrategy(Strategy):
         resumed: the checkpoint from which an interrupted run resumes; None for a new run.
         evaluate: the server's own test of a global model; None if it has no test set.
         on_round: called after every finished round; round 0 is the untrained model.
-        follow: told how many answers of a round have arrived.
+        follow: told what the clients of a round do, and how many have answered.
         absences: who is skipped for not answering; by default a record that nobody else is told of.
         receipts: of the nodes' charges, which are shown to them; None shows and keeps none.
     """
@@ -91,7 +92,7 @@ class RuleStrategy(Strategy):
         self._on_round = on_round
         self._follow = follow
         self._receipts = receipts
-        self._exchange = Exchange()
+        self._exchange = Exchange(self._told)
         self._sums = SecureSums(config, nodes, run=run, exchange=self._exchange) if config.secure_aggregation else None
         self._attempt: Opened | None = None
         self._no_sum: ProtocolError | None = None
@@ -237,12 +238,12 @@ class RuleStrategy(Strategy):
         for client, reason in self._round.collect(replies, self._read).items():
             self.books.retire(client, reason)
 
-    def _counted(self, replies: Iterable[Message], num_asked: int) -> Iterable[Message]:
-        """The replies, of each of which the follower is told; how many there are is all that it learns."""
-        self._follow(answers(self._round.number, 0, num_asked))
-        for num, reply in enumerate(replies, start=1):
-            self._follow(answers(self._round.number, num, num_asked))
-            yield reply
+    def _told(self, kind: str, asked: Collection[int], silent: Collection[int]) -> None:
+        """Tell the follower what each node that was asked does: that, and no more, is what it learns of answers."""
+        known = {node_id: client for client, (node_id, _) in self._nodes.items()}
+        until = "training" if kind == TRAIN else "asked"
+        doing = {known[node_id]: until if node_id in silent else "replied" for node_id in asked if node_id in known}
+        self._follow(answers(self._round.number, len(asked) - len(silent), len(asked), doing))
 
     def _read(self, client: int, reply: Message) -> tuple[Adapter | Vector | None, str]:
         """The content of a client's reply, and the digest that the client's ledger records."""
@@ -371,7 +372,7 @@ class RuleStrategy(Strategy):
                 self._stop(round_)
                 break
             while messages:
-                self._collect(self._counted(self._exchange.replies(grid, messages, timeout), len(messages)))
+                self._collect(self._exchange.replies(grid, messages, timeout))
                 # A sum is of those that have exchanged keys: nobody can join them.
                 messages = [] if self._has_enough or self._sums else self._charged_messages(config)
             arrays = self._close_round()

@@ -143,6 +143,15 @@ class RunFolder:
         return files.read_values(self.path / files.REGISTRATIONS, optional=True)
 
     @cached_property
+    def progress(self) -> tuple[int, dict[int, str]]:
+        """The round that was last begun, and what its clients do; 0 and nothing before, or if it cannot be read."""
+        try:
+            values = files.read_values(self.path / files.PROGRESS, optional=True)
+            return int(values["round"]), {int(client): str(doing) for client, doing in values["clients"].items()}
+        except (InputError, KeyError, TypeError, ValueError, AttributeError):
+            return 0, {}
+
+    @cached_property
     def summary(self) -> dict[str, Any]:
         """The values of summary.json, with None for figures that a run of an earlier version lacks; empty before."""
         values = files.read_values(self.path / files.SUMMARY, optional=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +45,8 @@ class ClientStatus:
             ledger knows.
         retired: why it is no longer asked; None if it may be.
         skipped: whether it is not asked, since its node stopped answering, until that registers again.
+        doing: what it does in the round under way: `training`, `asked` something else, or `replied`; None if it is not
+            asked in it, or there is none.
     """
 
     client: int
@@ -58,6 +60,7 @@ class ClientStatus:
     delta: float | None
     retired: str | None
     skipped: bool
+    doing: str | None
 
     @property
     def is_troubled(self) -> bool:
@@ -159,6 +162,9 @@ def _status_of(folder: RunFolder) -> RunStatus:
         clients = _clients(rows, registrations, summary, checkpoint)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{run_dir}: what it says about its clients is damaged ({error!r})") from None
+    begun, doing = folder.progress
+    is_under_way = not summary and begun > (rounds[-1]["round"] if rounds else 0)
+    clients = tuple(replace(each, doing=doing.get(each.client) if is_under_way else None) for each in clients)
     round_seconds, engine = float(config.get("round_seconds", 3600.0)), str(config.get("engine", ""))
     silence = max(0.0, folder.now - _last_change(run_dir))
     state: State = "finished" if summary else _state(run_dir, alive, is_silent=silence > round_seconds)
@@ -368,4 +374,5 @@ def _client(
         delta=known.get("delta", last.get("delta")),
         retired=retired,
         skipped=skipped,
+        doing=None,
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,6 +41,8 @@ class RunWriter:
         self.rounds: list[RoundRow] = []
         self.clients: list[ClientRow] = []
         self.journal = Journal(path / files.EVENTS)
+        self._progress: dict[str, Any] = {}
+        self._progress_written = -math.inf
 
     @classmethod
     def created(cls, path: Path, config: RunConfig) -> Self:
@@ -93,6 +98,18 @@ class RunWriter:
             self.journal.write("reply", **keys, status=row.status, detail=row.detail, bytes_up=row.bytes_up)
         names = ("num_selected", "num_replies", "num_failures", "num_late", "test_accuracy", "epsilon_local_max")
         self.journal.write("round_done", round=round_.round, **{name: getattr(round_, name) for name in names})
+
+    def note_progress(self, round_: int, clients: Mapping[int, str]) -> None:
+        """Let readers know what the clients of a round do before it is over; at most once a second.
+
+        It is for display alone, so that a file which cannot be written costs nothing.
+        """
+        known = {"round": round_, "clients": {str(client): doing for client, doing in clients.items()}}
+        if known == self._progress or time.monotonic() - self._progress_written < 1.0:
+            return
+        self._progress, self._progress_written = known, time.monotonic()
+        with suppress(OSError):
+            write_json(self.path / files.PROGRESS, known)
 
     @property
     def ledger(self) -> Path:

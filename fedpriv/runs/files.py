@@ -25,6 +25,7 @@ SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"  # written last: it marks the run as finished
 REPORT = "report.html"
 TRACKER = "tracker.json"  # how far a tracker has been told
+PROGRESS = "progress.json"  # what the clients of the round under way do
 PRESENCE = "process.json"  # locked while the run's process lives
 
 CHECKPOINTS = "checkpoint"

@@ -11,7 +11,7 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.runs._rows import MAX_EVENTS
 from fedpriv.runs._writer import RunWriter
-from fedpriv.runs.show._terminal import MAX_CLIENTS
+from fedpriv.runs.show._terminal import MAX_CLIENTS, state_of
 from tests.runs.written import SIZES, WriteRun, client_row, event, round_row, shown, status
 
 
@@ -53,6 +53,30 @@ def test_the_view_that_was_asked_for_comes_first_with_its_limit(tmp_path: Path) 
         folder.add(round_row(0, []), [])
         folder.add(round_row(1, rows), rows)
         assert f"largest ε   {line}" in shown(status(folder.path)).replace("\n            ", " ")
+
+
+def test_clients_of_the_round_under_way_are_shown_by_what_they_do(write_run: WriteRun) -> None:
+    folder = write_run(rounds=0)
+    (folder / "registrations.json").write_text(
+        json.dumps({str(c): {"client": c, "name": "", "num_records": n} for c, n in SIZES.items()})
+    )
+
+    def states() -> list[str]:
+        text = shown(found := status(folder))
+        assert all(client.doing is None or client.doing in text for client in found.clients)
+        return [state_of(client) for client in found.clients]
+
+    assert states() == ["not asked"] * 3
+    writer = RunWriter(folder)
+    writer.note_progress(1, {0: "training", 1: "replied"})
+    assert states() == ["training", "replied", "not asked"]
+    writer.note_progress(1, {0: "replied", 1: "replied"})  # sooner than a second later
+    assert states()[0] == "training"
+    rows = [client_row(1, client) for client in SIZES]
+    writer.add(round_row(1, rows), rows)
+    assert states() == ["ok"] * 3, "the round is over"
+    (folder / "progress.json").write_text('{"round": 2, "clients": [1]}')
+    assert states() == ["ok"] * 3, "what cannot be read tells nothing"
 
 
 def test_clients_are_shown_on_the_view_that_was_asked_for(write_run: WriteRun) -> None:

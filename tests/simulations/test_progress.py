@@ -13,6 +13,7 @@ from fedpriv.config import parse
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.progress import FEATURES, READING, TESTING, TRAINING, silent
 from fedpriv.training.workbench import forget, workbench
+from server import observer as observers
 from server.exchange import Exchange
 from server.observer import LogObserver, RunProgress, answers
 from simulations.engines import federation
@@ -44,7 +45,11 @@ def test_an_engine_tells_of_each_step_of_each_client_until_all_are_done(small_ru
         assert told == sorted(told)
         assert len(told) >= 2
         assert {total for _, total in told} == {told[-1][0]} == {6}, "three clients' steps, all done"
-        assert [done for done, _ in shares(observer.seen, round_, "answers")] == [0, 1, 2, 3]
+        answered = shares(observer.seen, round_, "answers")
+        assert answered == sorted(answered)
+        assert (answered[0], answered[-1]) == ((0, 3), (3, 3))
+        doing = [each.clients for each in observer.seen if (each.what, each.round) == ("answers", round_)]
+        assert (doing[0], doing[-1]) == (dict.fromkeys(range(3), "training"), dict.fromkeys(range(3), "replied"))
     stages = [each.what for each in observer.seen if not each.total]
     assert stages[0] == "loading model and data"
     assert stages[-1] == "writing the report"
@@ -93,15 +98,34 @@ def test_a_display_that_fails_makes_no_record_count_as_zero(small_run, tmp_path,
     assert not [line for line in said if "counts as zero" in line or "PRIVATE 1" in line]
 
 
-def test_a_log_says_how_far_a_round_is_once_it_was_silent_for_long(caplog):
+def test_a_log_says_what_is_awaited_once_it_was_silent_for_10_seconds(caplog):
     quick, slow = LogObserver(), LogObserver()
-    quick._last_line = time.monotonic()
-    slow._last_line = time.monotonic() - 31
+    slow._names = {0: "St. Anna", 2: ""}
+    doing = {0: "training", 1: "replied", 2: "training", 3: "asked"}
+    for observer, silent_for in ((quick, 9), (slow, 11)):
+        observer.progressed(answers(2, 0, 4, dict.fromkeys(doing, "asked")))
+        observer._began = time.monotonic() - 83
+        observer._last_line = time.monotonic() - silent_for
     with caplog.at_level(logging.INFO, logger="flwr"):
         for observer in (quick, slow):
-            for num in range(3):
-                observer.progressed(answers(2, num, 3))
-    assert [record.getMessage() for record in caplog.records] == ["round 2: answers 0/3"]
+            for _ in range(3):
+                observer.progressed(answers(2, 1, 4, doing))
+    assert [record.getMessage() for record in caplog.records] == [
+        "round 2: answers 1/4, 1 min 23 s; asked: client 3; training: St. Anna (0), client 2"
+    ]
+
+
+def test_a_heartbeat_speaks_where_nothing_is_told(caplog, monkeypatch):
+    monkeypatch.setattr(observers, "_PAUSE_SECONDS", 0.5)
+    observer = LogObserver()
+    observer.progressed(RunProgress(what="loading model and data"))
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        with observer.heartbeat():
+            time.sleep(2.6)
+        told = [record.getMessage() for record in caplog.records]
+        time.sleep(1.5)
+    assert len(caplog.records) == len(told) == 2
+    assert told[0].startswith("loading model and data, 1")
 
 
 def test_a_stack_that_fails_is_trained_again_and_never_counts_twice():
@@ -135,7 +159,13 @@ def test_a_node_that_answers_twice_is_one_answer():
     def reply(message_id: str) -> SimpleNamespace:
         return SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=message_id, src_node_id=7))
 
-    asked = [SimpleNamespace(metadata=SimpleNamespace(message_id=f"m{k}")) for k in range(3)]
+    def message(k: int) -> SimpleNamespace:
+        return SimpleNamespace(metadata=SimpleNamespace(message_id=f"m{k}", message_type="train", dst_node_id=k))
+
+    asked = [message(k) for k in range(3)]
+    told: list[int] = []
     pulled = iter([[reply("m0"), reply("m0"), reply("unasked")], [reply("m0"), reply("m1")], []])
     grid = SimpleNamespace(push_messages=lambda messages: None, pull_messages=lambda ids: next(pulled))
-    assert len(list(Exchange().replies(grid, asked, 0.5))) == 2  # type: ignore[arg-type]
+    exchange = Exchange(lambda kind, asked, silent: told.append(len(asked) - len(silent)))
+    assert len(list(exchange.replies(grid, asked, 0.5))) == 2  # type: ignore[arg-type]
+    assert told[-1] == 2

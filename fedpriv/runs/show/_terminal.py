@@ -113,10 +113,10 @@ def _client_cells(client: ClientStatus, epsilon: float | None) -> tuple[str, ...
 
 
 def state_of(client: ClientStatus) -> str:
-    """One word for why a client is not asked, or for how its last round ended."""
+    """One word for why a client is not asked, for what it does in this round, or for how its last one ended."""
     if client.retired is not None:
         return "retired"
-    return "skipped" if client.skipped else _printable(client.status or "not asked")
+    return "skipped" if client.skipped else _printable(client.doing or client.status or "not asked")
 
 
 def trouble_of(client: ClientStatus) -> str:
