@@ -134,18 +134,20 @@ class DeployedFederation:
         holdings: Mapping[int, list[str]] | None = None,
         model: Path | None = None,
         settings: str = "",
+        metrics: bool = False,
     ) -> None:
         self.folder = folder
         self.port = free_port()
         self.coordinator = folder / "coordinator"
         self.services: dict[str, Service] = {}
         folder.mkdir(parents=True)
-        kit(SERVER, "init", self.coordinator, "--address", "127.0.0.1", "--port", self.port)
+        measured = ["--metrics"] if metrics else []
+        kit(SERVER, "init", self.coordinator, "--address", "127.0.0.1", "--port", self.port, *measured)
         self.start_superlink()
         self.digest = ""
         self.invite(num_nodes)
         for client in range(num_nodes):
-            self.make_node(client, *(holdings or {}).get(client, []))
+            self.make_node(client, *(holdings or {}).get(client, []), *measured)
             with (self.node(client) / FILE).open("a") as file:
                 file.write(settings)
             if model is not None:

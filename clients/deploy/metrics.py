@@ -8,6 +8,7 @@ or failures, which come after.
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -39,6 +40,8 @@ _HOST = "127.0.0.1"
 _CONNECT_SECONDS = 2.0
 _ASK_COORDINATOR_SECONDS = 60.0
 _END_SECONDS = 10.0
+# An account is computed right after a charge, when it must not keep the vault from its reply's public time.
+_NICENESS = 19
 _SECONDS_OF_A_DAY = 86_400.0
 
 # The name with which the guard's reason begins. A ledger that cannot be used has none; it may be found full after a
@@ -51,7 +54,7 @@ _MOST_REASONS = 50
 
 
 def serve(node: Node) -> int:
-    """Serve the node's metrics, as long as this process lives, and return the port.
+    """Serve the node's metrics, as long as this process lives, which gives way to all others, and return the port.
 
     Raises:
         InputError: its settings name no port, or nothing can listen there.
@@ -60,6 +63,7 @@ def serve(node: Node) -> int:
         raise InputError(f"metrics = false: set metrics = true in {node.folder / FILE}, or name a port there")
     from fedpriv.deployment import metrics  # where there are none, nothing of Prometheus is loaded
 
+    os.nice(_NICENESS)
     metrics.serve(node.metrics_port, sources(node))
     return node.metrics_port
 
@@ -152,8 +156,9 @@ def _account(vault: VaultSettings) -> Iterator[Metric]:
             reader.verify_with_head(db, vault.ledger)
             data_set = db.data_set(None)
             charges = db.charges(data_set.id) if data_set else []
-            spent = statement.spending(db, budget_epsilon=budget, view=view)[-1:]
+            epsilon = statement.epsilon_spent(db, data_set, view) if data_set else 0.0
             used = statement.enforced(db, data_set, budget, view)[1] if data_set and budget else None
+            left = statement.remaining_rounds(db, data_set, budget, view) if data_set and budget else None
     except (LedgerError, ValueError):
         yield gauge(*usable, 0.0)
         return
@@ -163,22 +168,20 @@ def _account(vault: VaultSettings) -> Iterator[Metric]:
         yield gauge("fedpriv_last_round", "Round of the last charge.", float(charges[-1].round or 0))
         when = datetime.fromisoformat(charges[-1].time).timestamp()
         yield gauge("fedpriv_last_charge_timestamp_seconds", "Time of the last charge.", when)
-    labels = "client", "view"
-    of = (str(vault.partition_id), view)
-    for row in spent:
-        epsilon = row[f"epsilon_{view}"]
-        yield gauge("fedpriv_epsilon_spent", "Epsilon of all releases so far, by pld.", {of: epsilon}, labels)
-        yield gauge("fedpriv_delta", "Delta at which epsilons hold.", {of: row["delta"]}, labels)
-        if budget is not None:
-            yield gauge("fedpriv_epsilon_budget", "Epsilon that may be spent.", {of: budget}, labels)
-            left = max(0.0, budget - epsilon)
-            yield gauge("fedpriv_epsilon_left", "The budget less what is spent.", {of: left}, labels)
-        if "remaining_rounds" in row:
-            rounds = float(row["remaining_rounds"])
-            yield gauge("fedpriv_rounds_left", "Rounds like the last one that the budget allows.", {of: rounds}, labels)
-    if used is not None:
-        share = "Share of the budget that is used up, by the rule that enforces it."
-        yield gauge("fedpriv_budget_used_ratio", share, {of: used}, labels)
+    for name, meaning, figure in (
+        ("fedpriv_epsilon_spent", "Epsilon of all releases so far, by pld.", epsilon),
+        ("fedpriv_epsilon_budget", "Epsilon that may be spent.", budget),
+        (
+            "fedpriv_epsilon_left",
+            "The budget less what is spent.",
+            None if budget is None else max(0.0, budget - epsilon),
+        ),
+        ("fedpriv_delta", "Delta at which epsilons hold.", None if data_set is None else data_set.delta),
+        ("fedpriv_rounds_left", "Rounds like the last one that the budget allows.", left),
+        ("fedpriv_budget_used_ratio", "Share of the budget that is used up, by the rule that enforces it.", used),
+    ):
+        if data_set is not None and figure is not None:
+            yield gauge(name, meaning, {(str(vault.partition_id), view): figure}, ["client", "view"])
 
 
 class Refusals:

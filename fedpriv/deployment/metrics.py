@@ -35,8 +35,9 @@ _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _MOST_READERS = 16
 _READER_SECONDS = 10.0
-# Reading takes at most this share of one core.
+# Reading takes at most this share of one core, unless it takes so long that figures would be older than a minute.
 _SHARE = 0.1
+_LONGEST_PAUSE_SECONDS = 60.0
 
 
 def gauge(
@@ -116,7 +117,8 @@ class _Reading(threading.Thread):
             if reason and reason != last_reason:
                 log.warning("no figures of the %s: %s", self._source.name, reason)
             last_reason = reason
-            time.sleep(max(self._source.seconds, (time.monotonic() - started) / _SHARE))
+            taken = time.monotonic() - started
+            time.sleep(max(self._source.seconds, min(taken / _SHARE, _LONGEST_PAUSE_SECONDS)))
 
 
 class _Registered(Collector):

@@ -267,18 +267,36 @@ def _spending(
     else:
         risk = rule.risk(charged[view], epsilon=budget_epsilon, delta=data_set.delta_for_releases)
     result |= risk.values
-    if budget_epsilon is not None and (last := _last_charge(db, data_set)) is not None:
-        event, before = last.charged_on(view), charged[view]
-        if rule is None:
-            rounds: float = rounds_within(
-                budget_epsilon, data_set.delta, each_round=event, spent_before=before, at_most=_MOST_ROUNDS
-            )
-        else:
-            if isinstance(rule, CommittedPlans):
-                before = [release.charged_on(view) for release in db.releases_in_order(data_set.id)]
-            rounds = rule.remaining(before, event, epsilon=budget_epsilon, delta=data_set.delta_for_releases)
-        result["remaining_rounds"] = int(min(rounds, _MOST_ROUNDS)) if is_known else 0
+    if budget_epsilon is not None and (rounds := remaining_rounds(db, data_set, budget_epsilon, view)) is not None:
+        result["remaining_rounds"] = rounds
     return result
+
+
+def epsilon_spent(db: LedgerConnection, data_set: DataSet, view: PlannedView) -> float:
+    """The epsilon of all releases of a data set on a view, as `spending` has it; infinite if not all are known."""
+    if not db.is_known_in_full(data_set.id):
+        return math.inf
+    releases = db.releases(data_set.id)
+    return epsilon_of([release.charged_on(view) for release in releases], data_set.delta).epsilon
+
+
+def remaining_rounds(db: LedgerConnection, data_set: DataSet, epsilon: float, view: PlannedView) -> int | None:
+    """The rounds like the last one that a budget of a data set still allows; None before the first.
+
+    Arguments as for `enforcement`.
+    """
+    if (last := _last_charge(db, data_set)) is None:
+        return None
+    if not db.is_known_in_full(data_set.id):
+        return 0
+    event, before = last.charged_on(view), [release.charged_on(view) for release in db.releases(data_set.id)]
+    rule = filters.rule_of(db.bounds(data_set.id))
+    if rule is None:
+        return rounds_within(epsilon, data_set.delta, each_round=event, spent_before=before, at_most=_MOST_ROUNDS)
+    if isinstance(rule, CommittedPlans):
+        before = [release.charged_on(view) for release in db.releases_in_order(data_set.id)]
+    rounds = rule.remaining(before, event, epsilon=epsilon, delta=data_set.delta_for_releases)
+    return int(min(rounds, _MOST_ROUNDS))
 
 
 def statement(
