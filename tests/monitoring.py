@@ -36,7 +36,7 @@ def parsed(text: str) -> Samples:
     }
 
 
-def text_of(*sources: metrics.Source) -> str:
+def text_of(*sources: metrics.Measured) -> str:
     """What a reader of these sources would get, without a port."""
     readings = [metrics._Reading(source) for source in sources]
     for reading, source in zip(readings, sources, strict=True):

@@ -150,7 +150,7 @@ class Node:
 
     @property
     def log(self) -> Path | None:
-        """What `start` shows; None where root starts the node of another user, who could lead root's file elsewhere."""
+        """The lines of `start`; None where root starts another user's node, who could lead root's file elsewhere."""
         return self.folder / "node.log" if self.folder.stat().st_uid == os.geteuid() else None
 
     @property

@@ -34,7 +34,7 @@ from fedpriv.vault.settings import VaultSettings
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from fedpriv.deployment.metrics import Source
+    from fedpriv.deployment.metrics import Measured
 
 _HOST = "127.0.0.1"
 _CONNECT_SECONDS = 2.0
@@ -68,21 +68,21 @@ def serve(node: Node) -> int:
     return node.metrics_port
 
 
-def sources(node: Node) -> list[Source]:
+def sources(node: Node) -> list[Measured]:
     """The figures of a node, by how they are read."""
-    from fedpriv.deployment.metrics import Source
+    from fedpriv.deployment.metrics import Measured
 
     account, refusals = _Account(node.vault), Refusals(node.vault.events)
     return [
-        Source("processes", lambda: _processes(node)),
-        Source("ledger", account.read),
-        Source("journal", refusals.read),
-        Source("coordinator", lambda: _coordinator(node), _ASK_COORDINATOR_SECONDS),
+        Measured("processes", lambda: _processes(node)),
+        Measured("ledger", account.read),
+        Measured("journal", refusals.read),
+        Measured("coordinator", lambda: _coordinator(node), _ASK_COORDINATOR_SECONDS),
     ]
 
 
 def _processes(node: Node) -> Iterator[Metric]:
-    """What of the node is there, which any process of this machine can find out."""
+    """The parts of the node that are there, which any process of this machine can find out."""
     from fedpriv.deployment.metrics import gauge
 
     vault = node.vault
@@ -146,7 +146,7 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 
 def _account(vault: VaultSettings) -> Iterator[Metric]:
-    """What the ledger says of the data set that is charged now, on the view of the budget."""
+    """The account of the data set that is charged now, on the view of the budget."""
     from fedpriv.deployment.metrics import counter, gauge
 
     view, budget = vault.budget_view, vault.budget_epsilon

@@ -68,7 +68,7 @@ def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: float | Map
 
 
 @dataclass(frozen=True)
-class Source:
+class Measured:
     """Figures that are read together.
 
     Attributes:
@@ -82,7 +82,7 @@ class Source:
     seconds: float = 10.0
 
 
-def serve(port: int, sources: Sequence[Source]) -> None:
+def serve(port: int, sources: Sequence[Measured]) -> None:
     """Serve the figures at http://127.0.0.1:PORT/metrics from threads of their own, as long as this process lives.
 
     Raises:
@@ -101,7 +101,7 @@ def serve(port: int, sources: Sequence[Source]) -> None:
 class _Reading(threading.Thread):
     """Reads a source again and again; while it cannot be read, there are no figures."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Measured) -> None:
         super().__init__(daemon=True)
         self._source = source
         self.figures: tuple[Metric, ...] = ()

@@ -38,8 +38,8 @@ def serve(coordinator: Coordinator, num_online: Callable[[], int | None], say: C
     from fedpriv.deployment import metrics  # where there are none, nothing of Prometheus is loaded
 
     sources = [
-        metrics.Source("SuperLink", lambda: _superlink(coordinator, num_online())),
-        metrics.Source("newest run", lambda: _newest_run(coordinator.runs)),
+        metrics.Measured("SuperLink", lambda: _superlink(coordinator, num_online())),
+        metrics.Measured("newest run", lambda: _newest_run(coordinator.runs)),
     ]
     try:
         metrics.serve(coordinator.metrics_port, sources)
@@ -93,7 +93,7 @@ def _newest_run(runs: Path) -> Iterator[Metric]:
 
 
 def _accounts(folder: RunFolder, run: RunStatus) -> Iterator[Metric]:
-    """What each client has spent on the run's view, and what its budget, or the run's target, leaves."""
+    """Every client's spending on the run's view, and what its budget, or the run's target, leaves."""
     from fedpriv.deployment.metrics import gauge
 
     limits = dict(enumerate(run.budget_epsilon))

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from fedpriv.deployment import metrics
-from fedpriv.deployment.metrics import Source, gauge
+from fedpriv.deployment.metrics import Measured, gauge
 from fedpriv.errors import InputError
 from simulations.sites import free_port, wait_until
 from tests.monitoring import EXAMPLES, ROOT, names, rules, scraped, value
@@ -28,7 +28,7 @@ def ask(port: int, path: str = "/metrics", host: str = "127.0.0.1") -> int:
 @pytest.fixture
 def port() -> int:
     port = free_port()
-    metrics.serve(port, [Source("one", lambda: [gauge("fedpriv_one", "1.", 1.0)])])
+    metrics.serve(port, [Measured("one", lambda: [gauge("fedpriv_one", "1.", 1.0)])])
     wait_until(lambda: "fedpriv_one" in names(scraped(port)), "figures", 10)
     return port
 
@@ -68,9 +68,9 @@ def test_a_source_that_hangs_or_fails_is_left_out_and_named_once(caplog):
         return [gauge("fedpriv_mended", "1.", 1.0)]
 
     sources = [
-        Source("good", lambda: [gauge("fedpriv_good", "1.", 1.0)]),
-        Source("hanging", lambda: time.sleep(1000)),
-        Source("failing", fails, 0.05),
+        Measured("good", lambda: [gauge("fedpriv_good", "1.", 1.0)]),
+        Measured("hanging", lambda: time.sleep(1000)),
+        Measured("failing", fails, 0.05),
     ]
     with caplog.at_level(logging.WARNING):
         metrics.serve(port, sources)

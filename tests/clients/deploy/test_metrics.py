@@ -91,7 +91,7 @@ def test_refusals_are_counted_by_what_was_wrong(node):
     )
     node.vault.events.open("a").write('{"event": "refused", "reason": "refused: clip_norm = 9:')  # still being written
     refusals = metrics.Refusals(node.vault.events)
-    kinds = served.Source("journal", refusals.read)
+    kinds = served.Measured("journal", refusals.read)
     found = parsed(text_of(kinds))
     counted = {
         reason: value(found, "fedpriv_refusals_total", reason=reason) for reason in ("noise_multiplier", "round")

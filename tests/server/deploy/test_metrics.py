@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.config import parse
-from fedpriv.deployment.metrics import Source
+from fedpriv.deployment.metrics import Measured
 from fedpriv.runs import RunWriter, marked_alive
 from server.deploy import certificates, folder, metrics
 from server.deploy.folder import Coordinator
@@ -28,11 +28,11 @@ def coordinator(tmp_path: Path) -> Coordinator:
 
 
 def superlink(coordinator: Coordinator, num_online: int | None = 0) -> Samples:
-    return parsed(text_of(Source("SuperLink", lambda: metrics._superlink(coordinator, num_online))))
+    return parsed(text_of(Measured("SuperLink", lambda: metrics._superlink(coordinator, num_online))))
 
 
 def newest(coordinator: Coordinator) -> Samples:
-    return parsed(text_of(Source("run", lambda: metrics._newest_run(coordinator.runs))))
+    return parsed(text_of(Measured("run", lambda: metrics._newest_run(coordinator.runs))))
 
 
 def write(coordinator: Coordinator, name: str, rounds: int, **config: object) -> Path:
