@@ -21,6 +21,7 @@ from fedpriv.deployment.checks import print_checks
 from fedpriv.deployment.command_line import UnitFolder, compare, give_units, run_command_line
 from fedpriv.deployment.joining import Invitation, Roster
 from fedpriv.deployment.logs import Log
+from fedpriv.deployment.processes import end_with_parent
 from fedpriv.errors import InputError
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import approved_peers
@@ -412,9 +413,8 @@ def metrics(
     node = Node.read(dir_)
     typer.echo(f"served at http://127.0.0.1:{node_metrics.serve(node)}/metrics")
     if with_parent:
-        sys.stdin.buffer.read()
-    else:
-        signal.pause()
+        end_with_parent()
+    signal.pause()
 
 
 @app.command()

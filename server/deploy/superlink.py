@@ -34,8 +34,8 @@ from fedpriv.deployment.flower import (
     run_and_explain,
 )
 from fedpriv.deployment.keys import VAULT
-from fedpriv.deployment.processes import only_start
 from fedpriv.deployment.logs import Log
+from fedpriv.deployment.processes import only_start
 from fedpriv.deployment.users import owner_of
 from fedpriv.errors import FlowerError, InputError
 from server.deploy import certificates, metrics

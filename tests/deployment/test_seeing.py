@@ -15,7 +15,7 @@ from fedpriv.ledger import reader, statement
 from fedpriv.runs import RunFolder, spent_on_view, status_of
 from fedpriv.runs.show._terminal import state_of
 from server.deploy.folder import Coordinator
-from simulations.sites import CLIENT, DeployedFederation, kit, wait_until
+from simulations.sites import DeployedFederation, wait_until
 from tests.deployment.conftest import holdings
 from tests.monitoring import Samples, firing, names, scraped, value
 
@@ -36,8 +36,7 @@ def site(tmp_path_factory, table, tiny_bert) -> Iterator[DeployedFederation]:
         folder / "federation", holdings=own, model=tiny_bert, settings=settings, metrics=True
     )
     for client in NODES:
-        for peer in {*NODES} - {client}:
-            kit(CLIENT, "approve-peer", federation.node(client), peer, federation.node(peer) / "vault.key.pub")
+        federation.approve_peers(client)
     yield federation
     federation.stop()
 
