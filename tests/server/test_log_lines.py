@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -31,7 +32,8 @@ def test_an_update_is_told_in_words() -> None:
     assert "UpdateSpec" not in text
 
 
-def test_a_round_is_told_on_the_view_of_its_target_first(caplog) -> None:
+def test_a_round_is_told_on_the_view_of_its_target_first(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     target = {"privacy_view": "aggregate", "target_epsilon": 2.0, "secure_aggregation": True, "min_clients": 3}
     row = round_row(3, [client_row(3, client) for client in SIZES], epsilon_aggregate_max=1.234)
     with caplog.at_level("INFO"):

@@ -36,6 +36,7 @@ FIRST_NODE_ID = 2
 
 class Notices(LogObserver):
     def __init__(self) -> None:
+        super().__init__()
         self.texts: list[str] = []
 
     def notice(self, text: str) -> None:

@@ -25,6 +25,7 @@ class Notes(LogObserver):
     """Keeps what a run says."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.notes: list[str] = []
 
     def notice(self, text: str) -> None:

@@ -25,6 +25,7 @@ FEDPRIV = Path(__file__).resolve().parents[2] / "fedpriv"
 
 class Kept(LogObserver):
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list[RunProgress] = []
 
     def progressed(self, progress: RunProgress) -> None:

@@ -47,6 +47,7 @@ class Notices(LogObserver):
     """Keeps what whoever started the run is told."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.told: list[str] = []
 
     def notice(self, text: str) -> None:
