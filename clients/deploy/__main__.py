@@ -285,6 +285,20 @@ def begin_counter(dir_: Folder) -> None:
     """
     vault = Node.read(dir_).vault
     watch = ReceiptWatch.of(vault)
+@app.command("records")
+def records_(dir_: Folder) -> None:
+    """Count the node's records as `init` does, and say what counts of them, in a file that has grown or shrunk.
+
+    Example: fedpriv node records ~/node
+    """
+    vault = Node.read(dir_).vault
+    if vault.data is None:
+        raise InputError(f"data: {dir_}/vault.toml names no file of records")
+    found = records.find(vault)
+    for line in (*found.lines(), *records.compared(vault, found)):
+        typer.echo(line)
+
+
     if watch is None:
         raise InputError(f"key = {vault.key}: no such file; only what is signed can be counted; run `new-key`")
     watch.begin_counter_file(vault.ledger)

@@ -193,13 +193,15 @@ def check_registered(path: Path) -> Check:
     """Whether a data set is registered in the node's ledger; its N_k and id."""
 
     def registered() -> str:
-        data_set = None
+        data_set, changes = None, []
         if path.is_file():
             with reading(path) as db:
                 data_set = db.data_set(None)
         if data_set is None:
+                changes = db.content_changes(data_set.id)[1:] if data_set else []
             raise InputError(f"{path}: {_UNREGISTERED}")
-        return f"N_k = {data_set.num_records}, data set {data_set.id}"
+        since = f"; its records changed, as a run found on {changes[-1].time[:10]}, see `records`" if changes else ""
+        return f"N_k = {data_set.num_records}, data set {data_set.id}{since}"
 
     return Check.of("registered", registered)
 

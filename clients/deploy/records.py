@@ -1,21 +1,25 @@
-"""A node's own records, read once when the node is made: how many there are, and what labels they have."""
+"""A node's own records, read when its operator registers or counts them: how many there are, with which labels."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import DataSet
+from fedpriv.texts import counted
 from fedpriv.vault.settings import VaultSettings
 
 if TYPE_CHECKING:
     from fedpriv.accounting.filters import CommittedPlan, GaussianFilter, RenyiFilter, Rule
     from fedpriv.data import CheckedColumns, OwnRecord
+    from fedpriv.ledger.ledger import Ledger
     from fedpriv.vault import Choice
 
 
@@ -31,7 +35,7 @@ class Found:
         num_without_label: records that have none.
         num_empty: records whose text is empty, or whose response is.
         warnings: likely mistakes, a line each, for the operator's terminal alone.
-        content: of all records that a run would read, as its reading notes it.
+        content: of all records that a run would read, or of those among the first so many, as its reading notes it.
     """
 
     num_records: int
@@ -41,7 +45,7 @@ class Found:
     num_without_label: int
     num_empty: int
     warnings: Sequence[str]
-    content: bytes = field(repr=False)
+    content: Callable[[int | None], bytes] = field(repr=False)
 
     @property
     def num_units(self) -> int:
@@ -155,7 +159,7 @@ def find(vault: VaultSettings) -> Found:
         num_without_label=num_without_label,
         num_empty=sum(not (record.pair if instructs else record.text).strip() for record in records),
         warnings=warnings,
-        content=_content(records, vault),
+        content=partial(_content, records, vault),
     )
 
 
@@ -179,12 +183,12 @@ def _columns(records: Sequence[OwnRecord], vault: VaultSettings) -> CheckedColum
     )
 
 
-def _content(records: Sequence[OwnRecord], vault: VaultSettings) -> bytes:
+def _content(records: Sequence[OwnRecord], vault: VaultSettings, first: int | None = None) -> bytes:
     """The records as `fedpriv.data.federated.load_own` makes them, so that a run's note and this one agree."""
     from fedpriv.data import TextData
 
     source = vault.source
-    records = [record for record in records if not source.person_column or record.person.strip()]
+    records = [record for record in records[:first] if not source.person_column or record.person.strip()]
     usable = [record for record in records if not vault.labels or record.label in vault.labels]
     has_pairs = source.instructs or bool(source.text_pair_column)
     read = TextData(
@@ -239,16 +243,63 @@ def register(
         known = opened.data_set()
         if known is not None and disjoint is None:
             return known
-        if (same := opened.data_set_with(found.content)) is not None:
+        if (same := _held_before(opened, found)) is not None:
             raise InputError(
-                f"data = {str(vault.data)!r}: holds the same records as data set {same} of {ledger}; what was spent on "
-                "them counts, so name a file of other records in vault.toml"
+                f"data = {str(vault.data)!r}: holds the same records as data set {same.id} of {ledger}, and maybe "
+                "more; what was spent on them counts, so name a file of other records alone in vault.toml"
             )
         made = opened.register(client, found.num_units, delta, note=disjoint, bound=note())
-        opened.log_content(made, found.content)
+        opened.log_content(made, found.content(None))
     if is_new:
         ledger.chmod(0o600)
     return made
+
+
+def _held_before(ledger: Ledger, found: Found) -> DataSet | None:
+    """A data set that had all of these records, or the first of them; None if none is known to have had them.
+
+    Where persons are the unit, N_k does not say how many records there were, so a file that has grown is not found.
+    """
+    if (same := ledger.data_set_with(found.content(None))) is not None:
+        return ledger.data_set(same)
+    grown = [each for each in ledger.data_sets() if each.num_records < found.num_records]
+    return next((each for each in grown if ledger.data_set_with(found.content(each.num_records)) == each.id), None)
+
+
+def compared(vault: VaultSettings, found: Found) -> Iterator[str]:
+    """Lines on what counts of a node's records now, against what is registered, for the operator's terminal alone.
+
+    Raises:
+        InputError: nothing is registered.
+        LedgerError: the ledger cannot be used.
+    """
+    from fedpriv.ledger.ledger import Ledger  # slow to import
+
+    if not vault.ledger.is_file():
+        raise InputError(f"{vault.ledger}: no data set is registered; make the node with `init --data`")
+    with Ledger(vault.ledger) as ledger:
+        data_set = ledger.data_set()
+        held = _held_before(ledger, found)
+    if data_set is None:
+        raise InputError(f"{vault.ledger}: no data set is registered; make the node with `init --data`")
+    yield f"registered N_k = {data_set.num_records}, data set {data_set.id}, to which all that trains is charged"
+    if held is not None and held.id != data_set.id:
+        yield f"warning: these are records of data set {held.id}, which had been registered before; name others as data"
+    more, what = found.num_units - data_set.num_records, "record" if found.num_persons is None else "person"
+    if more > 0:
+        yield (
+            f"{counted(more, what)} more than registered: from the next start on all train, on what is left of the "
+            "same budget; N_k, and what follows from it, stays"
+        )
+        yield f"so that replies have time for them, set max_records in vault.toml to a number above {found.num_units}"
+        yield (
+            "or, for a budget of their own, put them into a file of their own before that start, name it as data in "
+            f"vault.toml, and run: fedpriv node register {shlex.quote(str(vault.folder))} --disjoint TEXT"
+        )
+    elif more < 0:
+        yield f"{counted(-more, what)} fewer than registered: N_k stays, and so does what was charged"
+    else:
+        yield "as many as registered"
 
 
 def bound(vault: VaultSettings, *, plan: Path | None, filter_: str | None, plan_delta: float | None) -> Rule:

@@ -247,6 +247,10 @@ class LedgerConnection(sqlite3.Connection):
         """The entries of phase `recovered`, in order."""
         return list(self._entries(f"WHERE phase = '{RECOVERED}'"))
 
+    def content_changes(self, data_set: str) -> list[Entry]:
+        """The entries of phase `changed` of a data set, in order; the first one notes its content at the beginning."""
+        return list(self._entries("WHERE phase = ? AND data_set = ?", (CHANGED, data_set)))
+
     def is_known_in_full(self, data_set: str) -> bool:
         """Whether every release on a data set is known in detail; a recovery may find that there were more."""
         return all(entry.event is not None for entry in self.charges(data_set))

@@ -209,6 +209,10 @@ class Ledger:
         """The data set with the given id, or the last one registered; None if there is none."""
         return self._db.data_set(data_set)
 
+    def data_sets(self) -> list[DataSet]:
+        """All registered data sets, in the order of their registration."""
+        return self._db.data_sets()
+
     def permit(self, data_set: DataSet, run: str, note: str, *, withdraw: bool = False) -> None:
         """Record that the holder lets its own uploads of a run be published, or no longer does; the last entry counts.
 

@@ -154,12 +154,25 @@ def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_recor
         return
     try:
         with Ledger(policy.ledger) as ledger:
+            if (held := ledger.data_set_with(content)) not in (None, data_set.id):
+                log.error("the records are those of data set %s, yet they are charged to %s", held, data_set.id)
             if ledger.log_content(data_set, content):
-                log.warning("the records of %s changed; what was spent on them remains spent", data_set.id)
+                log.warning(
+                    "the records of %s changed; what was spent on them remains spent; `fedpriv node records` says what "
+                    "counts now",
+                    data_set.id,
+                )
     except LedgerError as error:
         log.error("whether the records of %s changed is not noted: %s", data_set.id, error)
-    if num_records != data_set.num_records:
-        log.warning("found %s records; the registered number, %s, stays in force", num_records, data_set.num_records)
+    if num_records > data_set.num_records:
+        log.warning(
+            "found %s records to train on, more than N_k = %s: all of them count, and are charged to %s",
+            num_records,
+            data_set.num_records,
+            data_set.id,
+        )
+    elif num_records < data_set.num_records:
+        log.warning("found %s records to train on; N_k stays %s", num_records, data_set.num_records)
 
 
 def coin_key(policy: NodePolicy, data_set: DataSet) -> bytes:

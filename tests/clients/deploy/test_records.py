@@ -103,6 +103,9 @@ def test_with_a_column_of_persons_these_are_registered(tmp_path, invite):
     assert (vault.person_column, vault.max_records_per_person) == ("who", 5)
     with Ledger(vault.ledger) as ledger:
         assert ledger.data_set().num_records == 3
+    path.write_text(path.read_text() + f"text 6,{LABELS[0]},P4\n")
+    done = run_in_process(kit.app, "fedpriv node", "records", tmp_path / "node")
+    assert "1 person more than registered" in done.stdout, done.stderr
     path.write_text(path.read_text() + f"text 7,{LABELS[0]},p1\n")
     done = init(tmp_path / "other", invite, path, *more)
     assert done.returncode == 2
@@ -181,29 +184,30 @@ def registered(node: Path, *more: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_records_that_an_earlier_data_set_held_are_not_registered_again(tmp_path, invite, data):
-    """In another file, and after others were registered in between."""
+    """In another file, after others were registered in between, and with new ones after them."""
     done = init(tmp_path / "node", invite, data, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
     assert done.returncode == 0, done.stderr
     vault = Node.read(tmp_path / "node").vault
     copy = tmp_path / "copy.csv"
-    other = write_records(tmp_path / "other.csv", [*ROWS, ("f", LABELS[0])])
+    other = write_records(tmp_path / "other.csv", [(f"other {row}", LABELS[0]) for row in range(7)])
     text = (tmp_path / "node" / "vault.toml").read_text()
 
     def holds(file: Path) -> None:
         (tmp_path / "node" / "vault.toml").write_text(text.replace(str(data), str(file)))
 
     holds(other)
-    done = registered(tmp_path / "node", "--disjoint", "one more, the others were sent to another node")
+    done = registered(tmp_path / "node", "--disjoint", "admissions of 2027")
     assert done.returncode == 0, done.stderr
     assert "registered N_k = 7, data set" in done.stdout
-    copy.write_bytes(data.read_bytes())
     holds(copy)
     with Ledger(vault.ledger) as ledger:
         before = ledger.last
-    done = registered(tmp_path / "node", "--disjoint", "others")
-    assert done.returncode == 2
-    assert "holds the same records as data set" in done.stderr
-    assert done.stderr.count("\n") == 1
+    for more in ("", "f,cardiology\n"):
+        copy.write_bytes(data.read_bytes() + more.encode())
+        done = registered(tmp_path / "node", "--disjoint", "others")
+        assert done.returncode == 2
+        assert "holds the same records as data set" in done.stderr
+        assert done.stderr.count("\n") == 1
     with Ledger(vault.ledger) as ledger:
         assert ledger.last == before
 
@@ -221,7 +225,7 @@ def test_what_is_noted_of_the_records_is_what_a_run_notes(tmp_path, data, wanted
     )
     task = {"task": "SEQ_CLS", "labels": ",".join(LABELS)} if "labels" in wanted else {"task": "CAUSAL_LM"}
     config = parse({"model": "tiny", "data": ON_NODES, "test_data": "test.csv", "num_clients": 1, **task})
-    assert records.find(vault).content == repr(load_own(config, vault.source).clients[0]).encode()
+    assert records.find(vault).content(None) == repr(load_own(config, vault.source).clients[0]).encode()
 
 
 def test_a_further_data_set_needs_a_statement(tmp_path, invite, data):

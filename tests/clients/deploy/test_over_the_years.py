@@ -1,0 +1,233 @@
+"""Records come and go over the years: the operator is told and decides, and the coordinator sees none of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clients.deploy import doctor
+from clients.deploy.__main__ import app
+from clients.deploy.admission import approve_model
+from clients.deploy.folder import Node
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.ledger.entries import CHARGED, Entry
+from fedpriv.ledger.reader import reading, verify_with_head
+from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training.workbench import load_model
+from fedpriv.vault import answer
+from fedpriv.vault._tokens import TokenFile
+from fedpriv.vault.frames import REFUSED
+from fedpriv.vault.holder import Holder
+from fedpriv.vault.rollback import ReceiptWatch
+from simulations.sites import run_in_process
+from tests.adversary.nodes import Answer, Question, ask, registering, restart, run_config, training
+from tests.tiny import LABELS, WORDS
+from tests.vaults import write_records
+
+N_K = 20
+ROWS = [(f"{WORDS[i % 13]} {WORDS[i % 7]}", LABELS[i % 2]) for i in range(N_K)]
+NEW = [(f"fever {WORDS[i % 13]} {WORDS[i % 5]}", LABELS[i % 2]) for i in range(9)]
+CONFIG = run_config(num_clients=2, rounds=5)
+
+
+class Site:
+    """A node with its kit, and what its vault did."""
+
+    def __init__(self, node: Node, start: dict) -> None:
+        self.folder, self._start = node.folder, start
+        self.records = Path(str(node.vault.data))
+
+    @property
+    def settings(self):
+        return Node.read(self.folder).vault
+
+    def write(self, rows: Sequence[tuple[str, str]]) -> None:
+        write_records(self.records, rows)
+
+    def kit(self, *arguments: object, code: int = 0) -> str:
+        command, *options = arguments
+        done = run_in_process(app, "fedpriv node", command, self.folder, *options)
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    def asked(self, question: Question, held: Holder | None = None) -> Answer:
+        """The answer of a vault that has just been started, unless it runs already."""
+        if held is None:
+            restart()
+        return ask(self, question, held)
+
+    def train(self, round_: int, held: Holder | None = None) -> Answer:
+        return self.asked(training(CONFIG, self._start, round_=round_), held)
+
+    def ledger(self) -> list[Entry]:
+        with reading(self.settings.ledger) as db:
+            verify_with_head(db, self.settings.ledger)
+            return list(db.entries())
+
+    def charges(self) -> list[tuple[str, str | None, int | None]]:
+        return [(each.data_set, each.event, each.round) for each in self.ledger() if each.phase == CHARGED]
+
+    def epsilons(self) -> list[float]:
+        """What each data set has spent, in the order of their registration."""
+        with reading(self.settings.ledger) as db:
+            return [
+                epsilon_of([release.event for release in db.releases(each.id)], each.delta).epsilon
+                for each in db.data_sets()
+            ]
+
+    def registered(self) -> str:
+        return doctor.check_registered(self.settings.ledger).detail
+
+
+@pytest.fixture
+def site(tmp_path, make_node, tiny_bert, monkeypatch) -> Callable[..., Site]:
+    """Makes nodes with these records; nodes with the same records upload the same in the same round."""
+    monkeypatch.setattr(answer, "_source", lambda _, client, round_, purpose: SeededSource(0, client, round_, purpose))
+    start = load_model(replace(CONFIG, model=str(tiny_bert)), num_labels=len(LABELS))[1].initial
+    columns = {"text_column": "note", "label_column": "department", "labels": LABELS, "reply_seconds": 1e-3}
+
+    def make(name: str = "node", rows: Sequence[tuple[str, str]] = ROWS) -> Site:
+        data = write_records(tmp_path / f"{name}.csv", rows)
+        node = make_node(name, data=data, budget_epsilon=100.0, **columns)
+        approve_model(node.vault, str(tiny_bert), name="tiny")
+        return Site(node, start)
+
+    return make
+
+
+@pytest.fixture
+def tokenised(monkeypatch) -> list[str]:
+    """The texts that were tokenised since it was last emptied."""
+    seen, made = [], TokenFile._made
+
+    def watched(file, tokenizer, texts, pairs, max_length):
+        seen.extend(texts)
+        return made(file, tokenizer, texts, pairs, max_length)
+
+    monkeypatch.setattr(TokenFile, "_made", watched)
+    return seen
+
+
+def texts(rows: Sequence[tuple[str, str]]) -> list[str]:
+    return [text for text, _ in rows]
+
+
+def test_new_records_train_along_until_they_get_a_data_set_and_a_budget_of_their_own(site, tokenised, caplog):
+    caplog.set_level(logging.WARNING)
+    node = site()
+    assert node.train(1).code == 0
+    tokenised.clear()
+
+    # The file grows. The operator is told by a command, by the vault's log once a run has read it, and then by doctor.
+    node.write([*ROWS, *NEW])
+    told = node.kit("records")
+    assert f"found {N_K + 9} records" in told
+    assert "9 records more than registered: from the next start on all train" in told
+    assert f"fedpriv node register {node.folder} --disjoint TEXT" in told
+    assert "see `records`" not in node.registered()
+    answered = node.train(2)
+    assert tokenised == texts(NEW), "the others were kept"
+    assert f"found {N_K + 9} records to train on, more than N_k = {N_K}: all of them count" in caplog.text
+    assert "see `records`" in node.registered()
+    (first, event, _), second = node.charges()
+    assert second == (first, event, 2), "the same account pays the same for all of them"
+    assert f"holds the same records as data set {first}" in node.kit("register", "--disjoint", "new ones", code=2)
+    assert answered.code == 0
+
+    # They get a file and a data set of their own. The vault that runs refuses until it is started again.
+    before, held = node.epsilons(), Holder.of(node.settings)
+    node.write(NEW)
+    assert "registered N_k = 9, data set" in node.kit("register", "--disjoint", "admissions of 2027")
+    assert node.train(3, held).code == REFUSED
+    assert node.epsilons() == [*before, 0.0]
+    assert node.train(3).code == 0
+    assert node.charges()[-1][0] != first
+    assert node.epsilons()[0] == before[0]
+    assert node.epsilons()[1] > 0
+    assert "as many as registered" in node.kit("records")
+
+    # The earlier file again: nothing may depend on it but what the operator reads.
+    node.write(ROWS)
+    assert f"warning: these are records of data set {first}, which had been registered before" in node.kit("records")
+    caplog.clear()
+    assert node.train(4).code == 0
+    assert f"the records are those of data set {first}" in caplog.text
+
+
+def test_a_person_in_both_data_sets_pays_at_most_the_sum_of_both_budgets(site):
+    """The releases on both compose, at the sum of both deltas; never to more than the two epsilons together."""
+    node = site()
+    for round_ in (1, 2):
+        assert node.train(round_).code == 0
+    node.write(NEW)
+    node.kit("register", "--disjoint", "others")
+    for round_ in (3, 4, 5):
+        assert node.train(round_).code == 0
+    first, second = node.epsilons()
+    with reading(node.settings.ledger) as db:
+        sets = db.data_sets()
+        events = [release.event for each in sets for release in db.releases(each.id)]
+    both = epsilon_of(events, sum(each.delta for each in sets)).epsilon
+    assert max(first, second) < both <= first + second
+
+
+@pytest.fixture
+def alike(monkeypatch, site) -> Callable[[str], Site]:
+    """Makes nodes whose keys and ids are the same, so that whatever differs in what leaves them is their records'."""
+    monkeypatch.setattr("fedpriv.ledger.ledger.secrets.token_hex", lambda _: "d" * 32)
+    monkeypatch.setattr(ReceiptWatch, "sign", lambda _, chain: chain.newest)
+    keys: list[bytes] = []
+
+    def make(name: str) -> Site:
+        node = site(name)
+        key = node.settings.key
+        keys.append(key.read_bytes())
+        key.write_bytes(keys[0])
+        return node
+
+    return make
+
+
+@pytest.mark.parametrize("rows", [[*ROWS, *NEW], ROWS[1:]], ids=["grown", "erased"])
+def test_the_coordinator_sees_neither_that_records_are_new_nor_that_one_is_erased(alike, rows):
+    """Registrations are equal to the byte, and of a reply all but its noised values."""
+    seen = []
+    for name, now in (("same", ROWS), ("other", rows)):
+        node = alike(name)
+        assert node.train(1).code == 0
+        node.write(now)
+        registered = node.asked(registering(CONFIG))
+        replied = node.train(2)
+        reply = replied.response
+        shapes = {name: (array.shape, array.dtype) for name, array in reply.arrays.items()}
+        seen.append((registered.frame, reply.code, reply.fields, shapes, len(replied.frame), node.charges()))
+    assert seen[0] == seen[1]
+
+
+def values(answered: Answer) -> dict[str, list[float]]:
+    return {name: array.ravel().tolist() for name, array in answered.response.arrays.items()}
+
+
+def test_an_erased_record_is_in_no_later_upload_and_not_in_the_file_of_tokens(site, tokenised):
+    node, never = site("node"), site("never")  # never reads the record that the other erases
+    registered = node.ledger()[:2]
+    assert node.train(1).code == 0
+    before = node.settings.tokens.read_bytes()
+    for each in (node, never):
+        each.write(ROWS[1:])
+    assert "1 record fewer than registered: N_k stays, and so does what was charged" in node.kit("records")
+    tokenised.clear()
+    assert values(node.train(2)) == values(never.train(2))
+    assert tokenised == 2 * texts(ROWS[1:])
+    after = node.settings.tokens.read_bytes()
+    assert after == never.settings.tokens.read_bytes()
+    assert len(after) == len(before)
+    assert node.ledger()[:2] == registered
+    assert [(event, round_) for _, event, round_ in node.charges()] == [
+        (node.charges()[0][1], 1),
+        (never.charges()[0][1], 2),
+    ]
