@@ -7,9 +7,10 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from clients.deploy import admission, folder, records, supernode
 from clients.deploy import doctor as node_doctor
@@ -22,7 +23,8 @@ from fedpriv.deployment.command_line import UnitFolder, compare, give_units, run
 from fedpriv.deployment.joining import Invitation, Roster
 from fedpriv.deployment.logs import Log
 from fedpriv.deployment.processes import end_with_parent
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, LedgerError
+from fedpriv.ledger import history
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import approved_peers
 
@@ -37,6 +39,15 @@ InvitationFingerprint = Annotated[
 ]
 
 
+class NotedCommand(TyperCommand):
+    """A command of which the node's history notes what it changes."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it between two looks at the folder, so that no earlier change by hand passes as its own."""
+        with history.noting(Path(ctx.params["dir_"]), str(ctx.info_name)):
+            return super().invoke(ctx)
+
+
 @app.callback()
 def deploy() -> None:
     """A data holder's node in a federation: its keys, its data, its policy, and the code that it approves.
@@ -45,7 +56,7 @@ def deploy() -> None:
     """
 
 
-@app.command()
+@app.command(cls=NotedCommand)
 def init(
     dir_: Folder,
     invite: InvitationFile,
@@ -209,7 +220,7 @@ def _names(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",")) if text else ()
 
 
-@app.command()
+@app.command(cls=NotedCommand)
 def move(
     dir_: Folder,
     invite: InvitationFile,
@@ -274,17 +285,6 @@ def register(
     typer.echo(f"registered N_k = {made.num_records}, data set {made.id}")
 
 
-@app.command("begin-counter")
-def begin_counter(dir_: Folder) -> None:
-    """Make the file that `counter_file` in vault.toml names, with what the node's ledger has charged so far.
-
-    Every charge is noted there before anything is released, and a ledger that is behind it is refused. It belongs on
-    another disk or machine than the ledger, on one that no backup or snapshot of the ledger puts back.
-
-    Example: fedpriv node begin-counter ~/node
-    """
-    vault = Node.read(dir_).vault
-    watch = ReceiptWatch.of(vault)
 @app.command("records")
 def records_(dir_: Folder) -> None:
     """Count the node's records as `init` does, and say what counts of them, in a file that has grown or shrunk.
@@ -299,13 +299,24 @@ def records_(dir_: Folder) -> None:
         typer.echo(line)
 
 
+@app.command("begin-counter")
+def begin_counter(dir_: Folder) -> None:
+    """Make the file that `counter_file` in vault.toml names, with what the node's ledger has charged so far.
+
+    Every charge is noted there before anything is released, and a ledger that is behind it is refused. It belongs on
+    another disk or machine than the ledger, on one that no backup or snapshot of the ledger puts back.
+
+    Example: fedpriv node begin-counter ~/node
+    """
+    vault = Node.read(dir_).vault
+    watch = ReceiptWatch.of(vault)
     if watch is None:
         raise InputError(f"key = {vault.key}: no such file; only what is signed can be counted; run `new-key`")
     watch.begin_counter_file(vault.ledger)
     typer.echo(f"{vault.counter_file} counts the charges of {vault.ledger} from now on")
 
 
-@app.command("approve-model")
+@app.command("approve-model", cls=NotedCommand)
 def approve_model(
     dir_: Folder,
     model: Annotated[str, typer.Argument(help="A folder, all-MiniLM-L6-v2, or a name on the Hugging Face Hub.")],
@@ -322,7 +333,7 @@ def approve_model(
     typer.echo(f"in {approval.model.folder}; the node refuses it once a file there changes")
 
 
-@app.command()
+@app.command(cls=NotedCommand)
 def approve(
     dir_: Folder,
     fab_hash: Annotated[str | None, typer.Argument(help="SHA-256 of a bundle, 64 hex digits.")] = None,
@@ -342,7 +353,7 @@ def approve(
         typer.echo(note)
 
 
-@app.command("approve-peers")
+@app.command("approve-peers", cls=NotedCommand)
 def approve_peers(
     dir_: Folder,
     roster: Annotated[Path, typer.Argument(metavar="ROSTER", help="What the coordinator sent when all were admitted.")],
@@ -374,7 +385,7 @@ def approve_peers(
         typer.echo(f"note: partition {client} is approved and not in the roster; delete {client}.pub to end that")
 
 
-@app.command("new-key")
+@app.command("new-key", cls=NotedCommand)
 def new_key_(
     dir_: Folder,
     of_node: Annotated[bool, typer.Option("--node", help="node.key, with which the SuperNode connects.")] = False,
@@ -469,6 +480,27 @@ def health(dir_: Folder) -> None:
     Example: fedpriv node health ~/node
     """
     raise typer.Exit(0 if print_checks(node_doctor.health(Node.read(dir_))) else 1)
+
+
+@app.command("history")
+def history_(
+    dir_: Folder,
+    head: Annotated[str | None, typer.Option(help="A digest that `doctor` printed earlier: 64 hex digits.")] = None,
+) -> None:
+    """Show who changed settings, approvals and peers, when, and from what to what. Exit code 1 if the chain is broken.
+
+    Who can write the folder could write another history. With --head, it must still hold the line with this digest:
+    then no line up to it was changed or lost since that was printed.
+
+    Example: fedpriv node history ~/node
+    """
+    changes = history.read(dir_)
+    for change in changes:
+        for line in change.lines():
+            typer.echo(line)
+    if head is not None and head.strip().lower() not in {change.digest for change in changes}:
+        raise LedgerError(f"{history.path_in(dir_)}: its chain is intact but has no line {head}: it was replaced")
+    typer.echo(history.summary(dir_))
 
 
 @app.command()

@@ -15,7 +15,7 @@ from fedpriv.deployment.approvals import approved
 from fedpriv.deployment.checks import Check, check_disk, check_port_free, check_programs, check_server
 from fedpriv.deployment.users import can_read, user_named
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger import statement
+from fedpriv.ledger import history, statement
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import chains_of
@@ -43,6 +43,7 @@ def checks(node: Node) -> Iterator[Check]:
         yield Check("updates", True, f"{on} {vault.updates.budget_epsilon:g}")
     yield _closed(vault)
     yield Check.of("approved", lambda: _approved(node))
+    yield Check.of("history", lambda: history.summary(node.folder))
     yield check_disk(node.folder, _MIN_DISK_BYTES)
 
 
@@ -197,8 +198,8 @@ def check_registered(path: Path) -> Check:
         if path.is_file():
             with reading(path) as db:
                 data_set = db.data_set(None)
-        if data_set is None:
                 changes = db.content_changes(data_set.id)[1:] if data_set else []
+        if data_set is None:
             raise InputError(f"{path}: {_UNREGISTERED}")
         since = f"; its records changed, as a run found on {changes[-1].time[:10]}, see `records`" if changes else ""
         return f"N_k = {data_set.num_records}, data set {data_set.id}{since}"

@@ -37,6 +37,7 @@ from fedpriv.deployment.processes import only_start
 from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import FlowerError, InputError
 from fedpriv.files import replace_file
+from fedpriv.ledger import history
 
 # Where Flower's processes on this machine find each other.
 _HOST = "127.0.0.1"
@@ -323,6 +324,7 @@ def units(node: Node) -> list[Unit]:
             hidden=[
                 *data,
                 *(vault.ledger, vault.tokens, node.key, vault.key, vault.policy, vault.events, vault.receipts),
+                history.path_in(folder),
                 *(vault.updates_ledger, vault.updates_receipts, vault.updates_socket),
             ],
             after=[f"{name}.service"],

@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -109,8 +109,12 @@ class Entry:
 
     def chained_digest(self, previous: str) -> str:
         """The digest that this entry must have, given that of the previous one."""
-        content = {name: value for name, value in asdict(self).items() if name != "digest"}
-        return hashlib.sha256(json.dumps([previous, content], sort_keys=True).encode()).hexdigest()
+        return chained_digest(previous, {name: value for name, value in asdict(self).items() if name != "digest"})
+
+
+def chained_digest(previous: str, content: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of a digest and the content that follows it in a chain."""
+    return hashlib.sha256(json.dumps([previous, content], sort_keys=True).encode()).hexdigest()
 
 
 _REGISTRATIONS = f"SELECT data_set, client, num_records, delta FROM entries WHERE phase = '{REGISTERED}'"
@@ -243,13 +247,13 @@ class LedgerConnection(sqlite3.Connection):
         """The entries that count as spent on a data set, in order: phases `charged` and `recovered`."""
         return list(self._entries(f"WHERE phase IN ('{CHARGED}', '{RECOVERED}') AND data_set = ?", (data_set,)))
 
-    def recoveries(self) -> list[Entry]:
-        """The entries of phase `recovered`, in order."""
-        return list(self._entries(f"WHERE phase = '{RECOVERED}'"))
-
     def content_changes(self, data_set: str) -> list[Entry]:
         """The entries of phase `changed` of a data set, in order; the first one notes its content at the beginning."""
         return list(self._entries("WHERE phase = ? AND data_set = ?", (CHANGED, data_set)))
+
+    def recoveries(self) -> list[Entry]:
+        """The entries of phase `recovered`, in order."""
+        return list(self._entries(f"WHERE phase = '{RECOVERED}'"))
 
     def is_known_in_full(self, data_set: str) -> bool:
         """Whether every release on a data set is known in detail; a recovery may find that there were more."""

@@ -263,14 +263,23 @@ def run_worker(connection: Connection, folder: Path) -> None:
     """
     _prepare_process()
     # These load torch, which the service itself does without.
+    from fedpriv.ledger import history
     from fedpriv.vault.answer import answer
     from fedpriv.vault.holder import Holder
+
+    note_changes = history.watch(folder)
+    note_changes()  # even of settings that cannot be read
 
     def charged(reply_seconds: float) -> None:
         connection.send_bytes(CHARGED + SECONDS.pack(reply_seconds))
 
     holder = replace(Holder.of(VaultSettings.read(folder)), before_records=charged)
-    _answer_frames(connection, lambda request: answer(request, holder))
+
+    def answered(request: Request) -> Response:
+        note_changes()  # approvals and peers count from the next request on
+        return answer(request, holder)
+
+    _answer_frames(connection, answered)
 
 
 def run_update_worker(connection: Connection, folder: Path) -> None:

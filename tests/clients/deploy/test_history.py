@@ -1,0 +1,122 @@
+"""The kit's commands note what they change; the vault notes what somebody changed by hand; `history` shows both."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from clients.deploy import doctor
+from clients.deploy.__main__ import app
+from clients.deploy.folder import Node
+from fedpriv.deployment.checks import Check
+from fedpriv.ledger import history
+from fedpriv.vault.frames import REGISTER, Request, ask
+from simulations.sites import run_in_process
+from tests.vault.running import Running
+
+DIGEST = "9c" * 32
+
+
+def kit(*arguments: object) -> str:
+    done = run_in_process(app, "fedpriv node", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def node(tmp_path, invite) -> Node:
+    kit("init", tmp_path / "node", "--invite", invite())
+    return Node.read(tmp_path / "node")
+
+
+def noted(node: Node) -> list[tuple[str, str]]:
+    return [(each.command, each.file) for each in history.read(node.folder)]
+
+
+def check(node: Node) -> Check:
+    (found,) = [each for each in doctor.checks(node) if each.name == "history"]
+    return found
+
+
+FILES = ("application.toml", "approved-fabs", "approved-models.toml", "node.toml", "policy.toml", "vault.toml")
+
+
+def test_each_command_notes_what_it_changes(node, invite, tiny_bert):
+    assert noted(node) == [("init", file) for file in FILES]
+    kit("approve", node.folder, DIGEST)
+    kit("approve-model", node.folder, tiny_bert, "--name", "tiny")
+    kit("move", node.folder, "--invite", invite(superlink="127.0.0.1:9999"))
+    kit("new-key", node.folder)
+    kit("approve", node.folder, DIGEST)  # was approved before
+    fabs, models, moved, key = history.read(node.folder)[len(FILES) :]
+    assert (fabs.command, fabs.values) == ("approve", {DIGEST: (None, True)})
+    assert (models.command, models.values["model"][1][0]["name"]) == ("approve-model", "tiny")
+    assert (moved.command, moved.values) == ("move", {"superlink": ("127.0.0.1:9093", "127.0.0.1:9999")})
+    assert (key.command, key.file) == ("new-key", "application.toml")
+    assert "vault_key" in key.values
+    assert f"{len(FILES) + 4} changes, chain intact, head {key.digest}" in check(node).detail
+
+
+def test_a_refused_command_notes_nothing(node):
+    before = noted(node)
+    assert run_in_process(app, "fedpriv node", "approve", node.folder, "no digest").returncode == 2
+    assert run_in_process(app, "fedpriv node", "approve", node.folder.parent, DIGEST).returncode == 2
+    assert noted(node) == before
+    assert not history.path_in(node.folder.parent).exists()
+
+
+def test_a_colleague_edits_the_policy_and_restarts_and_then_approves_by_hand(node):
+    text = node.vault.policy.read_text()
+    node.vault.policy.write_text(text.replace("max_rounds = 1000", "max_rounds = 5000"))
+    found = check(node)
+    assert found.ok
+    assert "the next start notes that there are changes of policy.toml" in found.detail
+    running = Running(node.vault)
+    try:
+        anything = Request(kind=REGISTER, run_config={})
+        ask(node.vault.socket, anything)
+        with node.approved.open("a") as file:
+            file.write(f"{DIGEST}\n")
+        ask(node.vault.socket, anything)
+    finally:
+        running.stop()
+    change, approval = history.read(node.folder)[len(FILES) :]
+    assert (approval.command, approval.values) == ("found by vault", {DIGEST: (None, True)})
+    assert (change.command, change.file, change.uid) == ("found by vault", "policy.toml", os.getuid())
+    assert change.values == {"max_rounds": (1000, 5000)}
+    shown = kit("history", node.folder)
+    assert "policy.toml is changed, by hand or by a command that was killed" in shown
+    assert "    max_rounds: 1000 -> 5000\n" in shown
+    assert kit("history", node.folder, "--head", change.digest.upper()) == shown
+
+
+def test_a_history_that_was_cut_or_replaced_is_told_and_stops_no_command(node):
+    head = history.read(node.folder)[-1].digest
+    path = history.path_in(node.folder)
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(whole[:-1]))
+    assert not check(node).ok
+    assert "ends at line 5, but history.jsonl.head has seen line 6" in check(node).detail
+    done = run_in_process(app, "fedpriv node", "history", node.folder)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert DIGEST in kit("approve", node.folder, DIGEST)
+    # Somebody who may write the folder begins another one: only a digest that was kept elsewhere tells.
+    for each in node.folder.glob("history.jsonl*"):
+        each.unlink()
+    kit("approve", node.folder, DIGEST)
+    assert check(node).ok
+    done = run_in_process(app, "fedpriv node", "history", node.folder, "--head", head)
+    assert done.returncode == 1
+    assert "its chain is intact but has no line" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_a_command_of_root_leaves_the_history_to_the_owner_of_the_folder(node):
+    for path in [node.folder, *node.folder.iterdir()]:
+        os.chown(path, 1, 1)
+    kit("approve", node.folder, DIGEST)
+    files = [Path(each) for each in node.folder.glob("history.jsonl*")]
+    assert [each.stat().st_uid for each in files] == [1, 1]
+    assert history.read(node.folder)[-1].uid == 0
