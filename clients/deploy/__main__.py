@@ -494,6 +494,8 @@ def history_(
 
     Example: fedpriv node history ~/node
     """
+    if not dir_.is_dir():
+        raise InputError(f"{dir_}: no such folder")
     changes = history.read(dir_)
     for change in changes:
         for line in change.lines():

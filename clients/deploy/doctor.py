@@ -43,7 +43,7 @@ def checks(node: Node) -> Iterator[Check]:
         yield Check("updates", True, f"{on} {vault.updates.budget_epsilon:g}")
     yield _closed(vault)
     yield Check.of("approved", lambda: _approved(node))
-    yield Check.of("history", lambda: history.summary(node.folder))
+    yield Check.of("history", lambda: _history(node.folder))
     yield check_disk(node.folder, _MIN_DISK_BYTES)
 
 
@@ -173,6 +173,13 @@ def _approved(node: Node) -> str:
     if not number:
         raise InputError(f"{node.approved}: no bundle may run here yet; run `approve`")
     return f"{number} bundle{'s' if number > 1 else ''} may run here"
+
+
+def _history(folder: Path) -> str:
+    """The number of changes of settings and approvals that are noted, where that goes on."""
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{history.path_in(folder)}: cannot be written, {folder} is not writable")
+    return history.summary(folder)
 
 
 def check_ledger(path: Path) -> Check:

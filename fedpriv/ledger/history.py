@@ -142,16 +142,14 @@ def summary(folder: Path) -> str:
     """One line on a node's history, and on what it lacks.
 
     Raises:
-        LedgerError: as `read`; or the history cannot be written, or a file that it tells of not be read.
+        LedgerError: as `read`; or a file that it tells of cannot be read.
     """
-    lines, path = read(folder), path_in(folder)
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise LedgerError(f"{path}: this user may not write it")
+    lines = read(folder)
     try:
         ahead = ", ".join(change[0] for change in _changes(lines, _contents(folder)))
     except OSError as error:
         raise LedgerError(f"{error.filename}: {error.strerror}") from None
-    found = f"{len(lines)} changes, chain intact, head {lines[-1].digest}" if lines else f"{path}: none yet"
+    found = f"{len(lines)} changes, chain intact, head {lines[-1].digest}" if lines else "none yet"
     return printable(f"{found}; the next start notes that there are changes of {ahead}" if ahead else found)
 
 

@@ -62,7 +62,8 @@ def test_each_command_notes_what_it_changes(node, invite, tiny_bert):
 def test_a_refused_command_notes_nothing(node):
     before = noted(node)
     assert run_in_process(app, "fedpriv node", "approve", node.folder, "no digest").returncode == 2
-    assert run_in_process(app, "fedpriv node", "approve", node.folder.parent, DIGEST).returncode == 2
+    for command in (("approve", node.folder.parent, DIGEST), ("history", node.folder / "none")):
+        assert run_in_process(app, "fedpriv node", *command).returncode == 2
     assert noted(node) == before
     assert not history.path_in(node.folder.parent).exists()
 
