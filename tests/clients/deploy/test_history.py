@@ -14,6 +14,7 @@ from fedpriv.deployment.checks import Check
 from fedpriv.ledger import history
 from fedpriv.vault.frames import REGISTER, Request, ask
 from simulations.sites import run_in_process
+from tests.clients.deploy.conftest import heard
 from tests.vault.running import Running
 
 DIGEST = "9c" * 32
@@ -27,7 +28,7 @@ def kit(*arguments: object) -> str:
 
 @pytest.fixture
 def node(tmp_path, invite) -> Node:
-    kit("init", tmp_path / "node", "--invite", invite())
+    kit("init", tmp_path / "node", *heard(invite()))
     return Node.read(tmp_path / "node")
 
 
@@ -47,7 +48,7 @@ def test_each_command_notes_what_it_changes(node, invite, tiny_bert):
     assert noted(node) == [("init", file) for file in FILES]
     kit("approve", node.folder, DIGEST)
     kit("approve-model", node.folder, tiny_bert, "--name", "tiny")
-    kit("move", node.folder, "--invite", invite(superlink="127.0.0.1:9999"))
+    kit("move", node.folder, *heard(invite(superlink="127.0.0.1:9999")))
     kit("new-key", node.folder)
     kit("approve", node.folder, DIGEST)  # was approved before
     fabs, models, moved, key = history.read(node.folder)[len(FILES) :]
