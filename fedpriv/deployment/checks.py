@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import platform
 import shutil
 import socket
@@ -9,11 +10,14 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from http.client import HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from cryptography import x509
 
@@ -21,6 +25,9 @@ from fedpriv.errors import FlowerError, InputError, LedgerError
 
 CA_CERTIFICATE = "ca.crt"
 """The file with the certificate of the federation's authority, in a coordinator's folder and in each node's."""
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine, which no proxy is asked for."""
 
 _TIMEOUT_SECONDS = 5.0
 
@@ -113,7 +120,7 @@ def check_tls(host: str, port: int, ca: Path) -> Check:
     if (context := _context(ca)) is None:
         return Check("tls", False, f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt")
     try:
-        connection = socket.create_connection((host, port), timeout=_TIMEOUT_SECONDS)
+        connection = _opened(host, port)
     except socket.gaierror:
         return Check("tls", False, f"{where}: the host name {host!r} is unknown")
     except OSError as error:
@@ -127,6 +134,26 @@ def check_tls(host: str, port: int, ca: Path) -> Check:
         except OSError:  # this includes ssl.SSLError; a server without TLS may cause other errors
             return Check("tls", False, f"{where}: speaks no TLS; is this the SuperLink's port?")
     return Check("tls", True, f"{where}: certificate valid until {until}")
+
+
+def _connected(host: str, port: int, context: ssl.SSLContext) -> HTTPSConnection:
+    """A connection to a server, through the machine's proxy where it has one."""
+    connection = HTTPSConnection(host, port, timeout=_TIMEOUT_SECONDS, context=context)
+    connection.sock = context.wrap_socket(_opened(host, port), server_hostname=host)
+    return connection
+
+
+def _opened(host: str, port: int) -> socket.socket:
+    """A socket to an address, through the proxy that Flower's client would take, as HTTPS_PROXY and NO_PROXY say."""
+    proxy = urlsplit(getproxies().get("https", ""))
+    if not proxy.hostname or host in LOOPBACK or proxy_bypass(host):
+        return socket.create_connection((host, port), timeout=_TIMEOUT_SECONDS)
+    tunnel = HTTPConnection(proxy.hostname, proxy.port or 80, timeout=_TIMEOUT_SECONDS)
+    user = f"{unquote(proxy.username or '')}:{unquote(proxy.password or '')}".encode()
+    known = {"Proxy-Authorization": f"Basic {base64.b64encode(user).decode()}"} if proxy.username else {}
+    tunnel.set_tunnel(host, port, known)
+    tunnel.connect()
+    return tunnel.sock
 
 
 def _check_clock(host: str, port: int, ca: Path, tolerance_seconds: float = 5) -> Check:
@@ -170,9 +197,8 @@ def sight_of_server(host: str, port: int, trusted: Path | ssl.SSLContext) -> Ser
         TypeError, ValueError: it sends no date.
     """
     context = ssl.create_default_context(cafile=str(trusted)) if isinstance(trusted, Path) else trusted
-    connection = HTTPSConnection(host, port, timeout=_TIMEOUT_SECONDS, context=context)
+    connection = _connected(host, port, context)
     try:
-        connection.connect()
         certificate = dict(connection.sock.getpeercert() or {})
         start = time.time()
         connection.request("HEAD", "/")
@@ -194,16 +220,14 @@ def _check_door(host: str, port: int, ca: Path) -> Check:
         return Check("door", False, f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt")
     let_in = []
     for name, (method, path) in _OPERATORS_REQUESTS.items():
-        connection = HTTPSConnection(host, port, timeout=_TIMEOUT_SECONDS, context=context)
         try:
-            connection.request(method, path, b"", {"Content-Type": "application/protobuf"})
-            response = connection.getresponse()
-            if (response.status, response.read()) != (404, b""):
-                let_in.append(name)
+            with closing(_connected(host, port, context)) as connection:
+                connection.request(method, path, b"", {"Content-Type": "application/protobuf"})
+                response = connection.getresponse()
+                if (response.status, response.read()) != (404, b""):
+                    let_in.append(name)
         except (OSError, HTTPException):
             return Check("door", False, f"{host}:{port}: gave no answer to {name}; see the TLS check")
-        finally:
-            connection.close()
     if let_in:
         detail = f"OPEN TO STRANGERS: {', '.join(let_in)}; end it, and start it with `start`"
         return Check("door", False, f"{host}:{port}: {detail}")

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fedpriv.deployment.checks import LOOPBACK
 from fedpriv.deployment.users import User
 from fedpriv.errors import FlowerError
 
@@ -45,12 +46,16 @@ _SHARE = 0.1
 def environment(home: Path, **extra: str) -> dict[str, str]:
     """The environment of Flower's programs: this virtual environment first; no installing, update checks or telemetry.
 
+    They reach each other on this machine without a proxy, whatever the operator's is.
+
     Args:
         home: Flower's own folder.
         extra: further variables.
     """
     path = os.pathsep.join([str(program_folder()), os.environ.get("PATH", os.defpath)])
-    return {**os.environ, "PATH": path, **settings(home), **extra}
+    here = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOOPBACK]))
+    proxies = {"NO_PROXY": here, "no_proxy": here}  # of both, programs read the one or the other
+    return {**os.environ, "PATH": path, **proxies, **settings(home), **extra}
 
 
 def settings(home: Path) -> dict[str, str]:

@@ -69,4 +69,6 @@ def test_training_in_one_place_reads_the_prompts_of_the_federation(tmp_path):
 
 def test_free_answers_keep_the_recipe_of_free_answers(tmp_path):
     config = config_of(LanguageCell(task=ANSWERS, epsilon=8.0), tmp_path)
-    assert (config.aggregation, config.factors, config.max_records) == ("ffa-lora", "weights", 500)
+    assert (config.aggregation, config.factors, config.max_records) == ("ffa-lora", "inputs", 500)
+    grid = config_of(LanguageCell(task=GRID, epsilon=8.0), tmp_path)
+    assert (grid.aggregation, grid.factors, grid.sampling_probability) == ("ffa-lora", "weights", 0.15)
