@@ -133,7 +133,9 @@ def fingerprint(text: str) -> str:
 
     Two people can compare them by telephone, and nobody finds another text that has them.
 
-    Source: the first bits of SHA-256 in base32 (RFC 4648), which has none of 0, 1, 8 and 9.
+    They are the first bits of SHA-256, in base32, which has none of 0, 1, 8 and 9.
+
+    Source: Josefsson 2006.
     """
     letters = base64.b32encode(hashlib.sha256(text.encode()).digest()).decode()
     return "-".join(letters[start : start + 4] for start in range(0, 20, 4))

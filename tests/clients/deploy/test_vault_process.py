@@ -108,7 +108,7 @@ def test_a_signal_between_vault_and_supernode_ends_the_vault_too(node):
     kit = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert kit.stdout is not None
     for line in kit.stdout:
-        if line.startswith(READY):
+        if READY in line:
             break
     vaults = [child for child in psutil.Process(kit.pid).children() if "fedpriv.vault" in child.cmdline()]
     assert len(vaults) == 1
