@@ -1,15 +1,23 @@
-"""A small app bundle (FAB) as `flwr build` makes it, and a folder that is not what it holds."""
+"""A small app bundle (FAB) as `flwr build` makes it, a folder that is not what it holds, and this checkout's digest."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import zipfile
+from functools import cache
 from pathlib import Path
 
+import pytest
 from flwr.proto.fab_pb2 import Fab
 from flwr.proto.run_pb2 import Run
 from flwr.proto.runtime_pb2 import PullTaskInputResponse
+
+from fedpriv.apps import FLOWER_APP
+from fedpriv.deployment import approvals
+
+# Before a test puts another in its place.
+_DIGEST = approvals.bundle_digest
 
 FILES = {
     "pyproject.toml": """
@@ -63,3 +71,17 @@ def plant(home: Path, content: bytes) -> Path:
 def held(folder: Path) -> dict[str, str]:
     """{name: text} of all files in a folder."""
     return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
+
+
+@cache
+def _digest_of_this_checkout() -> str:
+    return _DIGEST(FLOWER_APP)
+
+
+def bundled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a process bundle this checkout, which does not change, no more than once: it takes seconds."""
+
+    def digest(app: Path) -> str:
+        return _digest_of_this_checkout() if app == FLOWER_APP else _DIGEST(app)
+
+    monkeypatch.setattr(approvals, "bundle_digest", digest)

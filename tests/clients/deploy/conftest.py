@@ -14,7 +14,13 @@ from fedpriv.deployment import joining
 from fedpriv.errors import InputError
 from server.deploy import certificates
 from simulations.sites import free_port
+from tests.bundles import bundled_once
 from tests.tiny import LABELS
+
+
+@pytest.fixture(autouse=True)
+def _bundled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bundled_once(monkeypatch)
 
 
 @pytest.fixture

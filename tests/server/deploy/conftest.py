@@ -9,12 +9,18 @@ import pytest
 from server.deploy import folder
 from server.deploy.__main__ import app
 from simulations.sites import free_port, run_in_process
+from tests.bundles import bundled_once
 
 PASSPHRASE = "correct horse battery"
 
 
 def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_in_process(app, "fedpriv coordinator", *arguments)
+
+
+@pytest.fixture(autouse=True)
+def _bundled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bundled_once(monkeypatch)
 
 
 @pytest.fixture
