@@ -46,6 +46,7 @@ def test_it_listens_on_this_machine_alone(port):
             assert stranger.connect_ex((address, port)) != 0
 
 
+@pytest.mark.slow
 def test_readers_that_never_end_keep_no_other_from_reading_and_make_no_threads_without_end(port):
     before = threading.active_count()
     slow = []

@@ -69,6 +69,7 @@ def test_a_refused_command_notes_nothing(node):
     assert not history.path_in(node.folder.parent).exists()
 
 
+@pytest.mark.slow
 def test_a_colleague_edits_the_policy_and_restarts_and_then_approves_by_hand(node):
     text = node.vault.policy.read_text()
     node.vault.policy.write_text(text.replace("max_rounds = 1000", "max_rounds = 5000"))
