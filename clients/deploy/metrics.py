@@ -26,6 +26,7 @@ from clients.deploy.folder import FILE, Node
 from fedpriv.apps import FLOWER_APP
 from fedpriv.deployment.checks import sight_of_server
 from fedpriv.deployment.command_line import Unit, unit_name
+from fedpriv.deployment.processes import start_child
 from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger import reader, statement
@@ -248,19 +249,8 @@ def running(
         return
     process: subprocess.Popen[str] | None = None
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __package__, "metrics", "--with-parent", str(node.folder)],
-            cwd=node.folder,
-            env=dict(variables),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            process_group=0,
-            umask=0o077,
-            **(user.popen_options if user else {}),
-        )
+        command = [sys.executable, "-m", __package__, "metrics", "--with-parent", str(node.folder)]
+        process = start_child(command, folder=node.folder, variables=variables, user=user, umask=0o077)
         threading.Thread(target=_show, args=(process, say), daemon=True).start()
     except OSError as error:
         say(f"metrics: cannot be served ({error.strerror})")

@@ -33,7 +33,7 @@ from fedpriv.deployment.flower import (
     settings,
     signals_handled_by,
 )
-from fedpriv.deployment.processes import only_start
+from fedpriv.deployment.processes import only_start, start_child
 from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import FlowerError, InputError
 from fedpriv.files import replace_file
@@ -268,21 +268,9 @@ class _Vault:
             return self._process
 
     def _popen(self) -> subprocess.Popen[str]:
-        # In its own process group: otherwise Ctrl-C would end it before the SuperNode. What it writes is its own. If
-        # this process is killed, the pipe to the vault's standard input closes: it ends too, and gives its place free.
-        return subprocess.Popen(
-            [sys.executable, "-m", "fedpriv.vault", "--with-parent", str(self._node.folder)],
-            cwd=self._node.folder,
-            env=self._variables,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            process_group=0,
-            umask=0o077,
-            **(self._user.popen_options if self._user else {}),
-        )
+        # What it writes is its own.
+        command = [sys.executable, "-m", "fedpriv.vault", "--with-parent", str(self._node.folder)]
+        return start_child(command, folder=self._node.folder, variables=self._variables, user=self._user, umask=0o077)
 
 
 def units(node: Node) -> list[Unit]:

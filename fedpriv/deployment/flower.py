@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.deployment.checks import LOOPBACK
+from fedpriv.deployment.processes import start_child
 from fedpriv.deployment.users import User
 from fedpriv.errors import FlowerError
 
@@ -135,19 +136,7 @@ def _run_in_foreground(
     """
     forwarder = _SignalForwarder()
     with signals_handled_by(forwarder):
-        # In its own process group: otherwise Ctrl-C would reach it twice, from the terminal and from here.
-        child = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=dict(variables),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            process_group=0,
-            **(user.popen_options if user else {}),
-        )
+        child = start_child(command, folder=folder, variables=variables, user=user)
         forwarder.forward_to(child)
         relay = threading.Thread(target=_relay, args=(child, on_line), daemon=True)
         relay.start()

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 
+from fedpriv.deployment.users import User
 from fedpriv.errors import FlowerError, InputError
 
 log = logging.getLogger("flwr")  # of the processes that keep another, which are Flower's
@@ -137,6 +138,39 @@ def _name(process: int) -> str:
         words = (_PROC / str(process) / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
         return " ".join(takewhile(lambda word: not word.startswith("--"), words))[:_NAME_CHARACTERS]
     return "over"
+
+
+def start_child(
+    command: Sequence[str], *, folder: Path, variables: Mapping[str, str], user: User | None, umask: int = -1
+) -> subprocess.Popen[str]:
+    """A process whose output, errors too, comes through a pipe as text, and whose standard input is one from here.
+
+    It is in a process group of its own: otherwise Ctrl-C in a terminal would reach it too, besides whoever started it.
+    Its standard input closes if this process is killed; see `end_with_parent`.
+
+    Args:
+        command: program and arguments.
+        folder: to run it in.
+        variables: its environment.
+        user: whose process it is; None stands for the user of this process.
+        umask: of the files that it makes; -1 leaves that of this process.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=dict(variables),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        process_group=0,
+        umask=umask,
+        **(user.popen_options if user else {}),
+    )
 
 
 def end_with_parent() -> None:
