@@ -9,9 +9,7 @@ import contextlib
 import io
 import json
 import os
-import random
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +22,7 @@ from unittest import mock
 import psutil
 import typer
 
-from fedpriv.deployment import joining, keys
+from fedpriv.deployment import checks, joining, keys
 from fedpriv.deployment.command_line import run_command_line
 from fedpriv.ledger.entries import Entry
 from fedpriv.ledger.reader import reading, verify_with_head
@@ -280,11 +278,7 @@ def free_port() -> int:
     """A port of loopback that nothing listens on and that no other worker of this test run is given."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % MOST_WORKERS
     first = FIRST_PORT + worker * PORTS_OF_A_WORKER
-    while True:
-        port = random.SystemRandom().randrange(first, first + PORTS_OF_A_WORKER)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
+    return checks.free_port(range(first, first + PORTS_OF_A_WORKER))
 
 
 def run_in_process(app: typer.Typer, name: str, *arguments: object) -> CompletedProcess[str]:

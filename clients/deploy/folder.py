@@ -7,8 +7,6 @@ lacks a charge which the old key has signed gets no new one: else a restored cop
 from __future__ import annotations
 
 import os
-import random
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import fields
@@ -24,7 +22,7 @@ from clients.deploy.admission import check_survivors
 from clients.deploy.records import Found
 from fedpriv import config
 from fedpriv.deployment import joining, keys
-from fedpriv.deployment.checks import CA_CERTIFICATE
+from fedpriv.deployment.checks import CA_CERTIFICATE, free_port
 from fedpriv.deployment.command_line import port_of_metrics, read_settings, validated
 from fedpriv.deployment.joining import Application, Invitation
 from fedpriv.deployment.users import User, owner_of
@@ -39,7 +37,7 @@ from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import NodeLimits, VaultSettings, models_text
 
 # Below those that Linux gives to connections by itself.
-_LOCAL_PORTS = (20_000, 30_000)
+_LOCAL_PORTS = range(20_000, 30_000)
 
 FILE = "node.toml"
 
@@ -196,7 +194,7 @@ def make(
     """
     values = {"partition_id": invitation.partition_id, "name": invitation.name}
     values |= {key: value for key, value in settings.items() if value is not None}
-    connection = {"superlink": invitation.superlink, "port": _free_port() if port is None else port}
+    connection = {"superlink": invitation.superlink, "port": free_port(_LOCAL_PORTS) if port is None else port}
     connection |= {"metrics": True} if metrics else {}
     vault = validated(VaultSettings, values, folder=folder.absolute())
     node = validated(Node, connection, vault=vault)
@@ -237,15 +235,6 @@ def move(node: Node, invitation: Invitation) -> None:
     validated(Node, connection, vault=node.vault)
     replace_file(node.ca_certificate, invitation.ca.encode(), owner=_owner(node))
     replace_file(node.folder / FILE, (_NODE_HEADER + tomli_w.dumps(connection)).encode(), owner=_owner(node))
-
-
-def _free_port() -> int:
-    """A port of loopback that nothing listens on; below those that Linux gives to connections."""
-    while True:
-        port = random.SystemRandom().randrange(*_LOCAL_PORTS)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
 
 
 def _application(node: Node, folder: Path) -> str:

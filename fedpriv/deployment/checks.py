@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import platform
+import random
 import shutil
 import socket
 import ssl
@@ -232,6 +233,15 @@ def _check_door(host: str, port: int, ca: Path) -> Check:
         detail = f"OPEN TO STRANGERS: {', '.join(let_in)}; end it, and start it with `start`"
         return Check("door", False, f"{host}:{port}: {detail}")
     return Check("door", True, f"{host}:{port}: closed to {', '.join(_OPERATORS_REQUESTS)}")
+
+
+def free_port(ports: range) -> int:
+    """One of these ports of loopback, at random, on which nothing listens."""
+    while True:
+        port = random.SystemRandom().choice(ports)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
 
 
 def check_port_free(host: str, port: int) -> Check:

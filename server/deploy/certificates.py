@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedpriv.deployment.checks import CA_CERTIFICATE, read_certificate
+from fedpriv.deployment.checks import CA_CERTIFICATE, LOOPBACK, read_certificate
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file, write_new
 
@@ -33,9 +33,6 @@ AUTHORITY_DAYS = 3650
 
 # A node's clock may be slightly behind.
 _CLOCK_ALLOWANCE = timedelta(hours=1)
-
-# Flower's own processes reach their SuperLink through loopback when it listens on every address.
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _DNS_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I)
 
@@ -93,7 +90,8 @@ def make_server_certificate(
     """
     if not address_hosts:
         raise InputError("address: must name at least one host by which the nodes reach it")
-    names = [_alternative_name(host) for host in dict.fromkeys((*address_hosts, *_LOOPBACK))]
+    # Flower's own processes reach their SuperLink through loopback when it listens on every address.
+    names = [_alternative_name(host) for host in dict.fromkeys((*address_hosts, *LOOPBACK))]
     start, end = _validity(days, not_before)
     authority, signing_key = _authority(folder, authority_key or folder / CA_KEY, passphrase)
     key = ec.generate_private_key(ec.SECP384R1())

@@ -20,7 +20,7 @@ from fedpriv import config
 from fedpriv.deployment import keys
 from fedpriv.deployment.checks import CA_CERTIFICATE
 from fedpriv.deployment.command_line import port_of_metrics, read_settings, validated
-from fedpriv.deployment.flower import CONNECTION
+from fedpriv.deployment.flower import CONNECTION, flwr
 from fedpriv.deployment.keys import Kind
 from fedpriv.errors import InputError
 from fedpriv.files import new_folder, replace_file
@@ -130,6 +130,18 @@ class Coordinator:
         own = {"address": address, "root-certificates": str(self.ca_certificate)}
         superlinks = {**known.get("superlink", {}), "default": CONNECTION, CONNECTION: own}
         replace_file(self.connection_file, tomli_w.dumps({**known, "superlink": superlinks}).encode())
+
+    def flwr(self, *arguments: str, folder: Path | None = None) -> dict[str, Any]:
+        """The answer of Flower's command line, at the running SuperLink.
+
+        Args:
+            arguments: of `flwr`.
+            folder: to run it in; None stands for the coordinator's own.
+
+        Raises:
+            FlowerError: the SuperLink cannot be reached, or refused.
+        """
+        return flwr(self.flower_home, arguments, folder=folder or self.folder)
 
     @property
     def approved(self) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 from fedpriv import config
 from fedpriv.apps import FLOWER_APP
 from fedpriv.deployment import approvals, joining, keys
-from fedpriv.deployment.flower import CONNECTION, flwr
+from fedpriv.deployment.flower import CONNECTION
 from fedpriv.deployment.joining import Application, Invitation, Member, Roster
 from fedpriv.deployment.keys import NODE, VAULT, Kind, fingerprint
 from fedpriv.errors import FlowerError, InputError
@@ -170,7 +170,7 @@ def _left(coordinator: Coordinator) -> list[int]:
 
 def _unregister_at_superlink(coordinator: Coordinator, id_: str) -> None:
     try:
-        flwr(coordinator.flower_home, ["supernode", "unregister", id_, CONNECTION], folder=coordinator.folder)
+        coordinator.flwr("supernode", "unregister", id_, CONNECTION)
     except FlowerError as error:
         if _GONE not in str(error):
             raise
@@ -243,12 +243,11 @@ def _register_at_superlink(coordinator: Coordinator, partition_id: int, line: st
         with tempfile.TemporaryDirectory(prefix="fedpriv-key-") as folder:
             file = Path(folder, "node.key.pub")
             file.write_text(f"{line}\n")
-            register = ["supernode", "register", str(file), CONNECTION]
-            return str(flwr(coordinator.flower_home, register, folder=coordinator.folder)["node-id"])
+            return str(coordinator.flwr("supernode", "register", str(file), CONNECTION)["node-id"])
     except FlowerError as error:
         if _IN_USE not in str(error):
             raise
-    listed = flwr(coordinator.flower_home, ["supernode", "list", CONNECTION], folder=coordinator.folder)["nodes"]
+    listed = coordinator.flwr("supernode", "list", CONNECTION)["nodes"]
     live = {str(node["node-id"]) for node in listed if node["status"] in _LIVE}
     ids = {int(file.stem): file.read_text().strip() for file in coordinator.nodes.glob("*.id")}
     public = coordinator.nodes / f"{partition_id}.pub"

@@ -20,7 +20,6 @@ from fedpriv.deployment import approvals
 from fedpriv.deployment.flower import (
     CONNECTION,
     environment,
-    flwr,
     plain,
     program_folder,
     signals_handled_by,
@@ -59,7 +58,7 @@ def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str],
             status, details = _end(coordinator, run_id)
     except KeyboardInterrupt:
         say(f"stopping run {run_id}")
-        _flwr(coordinator, "stop", run_id, CONNECTION)
+        coordinator.flwr("stop", run_id, CONNECTION)
         status, details = _end(coordinator, run_id)
     say(f"run {run_id}: {status}{f' ({details})' if details else ''}")
     if status != COMPLETED:
@@ -147,7 +146,7 @@ def _submit(coordinator: Coordinator, values: dict[str, Any], say: Callable[[str
     with tempfile.TemporaryDirectory(prefix="fedpriv-run-") as folder:
         file = Path(folder) / "run.toml"
         file.write_text(tomli_w.dumps(values))
-        return str(_flwr(coordinator, "run", ".", CONNECTION, "--run-config", str(file))["run-id"])
+        return str(coordinator.flwr("run", ".", CONNECTION, "--run-config", str(file), folder=FLOWER_APP)["run-id"])
 
 
 def _follow(coordinator: Coordinator, run_id: str, say: Callable[[str], None]) -> None:
@@ -175,7 +174,7 @@ def _end(coordinator: Coordinator, run_id: str) -> tuple[str, str]:
     failures = 0
     while True:
         try:
-            listed = _flwr(coordinator, "ls", CONNECTION, "--run-id", run_id)["runs"][0]
+            listed = coordinator.flwr("ls", CONNECTION, "--run-id", run_id)["runs"][0]
             failures = 0
         except FlowerError:
             failures += 1
@@ -186,10 +185,6 @@ def _end(coordinator: Coordinator, run_id: str) -> tuple[str, str]:
                 details = " ".join(listed["status-details"].split())
                 return listed["status"], "" if details == "N/A" else details
         time.sleep(_POLL_SECONDS)
-
-
-def _flwr(coordinator: Coordinator, *arguments: str) -> dict[str, Any]:
-    return flwr(coordinator.flower_home, arguments, folder=FLOWER_APP)
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -29,7 +29,6 @@ from fedpriv.deployment.command_line import Unit, unit_name
 from fedpriv.deployment.flower import (
     CONNECTION,
     environment,
-    flwr,
     python_path,
     run_and_explain,
 )
@@ -259,7 +258,7 @@ def _num_online(coordinator: Coordinator) -> int:
     Raises:
         FlowerError: the SuperLink cannot be asked.
     """
-    answer = flwr(coordinator.flower_home, ["supernode", "list", CONNECTION], folder=coordinator.folder)
+    answer = coordinator.flwr("supernode", "list", CONNECTION)
     return sum(node["status"] == "online" for node in answer["nodes"])
 
 

@@ -268,7 +268,7 @@ def test_run_approves_its_checkout_and_names_what_is_not_committed(coordinator, 
     said = []
     monkeypatch.setattr(runs.approvals, "bundle_digest", lambda _: "a" * 64)
     monkeypatch.setattr(runs.approvals, "note_on", lambda _: "note: 1 bundled files differ")
-    monkeypatch.setattr(runs, "_flwr", Mock(side_effect=FlowerError("flwr run: is not there")))
+    monkeypatch.setattr(folder, "flwr", Mock(side_effect=FlowerError("flwr run: is not there")))
     with pytest.raises(FlowerError):
         runs.run(coordinator, [], said.append)
     assert said == ["note: 1 bundled files differ"]

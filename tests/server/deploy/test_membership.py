@@ -16,6 +16,7 @@ import pytest
 from fedpriv.adapters import model_digest
 from fedpriv.deployment import approvals, joining, keys
 from fedpriv.errors import FlowerError, InputError
+from server.deploy import folder as coordinator_folder
 from server.deploy import membership, superlink
 from server.deploy.folder import Coordinator
 from tests.server.deploy.conftest import deploy
@@ -48,7 +49,7 @@ def superlink_of(monkeypatch):
     asked: list[list[str]] = []
     nodes: dict[str, tuple[str, str]] = {}  # {id: (key, status)}
 
-    def flwr(_home: Path, arguments: list[str], *, folder: Path) -> dict[str, Any]:
+    def flwr(_home: Path, arguments: Sequence[str], *, folder: Path) -> dict[str, Any]:
         _, command, what = arguments[:3]
         if command == "list":
             return {"nodes": [{"node-id": id_, "status": status} for id_, (_, status) in nodes.items()]}
@@ -56,16 +57,16 @@ def superlink_of(monkeypatch):
             if nodes.get(what, ("", "unregistered"))[1] == "unregistered":
                 raise FlowerError(f"Node {what} not found for flwr_aid=.")
             nodes[what] = (nodes[what][0], "unregistered")
-            asked.append(arguments[:3])
+            asked.append([*arguments[:3]])
             return {}
         key = Path(what).read_text()
         if key in [known for known, _ in nodes.values()]:
             raise FlowerError("Public key already in use")
         nodes[str(len(nodes) + 1)] = (key, "registered")
-        asked.append(arguments[:2])
+        asked.append([*arguments[:2]])
         return {"node-id": str(len(nodes))}
 
-    monkeypatch.setattr(membership, "flwr", flwr)
+    monkeypatch.setattr(coordinator_folder, "flwr", flwr)
     return asked
 
 
@@ -279,6 +280,6 @@ def test_a_node_that_flower_has_forgotten_can_leave(coordinator, superlink_of, a
     membership.invite(coordinator, ["anna"])
     admit(coordinator, apply("anna", 0))
     refuse = Mock(side_effect=FlowerError("flwr supernode: Node 1 not found for flwr_aid=."))
-    monkeypatch.setattr(membership, "flwr", refuse)
+    monkeypatch.setattr(coordinator_folder, "flwr", refuse)
     assert deploy("unregister", coordinator.folder, "anna").returncode == 0
     assert not coordinator.registered()
