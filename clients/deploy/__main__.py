@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import sys
@@ -12,15 +11,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from clients.deploy import admission, folder, records, supernode
+from clients.deploy import admission, folder, joining, records, supernode
 from clients.deploy import doctor as node_doctor
 from clients.deploy import metrics as node_metrics
-from clients.deploy.folder import Made, Node
+from clients.deploy.folder import Node
 from fedpriv.apps import FLOWER_APP
-from fedpriv.deployment import approvals, joining, keys
+from fedpriv.deployment import approvals
 from fedpriv.deployment.checks import print_checks
 from fedpriv.deployment.command_line import UnitFolder, compare, give_units, run_command_line
-from fedpriv.deployment.joining import Invitation, Roster
+from fedpriv.deployment.joining import Roster, read
 from fedpriv.deployment.logs import Log
 from fedpriv.deployment.processes import end_with_parent
 from fedpriv.errors import InputError, LedgerError
@@ -108,9 +107,7 @@ def init(
     Example: fedpriv node init ~/node --invite invitation.toml --approve --data records.csv --text-column note
     --label-column department --budget-epsilon 4
     """
-    invitation = joining.read(Invitation, invite)
-    _tell_invitation(invitation)
-    compare([fingerprint] if fingerprint else (), {"the coordinator": invitation.fingerprint})
+    invitation = joining.take(invite, fingerprint)
     if approve_:
         admission.check_asked(invitation)
     plan = invitation.plan
@@ -143,59 +140,10 @@ def init(
         counter_file=counter_file.expanduser().absolute() if counter_file else None,
     )
     if approve_:
-        _approve_asked(made.node, invitation)
+        joining.approve_asked(made.node, invitation)
     if plan is not None and plan.secure_aggregation and made.node.vault.budget_view == "local":
         typer.echo("note: the planned run adds up under masks, but the budget counts uploads; see --budget-view")
-    _tell(made, shlex.quote(str(dir_)), approves=approve_)
-
-
-def _tell_invitation(invitation: Invitation) -> None:
-    """Tell what is asked, with control characters escaped."""
-    typer.echo(f"invitation of {invitation.name} as partition {invitation.partition_id}, by {invitation.superlink}")
-    typer.echo(f"its fingerprint: {invitation.fingerprint}")
-    for key, value in invitation.run.items():
-        typer.echo(f"planned: {json.dumps(key)[1:-1]} = {json.dumps(value)}")
-
-
-def _approve_asked(node: Node, invitation: Invitation) -> None:
-    """Approve what `admission.check_asked` has compared."""
-    if invitation.bundle:
-        approvals.approve(node.approved, invitation.bundle)
-        typer.echo(f"bundle {invitation.bundle} is approved")
-    if (note := approvals.note_on(FLOWER_APP)) and invitation.bundle:
-        typer.echo(note)
-    if invitation.plan is not None:
-        name = invitation.plan.model
-        found = admission.approve_model(node.vault, name, name=name, digest=invitation.model)
-        typer.echo(f"model {name} is approved: digest {found.model.digest}")
-
-
-def _tell(made: Made, quoted: str, *, approves: bool) -> None:
-    """Tell what was made, and what is left to do."""
-    node = made.node
-    typer.echo(f"created {node.folder}; keep {node.key} and {node.vault.key} secret, review {node.vault.policy}")
-    if made.found is not None and made.data_set is not None:
-        for line in made.found.lines():
-            typer.echo(line)
-        typer.echo(f"registered N_k = {made.data_set.num_records}, data set {made.data_set.id}")
-        if made.data_set.num_records != made.found.num_units:
-            typer.echo(f"note: {node.vault.ledger} had registered this number before, and it stays")
-    _tell_keys(node)
-    steps = []
-    if not approves:
-        steps += [f"approve-model {quoted} MODEL"] if made.found is not None else []
-        steps.append(f"approve {quoted} --this-checkout")
-    if node.vault.budget_view == "aggregate":
-        steps.append(f"approve-peers {quoted} ROSTER")
-    for command in (*steps, f"doctor {quoted}", f"start {quoted}"):
-        typer.echo(f"next: fedpriv node {command}")
-
-
-def _tell_keys(node: Node) -> None:
-    """Tell what the coordinator must get."""
-    typer.echo(f"send to the coordinator: {node.application}")
-    own = keys.fingerprint(keys.public_line(node.vault.key))
-    typer.echo(f"fingerprint of vault.key, to be read to coordinator and peers by telephone: {own}")
+    joining.tell(made, shlex.quote(str(dir_)), approves=approve_)
 
 
 def _asked(option: str, question: str) -> str:
@@ -232,9 +180,7 @@ def move(
 
     Example: fedpriv node move ~/node --invite invitation.toml
     """
-    invitation = joining.read(Invitation, invite)
-    _tell_invitation(invitation)
-    compare([fingerprint] if fingerprint else (), {"the coordinator": invitation.fingerprint})
+    invitation = joining.take(invite, fingerprint)
     node = Node.read(dir_)
     folder.move(node, invitation)
     typer.echo(f"{node.folder} now looks for the coordinator at {invitation.superlink}; restart the node")
@@ -372,7 +318,7 @@ def approve_peers(
     Example: fedpriv node approve-peers ~/node roster.toml --fingerprint ABCD-EFGH-IJKL-MNOP-QRST
     """
     vault = Node.read(dir_).vault
-    found = joining.read(Roster, roster)
+    found = read(Roster, roster)
     found.check(roster)
     unknown = admission.unknown_peers(vault, found, replace_old=replace)
     asked = {f"{member.name} (partition {member.partition_id})": member.fingerprint for member in unknown}
@@ -408,7 +354,7 @@ def new_key_(
         folder.replace_node_key(node)
     else:
         folder.replace_vault_key(node, sources or [])
-    _tell_keys(node)
+    joining.tell_keys(node)
     typer.echo("there: fedpriv coordinator admit DIR FILE --replace")
     if not of_node:
         typer.echo("then, at each peer, with the new roster: fedpriv node approve-peers DIR ROSTER --replace")

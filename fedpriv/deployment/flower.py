@@ -47,21 +47,23 @@ _SHARE = 0.1
 def environment(home: Path, **extra: str) -> dict[str, str]:
     """The environment of Flower's programs: this virtual environment first; no installing, update checks or telemetry.
 
-    They reach each other on this machine without a proxy, whatever the operator's is.
-
     Args:
         home: Flower's own folder.
         extra: further variables.
     """
     path = os.pathsep.join([str(program_folder()), os.environ.get("PATH", os.defpath)])
-    here = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOOPBACK]))
-    proxies = {"NO_PROXY": here, "no_proxy": here}  # of both, programs read the one or the other
-    return {**os.environ, "PATH": path, **proxies, **settings(home), **extra}
+    return {**os.environ, "PATH": path, **settings(home), **extra}
 
 
 def settings(home: Path) -> dict[str, str]:
-    """The variables that Flower's programs take from their environment alone."""
+    """The variables that Flower's programs take from their environment alone.
+
+    They reach each other on this machine without a proxy, whatever the operator's is.
+    """
+    direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOOPBACK]))
     return {
+        "NO_PROXY": direct,
+        "no_proxy": direct,  # of both, programs read the one or the other
         "FLWR_HOME": str(home),
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_DISABLE_UPDATE_CHECK": "1",

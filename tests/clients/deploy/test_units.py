@@ -52,6 +52,7 @@ def test_the_supernode_runs_approved_bundles_alone_and_waits_for_its_registratio
     text = units(node)[1].text()
     assert '"clients.deploy.approved_supernode"' in text
     assert "approved-fabs" in text
+    assert '"NO_PROXY=127.0.0.1,localhost,::1"' in text, "its own processes need no proxy, whatever a drop-in names"
     assert {"Restart=on-failure", "StartLimitIntervalSec=0"} <= set(text.splitlines())
 
 

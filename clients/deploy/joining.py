@@ -1,0 +1,76 @@
+"""A node joins a federation: it takes an invitation, approves what that asks, and tells what is left to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+
+from clients.deploy import admission
+from clients.deploy.folder import Made, Node
+from fedpriv.apps import FLOWER_APP
+from fedpriv.deployment import approvals, joining, keys
+from fedpriv.deployment.command_line import compare
+from fedpriv.deployment.joining import Invitation
+
+
+def take(path: Path, fingerprint: str | None) -> Invitation:
+    """The invitation in a file, which is shown, once its fingerprint is what the coordinator has read out.
+
+    Raises:
+        InputError: the file is none, or another fingerprint was told, or none without a terminal to ask for it.
+    """
+    invitation = joining.read(Invitation, path)
+    _tell_invitation(invitation)
+    compare([fingerprint] if fingerprint else (), {"the coordinator": invitation.fingerprint})
+    return invitation
+
+
+def _tell_invitation(invitation: Invitation) -> None:
+    """Tell what is asked, with control characters escaped."""
+    typer.echo(f"invitation of {invitation.name} as partition {invitation.partition_id}, by {invitation.superlink}")
+    typer.echo(f"its fingerprint: {invitation.fingerprint}")
+    for key, value in invitation.run.items():
+        typer.echo(f"planned: {json.dumps(key)[1:-1]} = {json.dumps(value)}")
+
+
+def approve_asked(node: Node, invitation: Invitation) -> None:
+    """Approve what `admission.check_asked` has compared."""
+    if invitation.bundle:
+        approvals.approve(node.approved, invitation.bundle)
+        typer.echo(f"bundle {invitation.bundle} is approved")
+    if (note := approvals.note_on(FLOWER_APP)) and invitation.bundle:
+        typer.echo(note)
+    if invitation.plan is not None:
+        name = invitation.plan.model
+        found = admission.approve_model(node.vault, name, name=name, digest=invitation.model)
+        typer.echo(f"model {name} is approved: digest {found.model.digest}")
+
+
+def tell(made: Made, quoted: str, *, approves: bool) -> None:
+    """Tell what was made, and what is left to do."""
+    node = made.node
+    typer.echo(f"created {node.folder}; keep {node.key} and {node.vault.key} secret, review {node.vault.policy}")
+    if made.found is not None and made.data_set is not None:
+        for line in made.found.lines():
+            typer.echo(line)
+        typer.echo(f"registered N_k = {made.data_set.num_records}, data set {made.data_set.id}")
+        if made.data_set.num_records != made.found.num_units:
+            typer.echo(f"note: {node.vault.ledger} had registered this number before, and it stays")
+    tell_keys(node)
+    steps = []
+    if not approves:
+        steps += [f"approve-model {quoted} MODEL"] if made.found is not None else []
+        steps.append(f"approve {quoted} --this-checkout")
+    if node.vault.budget_view == "aggregate":
+        steps.append(f"approve-peers {quoted} ROSTER")
+    for command in (*steps, f"doctor {quoted}", f"start {quoted}"):
+        typer.echo(f"next: fedpriv node {command}")
+
+
+def tell_keys(node: Node) -> None:
+    """Tell what the coordinator must get."""
+    typer.echo(f"send to the coordinator: {node.application}")
+    own = keys.fingerprint(keys.public_line(node.vault.key))
+    typer.echo(f"fingerprint of vault.key, to be read to coordinator and peers by telephone: {own}")
