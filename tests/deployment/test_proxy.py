@@ -55,10 +55,8 @@ def relay(source: socket.socket, target: socket.socket) -> None:
 
 
 @pytest.fixture
-def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+def proxy() -> Iterator[Proxy]:
     proxy = Proxy()
-    for name in ("HTTP_PROXY", "HTTPS_PROXY"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_address[1]}")
     yield proxy
     proxy.shutdown()
 
@@ -70,12 +68,14 @@ def test_programs_of_this_machine_find_each_other_without_a_proxy(monkeypatch, t
 
 
 @pytest.mark.deployment
-def test_a_node_behind_a_proxy_takes_part(proxy, tmp_path):
+def test_a_node_behind_a_proxy_takes_part(proxy, tmp_path, monkeypatch):
     coordinator, node, port = tmp_path / "coordinator", tmp_path / "node", free_port()
     kit(SERVER, "init", coordinator, "--address", ELSEWHERE, "--port", port)
     services = [Service(tmp_path / "superlink.log", SERVER, "start", coordinator)]
     try:
         services[0].wait_for("SuperLink answers")
+        for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_address[1]}")
         heard = kit(SERVER, "invite", coordinator, "St. Anna").split()[-1]
         invitation = ("--invite", coordinator / "invitations" / "0.toml", "--fingerprint", heard)
         told = kit(CLIENT, "init", node, *invitation, "--approve").splitlines()
@@ -87,8 +87,9 @@ def test_a_node_behind_a_proxy_takes_part(proxy, tmp_path):
         assert set(proxy.asked) == {f"CONNECT {ELSEWHERE}:{port}"}
         services.append(Service(tmp_path / "node.log", CLIENT, "start", node))
         services[0].wait_for("nodes online: 1 of 1", 120)
-        run = [SERVER, "run", str(coordinator), "-c", "rounds=1", "-c", "noise_multiplier=1.5", "-c", "lora_rounds=0"]
-        services.append(Service(tmp_path / "run.log", *run, "-c", "num_clients=1", "-c", "min_clients=1"))
+        run = [SERVER, "run", str(coordinator), "-c", "rounds=2", "-c", "noise_multiplier=1.5", "-c", "lora_rounds=0"]
+        # The corpus has five clients, of which four never come.
+        services.append(Service(tmp_path / "run.log", *run, "-c", "min_clients=1", "-c", "registration_seconds=30"))
         wait_until(lambda: services[-1].process.poll() is not None, "the run", 300)
         assert services[-1].process.returncode == 0, services[-1].text()[-2000:]
         assert set(proxy.asked) == {f"CONNECT {ELSEWHERE}:{port}"}
