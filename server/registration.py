@@ -116,8 +116,8 @@ def register_nodes(
 
 def _left(node_keys: Path | None) -> set[int]:
     """The partition ids below the largest admitted one that have no key: of nodes that left, or were never admitted."""
-    admitted = {int(file.stem) for file in node_keys.glob("*.pub") if file.stem.isdigit()} if node_keys else set()
-    return set(range(max(admitted, default=0))) - admitted
+    admitted = keys.files_of_nodes(node_keys) if node_keys else {}
+    return set(range(max(admitted, default=0))) - admitted.keys()
 
 
 def _add(reply: Message, node_id: int, nodes: Nodes, node_keys: Path | None, *, secure_aggregation: bool) -> None:

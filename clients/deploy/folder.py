@@ -25,7 +25,7 @@ from fedpriv.deployment import joining, keys
 from fedpriv.deployment.checks import CA_CERTIFICATE, free_port
 from fedpriv.deployment.command_line import port_of_metrics, read_settings, validated
 from fedpriv.deployment.joining import Application, Invitation
-from fedpriv.deployment.users import User, owner_of
+from fedpriv.deployment.users import owner_for
 from fedpriv.errors import InputError
 from fedpriv.files import new_folder, replace_file
 from fedpriv.ledger import receipts
@@ -233,8 +233,8 @@ def move(node: Node, invitation: Invitation) -> None:
         )
     connection = config.read(node.folder / FILE) | {"superlink": invitation.superlink}
     validated(Node, connection, vault=node.vault)
-    replace_file(node.ca_certificate, invitation.ca.encode(), owner=_owner(node))
-    replace_file(node.folder / FILE, (_NODE_HEADER + tomli_w.dumps(connection)).encode(), owner=_owner(node))
+    replace_file(node.ca_certificate, invitation.ca.encode(), owner=owner_for(node.folder))
+    replace_file(node.folder / FILE, (_NODE_HEADER + tomli_w.dumps(connection)).encode(), owner=owner_for(node.folder))
 
 
 def _application(node: Node, folder: Path) -> str:
@@ -287,7 +287,7 @@ def replace_vault_key(node: Node, sources: Sequence[Path]) -> None:
                     f"{vault.ledger}: lacks charges that the node has signed; first run `fedpriv ledger recover` on it "
                     f"with --key {keys.public_path(old)}, see `doctor`"
                 )
-    owner = _owner(node)
+    owner = owner_for(node.folder)
     keys.add_line(vault.earlier_keys, watch.signer, owner=owner)
     keys.make_key_pair(vault.key, keys.VAULT, owner=owner, replaces=True)
     _apply_again(node)
@@ -301,18 +301,13 @@ def replace_node_key(node: Node) -> None:
     """
     if not node.vault.key.exists():
         raise InputError(f"{node.vault.key}: is missing; run `new-key` without --node first, or receipts would be lost")
-    keys.make_key_pair(node.key, keys.NODE, owner=_owner(node), replaces=True)
+    keys.make_key_pair(node.key, keys.NODE, owner=owner_for(node.folder), replaces=True)
     _apply_again(node)
 
 
 def _apply_again(node: Node) -> None:
     """Write the application of a node whose keys have changed."""
-    replace_file(node.application, _application(node, node.folder).encode(), owner=_owner(node))
-
-
-def _owner(node: Node) -> User | None:
-    """The user who is to own the files, if root makes them."""
-    return owner_of(node.folder) if os.geteuid() == 0 else None
+    replace_file(node.application, _application(node, node.folder).encode(), owner=owner_for(node.folder))
 
 
 def _split_address(address: str, *, name: str = "address") -> tuple[str, int]:

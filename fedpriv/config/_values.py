@@ -216,9 +216,8 @@ def checked(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
     if not is_resolved(values):
         problems += two_noises(values) + foreign_to_own_models(values)
     known = {key: value for key, value in values.items() if key in KEYS}
-    if is_resolved(
-        values
-    ):  # by a version that did not know a later key, and did what is the default: no recipe fills it
+    # Of a version that did not know a later key, and did what is now its default: no recipe fills it.
+    if is_resolved(values):
         known = {key: getattr(RunConfig, key) for key in RunConfig.keys_with(Fact.LATER)} | known
     try:
         config = RunConfig(**known)

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from fedpriv import config
 from fedpriv.errors import FlowerError, InputError, LedgerError
 from fedpriv.files import write_new
+from fedpriv.texts import printable
 
 Settings = TypeVar("Settings")
 
@@ -105,16 +106,11 @@ def run_command_line(app: typer.Typer, name: str) -> None:
     try:
         app(prog_name=name)
     except ValueError as error:
-        typer.echo(f"error: {_visible(str(error))}", err=True)
+        typer.echo(f"error: {printable(error)}", err=True)
         sys.exit(2)
     except (FlowerError, LedgerError, OSError) as error:
-        typer.echo(f"error: {_visible(str(error))}", err=True)
+        typer.echo(f"error: {printable(error)}", err=True)
         sys.exit(1)
-
-
-def _visible(text: str) -> str:
-    """The text with escapes in place of control characters, which a file that somebody sent may hold."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def compare(told: Collection[str], asked: Mapping[str, str], known: Collection[str] = ()) -> None:

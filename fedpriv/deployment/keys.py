@@ -122,6 +122,11 @@ def read_lines(path: Path) -> tuple[str, ...]:
     return tuple(" ".join(line.split()[:2]) for line in lines)
 
 
+def files_of_nodes(folder: Path, suffix: str = ".pub") -> dict[int, Path]:
+    """{partition id: file} of the files in a folder that are named by one."""
+    return {int(file.stem): file for file in folder.glob(f"*{suffix}") if file.stem.isdigit()}
+
+
 def add_line(path: Path, public_line: str, *, owner: User | None = None) -> None:
     """Add a line to a file that `read_lines` reads, unless it is there; for `owner` see `make_key_pair`."""
     lines = dict.fromkeys((*read_lines(path), public_line))

@@ -46,6 +46,15 @@ def user_named(name: str) -> User:
         raise InputError(f"client_user = {name!r}: this machine has no such user") from None
 
 
+def owner_for(folder: Path) -> User | None:
+    """The user who is to own new files in a folder, if root makes them: the folder's; None if root does not.
+
+    Raises:
+        InputError: the owner has no name on this machine.
+    """
+    return owner_of(folder) if os.geteuid() == 0 else None
+
+
 def owner_of(path: Path) -> User:
     """The user who owns a file or folder.
 

@@ -30,7 +30,7 @@ from typing import Any
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from fedpriv.deployment.users import User, owner_of
+from fedpriv.deployment.users import owner_for
 from fedpriv.errors import LedgerError
 from fedpriv.files import replace_file, sync_folder
 from fedpriv.ledger import _head
@@ -286,7 +286,7 @@ def _locked(path: Path) -> Iterator[int]:
         LedgerError: another process keeps it.
         OSError: it cannot be opened.
     """
-    head, owner = _head.opened(path), _owner(path.parent)
+    head, owner = _head.opened(path), owner_for(path.parent)
     try:
         if owner is not None:
             os.fchown(head, owner.uid, owner.gid)
@@ -314,11 +314,6 @@ def _write(folder: Path, lines: list[Noted], head: int) -> None:
     if not path.exists():
         _head.begin(head, path)
     text = "".join(f"{json.dumps(asdict(line))}\n" for line in lines)
-    replace_file(path, text.encode(), mode=0o600, owner=_owner(folder))
+    replace_file(path, text.encode(), mode=0o600, owner=owner_for(folder))
     sync_folder(path)
     _head.write(head, lines[-1].number, lines[-1].digest)
-
-
-def _owner(folder: Path) -> User | None:
-    """The user who is to own the files, if root makes them: the vault's."""
-    return owner_of(folder) if os.geteuid() == 0 else None

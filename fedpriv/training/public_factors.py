@@ -72,7 +72,7 @@ def readout_factors(
     Raises:
         InputError: nothing tells two answers apart at this length, or a layer has no part in the answer.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    layers = _lora_layers(model)
     rows = _public_records(tokenizer, chat, answers, max_length)
     responses = [_response(row) for row in rows[: len(answers)]]
     if len(set(responses)) < len(responses):
@@ -117,7 +117,7 @@ def leading_directions(model: Any, tokenizer: Any, *, max_length: int) -> dict[s
     Source: Paischer et al. 2024 (EVA), who take the directions from the first records, which under DP would be a
     release of its own.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    layers = _lora_layers(model)
     length = min(_TEXT_TOKENS, max_length)
     texts = np.random.default_rng(0).choice(_ordinary_tokens(tokenizer), (_NUM_TEXTS, length))
     inputs: dict[str, list[Tensor]] = {name: [] for name in layers}
@@ -216,6 +216,10 @@ def _public_records(tokenizer: Any, chat: ChatFormat, answers: Sequence[str], ma
     if None in rows[: len(answers)]:
         raise InputError(f"answers = {answers[rows.index(None)]}: cannot be put in the chat at {max_length} tokens")
     return [row for row in rows if row is not None]
+
+
+def _lora_layers(model: Any) -> dict[str, Any]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
 
 
 def _ordinary_tokens(tokenizer: Any) -> list[int]:

@@ -196,7 +196,7 @@ class Coordinator:
     def registered(self, kind: Kind = keys.NODE) -> dict[int, Path]:
         """The file with the public key of this kind of each registered node, by partition id."""
         folder = self.nodes if kind == keys.NODE else self.vaults
-        return {int(file.stem): file for file in folder.glob("*.pub") if file.stem.isdigit()}
+        return keys.files_of_nodes(folder)
 
 
 def make(

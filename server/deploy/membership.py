@@ -47,7 +47,8 @@ def invite(
     names = list(dict.fromkeys(unicodedata.normalize("NFC", " ".join(name.split())) for name in names))
     known = {invitation.name: id_ for id_, invitation in invited(coordinator).items()}
     new = [name for name in names if name not in known]
-    first = max([-1, *known.values(), *coordinator.registered(), *_left(coordinator)]) + 1
+    left = keys.files_of_nodes(coordinator.vaults, keys.EARLIER)
+    first = max([-1, *known.values(), *coordinator.registered(), *left]) + 1
     ids = known | {name: first + place for place, name in enumerate(new)}
     if partition_id is not None:
         ids = {_only(names): partition_id}
@@ -96,12 +97,12 @@ def read_application(coordinator: Coordinator, path: Path) -> Application:
     application = joining.read(Application, path)
     application.check(path)
     invitation = invited(coordinator).get(application.partition_id)
-    if invitation is None or invitation.name != application.name:
+    if invitation is None:
+        raise InputError(f"{path}: partition {application.partition_id} was not invited")
+    if invitation.name != application.name:
         raise InputError(
             f"{path}: is of {application.name!r} for partition {application.partition_id}, which was invited as "
             f"{invitation.name!r}"
-            if invitation
-            else f"{path}: partition {application.partition_id} was not invited"
         )
     return application
 
@@ -161,11 +162,6 @@ def unregister(coordinator: Coordinator, name: str) -> int:
         _id_file(coordinator, id_).unlink()
     (coordinator.invitations / f"{id_}.toml").unlink(missing_ok=True)
     return id_
-
-
-def _left(coordinator: Coordinator) -> list[int]:
-    """The partition ids of nodes whose vaults have signed with keys that ended, of those who left among them."""
-    return [int(file.stem) for file in coordinator.vaults.glob(f"*{keys.EARLIER}") if file.stem.isdigit()]
 
 
 def _unregister_at_superlink(coordinator: Coordinator, id_: str) -> None:
@@ -249,7 +245,7 @@ def _register_at_superlink(coordinator: Coordinator, partition_id: int, line: st
             raise
     listed = coordinator.flwr("supernode", "list", CONNECTION)["nodes"]
     live = {str(node["node-id"]) for node in listed if node["status"] in _LIVE}
-    ids = {int(file.stem): file.read_text().strip() for file in coordinator.nodes.glob("*.id")}
+    ids = {id_: file.read_text().strip() for id_, file in keys.files_of_nodes(coordinator.nodes, ".id").items()}
     public = coordinator.nodes / f"{partition_id}.pub"
     if ids.get(partition_id) in live and public.exists() and keys.read_public_line(public, NODE) == line:
         return ids[partition_id]

@@ -69,7 +69,11 @@ def test_init_makes_keys_settings_and_policy(tmp_path, ca, invite):
         ({"run": {"rounds": date(2027, 1, 1)}}, [], "run.rounds"),
         ({"run": {"rounds": {"a": 1}}}, [], "run.rounds"),
         ({"run": {"rouns": 3}}, [], "rouns: unknown configuration key"),
-        ({"run": {"system_prompt": "\x1b[2J"}}, [], r"system_prompt = \x1b[2J: goes with prompt_column"),
+        (
+            {"run": {"system_prompt": "\x1b[2J"}},
+            [],
+            "system_prompt = \N{REPLACEMENT CHARACTER}[2J: goes with prompt_column",
+        ),
         ({"bundle": "a" * 64}, ["--approve"], f"bundle = {'a' * 16}...: this checkout's is"),
         ({"run": {"rounds": 3}, "model": "b" * 64}, ["--approve"], "the coordinator's files have digest bbbbbbbb"),
         ({}, ["--delta", 2], "delta = 2.0"),
