@@ -53,11 +53,17 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_RESTART_SECONDS", 0.0)
 
 
+def sleeper(variables: dict[str, str], **options: int) -> psutil.Popen:
+    """A process whose environment can be read, which is a moment after Popen returns."""
+    process = psutil.Popen(["sleep", "100"], env={**os.environ, **variables}, **options)
+    wait_until(lambda: bool(process.environ()), "the program", 10, every=0.01)
+    return process
+
+
 @contextmanager
 def sleeping(**variables: str) -> Iterator[psutil.Popen]:
     """A process that nothing but the test ends."""
-    process = psutil.Popen(["sleep", "100"], env={**os.environ, **variables})
-    wait_until(lambda: process.name() == "sleep", "the program", 10, every=0.01)
+    process = sleeper(variables)
     yield process
     process.kill()
     process.wait()
@@ -102,7 +108,7 @@ def test_what_a_killed_start_left_behind_ends_before_the_next(tmp_path):
 
 def test_what_a_start_left_behind_itself_ends_with_it(tmp_path):
     with only_start(tmp_path, OWN, print) as mark:
-        child = subprocess.Popen(["sleep", "100"], env={**os.environ, **mark})
+        child = sleeper(mark)
     assert child.wait(5) == -signal.SIGKILL
 
 
@@ -131,7 +137,7 @@ def test_two_folders_do_not_concern_each_other(tmp_path):
 def test_a_stranger_with_the_mark_is_left_alone_and_the_nodes_own_user_is_not(tmp_path):
     nobody = pwd.getpwnam("nobody").pw_uid
     mark = mark_of(tmp_path)
-    stranger = subprocess.Popen(["sleep", "100"], env={**os.environ, **mark}, user=nobody)
+    stranger = sleeper(mark, user=nobody)
     with only_start(tmp_path, OWN, print):
         assert stranger.poll() is None
     with only_start(tmp_path, {*OWN, nobody}, print):
