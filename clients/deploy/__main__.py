@@ -94,6 +94,9 @@ def init(
         Path | None, typer.Option(help="New file on another disk, by which a restored ledger is noticed.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Of this machine, for local use; by default a free one.")] = None,
+    client_user: Annotated[
+        str | None, typer.Option(help="User, or its number, as whom the SuperNode runs; by default as the vault.")
+    ] = None,
     metrics: Annotated[
         bool, typer.Option("--metrics", help="Serve metrics to Prometheus on this machine, 1000 ports above --port.")
     ] = False,
@@ -138,6 +141,7 @@ def init(
         min_survivors=min_survivors,
         colluding_clients=colluding_clients,
         counter_file=counter_file.expanduser().absolute() if counter_file else None,
+        client_user=client_user,
     )
     if approve_:
         joining.approve_asked(made.node, invitation)
@@ -401,11 +405,20 @@ def units(dir_: Folder, out: UnitFolder = None) -> None:
 
 @app.command(hidden=True)
 def prepare(dir_: Folder) -> None:
-    """Make the folder ready for a SuperNode as `client_user`; the SuperNode's unit runs this as root.
+    """Make the folder ready for a SuperNode as `client_user`; root runs this, in the SuperNode's unit for instance.
 
     Example: fedpriv node prepare ~/node
     """
     supernode.prepare(Node.read(dir_))
+
+
+@app.command("supernode", hidden=True)
+def supernode_(dir_: Folder) -> None:
+    """Be the node's SuperNode alone, as `client_user`; its unit or container runs this once `prepare` has.
+
+    Example: fedpriv node supernode ~/node
+    """
+    supernode.become(Node.read(dir_))
 
 
 @app.command()

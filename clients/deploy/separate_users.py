@@ -21,6 +21,7 @@ from fedpriv.deployment.keys import Kind
 from fedpriv.deployment.users import User, can_read, owner_of, user_named
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file
+from fedpriv.vault import settings as vault_settings
 
 # Others may pass through a folder of this mode, and see no list of its files.
 _PASSABLE = 0o711
@@ -83,11 +84,16 @@ def prepared(node: Node, variables: Mapping[str, str]) -> Users:
 
 
 def client_of(node: Node) -> User:
-    """The `client_user` of a node that has one.
+    """The `client_user` of a node.
 
     Raises:
-        InputError: this machine does not know it, or it is root or the folder's owner.
+        InputError: it has none, this machine does not know it, or it is root or the folder's owner.
     """
+    if not node.vault.client_user:
+        raise InputError(
+            f"client_user = '': name a user of this machine in {node.folder / vault_settings.FILE}, "
+            "as whom the SuperNode runs"
+        )
     client = user_named(node.vault.client_user)
     if client.uid in (0, owner_of(node.folder).uid):
         raise InputError(f"client_user = {client.name!r}: must be neither root nor the owner of {node.folder}")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import tomli_w
 
@@ -26,11 +27,9 @@ from fedpriv.deployment.checks import check_port_free
 from fedpriv.deployment.command_line import Unit, unit_name
 from fedpriv.deployment.flower import (
     environment,
-    program_folder,
     python_path,
     run_and_explain,
     seconds_to_pause,
-    settings,
     signals_handled_by,
 )
 from fedpriv.deployment.processes import only_start, start_child
@@ -166,14 +165,25 @@ def _run(node: Node, users: Users, environ: Mapping[str, str], say: Callable[[st
     return _Ending(code, meaning, bool(refusals) and code != 0)
 
 
-def variables(node: Node) -> dict[str, str]:
-    """The variables by which the SuperNode is told of its home and of this checkout's modules."""
-    return {**settings(node.flower_home), **python_path(CHECKOUT)}
+def become(node: Node) -> NoReturn:
+    """Turn this process into the SuperNode, once root has prepared the folder for its user, which runs this.
+
+    Raises:
+        InputError: there is no `client_user`, or another user runs this, or the folder is not prepared.
+    """
+    client, key = separate_users.client_of(node), separate_users.client_key(node)
+    if os.geteuid() != client.uid:
+        raise InputError(f"client_user = {client.name!r}: this user's number is {os.geteuid()}, must be {client.uid}")
+    if not key.is_file():
+        raise InputError(f"{key}: no such file; run `fedpriv node prepare {node.folder}` as root first")
+    os.chdir(node.flower_home)
+    program, *arguments = command(node, key)
+    os.execve(program, [program, *arguments], {**_environment(node), "HOME": str(node.flower_home)})
 
 
 def _environment(node: Node) -> dict[str, str]:
-    """The SuperNode's whole environment."""
-    return environment(node.flower_home, **variables(node))
+    """The SuperNode's whole environment: its own home, and this checkout's modules."""
+    return environment(node.flower_home, **python_path(CHECKOUT))
 
 
 def _end(*_: object) -> None:
@@ -280,14 +290,9 @@ def units(node: Node) -> list[Unit]:
         InputError: there is no `client_user`, or it is root or the owner.
     """
     vault, folder = node.vault, node.folder
-    if not vault.client_user:
-        raise InputError(
-            f"client_user = '': name a user of this machine in {folder / 'vault.toml'}, as whom the SuperNode runs"
-        )
     client = separate_users.client_of(node)
     name = unit_name("vault", folder)
     data = [vault.data] if vault.data else []
-    path = os.pathsep.join([str(program_folder()), os.defpath])  # Flower starts its programs by name
     return [
         Unit(
             name=name,
@@ -303,11 +308,11 @@ def units(node: Node) -> list[Unit]:
         Unit(
             name=unit_name("supernode", folder),
             description=f"fedpriv SuperNode of {folder}",
-            command=command(node, separate_users.client_key(node)),
+            command=[sys.executable, "-m", __package__, "supernode", str(folder)],
             prepared_by=[sys.executable, "-m", __package__, "prepare", str(folder)],
             folder=FLOWER_APP,
             user=client.name,
-            variables={"HOME": str(node.flower_home), "PATH": path, **variables(node)},
+            variables=python_path(CHECKOUT),
             writable=[node.flower_home],
             hidden=[
                 *data,

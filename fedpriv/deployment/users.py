@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,16 @@ from typing import Any
 
 from fedpriv.errors import InputError
 
+_NUMBER = re.compile("[0-9]+")
+_MAX_UID = 2**31 - 2
+
 
 @dataclass(frozen=True)
 class User:
     """A Unix user.
 
     Attributes:
-        name: of the user.
+        name: of the user; its number, where the machine knows no name, as in containers.
         uid: its number.
         gid: number of its own group.
         groups: numbers of all its groups.
@@ -35,11 +39,15 @@ class User:
 
 
 def user_named(name: str) -> User:
-    """The user with this name.
+    """The user with this name or number.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no such name, or no such number can be.
     """
+    if _NUMBER.fullmatch(name):
+        if int(name) > _MAX_UID:
+            raise InputError(f"client_user = {name!r}: must be a number of at most {_MAX_UID}, or a user's name")
+        return _numbered(int(name), gid=int(name))
     try:
         return _user(pwd.getpwnam(name))
     except KeyError:
@@ -47,25 +55,14 @@ def user_named(name: str) -> User:
 
 
 def owner_for(folder: Path) -> User | None:
-    """The user who is to own new files in a folder, if root makes them: the folder's; None if root does not.
-
-    Raises:
-        InputError: the owner has no name on this machine.
-    """
+    """The user who is to own new files in a folder, if root makes them: the folder's; None if root does not."""
     return owner_of(folder) if os.geteuid() == 0 else None
 
 
 def owner_of(path: Path) -> User:
-    """The user who owns a file or folder.
-
-    Raises:
-        InputError: the owner has no name on this machine.
-    """
-    uid = path.stat().st_uid
-    try:
-        return _user(pwd.getpwuid(uid))
-    except KeyError:
-        raise InputError(f"{path}: its owner, number {uid}, is no user of this machine") from None
+    """The user who owns a file or folder."""
+    status = path.stat()
+    return _numbered(status.st_uid, gid=status.st_gid)
 
 
 def can_read(user: User, path: Path) -> bool:
@@ -74,6 +71,14 @@ def can_read(user: User, path: Path) -> bool:
     if user.uid == status.st_uid:
         return True
     return bool(status.st_mode & (stat.S_IRGRP if status.st_gid in user.groups else stat.S_IROTH))
+
+
+def _numbered(uid: int, *, gid: int) -> User:
+    """The user with this number; one whom this machine has no name for is in this group alone."""
+    try:
+        return _user(pwd.getpwuid(uid))
+    except KeyError:
+        return User(str(uid), uid, gid, (gid,))
 
 
 def _user(entry: pwd.struct_passwd) -> User:

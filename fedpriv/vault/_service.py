@@ -15,7 +15,6 @@ import logging
 import math
 import multiprocessing
 import os
-import pwd
 import signal
 import socket
 import struct
@@ -28,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from fedpriv.deployment.users import user_named
 from fedpriv.errors import InputError
 from fedpriv.vault.frames import (
     FAILED,
@@ -161,7 +161,8 @@ def serve(settings: VaultSettings, say: Callable[[str], None]) -> None:
     Raises:
         InputError: another vault listens there, a path is too long, or the user of the ClientApp is unknown.
     """
-    users, own = _allowed_users(settings.client_user), {os.geteuid()}
+    own = {os.geteuid()}
+    users = own | ({user_named(settings.client_user).uid} if settings.client_user else set())
     listeners = [_listener(settings.socket, mode=0o600 if users == own else 0o666)]
     workers = [Worker(settings.folder, lambda reason: _close_node(settings.closed, reason))]
     if settings.updates is not None:
@@ -224,14 +225,6 @@ def _converse(connection: socket.socket, worker: Worker, readers: threading.Sema
 def _close_node(marker: Path, reason: str) -> None:
     log.error("this node is closed: %s; look at its log and its records before you open it again", reason)
     marker.write_text(f"{reason}\n")
-
-
-def _allowed_users(client_user: str) -> set[int]:
-    """The ids of the users whose processes may ask."""
-    try:
-        return {os.geteuid()} | ({pwd.getpwnam(client_user).pw_uid} if client_user else set())
-    except KeyError:
-        raise InputError(f"client_user = {client_user!r}: no such user") from None
 
 
 def _listener(path: Path, *, mode: int) -> socket.socket:

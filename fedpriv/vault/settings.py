@@ -100,7 +100,7 @@ class VaultSettings:
         keep_tokens: whether the records' tokens are kept in the folder from one start to the next.
         counter_file: a file on another disk that keeps the receipts of charges, so that a ledger that was restored is
             noticed; None keeps none but in the folder.
-        client_user: name of the user whose processes may ask the vault; empty stands for the vault's own user.
+        client_user: name or number of the user whose processes may ask the vault; empty stands for the vault's own.
         updates: the terms for updates of other frameworks, on a socket of their own; None releases none.
     """
 

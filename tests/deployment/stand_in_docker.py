@@ -1,4 +1,4 @@
-"""A stand-in for `docker compose` without images: a service is a process of its user, with folders for its mounts.
+"""A stand-in for `docker compose` without images: a service is a process of its users, with folders for its mounts.
 
 It reads compose.yaml of the working folder and the Dockerfile that this names, and keeps all it makes under $STAND_IN.
 A file that lies there already under the name of one of the checkout is copied in its place.
@@ -24,7 +24,6 @@ import yaml
 
 PLACE = Path(os.environ["STAND_IN"])
 IMAGE = PLACE / "image"
-USER = 10001
 
 
 def stages(service: dict) -> dict[str, list[tuple[str, str]]]:
@@ -96,14 +95,18 @@ class Container:
             source, target = volume.split(":")[:2]
             here = Path(source).absolute() if source.startswith(".") else PLACE / "volumes" / source
             if not here.exists():
-                shutil.copytree(IMAGE / target[1:], here)
-                os.chown(here, USER, USER)
-                here.chmod(0o700)
+                inside = IMAGE / target[1:]
+                shutil.copytree(inside, here)
+                os.chown(here, inside.stat().st_uid, inside.stat().st_gid)
             self.mounts[target] = here
+        self.user, self.group = map(int, service["user"].split(":"))
         self.mounts["/tmp"].mkdir(parents=True, exist_ok=True)
-        os.chown(self.mounts["/tmp"], USER, USER)
+        os.chown(self.mounts["/tmp"], self.user, self.group)
         self.said = dict(steps)
-        assert self.said["USER"] == service["user"] == f"{USER}:{USER}"
+        self.program = service.get("entrypoint") or json.loads(self.said["ENTRYPOINT"])
+        self.arguments = service.get("command") or json.loads(self.said["CMD"])
+        self.has_check = not service.get("healthcheck", {}).get("disable")
+        self.needs = {name: said["condition"] for name, said in service.get("depends_on", {}).items()}
         env = [text for step, text in steps if step == "ENV"]
         self.variables = {key: self.here(value) for text in env for key, value in pairs(text).items()}
         # Of this machine alone: one core, and no network beyond loopback.
@@ -132,8 +135,8 @@ class Container:
             self.command(command),
             cwd=IMAGE / "app",
             env=self.variables,
-            user=USER,
-            group=USER,
+            user=self.user,
+            group=self.group,
             extra_groups=[],
             start_new_session=True,
             **options,  # type: ignore[call-overload]
@@ -144,15 +147,22 @@ class Container:
         return self.start(check, stdout=subprocess.DEVNULL).wait() == 0
 
 
-def up(container: Container) -> int:
-    log = (PLACE / f"{container.name}.log").open("a")
-    command = [*json.loads(container.said["ENTRYPOINT"]), *json.loads(container.said["CMD"])]
+def up(name: str, compose: dict, *, completes: bool = False) -> int:
+    """Start a service after those that it needs, and wait until it is well, or over where others need it to be."""
+    container = Container(name, compose)
+    for needed, condition in container.needs.items():
+        if up(needed, compose, completes=condition == "service_completed_successfully"):
+            return 1
+    log = (PLACE / f"{name}.log").open("a")
+    command = [*container.program, *container.arguments]
     process = container.start(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    (PLACE / f"{container.name}.pid").write_text(str(process.pid))
+    if completes:
+        return process.wait()
+    (PLACE / f"{name}.pid").write_text(str(process.pid))
     deadline = time.monotonic() + 300
-    while not container.is_healthy():
+    while container.has_check and not container.is_healthy():
         if process.poll() is not None or time.monotonic() > deadline:
-            print((PLACE / f"{container.name}.log").read_text()[-3000:])
+            print((PLACE / f"{name}.log").read_text()[-3000:])
             return 1
         time.sleep(2)
     return 0
@@ -183,14 +193,14 @@ def main(arguments: list[str]) -> int:
             build(compose)
             return 0
         case ["up", "-d", "--wait", name]:
-            return up(Container(name, compose))
+            return up(name, compose)
         case ["exec", name, *command]:
             return Container(name, compose).start(command).wait()
         case ["run", "--rm", "--entrypoint", program, name, *rest]:
             return Container(name, compose).start([program, *rest]).wait()
         case ["run", "--rm", name, *rest]:
             container = Container(name, compose)
-            return container.start([*json.loads(container.said["ENTRYPOINT"]), *rest]).wait()
+            return container.start([*container.program, *rest]).wait()
         case ["down"]:
             down()
             return 0

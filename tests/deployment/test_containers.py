@@ -56,23 +56,48 @@ def test_no_base_is_taken_by_a_name_that_may_change() -> None:
     assert "FEDPRIV_BASE:?" in COMPOSE.read_text()
 
 
+HOLDERS = ("anna", "bruno", "clara")
+
+
 def test_every_service_is_confined_and_records_are_mounted_to_be_read_alone() -> None:
     services = yaml.safe_load(COMPOSE.read_text())["services"]
-    assert set(services) == {"coordinator", "anna", "bruno", "clara"}
+    parts = [f"{name}{part}" for name in HOLDERS for part in ("", "-prepare", "-vault", "-supernode")]
+    assert list(services) == ["coordinator", *parts]
     for name, service in services.items():
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
-        assert service["user"] == "10001:10001"
         assert all(volume.endswith(":ro") for volume in service["volumes"] if ":/data/" in volume)
         assert ("ports" in service) == (name == "coordinator")
-        assert not {"privileged", "network_mode", "pid", "cap_add", "devices"} & service.keys()
+        assert not {"privileged", "pid", "devices"} & service.keys()
+        assert ("cap_add" in service) == (service["user"] == "0:0") == name.endswith("-prepare")
 
 
-def test_no_two_services_share_keys_or_a_ledger() -> None:
+@pytest.mark.parametrize("name", HOLDERS)
+def test_who_has_records_or_ledger_has_no_network_and_the_coordinators_code_is_another_user(name: str) -> None:
     services = yaml.safe_load(COMPOSE.read_text())["services"]
-    named = [v.split(":")[0] for each in services.values() for v in each["volumes"] if not v.startswith(".")]
-    assert len(named) == len(set(named)) == 8
+    operator, prepare, vault, supernode = (
+        services[f"{name}{part}"] for part in ("", "-prepare", "-vault", "-supernode")
+    )
+    assert operator["profiles"] == ["operator"], "it runs when it is asked for"
+    for each in (prepare, vault):
+        assert each["network_mode"] == "none"
+        assert "networks" not in each
+    for each in (prepare, supernode):
+        assert each["volumes"] == [f"{name}-state:/state"]
+    assert operator["user"] == vault["user"] == "10001:10001"
+    assert supernode["user"] == "10002:10002"
+
+
+def test_no_two_holders_share_keys_or_a_ledger() -> None:
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    named = {
+        (v.split(":")[0], name.partition("-")[0])
+        for name, each in services.items()
+        for v in each["volumes"]
+        if not v.startswith(".")
+    }
+    assert len({volume for volume, _ in named}) == len(named) == 8
 
 
 @pytest.mark.skipif(not shutil.which("docker-compose"), reason="no docker-compose")
@@ -137,7 +162,8 @@ def test_the_steps_of_the_images_and_the_commands_of_the_page_make_a_run_of_thre
     assert done.returncode == 0, text[-6000:]
     volumes = place / "stand-in" / "volumes"
     assert (volumes / "coordinator-results" / "first" / "summary.json").is_file()
-    for holder in ("anna", "bruno", "clara"):
+    for holder in HOLDERS:
         charged = [e for e in read_ledger(volumes / f"{holder}-ledger" / "ledger.sqlite") if e.phase == "charged"]
         assert [each.round for each in charged] == [1, 2]
         assert (volumes / f"{holder}-state" / "node" / "node.key").stat().st_uid == 10001
+        assert (volumes / f"{holder}-state" / "node" / "flower" / "node.key").stat().st_uid == 10002

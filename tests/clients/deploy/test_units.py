@@ -48,11 +48,10 @@ def test_of_another_disk_the_vault_may_write_its_counter_file_alone(node: Node) 
     assert len(writable) == 2
 
 
-def test_the_supernode_runs_approved_bundles_alone_and_waits_for_its_registration(node: Node) -> None:
+def test_the_supernode_waits_for_its_registration_and_its_unit_holds_nothing_that_changes(node: Node) -> None:
     text = units(node)[1].text()
-    assert '"clients.deploy.approved_supernode"' in text
-    assert "approved-fabs" in text
-    assert '"NO_PROXY=127.0.0.1,localhost,::1"' in text, "its own processes need no proxy, whatever a drop-in names"
+    assert ' "-m" "clients.deploy" "supernode" "/' in text
+    assert node.superlink not in text, "`move` writes no unit"
     assert {"Restart=on-failure", "StartLimitIntervalSec=0"} <= set(text.splitlines())
 
 

@@ -138,6 +138,23 @@ def test_a_socket_for_updates_needs_a_user_for_the_coordinators_bundle(node):
         separate_users.prepared(Node.read(node.folder), os.environ)
 
 
+@pytest.mark.parametrize("name", ["-1", "+1", "1e3", " 1", "\u0661", "1x", str(2**31), "9" * 30])
+def test_what_is_neither_a_name_nor_a_number_is_no_user(node, name):
+    with pytest.raises(InputError, match="client_user = "):
+        separate_users.client_of(with_client_user(node, name))
+
+
+def test_a_number_without_a_name_is_a_user_without_other_groups(node):
+    user = separate_users.client_of(with_client_user(node, "10002"))
+    assert (user.name, user.uid, user.gid, user.groups) == ("10002", 10002, 10002, (10002,))
+
+
+@pytest.mark.parametrize("name", ["root", "0", "00", str(os.geteuid())])
+def test_the_supernodes_user_is_neither_root_nor_the_vaults_however_it_is_written(node, name):
+    with pytest.raises(InputError, match="must be neither root nor the owner"):
+        separate_users.client_of(with_client_user(node, name))
+
+
 def test_a_user_that_does_not_exist_is_named(node):
     with pytest.raises(InputError, match="client_user = 'nobody-of-that-name': this machine has no such user"):
         supernode.start(with_client_user(node, "nobody-of-that-name"), print)
@@ -150,12 +167,6 @@ def test_only_root_starts_processes_of_another_user(node):
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user")
-
-
-@needs_root
-def test_the_supernodes_user_must_not_be_the_vaults(node):
-    with pytest.raises(InputError, match="must be neither root nor the owner"):
-        separate_users.prepared(with_client_user(node, "root"), os.environ)
 
 
 @needs_root
@@ -199,6 +210,37 @@ def test_the_supernodes_user_owns_flowers_folder_and_reads_nothing_else(node, mo
 def _passable(folder: Path) -> bool:
     """Whether others may pass through all folders above."""
     return all(parent.stat().st_mode & 0o001 for parent in folder.parents)
+
+
+class Became(Exception):  # noqa: N818 - it is no error
+    """What a process would have become: its arguments and environment."""
+
+
+def test_a_process_of_the_supernodes_user_becomes_a_supernode_that_runs_approved_bundles_alone(node, monkeypatch):
+    def execve(program: str, arguments: list[str], variables: dict[str, str]) -> None:
+        assert program == arguments[0] == sys.executable
+        raise Became(arguments, variables)
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(os, "geteuid", lambda: 10002)
+    monkeypatch.chdir(node.folder)
+    node = with_client_user(node, "10002")
+    with pytest.raises(InputError, match=r"flower/node.key: no such file; run `fedpriv node prepare .*` as root"):
+        supernode.become(node)
+    separate_users.client_key(node).write_bytes(node.key.read_bytes())
+    with pytest.raises(Became) as became:
+        supernode.become(node)
+    arguments, variables = became.value.args
+    assert arguments == supernode.command(node, separate_users.client_key(node))
+    assert str(node.approved) in arguments
+    assert variables["HOME"] == variables["FLWR_HOME"] == str(node.flower_home) == str(Path.cwd())
+    assert variables["NO_PROXY"].endswith("127.0.0.1,localhost,::1"), "its own processes need no proxy"
+
+
+def test_the_vaults_own_user_does_not_become_the_supernode(node):
+    """Which would run what the coordinator ships where records and ledger are open."""
+    with pytest.raises(InputError, match=f"client_user = '10002': this user's number is {os.geteuid()}, must be 10002"):
+        supernode.become(with_client_user(node, "10002"))
 
 
 @needs_root
