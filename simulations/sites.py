@@ -214,7 +214,8 @@ class DeployedFederation:
 
     def wait_for_nodes(self, number: int, seconds: float = 90) -> None:
         """Wait until so many nodes are online."""
-        wait_until(lambda: self.online() == number, f"{number} nodes online", seconds)
+        # Each look is a command of Flower, which takes a second of a core.
+        wait_until(lambda: self.online() == number, f"{number} nodes online", seconds, every=2.0)
 
     def online(self) -> int:
         """How many nodes the SuperLink sees."""

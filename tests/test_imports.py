@@ -35,6 +35,8 @@ COMMANDS = {
     "config schema": LIGHT,
     "config check begun/config.toml": MODELS | PLOTS | FLOWER,
     "status --help": LIGHT | EPSILON | NUMBERS,
+    "node --help": LIGHT | {"dp_accounting"},
+    "coordinator --help": LIGHT | EPSILON,
     "predict --help": LIGHT | EPSILON | NUMBERS,
     "push --help": LIGHT | EPSILON | NUMBERS | {"huggingface_hub"},
     "serve --help": LIGHT | EPSILON | NUMBERS | {"fastapi", "uvicorn", "prometheus_client"},

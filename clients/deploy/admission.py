@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedpriv import adapters  # by its name: what loads models takes seconds to import
 from fedpriv.accounting.views import num_readers
-from fedpriv.adapters import model_digest, model_folder
 from fedpriv.apps import FLOWER_APP
 from fedpriv.deployment import approvals, keys
 from fedpriv.deployment.joining import Invitation, Member, Roster
@@ -124,9 +124,9 @@ def check_asked(invitation: Invitation) -> None:
     if invitation.plan is None:
         return
     name = invitation.plan.model
-    folder = model_folder(name)
+    folder = adapters.model_folder(name)
     _refuse_code(folder)
-    if (found := model_digest(folder)) != invitation.model:
+    if (found := adapters.model_digest(folder)) != invitation.model:
         raise InputError(
             f"model = {name!r}: the coordinator's files have digest {invitation.model[:16]}..., those here "
             f"{found[:16]}...; get the same ones"
@@ -164,10 +164,10 @@ def approve_model(
         InputError: there is no such model, it has no safetensors or brings code, the name stands for other files, or
             these have another digest.
     """
-    folder = model_folder(source)
+    folder = adapters.model_folder(source)
     _refuse_code(folder)
     name = name or (str(Path(source).expanduser().absolute()) if Path(source).expanduser().exists() else source)
-    model = ApprovedModel(name=name, folder=str(folder), digest=model_digest(folder))
+    model = ApprovedModel(name=name, folder=str(folder), digest=adapters.model_digest(folder))
     if digest not in ("", model.digest):
         raise InputError(f"model = {source!r}: has changed since it was compared, digest {model.digest[:16]}...")
     known = read_models(vault.models)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedpriv import config
+from fedpriv import adapters, config
 from fedpriv.apps import FLOWER_APP
 from fedpriv.deployment import approvals, joining, keys
 from fedpriv.deployment.flower import CONNECTION
@@ -42,8 +42,6 @@ def invite(
             machine; nothing was written.
         FlowerError: this checkout cannot be bundled.
     """
-    from fedpriv.adapters import model_digest, model_folder  # slow to import
-
     names = list(dict.fromkeys(unicodedata.normalize("NFC", " ".join(name.split())) for name in names))
     known = {invitation.name: id_ for id_, invitation in invited(coordinator).items()}
     new = [name for name in names if name not in known]
@@ -59,7 +57,7 @@ def invite(
     asked: dict[str, Any] = {"superlink": coordinator.address, "ca": coordinator.ca_certificate.read_text()}
     asked["bundle"] = approvals.bundle_digest(FLOWER_APP)
     if planned := coordinator.planned:
-        asked["model"] = model_digest(model_folder(config.parse(planned).model))
+        asked["model"] = adapters.model_digest(adapters.model_folder(config.parse(planned).model))
         asked["run"] = {key: value for key, value in planned.items() if key not in _own_keys()}
     made = [joining.made(Invitation, name=name, partition_id=ids[name], **asked) for name in names]
     found = {coordinator.invitations / f"{invitation.partition_id}.toml": invitation for invitation in made}
