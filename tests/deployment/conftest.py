@@ -52,12 +52,18 @@ def holdings(folder: Path, table: Path, *more: str, num_nodes: int = 3, persons:
     return options
 
 
-@pytest.fixture(scope="module")
-def holders(tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path) -> Iterator[DeployedFederation]:
+# Replies that take a while without work for the machine: a node that is killed then has not answered yet.
+SLOW = "reply_seconds = 5\n"
+
+
+@pytest.fixture(scope="module", params=[QUICK])
+def holders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path
+) -> Iterator[DeployedFederation]:
     """A SuperLink and three nodes with a file of records each, which run the tiny BERT."""
     folder = tmp_path_factory.mktemp("holders")
     federation = DeployedFederation(
-        folder / "federation", holdings=holdings(folder, table), model=tiny_bert, settings=QUICK
+        folder / "federation", holdings=holdings(folder, table), model=tiny_bert, settings=request.param
     )
     yield federation
     federation.stop()

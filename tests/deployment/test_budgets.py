@@ -16,7 +16,9 @@ NODES = range(2)
 
 def test_no_run_is_begun_that_budgets_end_and_as_many_rounds_as_fit_are_done(tmp_path, table, tiny_bert, holders_run):
     own = holdings(tmp_path, table, "--budget-epsilon", "3", num_nodes=len(NODES))
-    federation = DeployedFederation(tmp_path / "federation", holdings=own, model=tiny_bert, settings=QUICK)
+    federation = DeployedFederation(
+        tmp_path / "federation", num_nodes=len(NODES), holdings=own, model=tiny_bert, settings=QUICK
+    )
     try:
         values = {**holders_run, "num_clients": len(NODES), "min_clients": len(NODES), "noise_multiplier": 1.5}
         values |= {"local_steps": 1, "batch_size": 20}

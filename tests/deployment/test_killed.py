@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from simulations.sites import CLIENT, DeployedFederation, Service, kit, read_ledger, wait_until
-from tests.deployment.conftest import QUICK, holdings
+from tests.deployment.conftest import SLOW, holdings
 from tests.deployment.test_faults import num_charges, num_rounds
 
 pytestmark = pytest.mark.deployment
@@ -45,17 +45,15 @@ AGAIN_SECONDS = 180.0
 def federation(tmp_path_factory, table, tiny_bert) -> Iterator[DeployedFederation]:
     folder = tmp_path_factory.mktemp("killed")
     own = holdings(folder, table, num_nodes=len(NODES))
-    made = DeployedFederation(
-        folder / "federation", num_nodes=len(NODES), holdings=own, model=tiny_bert, settings=QUICK
-    )
+    made = DeployedFederation(folder / "federation", num_nodes=len(NODES), holdings=own, model=tiny_bert, settings=SLOW)
     yield made
     made.stop()
 
 
 @pytest.fixture(scope="module")
 def values(holders_run) -> dict[str, object]:
-    """A run whose steps take a while, and whose rounds end without a node that was killed."""
-    return {**holders_run, "num_clients": len(NODES), "min_clients": 1, "local_steps": 60, "round_seconds": 40}
+    """A run whose rounds end without a node that was killed; its steps take longer than it takes to kill a process."""
+    return {**holders_run, "num_clients": len(NODES), "min_clients": 1, "local_steps": 30, "round_seconds": 40}
 
 
 def family(service: Service) -> dict[psutil.Process, str]:
