@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +49,18 @@ def test_both_images_run_as_nobody_in_particular_and_tell_whether_they_are_well(
     for image in images:
         assert "HEALTHCHECK" in image
         assert not re.search(r"^(RUN|USER)", image, flags=re.MULTILINE)
+
+
+def test_what_is_copied_into_the_image_is_enough_to_install_fedpriv() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    hooks = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
+    assert hooks == {"custom": {}}, "hatchling then runs hatch_build.py"
+    needed = {"pyproject.toml", "hatch_build.py", project["project"]["readme"], "LICENSE"}
+    needed |= {"requirements.txt", "fedpriv", "clients", "server"}
+    lines = re.findall(r"^COPY (.*) \S+$", stages()["build FROM ${BASE}"], flags=re.MULTILINE)
+    assert {source for line in lines for source in line.split()} == needed
+    left = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{source}" for source in needed} <= set(left)
 
 
 def test_no_base_is_taken_by_a_name_that_may_change() -> None:
