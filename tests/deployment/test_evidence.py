@@ -21,7 +21,7 @@ pytestmark = pytest.mark.deployment
 NODES = range(2)
 
 
-@pytest.fixture(scope="module", params=["record", "person"])
+@pytest.fixture(scope="module", params=[pytest.param("record", marks=pytest.mark.nightly), "person"])
 def unit(request) -> str:
     return request.param
 

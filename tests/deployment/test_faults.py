@@ -114,7 +114,7 @@ def test_without_nodes_a_run_stops_in_time_and_goes_on_when_they_return(holders,
     assert {client["rounds"] for client in summary["clients"]} == {6}
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (3, 4, 5))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (2, 3, 4, 5))])
 def test_a_server_killed_at_any_instant_is_resumed_to_the_same_numbers(hospitals, corpus_run, tmp_path, seed):
     values = {**corpus_run, "rounds": NUM_ROUNDS, "seed": seed, "out": str(tmp_path / "deployed")}
     run = hospitals.start_run(f"killed-server-{seed}", values)

@@ -17,7 +17,7 @@ from fedpriv.ledger import reading
 from simulations.sites import ROOT, free_port, wait_until
 from tests.flower.test_flower_examples import EXAMPLES, NOISE_OFF, check_same, edit
 
-pytestmark = pytest.mark.deployment
+pytestmark = [pytest.mark.deployment, pytest.mark.nightly]
 
 NUM_NODES, ROUNDS = 3, 2
 
