@@ -29,7 +29,8 @@ from fedpriv.vault.settings import approved_peers
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The node's folder.")]
+# A SuperNode's user may pass through the folder, and not list it.
+Folder = Annotated[Path, typer.Argument(metavar="DIR", readable=False, help="The node's folder.")]
 
 
 InvitationFile = Annotated[Path, typer.Option(help="What the coordinator sent.")]

@@ -6,6 +6,8 @@ import json
 import os
 import socket
 import time
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
@@ -18,9 +20,11 @@ from fedpriv.deployment import metrics as served
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
+from server.deploy import certificates
 from simulations.sites import wait_until
 from tests import monitoring
 from tests.clients.deploy.test_vault_process import Lines
+from tests.deployment.tls_server import serving
 from tests.monitoring import firing, names, parsed, scraped, text_of, value
 
 
@@ -118,10 +122,16 @@ def test_nothing_names_the_holder_or_its_files(node):
     assert not [secret for secret in ("Anna", str(node.folder), str(node.vault.data)) if secret in text]
 
 
-@pytest.mark.parametrize("alert", ["NodeClosed", "LedgerUnusable", "VaultDown", "CoordinatorSilent"])
+ALERTS = ("NodeClosed", "LedgerUnusable", "VaultDown", "SuperNodeDown", "CoordinatorSilent")
+
+
+@pytest.mark.parametrize("alert", ALERTS)
 def test_alerts_of_a_node_fire(node, alert):
     charge(node, 1)
-    with socket.socket(socket.AF_UNIX) as vault:
+    with socket.socket(socket.AF_UNIX) as vault, socket.socket() as supernode:
+        if alert != "SuperNodeDown":
+            supernode.bind(("127.0.0.1", node.port))
+            supernode.listen()
         if alert != "VaultDown":
             vault.bind(str(node.vault.socket))
             vault.listen()
@@ -130,7 +140,17 @@ def test_alerts_of_a_node_fire(node, alert):
         if alert == "LedgerUnusable":
             node.vault.ledger.with_name("ledger.sqlite.head").write_text("?")
         kinds = () if alert == "CoordinatorSilent" else ("processes", "ledger")
-        assert firing(samples(node, *kinds)) - {"SuperNodeDown"} == {alert}
+        assert firing(samples(node, *kinds)) == {alert}
+
+
+@pytest.mark.parametrize(("seconds", "firing_alerts"), [(0, set()), (60, {"ClockApart"}), (-60, {"ClockApart"})])
+def test_a_clock_that_is_apart_from_the_coordinators_fires(node, tmp_path, seconds, firing_alerts):
+    certificates.make_ca(tmp_path, 100)
+    certificates.make_server_certificate(tmp_path, ["127.0.0.1"], 90)
+    node.ca_certificate.write_bytes((tmp_path / "ca.crt").read_bytes())
+    with serving(tmp_path, clock_offset=timedelta(seconds=seconds)) as port:
+        found = samples(replace(node, superlink=f"127.0.0.1:{port}"), "coordinator")
+    assert firing(found) == firing_alerts
 
 
 def test_a_budget_that_ends_fires(node):
