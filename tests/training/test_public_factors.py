@@ -306,3 +306,21 @@ def test_the_start_is_a_function_of_public_keys_alone(folder, tmp_path):
         bench = Workbench(parse({**keys, "data": str(path), "simulate": True, "num_clients": 1, "max_length": 60}))
         starts.append({**bench.initial, **dict(bench.model._frozen_factors), **read(bench.model.peft_model)})
     assert all(torch.equal(tensor, starts[1][name]) for name, tensor in starts[0].items())
+
+
+@pytest.mark.parametrize("shape", [(40, 9), (9, 40), (20, 20)])
+def test_principal_directions_are_the_singular_vectors(shape):
+    states = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    states[1:] *= torch.linspace(0.1, 3, shape[1])
+    values, directions = public_factors._principal(states, 4)
+    _, singular, right = torch.linalg.svd(states, full_matrices=False)
+    torch.testing.assert_close(values, singular[:4] ** 2 / shape[0])
+    torch.testing.assert_close((directions * right[:4]).sum(1).abs(), torch.ones(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("shape", [(40, 9), (9, 40)])
+def test_states_of_few_directions_still_give_as_many_as_asked(shape):
+    states = torch.randn((shape[0], 2), dtype=torch.float64) @ torch.randn((2, shape[1]), dtype=torch.float64)
+    values, directions = public_factors._principal(states, 4)
+    assert values[2:].abs().max() < 1e-12 * values[0]
+    torch.testing.assert_close(directions @ directions.T, torch.eye(4, dtype=torch.float64))
