@@ -64,8 +64,16 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o644, owner: _Owner
         content: of the file.
         mode: its permissions, from the first byte on.
         owner: the user who then owns the file; None stands for the user of this process.
+
+    Raises:
+        OSError: it cannot be written, or something that is no file has its name; nothing is left behind.
     """
-    _temporary(path, content, mode, owner).replace(path)
+    temporary = _temporary(path, content, mode, owner)
+    try:
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink()
+        raise
 
 
 def sync_folder(path: Path) -> None:

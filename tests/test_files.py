@@ -44,6 +44,13 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, full_disk):
     assert (path.read_bytes(), list(tmp_path.iterdir())) == (b"old", [path])
 
 
+def test_a_folder_of_that_name_is_an_error_and_leaves_nothing_behind(tmp_path):
+    (tmp_path / "key").mkdir()
+    with pytest.raises(OSError, match="key"):
+        files.replace_file(tmp_path / "key", b"new")
+    assert list(tmp_path.iterdir()) == [tmp_path / "key"]
+
+
 def test_each_event_is_a_line_with_its_time_and_what_all_share(tmp_path):
     journal = Journal(tmp_path / "events.jsonl", run="r", client=2)
     journal.write("charged", round=1)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from clients.deploy import folder
 from clients.deploy.folder import Node
 from fedpriv.deployment import keys
 from fedpriv.deployment.checks import Check, check_private
@@ -26,6 +27,7 @@ from fedpriv.vault import settings as vault_settings
 # Others may pass through a folder of this mode, and see no list of its files.
 _PASSABLE = 0o711
 
+_PROBE_SECONDS = 120.0
 _PROBE = "import sys, clients.deploy.approved_supernode; [open(path).close() for path in sys.argv[1:]]"
 
 
@@ -137,14 +139,16 @@ def _give(folder: Path, user: User) -> None:
     if folder.stat().st_uid == user.uid:
         return
     for place, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            os.chown(Path(place) / name, user.uid, user.gid, follow_symlinks=False)
+        for path in (Path(place) / name for name in (*folders, *files)):
+            if path.is_dir() or path.lstat().st_nlink == 1:  # another name of a file may be of somebody else's
+                os.chown(path, user.uid, user.gid, follow_symlinks=False)
     os.chown(folder, user.uid, user.gid)
 
 
 def _probe(node: Node, client: User, variables: Mapping[str, str]) -> None:
     """Refuse a user who cannot run this Python and checkout, or reach the folder."""
-    paths = [str(node.ca_certificate), str(node.approved)]
+    settings = (node.folder / folder.FILE, node.folder / vault_settings.FILE)
+    paths = [str(path) for path in (node.ca_certificate, node.approved, *settings)]
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, *paths],
@@ -152,10 +156,11 @@ def _probe(node: Node, client: User, variables: Mapping[str, str]) -> None:
             env=dict(variables),
             capture_output=True,
             check=False,
+            timeout=_PROBE_SECONDS,
             **client.popen_options,
         )
         is_able = done.returncode == 0
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         is_able = False
     if not is_able:
         raise InputError(

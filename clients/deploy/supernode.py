@@ -182,8 +182,12 @@ def become(node: Node) -> NoReturn:
 
 
 def _environment(node: Node) -> dict[str, str]:
-    """The SuperNode's whole environment: its own home, and this checkout's modules."""
-    return environment(node.flower_home, **python_path(CHECKOUT))
+    """The SuperNode's whole environment: its own home, and this checkout's modules.
+
+    Python looks for modules neither where it is started nor in a home, both of which are Flower's folder: what a
+    coordinator's bundle left there would otherwise run at every later start, approved or not.
+    """
+    return environment(node.flower_home, PYTHONSAFEPATH="1", PYTHONNOUSERSITE="1", **python_path(CHECKOUT))
 
 
 def _end(*_: object) -> None:
@@ -278,9 +282,8 @@ class _Vault:
             return self._process
 
     def _popen(self) -> subprocess.Popen[str]:
-        # What it writes is its own.
         command = [sys.executable, "-m", "fedpriv.vault", "--with-parent", str(self._node.folder)]
-        return start_child(command, folder=self._node.folder, variables=self._variables, user=self._user, umask=0o077)
+        return start_child(command, folder=self._node.folder, variables=self._variables, user=self._user)
 
 
 def units(node: Node) -> list[Unit]:
@@ -291,6 +294,10 @@ def units(node: Node) -> list[Unit]:
     """
     vault, folder = node.vault, node.folder
     client = separate_users.client_of(node)
+    if client.is_nameless or owner_of(folder).is_nameless:
+        raise InputError(
+            f"client_user = {client.name!r}: systemd knows users, and the owner of {folder}, by name alone"
+        )
     name = unit_name("vault", folder)
     data = [vault.data] if vault.data else []
     return [

@@ -33,6 +33,11 @@ class User:
     groups: tuple[int, ...]
 
     @property
+    def is_nameless(self) -> bool:
+        """Whether this machine knows the user by its number alone."""
+        return self.name == str(self.uid)
+
+    @property
     def popen_options(self) -> dict[str, Any]:
         """Options of `subprocess.Popen` that start a process of this user; only root may use them."""
         return {"user": self.uid, "group": self.gid, "extra_groups": list(self.groups)}
@@ -47,7 +52,7 @@ def user_named(name: str) -> User:
     if _NUMBER.fullmatch(name):
         if int(name) > _MAX_UID:
             raise InputError(f"client_user = {name!r}: must be a number of at most {_MAX_UID}, or a user's name")
-        return _numbered(int(name), gid=int(name))
+        return _numbered(int(name))
     try:
         return _user(pwd.getpwnam(name))
     except KeyError:
@@ -61,8 +66,7 @@ def owner_for(folder: Path) -> User | None:
 
 def owner_of(path: Path) -> User:
     """The user who owns a file or folder."""
-    status = path.stat()
-    return _numbered(status.st_uid, gid=status.st_gid)
+    return _numbered(path.stat().st_uid)
 
 
 def can_read(user: User, path: Path) -> bool:
@@ -73,12 +77,12 @@ def can_read(user: User, path: Path) -> bool:
     return bool(status.st_mode & (stat.S_IRGRP if status.st_gid in user.groups else stat.S_IROTH))
 
 
-def _numbered(uid: int, *, gid: int) -> User:
-    """The user with this number; one whom this machine has no name for is in this group alone."""
+def _numbered(uid: int) -> User:
+    """The user with this number; one whom this machine has no name for is in the group of that number alone."""
     try:
         return _user(pwd.getpwuid(uid))
     except KeyError:
-        return User(str(uid), uid, gid, (gid,))
+        return User(str(uid), uid, uid, (uid,))
 
 
 def _user(entry: pwd.struct_passwd) -> User:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +27,7 @@ def main(
 
     Example: python -m fedpriv.vault ~/node
     """
+    os.umask(0o077)  # whoever starts it: what it writes tells when records were worked on, and which could not be read
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(message)s")
     if with_parent:
         end_with_parent()

@@ -26,9 +26,9 @@ PLACE = Path(os.environ["STAND_IN"])
 IMAGE = PLACE / "image"
 
 
-def stages(service: dict) -> dict[str, list[tuple[str, str]]]:
-    """{stage: [(instruction, arguments)] of it and of the stage it begins from} of a service's Dockerfile."""
-    file = Path(os.environ["FEDPRIV_CHECKOUT"]) / service["build"]["dockerfile"]
+def stages(build: dict) -> dict[str, list[tuple[str, str]]]:
+    """{stage: [(instruction, arguments)] of it and of the stage it begins from} of the Dockerfile of a build."""
+    file = Path(os.environ["FEDPRIV_CHECKOUT"]) / build["dockerfile"]
     text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", file.read_text(), flags=re.MULTILINE))
     found: dict[str, list[tuple[str, str]]] = {}
     for line in filter(str.strip, text.splitlines()):
@@ -64,8 +64,8 @@ def build(compose: dict) -> None:
     """Carry out the stage from which every service's image takes its files."""
     IMAGE.mkdir(parents=True)
     context, folder, variables = Path(os.environ["FEDPRIV_CHECKOUT"]), IMAGE, dict(os.environ)
-    mounts = {path: IMAGE / path[1:] for path in ("/opt/fedpriv", "/app", "/state", "/ledger", "/results")}
-    for name, text in stages(compose["services"]["coordinator"])["build"]:
+    mounts = {path: IMAGE / path[1:] for path in ("/opt/fedpriv", "/app", "/coordinator", "/holder")}
+    for name, text in stages(compose["services"]["coordinator"]["build"])["build"]:
         here = substituted(text, mounts)
         if name in ("ENV", "ARG"):
             variables |= pairs(text)
@@ -89,15 +89,23 @@ class Container:
 
     def __init__(self, name: str, compose: dict) -> None:
         self.name, service = name, compose["services"][name]
-        steps = stages(service)[service["build"]["target"]]
+        (build,) = [
+            each["build"]
+            for each in compose["services"].values()
+            if each["image"] == service["image"] and "build" in each
+        ]
+        steps = stages(build)[build["target"]]
         self.mounts = {"/opt/fedpriv": IMAGE / "opt/fedpriv", "/app": IMAGE / "app", "/tmp": PLACE / "tmp" / name}
         for volume in service["volumes"]:
             source, target = volume.split(":")[:2]
             here = Path(source).absolute() if source.startswith(".") else PLACE / "volumes" / source
             if not here.exists():
-                inside = IMAGE / target[1:]
-                shutil.copytree(inside, here)
-                os.chown(here, inside.stat().st_uid, inside.stat().st_gid)
+                shutil.copytree(IMAGE / build["target"] / target[1:], here)
+                (copied,) = [
+                    text for step, text in steps if step == "COPY" and text.endswith(f" /{build['target']}/ /")
+                ]
+                user, group = re.search(r"--chown=(\d+):(\d+) ", copied).groups()
+                os.chown(here, int(user), int(group))
             self.mounts[target] = here
         self.user, self.group = map(int, service["user"].split(":"))
         self.mounts["/tmp"].mkdir(parents=True, exist_ok=True)

@@ -152,6 +152,17 @@ def lock_for_this_machine(target: Path) -> None:
     subprocess.run([sys.executable, "-m", "uv", *words, "--quiet"], cwd=ROOT, env=found, check=True)
 
 
+def assert_closed(state: Path, *, user: int) -> None:
+    """The code that the coordinator ships can list nothing of a holder's state, nor open what is not for it."""
+    own = {"user": user, "group": user, "extra_groups": [], "text": True}
+    listed = subprocess.run(["ls", state, state / "node"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **own)
+    assert listed.stdout == ""
+    for name in ("events.jsonl", "history.jsonl", "node.key", "vault.key", "receipts.jsonl"):
+        assert (state / "node" / name).exists()
+        opened = subprocess.run(["head", "-c1", state / "node" / name], stderr=subprocess.PIPE, **own)
+        assert "Permission denied" in opened.stderr, name
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0 or not Path(PYTHON).exists(), reason="needs root, to be another user")
 def test_the_steps_of_the_images_and_the_commands_of_the_page_make_a_run_of_three_holders(place: Path) -> None:
@@ -180,3 +191,4 @@ def test_the_steps_of_the_images_and_the_commands_of_the_page_make_a_run_of_thre
         assert [each.round for each in charged] == [1, 2]
         assert (volumes / f"{holder}-state" / "node" / "node.key").stat().st_uid == 10001
         assert (volumes / f"{holder}-state" / "node" / "flower" / "node.key").stat().st_uid == 10002
+        assert_closed(volumes / f"{holder}-state", user=10002)

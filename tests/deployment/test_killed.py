@@ -53,7 +53,7 @@ def federation(tmp_path_factory, table, tiny_bert) -> Iterator[DeployedFederatio
 @pytest.fixture(scope="module")
 def values(holders_run) -> dict[str, object]:
     """A run whose rounds end without a node that was killed; its steps take longer than it takes to kill a process."""
-    return {**holders_run, "num_clients": len(NODES), "min_clients": 1, "local_steps": 30, "round_seconds": 40}
+    return {**holders_run, "num_clients": len(NODES), "min_clients": 1, "local_steps": 60, "round_seconds": 40}
 
 
 def family(service: Service) -> dict[psutil.Process, str]:

@@ -82,6 +82,8 @@ def test_it_registers_and_trains_and_one_charge_buys_one_upload(vault, settings,
     assert same(first, second)
     assert not same(first, third)
     assert set(first.arrays) == set(train().arrays[protocol.ADAPTER])
+    # It tells when the work on records ended; whoever starts a vault may have any umask.
+    assert settings.events.stat().st_mode & 0o777 == 0o600
 
 
 def test_requests_that_come_at_once_are_answered_one_after_the_other(vault, settings, train):

@@ -147,6 +147,8 @@ def test_what_is_neither_a_name_nor_a_number_is_no_user(node, name):
 def test_a_number_without_a_name_is_a_user_without_other_groups(node):
     user = separate_users.client_of(with_client_user(node, "10002"))
     assert (user.name, user.uid, user.gid, user.groups) == ("10002", 10002, 10002, (10002,))
+    with pytest.raises(InputError, match=r"client_user = '10002': systemd knows users, .* by name alone"):
+        supernode.units(with_client_user(node, "10002"))
 
 
 @pytest.mark.parametrize("name", ["root", "0", "00", str(os.geteuid())])
@@ -225,7 +227,7 @@ def test_a_process_of_the_supernodes_user_becomes_a_supernode_that_runs_approved
     monkeypatch.setattr(os, "geteuid", lambda: 10002)
     monkeypatch.chdir(node.folder)
     node = with_client_user(node, "10002")
-    with pytest.raises(InputError, match=r"flower/node.key: no such file; run `fedpriv node prepare .*` as root"):
+    with pytest.raises(InputError, match=r"flower/node\.key: no such file; run `fedpriv node prepare .*` as root"):
         supernode.become(node)
     separate_users.client_key(node).write_bytes(node.key.read_bytes())
     with pytest.raises(Became) as became:
@@ -241,6 +243,17 @@ def test_the_vaults_own_user_does_not_become_the_supernode(node):
     """Which would run what the coordinator ships where records and ledger are open."""
     with pytest.raises(InputError, match=f"client_user = '10002': this user's number is {os.geteuid()}, must be 10002"):
         supernode.become(with_client_user(node, "10002"))
+
+
+def test_what_a_bundle_leaves_in_flowers_folder_never_runs_by_itself(node):
+    """Attack: a package of the name of one that the SuperNode's program imports, for later starts."""
+    (node.flower_home / "clients").mkdir()
+    (node.flower_home / "clients" / "__init__.py").write_text("raise SystemExit(77)\n")
+    command = [*supernode.program(node), "--help"]
+    variables = supernode._environment(node)
+    done = subprocess.run(command, cwd=node.flower_home, env=variables, capture_output=True, check=False)
+    assert done.returncode != 77
+    assert done.stderr.startswith(b"usage: approved_supernode.py")
 
 
 @needs_root
