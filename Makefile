@@ -11,7 +11,7 @@ export PATH := $(BIN):$(PATH)
 everyday test-all test-deployment: export PYTHONDONTWRITEBYTECODE :=
 
 # bitsandbytes has torch compile functions when it is imported, so every process would load the compiler; `test-all` lets it.
-everyday: export TORCHDYNAMO_DISABLE := 1
+everyday test-deployment: export TORCHDYNAMO_DISABLE := 1
 
 # Workers take one file at a time, in the order of tests/conftest.py. A third fills two cores while others wait for processes.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20

@@ -14,13 +14,16 @@ from tests.tiny import LABELS
 # What replies take is no matter here, and public times would be those of the largest samples.
 QUICK = "reply_seconds = 0.1\n"
 
+# Of the federations that many tests share: as few as say something, since a node is five processes.
+NUM_NODES = 2
+
 OF_A_PERSON = 3
 
 
 @pytest.fixture(scope="module")
 def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedFederation]:
-    """A SuperLink and three nodes of the synthetic corpus."""
-    federation = DeployedFederation(tmp_path_factory.mktemp("hospitals") / "federation")
+    """A SuperLink and nodes of the synthetic corpus."""
+    federation = DeployedFederation(tmp_path_factory.mktemp("hospitals") / "federation", num_nodes=NUM_NODES)
     yield federation
     federation.stop()
 
@@ -60,10 +63,11 @@ SLOW = "reply_seconds = 5\n"
 def holders(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path
 ) -> Iterator[DeployedFederation]:
-    """A SuperLink and three nodes with a file of records each, which run the tiny BERT."""
+    """A SuperLink and nodes with a file of records each, which run the tiny BERT."""
     folder = tmp_path_factory.mktemp("holders")
+    own = holdings(folder, table, num_nodes=NUM_NODES)
     federation = DeployedFederation(
-        folder / "federation", holdings=holdings(folder, table), model=tiny_bert, settings=request.param
+        folder / "federation", num_nodes=NUM_NODES, holdings=own, model=tiny_bert, settings=request.param
     )
     yield federation
     federation.stop()
@@ -71,13 +75,13 @@ def holders(
 
 @pytest.fixture(scope="session")
 def corpus_run(tiny_bert: Path) -> dict[str, object]:
-    """A small run on the embedded corpus, shared out among three clients, that repeats to the bit."""
+    """A small run on the embedded corpus, shared out among the nodes, that repeats to the bit."""
     return {
         "model": str(tiny_bert),
         "layers": "last-1",
         "rank": 4,
         "partition": "iid",
-        "num_clients": 3,
+        "num_clients": NUM_NODES,
         "rounds": 2,
         "local_steps": 1,
         "simulate": True,
@@ -95,7 +99,7 @@ def holders_run(tiny_bert: Path, table: Path) -> dict[str, object]:
         "data": "on-nodes",
         "test_data": str(table),
         "labels": ",".join(LABELS),
-        "num_clients": 3,
+        "num_clients": NUM_NODES,
         "rounds": 2,
         "local_steps": 2,
         "batch_size": 4,

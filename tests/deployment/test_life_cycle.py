@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from simulations.sites import CLIENT, SERVER, DeployedFederation, free_port, kit
-from tests.deployment.conftest import QUICK, holdings
+from tests.deployment.conftest import NUM_NODES, QUICK, holdings
 
 pytestmark = pytest.mark.deployment
 
@@ -42,7 +42,7 @@ def charged_rounds(site: DeployedFederation) -> list[int]:
 
 
 def test_nothing_is_lost_but_who_left(site, holders_run, tmp_path):
-    one_round = {**holders_run, "rounds": 1}
+    one_round = {**holders_run, "num_clients": len(NODES), "rounds": 1}
     site.run({**one_round, "out": str(tmp_path / "first")})
     assert charged_rounds(site) == [1, 1, 1]
 
@@ -79,11 +79,14 @@ def test_nothing_is_lost_but_who_left(site, holders_run, tmp_path):
 def test_two_federations_share_a_machine(site, tmp_path_factory, table, tiny_bert, holders_run, tmp_path):
     """Each node chose a port of loopback when it was made; nothing else of the machine is shared."""
     folder = tmp_path_factory.mktemp("second")
-    other = DeployedFederation(folder / "federation", holdings=holdings(folder, table), model=tiny_bert, settings=QUICK)
+    own = holdings(folder, table, num_nodes=NUM_NODES)
+    other = DeployedFederation(
+        folder / "federation", num_nodes=NUM_NODES, holdings=own, model=tiny_bert, settings=QUICK
+    )
     try:
         before = charged_rounds(site)
         other.run({**holders_run, "rounds": 1, "out": str(tmp_path / "other")})
-        assert charged_rounds(other) == [1, 1, 1]
+        assert [len(other.charges(client)) for client in range(NUM_NODES)] == [1] * NUM_NODES
         assert charged_rounds(site) == before
     finally:
         other.stop()

@@ -10,6 +10,7 @@ import pytest
 
 from fedpriv.deployment.approvals import bundle_digest
 from simulations.sites import ROOT
+from tests.deployment.conftest import NUM_NODES
 
 pytestmark = pytest.mark.deployment
 
@@ -34,7 +35,7 @@ def test_a_bundle_that_nobody_approved_runs_nowhere(holders, holders_run, checko
     output = holders.run(values, code=1, checkout=checkout)
     assert "none of which can take part" in output
     assert "The FAB could not be verified" in output, output
-    for client in range(3):
+    for client in range(NUM_NODES):
         assert "is not approved; review it, then add it to" in (holders.folder / f"node-{client}.log").read_text()
         assert not holders.charges(client)
         assert not list((holders.node(client) / "flower").rglob("pipe.py"))  # nothing was installed
@@ -43,17 +44,17 @@ def test_a_bundle_that_nobody_approved_runs_nowhere(holders, holders_run, checko
 def test_every_guard_refuses_a_coordinator_that_asks_for_too_much(holders, holders_run, checkout, tmp_path):
     shutil.copy(Path(__file__).with_name("rogue_server.py"), checkout / "server" / "app.py")
     digest = bundle_digest(checkout)
-    for client in range(3):
+    for client in range(NUM_NODES):
         holders.approve(client, digest)
     holders.run({**holders_run, "out": str(tmp_path / "out")}, checkout=checkout, seconds=600)
     answers = json.loads((tmp_path / "out" / "answers.json").read_text())
 
     assert set(answers["lies"]) == {"noise_multiplier", "local_steps", "clip_norm", "learning_rate"}
     for name, reasons in answers["lies"].items():
-        assert len(reasons) == 3
+        assert len(reasons) == NUM_NODES
         for reason in reasons:
             assert reason.startswith(f"refused: {name}"), (name, reason)
-    assert [holders.charges(client) for client in (1, 2)] == [[], []]
+    assert not holders.charges(1)
 
     # What came after the lies: an honest request, ten times.
     assert len(answers["replays"]) == 10

@@ -67,7 +67,7 @@ def blank(text: str) -> list[str]:
 def test_a_run_is_seen_while_it_goes_on_and_all_figures_agree(site, holders_run):
     out = site.coordinator / "runs" / "seen"
     sums = {"secure_aggregation": True, "privacy_view": "aggregate", "local_steps": 1, "optimizer": "sgd"}
-    values = {**holders_run, **sums, "learning_rate": 0.1, "noise_multiplier": 4.0, "min_clients": 3}
+    values = {**holders_run, **sums, "learning_rate": 0.1, "noise_multiplier": 4.0, "num_clients": 3, "min_clients": 3}
     run = site.start_run("seen", {**values, "out": str(out)})
     wait_until(lambda: "training" in states(out) or run.process.poll() is not None, "a client that trains", 200)
     assert states(out) == {"training"}, run.text()
@@ -121,7 +121,7 @@ def test_a_refusal_a_closed_node_and_slow_readers_are_seen_and_harm_nobody(site,
         connection.sendall(b"GET /metrics HTTP/1.1\r\n")
         slow.append(connection)
     (site.node(2) / "closed").write_text("for a test\n")
-    weak = {**holders_run, "noise_multiplier": 0.1, "rounds": 1, "registration_seconds": 5}
+    weak = {**holders_run, "num_clients": 3, "noise_multiplier": 0.1, "rounds": 1, "registration_seconds": 5}
     output = site.run({**weak, "out": str(site.coordinator / "runs" / "weak")}, code=1)
     assert "noise_multiplier: its effective value" in output or "closed" in output
     wait_until(lambda: "fedpriv_refusals_total" in names(of_node(site, 1)), "refusals", 40)
