@@ -63,7 +63,7 @@ def test_one_key_serves_one_node(hospitals, stranger, tmp_path):
     node = hospitals.node(0)
     lines = [keys.public_line(node / name) for name in ("node.key", "vault.key")]
     made = joining.made(
-        joining.Application, name="Clinic 0 again", partition_id=3, node_key=lines[0], vault_key=lines[1]
+        joining.Application, name="Clinic 0 again", partition_id=NUM_NODES, node_key=lines[0], vault_key=lines[1]
     )
     (tmp_path / "again.toml").write_text(joining.text(made.signed(node / "vault.key"), "again"))
     told = ("--fingerprint", keys.fingerprint(lines[1]))
