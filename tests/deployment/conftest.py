@@ -59,7 +59,7 @@ def holdings(folder: Path, table: Path, *more: str, num_nodes: int = 3, persons:
 SLOW = "reply_seconds = 5\n"
 
 
-@pytest.fixture(scope="module", params=[QUICK])
+@pytest.fixture(scope="module", params=[QUICK], ids=["quick"])
 def holders(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path
 ) -> Iterator[DeployedFederation]:

@@ -47,7 +47,7 @@ def told(out: Path, event: str) -> list[int]:
     return [each["round"] for each in map(json.loads, lines) if each["event"] == event]
 
 
-@pytest.mark.parametrize("holders", [SLOW], indirect=True, ids=[""])
+@pytest.mark.parametrize("holders", [SLOW], indirect=True, ids=["slow"])
 def test_a_node_killed_in_a_round_costs_its_own_updates_alone_until_it_is_back(holders, holders_run, tmp_path):
     # A killed node is let in again after a minute; the run is stopped once it is back.
     out = tmp_path / "out"
@@ -82,7 +82,7 @@ def test_a_node_killed_in_a_round_costs_its_own_updates_alone_until_it_is_back(h
     assert {1, 2, returned} <= set(rounds) <= set(asked)
 
 
-@pytest.mark.parametrize("holders", [SLOW], indirect=True, ids=[""])
+@pytest.mark.parametrize("holders", [SLOW], indirect=True, ids=["slow"])
 def test_without_nodes_a_run_stops_in_time_and_goes_on_when_they_return(holders, holders_run, tmp_path):
     # Killed before they answer, since Flower waits three minutes for the rest of an upload; a round that fails is one
     # of the six all the same.
