@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -386,6 +387,7 @@ def metrics(
 
     Example: fedpriv node metrics ~/node
     """
+    os.umask(0o077)  # as the vault's, in whose folder it runs
     node = Node.read(dir_)
     typer.echo(f"served at http://127.0.0.1:{node_metrics.serve(node)}/metrics")
     if with_parent:

@@ -250,7 +250,7 @@ def running(
     process: subprocess.Popen[str] | None = None
     try:
         command = [sys.executable, "-m", __package__, "metrics", "--with-parent", str(node.folder)]
-        process = start_child(command, folder=node.folder, variables=variables, user=user, umask=0o077)
+        process = start_child(command, folder=node.folder, variables=variables, user=user)
         threading.Thread(target=_show, args=(process, say), daemon=True).start()
     except OSError as error:
         say(f"metrics: cannot be served ({error.strerror})")

@@ -141,7 +141,7 @@ def _name(process: int) -> str:
 
 
 def start_child(
-    command: Sequence[str], *, folder: Path, variables: Mapping[str, str], user: User | None, umask: int = -1
+    command: Sequence[str], *, folder: Path, variables: Mapping[str, str], user: User | None
 ) -> subprocess.Popen[str]:
     """A process whose output, errors too, comes through a pipe as text, and whose standard input is one from here.
 
@@ -153,7 +153,6 @@ def start_child(
         folder: to run it in.
         variables: its environment.
         user: whose process it is; None stands for the user of this process.
-        umask: of the files that it makes; -1 leaves that of this process.
 
     Raises:
         OSError: it cannot be started.
@@ -168,7 +167,6 @@ def start_child(
         text=True,
         errors="replace",
         process_group=0,
-        umask=umask,
         **(user.popen_options if user else {}),
     )
 
