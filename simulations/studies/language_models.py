@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,8 @@ def _in_order(seeds: Sequence[int]) -> Iterator[LanguageCell]:
                 yield LanguageCell(task=task, method=PLAIN, seed=seed)
         yield from (LanguageCell(task=ANSWERS, epsilon=epsilon, seed=seed) for epsilon in (8.0, None))
     yield LanguageCell(task=ANSWERS, method=PLAIN)
-    yield from _grid(seeds[0])
+    for seed in seeds:
+        yield from _grid(seed)
 
 
 def _grid(seed: int) -> Iterator[LanguageCell]:
@@ -172,10 +174,10 @@ def write(page: Path, runs: Path) -> None:
     blocks = {
         "claims": table(("claim", "target", "measured", "met"), _claims(results)),
         "choices": table(("answers", "training", "accuracy", "less untrained"), _choices(results)),
-        "answers": table(("training", "perplexity of responses", "log perplexity less untrained"), _answers(results)),
-        "epsilon": table(("epsilon, delta 1e-5", *_PAPER, "here: perplexity"), _epsilons(results)),
-        "delta": table(("delta, epsilon 2", *_PAPER, "here: perplexity"), _deltas(results)),
-        "rank": table(("rank", "here: perplexity"), _ranks(results)),
+        "answers": table(("training", "perplexity of responses", _CHANGE), _answers(results)),
+        "epsilon": table(("epsilon, delta 1e-5", *_PAPER, *_HERE), _epsilons(results)),
+        "delta": table(("delta, epsilon 2", *_PAPER, *_HERE), _deltas(results)),
+        "rank": table(("rank", *_HERE), _ranks(results)),
         "missing": results.missing(cells(), lambda cell: (cell.task, cell.method), ("records", "training", "left")),
     }
     fill(page, blocks)
@@ -190,6 +192,20 @@ def _claims(results: Results) -> Iterator[Sequence[str]]:
     lost = difference(*(_by_seed(results, LanguageCell(task=ANSWERS, epsilon=e), "perplexity") for e in (8.0, None)))
     claim = f"{ANSWERS}, epsilon 8: perplexity less that without noise"
     yield claim, f"<= {_MOST_LOST}", shown(lost, sign=True), verdict(lost and lost.mean <= _MOST_LOST)
+    by_epsilon = [LanguageCell(task=GRID, epsilon=epsilon) for epsilon in (*EPSILONS, None)]
+    by_delta = [LanguageCell(task=GRID, epsilon=EPSILONS[0], delta=delta) for delta in reversed(DELTAS)]
+    for name, grid in (("epsilon", by_epsilon), ("delta", by_delta)):
+        if step := _largest_step(results, grid):
+            met = step.mean <= 2 * (step.standard_error or 0.0)
+            claim = f"{GRID}: perplexity less that of the next smaller {name}, the largest"
+            yield claim, "<= 2 standard errors", step.text(sign=True), verdict(met)
+
+
+def _largest_step(results: Results, cells: Sequence[LanguageCell]) -> Estimate | None:
+    """The largest of the differences of perplexity between each cell and the one before."""
+    found = [_by_seed(results, cell, "perplexity") for cell in cells]
+    steps = (difference(later, earlier) for earlier, later in pairwise(found))
+    return max((step for step in steps if step), key=lambda step: step.mean, default=None)
 
 
 def _gain(results: Results, cell: LanguageCell) -> Estimate | None:
@@ -218,9 +234,16 @@ def _answers(results: Results) -> Iterator[Sequence[str]]:
         ("the same without noise, clipping kept", LanguageCell(task=ANSWERS)),
         (f"A and B, {PLAIN}", LanguageCell(task=ANSWERS, method=PLAIN)),
     ):
-        change = _estimate(results, cell, "log_perplexity_change")
-        yield how, shown(_estimate(results, cell, "perplexity")), shown(change, sign=True)
+        yield how, *_perplexity(results, cell)
 
+
+def _perplexity(results: Results, cell: LanguageCell) -> tuple[str, str]:
+    change = _estimate(results, cell, "log_perplexity_change")
+    return shown(_estimate(results, cell, "perplexity")), shown(change, sign=True)
+
+
+_CHANGE = "log perplexity less untrained"
+_HERE = ("here: perplexity", _CHANGE)
 
 # Scores of Tables 3 and 4 on MedQuAD, higher is better.
 _PAPER = ("paper: Llama-7B, MedQuAD", "paper: ChatGLM-6B, MedQuAD")
@@ -231,29 +254,21 @@ _PAPER_BY_DELTA = {1e-2: (70.6, 65.3), 1e-3: (64.1, 65.4), 1e-4: (70.3, 64.3), 1
 
 
 def _epsilons(results: Results) -> Iterator[Sequence[object]]:
-    yield "untrained", "", "", _perplexity(results, LanguageCell(task=GRID), "perplexity_initial")
+    yield "untrained", "", "", shown(_estimate(results, LanguageCell(task=GRID), "perplexity_initial")), ""
     for epsilon, scores in _PAPER_BY_EPSILON.items():
         name = "not private" if epsilon is None else f"{epsilon:g}"
-        yield name, *scores, _perplexity(results, LanguageCell(task=GRID, epsilon=epsilon))
+        yield name, *scores, *_perplexity(results, LanguageCell(task=GRID, epsilon=epsilon))
 
 
 def _deltas(results: Results) -> Iterator[Sequence[object]]:
     for delta, scores in _PAPER_BY_DELTA.items():
-        yield f"{delta:g}", *scores, _perplexity(results, LanguageCell(task=GRID, epsilon=2.0, delta=delta))
+        yield f"{delta:g}", *scores, *_perplexity(results, LanguageCell(task=GRID, epsilon=2.0, delta=delta))
 
 
 def _ranks(results: Results) -> Iterator[Sequence[object]]:
     for rank in RANKS:
-        yield (
-            rank or f"{RunConfig().rank}, the recipe's",
-            _perplexity(results, LanguageCell(task=GRID, epsilon=8.0, rank=rank)),
-        )
-
-
-def _perplexity(results: Results, cell: LanguageCell, figure: str = "perplexity") -> str:
-    """The figure of the grid's one seed, with the same test records in all cells."""
-    found = results.by_seed(cell, SEEDS[:1], figure=figure).get(SEEDS[0])
-    return "not run" if found is None else f"{found:.3f}"
+        cell = LanguageCell(task=GRID, epsilon=8.0, rank=rank)
+        yield rank or f"{RunConfig().rank}, the recipe's", *_perplexity(results, cell)
 
 
 def _estimate(results: Results, cell: LanguageCell, figure: str) -> Estimate | None:
