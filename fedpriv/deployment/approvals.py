@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import tomllib
 import zipfile
 from collections.abc import Iterator, Set
 from io import BytesIO
@@ -130,19 +131,41 @@ def bundle_of(app: Path) -> bytes:
     Raises:
         FlowerError: the app cannot be bundled.
     """
-    with tempfile.TemporaryDirectory(prefix="fedpriv-bundle-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fedpriv-bundle-") as made:
+        folder = Path(made)
+        for file in _bundled(app):
+            copy = folder / "app" / file
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(app / file, copy)
         done = subprocess.run(
-            [str(program_folder() / "flwr"), "build", "--app", str(app)],
+            [str(program_folder() / "flwr"), "build", "--app", str(folder / "app")],
             cwd=folder,
-            env=environment(Path(folder) / "flower"),
+            env=environment(folder / "flower"),
             capture_output=True,
             text=True,
             check=False,
         )
-        bundles = list(Path(folder).glob("*.fab"))
+        bundles = list(folder.glob("*.fab"))
         if done.returncode or len(bundles) != 1:
             raise FlowerError(f"flwr build: {' '.join((done.stderr or done.stdout).split())}")
         return bundles[0].read_bytes()
+
+
+def _bundled(app: Path) -> Iterator[Path]:
+    """The files, links aside, that Flower asks for when it bundles an app; it would look through a clone's .venv too.
+
+    None but those that decide what is bundled if the app's settings cannot be read, of which Flower then tells.
+    """
+    try:
+        settings = tomllib.loads((app / "pyproject.toml").read_text())
+        patterns = settings["tool"]["flwr"]["app"].get("fab-include", ["**/*"])
+        found = [file for pattern in patterns for file in app.glob(pattern)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        found = []
+    whole = app.resolve()
+    for name in dict.fromkeys(file.relative_to(app) for file in (app / "pyproject.toml", app / ".gitignore", *found)):
+        if (app / name).is_file() and (app / name).resolve() == whole / name:
+            yield name
 
 
 def note_on(checkout: Path) -> str:

@@ -131,17 +131,16 @@ class Coordinator:
         superlinks = {**known.get("superlink", {}), "default": CONNECTION, CONNECTION: own}
         replace_file(self.connection_file, tomli_w.dumps({**known, "superlink": superlinks}).encode())
 
-    def flwr(self, *arguments: str, folder: Path | None = None) -> dict[str, Any]:
+    def flwr(self, *arguments: str) -> dict[str, Any]:
         """The answer of Flower's command line, at the running SuperLink.
 
         Args:
             arguments: of `flwr`.
-            folder: to run it in; None stands for the coordinator's own.
 
         Raises:
             FlowerError: the SuperLink cannot be reached, or refused.
         """
-        return flwr(self.flower_home, arguments, folder=folder or self.folder)
+        return flwr(self.flower_home, arguments, folder=self.folder)
 
     @property
     def approved(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -136,17 +137,19 @@ def _original_configuration(path: Path) -> dict[str, Any]:
 
 
 def _submit(coordinator: Coordinator, values: dict[str, Any], say: Callable[[str], None]) -> str:
-    """Approve this checkout's bundle, submit the run, and return its id.
+    """Approve this checkout's bundle, submit a run of it, and return its id.
 
     A file passes the values: Flower's own `key=value` pairs cannot nest quotes.
     """
-    approvals.approve(coordinator.approved, approvals.bundle_digest(FLOWER_APP))
+    bundle = approvals.bundle_of(FLOWER_APP)
+    approvals.approve(coordinator.approved, hashlib.sha256(bundle).hexdigest())
     if note := approvals.note_on(FLOWER_APP):
         say(note)
     with tempfile.TemporaryDirectory(prefix="fedpriv-run-") as folder:
-        file = Path(folder) / "run.toml"
+        app, file = Path(folder) / "app", Path(folder) / "run.toml"
+        approvals.install(bundle, app)
         file.write_text(tomli_w.dumps(values))
-        return str(coordinator.flwr("run", ".", CONNECTION, "--run-config", str(file), folder=FLOWER_APP)["run-id"])
+        return str(coordinator.flwr("run", str(app), CONNECTION, "--run-config", str(file))["run-id"])
 
 
 def _follow(coordinator: Coordinator, run_id: str, say: Callable[[str], None]) -> None:
@@ -154,7 +157,7 @@ def _follow(coordinator: Coordinator, run_id: str, say: Callable[[str], None]) -
     shown = str if sys.stdout.isatty() else plain
     with subprocess.Popen(
         [str(program_folder() / "flwr"), "log", run_id, CONNECTION, "--stream"],
-        cwd=FLOWER_APP,
+        cwd=coordinator.folder,
         env=environment(coordinator.flower_home, PYTHONUNBUFFERED="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -86,6 +86,7 @@ def corpus_run(tiny_bert: Path) -> dict[str, object]:
         "local_steps": 1,
         "simulate": True,
         "comparison": False,
+        "baselines": False,
     }
 
 
@@ -105,4 +106,5 @@ def holders_run(tiny_bert: Path, table: Path) -> dict[str, object]:
         "batch_size": 4,
         "noise_multiplier": 1.0,
         "comparison": False,
+        "baselines": False,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from fedpriv.deployment.checks import check_tls
 from fedpriv.errors import FlowerError, InputError
 from server.deploy import certificates, folder, membership, runs, superlink
 from server.deploy.folder import Coordinator
+from tests.bundles import bundle
 from tests.deployment.tls_server import serving
 from tests.server.deploy.conftest import PASSPHRASE, deploy
 
@@ -266,13 +268,13 @@ def test_wrong_run_configuration_starts_nothing(coordinator):
 
 def test_run_approves_its_checkout_and_names_what_is_not_committed(coordinator, monkeypatch):
     said = []
-    monkeypatch.setattr(runs.approvals, "bundle_digest", lambda _: "a" * 64)
+    monkeypatch.setattr(runs.approvals, "bundle_of", lambda _: bundle())
     monkeypatch.setattr(runs.approvals, "note_on", lambda _: "note: 1 bundled files differ")
     monkeypatch.setattr(folder, "flwr", Mock(side_effect=FlowerError("flwr run: is not there")))
     with pytest.raises(FlowerError):
         runs.run(coordinator, [], said.append)
     assert said == ["note: 1 bundled files differ"]
-    assert coordinator.approved.read_text() == f"{'a' * 64}\n"
+    assert coordinator.approved.read_text() == f"{hashlib.sha256(bundle()).hexdigest()}\n"
     coordinator.approved.unlink()
     with pytest.raises(InputError, match="no such file"):  # `start` makes it, as the user whose file it is to be
         runs.run(coordinator, [], said.append)
