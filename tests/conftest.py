@@ -26,14 +26,21 @@ from tests.tiny import LABELS, WORDS, move, random_records, tiny_causal, write_t
 TESTS = Path(__file__).parent
 # Their files take longest: their tests are whole runs, start processes of their own, or try many models.
 WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server", "adversary", "vault", "training")
+# Of the tests of deployed federations, of 3 to 10 minutes each.
+LONGEST = ("killed", "secure_aggregation", "life_cycle", "faults", "walkthrough")
 
 # Tests of the plots, and runs whose pages have them.
 WITH_PLOTS = ("reports", "live")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put whole runs first, so that workers that take one file at a time end together."""
-    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in WHOLE_RUNS)
+    """Put what takes longest first, so that workers that take one file at a time end together."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        folder = item.path.relative_to(TESTS).parts[0]
+        return item.path.stem.removeprefix("test_") not in LONGEST, folder not in WHOLE_RUNS
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:

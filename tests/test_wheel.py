@@ -148,6 +148,7 @@ def test_a_language_model_learns_and_answers(everything, trapped):
 
 
 @pytest.mark.deployment
+@pytest.mark.nightly  # a whole environment of its own, compiled anew, for what the page's test does from a clone
 def test_two_nodes_with_vaults_and_a_coordinator_carry_out_a_run(everything, trapped):
     fedpriv, port = everything / "fedpriv", free_port()
     started: list[subprocess.Popen[bytes]] = []

@@ -47,6 +47,7 @@ def told(out: Path, event: str) -> list[int]:
     return [each["round"] for each in map(json.loads, lines) if each["event"] == event]
 
 
+@pytest.mark.nightly  # test_killed.py kills each of its processes and compares ledgers
 @pytest.mark.parametrize("holders", [SLOW], indirect=True, ids=["slow"])
 def test_a_node_killed_in_a_round_costs_its_own_updates_alone_until_it_is_back(holders, holders_run, tmp_path):
     # A killed node is let in again after a minute; the run is stopped once it is back.

@@ -76,6 +76,7 @@ def test_nothing_is_lost_but_who_left(site, holders_run, tmp_path):
     assert [client["name"] for client in summary["clients"]] == ["Clinic 0", "Clinic 2"]
 
 
+@pytest.mark.nightly  # others share it too while the tests run, each in a worker of its own
 def test_two_federations_share_a_machine(site, tmp_path_factory, table, tiny_bert, holders_run, tmp_path):
     """Each node chose a port of loopback when it was made; nothing else of the machine is shared."""
     folder = tmp_path_factory.mktemp("second")
