@@ -68,6 +68,7 @@ def test_programs_of_this_machine_find_each_other_without_a_proxy(monkeypatch, t
 
 
 @pytest.mark.deployment
+@pytest.mark.nightly
 def test_a_node_behind_a_proxy_takes_part(proxy, tmp_path, monkeypatch):
     coordinator, node, port = tmp_path / "coordinator", tmp_path / "node", free_port()
     kit(SERVER, "init", coordinator, "--address", ELSEWHERE, "--port", port)
