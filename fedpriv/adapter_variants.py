@@ -1,9 +1,10 @@
-"""A run's adapter variants for deduplication: their accuracy, and the saliency of their values."""
+"""A run's adapter variants for deduplication: their accuracy or likelihood, and the saliency of their values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
 from fedpriv.adapters import INNER_SUFFIX
+from fedpriv.data.records import Records, usable
 from fedpriv.dedup import saliency
 from fedpriv.dedup.saliency import Saliency
-from fedpriv.dedup.validation import PrivateRecords
+from fedpriv.dedup.validation import PrivateRecords, Utilities, Utility
 from fedpriv.errors import InputError
 from fedpriv.runs.files import read_config
 from fedpriv.training.evaluation import evaluate, passes_by_length
@@ -40,6 +42,7 @@ class AdapterEvaluator:
 
     Attributes:
         num_records: in use.
+        utility: of a record; the log likelihood of responses or texts for a causal model.
         description: which test records these are.
         private: None, since the records are public.
         model: the run's model.
@@ -51,8 +54,11 @@ class AdapterEvaluator:
         if not len(bench.test):
             raise InputError("test_data: this run's server has no test set, on which its variants could be validated")
         chosen = np.random.default_rng(seed).permutation(len(bench.test))[: num_records or None]
-        self.model, self._test = bench.model, bench.test.part(np.sort(chosen).tolist())
+        read = [item[1] for item in bench.test.items(np.sort(chosen).tolist()) if usable(item)]
+        self.model, self._test = bench.model, bench.test.part(read)
         self.num_records = len(self._test)
+        self.utility: Utility = "accuracy" if len(self._test.labels) else "log likelihood"
+        self._parts: dict[bytes, Records] = {}  # one object for each, by which the model's caches know it
         self.description = f"{self.num_records} of {len(bench.test)} test records, seed {seed}"
         # Not only the trained ones: if only B is trained, a variant contains A too.
         by_address = {p.data_ptr(): (name, p) for name, p in self.model.peft_model.named_parameters()}
@@ -84,16 +90,28 @@ class AdapterEvaluator:
         """The adapter's parameters by peft's names, frozen ones included."""
         return {name: parameter for name, (_, parameter) in self._parameters.items()}
 
-    def count_correct(self, tensors: Tensors) -> int:
-        """The number of test records predicted correctly; for a causal model, their summed token accuracies."""
+    def utilities(self, tensors: Tensors, records: NDArray[np.int64]) -> Utilities:
+        """Whether each of these test records is predicted correctly, or its log likelihood by targets of a record."""
+        part = self._parts.setdefault(records.tobytes(), self._test.part(records.tolist()))
         with self._with_adapter(tensors):
-            return round(evaluate(self.model, self._test).accuracy * self.num_records)
+            found = evaluate(self.model, part)
+        if found.right is not None:
+            return found.right.astype(np.float64)
+        assert found.tokens is not None  # of a causal model
+        return -found.tokens.sums / self._mean_targets
 
-    def saliency(self, tensors: Tensors) -> Saliency:
-        """The absolute gradient of the loss on the test set."""
+    @cached_property
+    def _mean_targets(self) -> float:
+        tokens = evaluate(self.model, self._test).tokens
+        assert tokens is not None
+        return max(1.0, float(tokens.counts.mean()))
+
+    def saliency(self, tensors: Tensors, records: NDArray[np.int64]) -> Saliency:
+        """The absolute gradient of the loss on these test records."""
         names = {name: in_model for name, (in_model, _) in self._parameters.items()}
+        items = self._test.items(records.tolist())
         # Of similar lengths, since padding costs as much as words.
-        batches = [{"index": torch.tensor(positions)} for positions in passes_by_length(self._test.items())]
+        batches = [{"index": torch.tensor(records[positions])} for positions in passes_by_length(items)]
         with self._with_adapter(tensors):
             gradient = saliency.gradient(self.model.peft_model, batches, self._losses, set(names.values()))
         return {name: gradient[in_model] for name, in_model in names.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +25,7 @@ from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
     from fedpriv.dedup.planning import DedupSettings
-    from fedpriv.dedup.validation import PrivateValidation
+    from fedpriv.dedup.validation import PrivateQueries
     from fedpriv.dedup.work import Evaluator, Evaluators, Observer, Outcome, Progress
     from fedpriv.ledger.entries import DataSet
     from fedpriv.ledger.ledger import Ledger
@@ -164,7 +165,6 @@ def run(
     validation_epsilon: Annotated[
         float | None, typer.Option(help="For private records: the epsilon of validating one variant.")
     ] = None,
-    cutoff: Annotated[int, typer.Option(help="For private records: failures that end a validation.", min=1)] = 3,
     ledger: Annotated[Path | None, typer.Option(help="For private records: the ledger to charge.")] = None,
     validation_records: Annotated[
         int | None,
@@ -210,7 +210,7 @@ def run(
         judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder, validation_records, seed)
         given = judge if isinstance(judge, Mapping) else dict.fromkeys(where, judge)
         evaluators = {name: each for name, each in given.items() if name in where}
-        with _private_validation(evaluators, validation_epsilon, cutoff, ledger) as private, Store(store) as opened:
+        with _private_queries(evaluators, validation_epsilon, ledger) as private, Store(store) as opened:
             outcomes = pipeline.deduplicate(
                 list(described.values()),
                 read,
@@ -240,15 +240,28 @@ def _line(outcome: Outcome, algorithm: str) -> str:
 
     if outcome.untouched:
         return f"{outcome.name}: stays as it is, {outcome.untouched}; epsilon {outcome.epsilon_before:.4g}"
-    of = f"of {outcome.num_records}"
-    correct = f"correct {outcome.correct_before} to {outcome.correct_after} {of}, " if outcome.correct_before else ""
+    needed = outcome.records_needed
+    more = f" (more would take about {needed} validation records to prove)" if needed else ""
     replaced = f"{outcome.num_replaced} of {outcome.num_blocks} blocks replaced"
     if algorithm == SHARED_BASIS:
         replaced = f"{'by' if outcome.num_replaced else 'not by'} a basis of {len(outcome.bases) + 1} variants"
     return (
-        f"{outcome.name}: {replaced} in {outcome.num_validations} validations, {correct}"
+        f"{outcome.name}: {replaced} in {outcome.num_validations} validations{more}, {_utility(outcome)}"
         f"epsilon {outcome.epsilon_before:.4g} to {outcome.epsilon_after:.4g}"
     )
+
+
+def _utility(outcome: Outcome) -> str:
+    """Its loss in words, of accuracy or of perplexity; empty if its records are private or nothing was replaced."""
+    before, after = outcome.utility_before, outcome.utility_after
+    if before is None or after is None or outcome.loss_limit is None:
+        return ""
+    if outcome.utility == "accuracy":
+        figures, limit = f"accuracy {before:.4f} to {after:.4f}", f"{outcome.loss_limit:.2g}"
+    else:
+        figures = f"perplexity {math.exp(-before):.2f} to {math.exp(-after):.2f}"
+        limit = f"{outcome.loss_limit:.2g} in its logarithm"
+    return f"{figures} of {outcome.num_records} records, a loss of at most {limit}, "
 
 
 for of_store in (_dedup_store.restore, _dedup_store.verify, _dedup_store.remove, _dedup_store.gc):
@@ -303,13 +316,13 @@ def _of_run(folder: Path, num_records: int | None, seed: int | None) -> Any:
 
 
 @contextmanager
-def _private_validation(
-    evaluators: Evaluators, epsilon: float | None, cutoff: int, path: Path | None
-) -> Iterator[PrivateValidation | None]:
+def _private_queries(
+    evaluators: Evaluators, epsilon: float | None, path: Path | None
+) -> Iterator[PrivateQueries | None]:
     """How variants are validated on private records, each charged to the ledger; None if all records are public."""
     from fedpriv.accounting.events import Event
     from fedpriv.accounting.views import Release
-    from fedpriv.dedup.validation import PrivateValidation
+    from fedpriv.dedup.validation import PrivateQueries
     from fedpriv.ledger.entries import Charge, Key
     from fedpriv.ledger.ledger import Ledger
     from fedpriv.mechanisms.sources import SecureSource
@@ -337,7 +350,7 @@ def _private_validation(
             ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source=source.name)])
 
         try:
-            private = PrivateValidation(epsilon=epsilon, charge=charge, source=source, cutoff=cutoff)
+            private = PrivateQueries(epsilon=epsilon, charge=charge, source=source)
         except ValueError as error:
             raise InputError(str(error)) from None
         yield private

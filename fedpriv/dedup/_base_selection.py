@@ -32,7 +32,7 @@ class Candidate:
         data_sets: ids of the private data it was trained on.
         epsilon: >= 0, infinite without noise.
         delta: in [0, 1].
-        utility: accuracy, in [0, 1].
+        utility: accuracy, in [0, 1], or minus the logarithm of the perplexity.
         epsilon_bound: by how much epsilon may rise, >= 0.
         utility_bound: by how much utility may drop, >= 0.
         tags: describe the task, the public data and so on; used to cluster variants.
@@ -55,9 +55,10 @@ class Candidate:
         for field in ("epsilon", "epsilon_bound", "utility_bound"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field} = {getattr(self, field)} of variant {self.name}: must be >= 0")
-        for field in ("delta", "utility"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"{field} = {getattr(self, field)} of variant {self.name}: must lie in [0, 1]")
+        if not self.utility <= 1:
+            raise ValueError(f"utility = {self.utility} of variant {self.name}: must be a number <= 1")
+        if not 0 <= self.delta <= 1:
+            raise ValueError(f"delta = {self.delta} of variant {self.name}: must lie in [0, 1]")
 
 
 Distance = Callable[[Candidate, Candidate], float]

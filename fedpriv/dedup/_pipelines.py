@@ -7,16 +7,18 @@ counts its bases and all attempts at private validation.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.dedup._base_selection import Assignment, Selection, fair_limits
-from fedpriv.dedup.algorithms import BudgetSpent, Positions, algorithm
+from fedpriv.dedup.algorithms import algorithm
 from fedpriv.dedup.algorithms.mistique import minhash_similarity
 from fedpriv.dedup.distance import nearest
 from fedpriv.dedup.planning import (
@@ -31,7 +33,8 @@ from fedpriv.dedup.planning import (
     read_charges,
 )
 from fedpriv.dedup.saliency import by_block
-from fedpriv.dedup.work import Evaluator, Outcome, Tensors, Validator, Work
+from fedpriv.dedup.validation import Validation
+from fedpriv.dedup.work import Outcome, Tensors, Work
 from fedpriv.errors import InputError
 from fedpriv.variants.blocks import BlockLayout, check_has_blocks
 from fedpriv.variants.composition import PublicationCost
@@ -52,6 +55,9 @@ log = logging.getLogger(__name__)
 
 MINHASH_STEP = 2.0
 """Mistique treats weights as equal that round to the same multiple of this many of their standard deviations."""
+
+# In which what a search found is proven.
+_STEPS = 8
 
 REPEATED = "repeated validation would exceed its bound"
 
@@ -75,19 +81,25 @@ def store_by_blocks(work: Work) -> list[Outcome]:
 def _store(work: Work, costs: Costs, name: str, validated: Callable[[], None]) -> Outcome:
     """Store one variant, its bases having been stored."""
     assignment = costs.affordable(name)
+    untouched: str | None = None
+    if assignment is None:
+        untouched = costs.selection.untouched.get(name, REPEATED)
+    elif untouched := work.untold(name, assignment.limits, searches=True):
+        assignment = None
     blocks, extras = work.layouts[name].to_blocks(work.read_tensors(name))
-    found = _Found(blocks, 0, 0, None)
+    found = _Found(blocks)
     if assignment:
         found = _search(work, costs, assignment, (blocks, extras), validated)
-    untouched = costs.selection.untouched.get(name)
     outcome = work.outcome(
         name,
         bases=assignment.bases if assignment else (),
-        untouched=untouched if assignment or untouched else REPEATED,
+        untouched=untouched,
         cost=costs.after(name, is_target=assignment is not None),
         num_replaced=found.num_replaced,
         num_validations=found.num_validations,
-        correct=found.correct,
+        bound=work.bound(name, assignment.limits) if assignment else None,
+        proof=found.validation.proof if found.validation else None,
+        needed=found.validation.needed if found.validation else None,
     )
     records = outcome.as_records(**work.digests)
     work.store.add(name, work.layouts[name], found.blocks, extras, described=work.variants[name], **records)
@@ -100,9 +112,9 @@ class _Found:
     """The blocks of a variant as they are to be stored, and the figures of the search that chose them."""
 
     blocks: NDArray[Any]
-    num_replaced: int
-    num_validations: int
-    correct: int | None
+    num_replaced: int = 0
+    num_validations: int = 0
+    validation: Validation | None = None
 
 
 def _search(
@@ -115,16 +127,17 @@ def _search(
     """The search for the blocks of a target that its bases can stand in for; charges for it first."""
     name, settings, (blocks, extras) = assignment.target, work.settings, model
     layout, evaluator = work.layouts[name], work.evaluators[name]
-    validator = work.validator(name, assignment.limits, costs.attempts[name])
-    saliency = by_block(evaluator.saliency(layout.from_blocks(blocks, extras)), layout, settings.aggregation)
+    validation = work.validation(name, assignment.limits, costs.attempts[name], searches=True)
+    measured = evaluator.saliency(layout.from_blocks(blocks, extras), work.chosen_on(name))
+    saliency = by_block(measured, layout, settings.aggregation)
     base = _blocks_of(work.store, assignment)
     indices, _ = nearest(blocks, base, settings.metric)
     substitutes = base[indices]
     # Those that are a base's already are shared anyway, so no validation is spent on them.
     differs = np.array([own.tobytes() != other.tobytes() for own, other in zip(blocks, substitutes, strict=True)])
     order = np.argsort(saliency, kind="stable")
-    trial = _Trial(layout, blocks, extras, substitutes, order[differs[order]], evaluator, validated)
-    return trial.run(algorithm(settings.algorithm), validator, trial.options(settings), work.num_correct(name))
+    trial = _Trial(layout, blocks, extras, substitutes, order[differs[order]], validation, validated)
+    return trial.run(algorithm(settings.algorithm), trial.options(settings))
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +152,7 @@ class _Trial:
     extras: Tensors
     nearest: NDArray[Any]
     order: NDArray[np.int64]
-    evaluator: Evaluator
+    validation: Validation
     validated: Callable[[], None]
 
     def options(self, settings: DedupSettings) -> Mapping[str, Any]:
@@ -150,21 +163,30 @@ class _Trial:
         similarity = minhash_similarity(self.blocks[self.order], self.nearest[self.order], step=step)
         return {**settings.options, "similarity": similarity}
 
-    def run(self, search: Callable[..., Any], validator: Validator, options: Mapping[str, Any], correct: int) -> _Found:
-        counts: dict[Positions, int] = {frozenset(): correct}
+    def run(self, search: Callable[..., Any], options: Mapping[str, Any]) -> _Found:
+        """Search where that is allowed, and prove of what was found, the least salient first, as much as can be proven.
 
-        def accept(positions: Positions) -> bool:
-            count = self.evaluator.count_correct(self.layout.from_blocks(self.replaced(positions), self.extras))
-            counts[positions] = count
-            self.validated()
-            return validator.accept(count)
+        The steps are eighths of what was found, or of all blocks without a search.
+        """
+        chosen, num_validations = list(range(len(self.order))), 0
+        if self.validation.searches:
+            result = search(len(self.order), partial(self._ask, self.validation.accept), **options)
+            chosen, num_validations = sorted(result.replaced), result.num_validations
+        proven: list[int] = []
+        for num in dict.fromkeys(math.ceil(len(chosen) * step / _STEPS) for step in range(1, _STEPS + 1) if chosen):
+            num_validations += 1
+            if not self._ask(self.validation.proves, chosen[:num]):
+                break
+            proven = chosen[:num]
+        num_shared = len(self.blocks) - len(self.order) + len(proven)
+        return _Found(self._replaced(proven), num_shared, num_validations, self.validation)
 
-        result = search(len(self.order), accept, **options)
-        chosen = frozenset(result.replaced)
-        num_shared = len(self.blocks) - len(self.order) + len(chosen)
-        return _Found(self.replaced(chosen), num_shared, result.num_validations, counts[chosen])
+    def _ask(self, question: Callable[[Tensors], bool], positions: Collection[int]) -> bool:
+        answer = question(self.layout.from_blocks(self._replaced(positions), self.extras))
+        self.validated()
+        return answer
 
-    def replaced(self, positions: Positions) -> NDArray[Any]:
+    def _replaced(self, positions: Collection[int]) -> NDArray[Any]:
         rows = self.order[sorted(positions)]
         blocks = self.blocks.copy()
         blocks[rows] = self.nearest[rows]
@@ -195,7 +217,7 @@ class Costs:
     def of(cls, work: Work) -> Costs:
         """The costs of a deduplication, with bases selected."""
         attempts = work.attempts(with_saliency=True)
-        return cls(work, plan(list(work.variants.values()), work.settings, attempts), attempts)
+        return cls(work, plan(list(work.planned.values()), work.settings, attempts), attempts)
 
     def originals(self, name: str) -> list[str]:
         """The variants whose blocks this one may hold, directly or indirectly."""
@@ -215,7 +237,7 @@ class Costs:
         expected = [charge for each in self._targets(originals) for charge in self.attempts[each]]
         if assignment is None or Counter(charged) <= Counter(expected):
             return assignment
-        variants = {each: candidate(known, self.work.settings.accountant) for each, known in self.work.variants.items()}
+        variants = {each: candidate(known, self.work.settings.accountant) for each, known in self.work.planned.items()}
         limit = min(assignment.limits.epsilon, fair_limits(variants[name], list(variants.values())).epsilon)
         cost = self._cost((name, *originals), [*charged, *self.attempts[name]])
         return assignment if cost.guarantee.epsilon <= limit else None
@@ -243,7 +265,7 @@ class Costs:
 
 
 # Residuals that are tried in turn; even the larger one takes a quarter of what the variant itself takes in float32.
-_RESIDUAL_BITS = (4, 8)
+_RESIDUAL_BITS = (8, 4)
 
 TOO_FEW_BYTES = "the bytes allowed do not hold a basis of its group"
 INTERRUPTED = "its validation was interrupted, and a further one would exceed what it may cost"
@@ -252,10 +274,11 @@ INTERRUPTED = "its validation was interrupted, and a further one would exceed wh
 def store_by_basis(work: Work) -> list[Outcome]:
     """Store all variants of a deduplication; those that may share a basis by it where validation accepts that.
 
-    A member is restored as the first of these that is accepted: from the basis alone, with a residual of its own in few
-    bits, plainly. Its epsilon is that of publishing every variant that its basis was computed from. Reads all variants
-    of a group into memory at once. Where records are private, a variant that an interrupted attempt was asking about is
-    stored plainly: what it was told then is not asked again.
+    A member is restored as the last of these that is proven in turn: plainly, with a residual of its own in eight or
+    four bits, from the basis alone. Its records chose nothing before, so all of them prove. Its epsilon is that of
+    publishing every variant that its basis was computed from. Reads all variants of a group into memory at once. Where
+    records are private, a variant that an interrupted attempt was asking about is stored plainly: what it was told then
+    is not asked again.
 
     Returns:
         One for each variant: those left out first, then group after group. `bases` are the other members of the group.
@@ -266,7 +289,7 @@ def store_by_basis(work: Work) -> list[Outcome]:
     """
     options = BasisOptions(**work.settings.options)
     attempts = work.attempts(with_saliency=False)
-    members = choose_members(list(work.variants.values()), work.settings, attempts)
+    members = choose_members(list(work.planned.values()), work.settings, attempts)
     interrupted = {charge.name for charge in read_charges(work.store.path)} - set(work.stored)
     watch = work.watch(members.costs)
     fitted, unaffordable = _fit_all(work, members, options) if watch.num_left[True] else ([], [])
@@ -279,9 +302,11 @@ def store_by_basis(work: Work) -> list[Outcome]:
         watch.begin(name)
         if name in left_out or name in interrupted:
             work.stored[name] = _store_plain(work, members, name, left_out.get(name, INTERRUPTED))
+        elif reason := work.untold(name, members.limits[name], searches=False):
+            work.stored[name] = _store_plain(work, members, name, reason)
         else:
-            validator = work.validator(name, members.limits[name], attempts[name])
-            work.stored[name] = _store_member(work, members, bases[name], name, validator, watch.validated)
+            validation = work.validation(name, members.limits[name], attempts[name], searches=False)
+            work.stored[name] = _store_member(work, members, bases[name], name, validation, watch.validated)
         watch.store(is_target=name in members.costs)
     return [work.stored[name] for name in names]
 
@@ -297,7 +322,13 @@ class _Fitted:
 
 
 def _store_plain(
-    work: Work, members: Members, name: str, reason: str | None, group: Group = (), num_validations: int = 0
+    work: Work,
+    members: Members,
+    name: str,
+    reason: str | None,
+    group: Group = (),
+    num_validations: int = 0,
+    validation: Validation | None = None,
 ) -> Outcome:
     """Store a variant as it is; one that the group's validation refused has still consulted the group."""
     layout = work.layouts[name]
@@ -307,6 +338,8 @@ def _store_plain(
         untouched=reason,
         cost=members.costs[name] if group else cost_of([work.variants[name]], work.settings.accountant),
         num_validations=num_validations,
+        bound=work.bound(name, members.limits[name]) if group else None,
+        needed=validation.needed if validation else None,
     )
     records = outcome.as_records(**work.digests)
     blocks, extras = layout.to_blocks(work.read_tensors(name))
@@ -315,35 +348,39 @@ def _store_plain(
 
 
 def _store_member(
-    work: Work, members: Members, fitted: _Fitted, name: str, validator: Validator, validated: Callable[[], None]
+    work: Work, members: Members, fitted: _Fitted, name: str, validation: Validation, validated: Callable[[], None]
 ) -> Outcome:
-    """Store a variant as the first of its restored forms that validation accepts."""
+    """Store a variant as the smallest of its restored forms that is proven, after all larger ones."""
     tensors = work.read_tensors(name)
     vector, extras = flattened(name, tensors, fitted.layout), _extras(tensors, fitted.layout)
-    num_validations = 0
+    num_validations, proven = 0, None
     for encoded in _forms(fitted, name, vector):
         restored = fitted.basis.restore(encoded)
-        correct = work.evaluators[name].count_correct({**restored, **extras})
         num_validations += 1
+        is_proven = validation.proves({**restored, **extras})
         validated()
-        if not _accepts(validator, correct):
-            continue
-        error = restore_error(vector, flattened(name, restored, fitted.layout))
-        outcome = work.outcome(
-            name,
-            bases=_others(fitted.group, name),
-            untouched=None,
-            cost=members.costs[name],
-            num_replaced=fitted.layout.num_blocks,
-            num_validations=num_validations,
-            correct=correct,
-        )
-        records = outcome.as_records(basis=_described(fitted.basis, encoded, error), **work.digests)
-        share = Share(basis=fitted.basis, encoded=encoded)
-        work.store.add(name, fitted.layout, share, extras, described=work.variants[name], **records)
-        log.info("%s: restored within %.3g by rank %s", name, error.relative, fitted.basis.rank)
-        return outcome
-    return _store_plain(work, members, name, None, fitted.group, num_validations)
+        if not is_proven:
+            break
+        proven = encoded
+    if proven is None:
+        return _store_plain(work, members, name, None, fitted.group, num_validations, validation)
+    error = restore_error(vector, flattened(name, fitted.basis.restore(proven), fitted.layout))
+    outcome = work.outcome(
+        name,
+        bases=_others(fitted.group, name),
+        untouched=None,
+        cost=members.costs[name],
+        num_replaced=fitted.layout.num_blocks,
+        num_validations=num_validations,
+        bound=work.bound(name, members.limits[name]),
+        proof=validation.proof,
+        needed=validation.needed,
+    )
+    records = outcome.as_records(basis=_described(fitted.basis, proven, error), **work.digests)
+    share = Share(basis=fitted.basis, encoded=proven)
+    work.store.add(name, fitted.layout, share, extras, described=work.variants[name], **records)
+    log.info("%s: restored within %.3g by rank %s", name, error.relative, fitted.basis.rank)
+    return outcome
 
 
 def _others(group: Group, name: str) -> tuple[str, ...]:
@@ -376,18 +413,11 @@ def _fit_all(work: Work, members: Members, options: BasisOptions) -> tuple[list[
 
 
 def _forms(fitted: _Fitted, name: str, vector: Any) -> Iterator[Encoded]:
-    """The forms from which a variant may be restored, smallest first."""
+    """The forms from which a variant may be restored, largest and likeliest to be proven first."""
     encoded = fitted.encoded[name]
-    yield encoded
     for bits in _RESIDUAL_BITS:
         yield fitted.basis.with_residual(encoded, vector, bits)
-
-
-def _accepts(validator: Validator, correct: int) -> bool:
-    try:
-        return validator.accept(correct)
-    except BudgetSpent:
-        return False
+    yield encoded
 
 
 def _extras(tensors: Tensors, layout: BlockLayout) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fedpriv.accounting import events
 from fedpriv.dedup._pipelines import store_by_basis, store_by_blocks
 from fedpriv.dedup.algorithms import SHARED_BASIS
 from fedpriv.dedup.planning import DedupSettings, check_options
-from fedpriv.dedup.validation import PrivateValidation
+from fedpriv.dedup.validation import CONFIDENCE, PrivateQueries
 from fedpriv.dedup.work import Evaluator, Evaluators, Observer, Outcome, Tensors, Work
 from fedpriv.errors import InputError
 from fedpriv.variants.blocks import BlockLayout, check_has_blocks, layout_of
@@ -34,7 +34,7 @@ def deduplicate(
     store: Store,
     settings: DedupSettings,
     *,
-    private: PrivateValidation | None = None,
+    private: PrivateQueries | None = None,
     evaluation: str = "",
     observer: Observer | None = None,
 ) -> list[Outcome]:
@@ -143,7 +143,7 @@ def _layouts_and_plan(
     return layouts, _digest({"settings": asdict(settings), "variants": described, "values": values})
 
 
-def validation_digest(evaluators: Evaluators, private: PrivateValidation | None, evaluation: str) -> str:
+def validation_digest(evaluators: Evaluators, private: PrivateQueries | None, evaluation: str) -> str:
     """The digest of how variants are validated.
 
     Args:
@@ -155,12 +155,16 @@ def validation_digest(evaluators: Evaluators, private: PrivateValidation | None,
     return _digest({"evaluators": fields, "evaluation": evaluation})
 
 
-def _of_evaluator(evaluator: Evaluator, private: PrivateValidation | None) -> dict[str, Any]:
-    fields: dict[str, Any] = {"num_records": evaluator.num_records}
+def _of_evaluator(evaluator: Evaluator, private: PrivateQueries | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "num_records": evaluator.num_records,
+        "utility": evaluator.utility,
+        "confidence": CONFIDENCE,
+    }
     if private and (records := evaluator.private):
         saliency = events.to_json(records.saliency) if records.saliency else None
         fields |= {"data_set": records.data_set, "delta": records.delta, "saliency": saliency}
-        fields |= {"epsilon": private.epsilon, "cutoff": private.cutoff, "noise": private.source.name}
+        fields |= {"epsilon": private.epsilon, "noise": private.source.name}
     return fields
 
 

@@ -1,58 +1,200 @@
-"""Validation of a variant with replaced blocks: is it still accurate enough, on public or private records?
+"""Validation of a variant that is stored in parts of others: how much utility does it lose, at most?
 
-The drop is always measured against the original variant, never against the last one that passed: Algorithm 5 of Guan
-et al. 2025 continues from the latter (line 18), so that its drops add up beyond the bound.
+Utility is measured record by record, before and after, so what a variant loses is the mean of paired differences. A
+bound is kept if the upper confidence limit of that mean is within it, on records by which nothing was chosen: a search
+looks at every third record, and what it found is proven on the others, in steps. They are taken in a fixed order, the
+smallest first, until one fails, so all of them together fail with the probability of one (a fixed-sequence test).
+
+The loss is always measured against the original variant, never against the last one that passed: Algorithm 5 of Guan
+et al. 2025 continues from the latter (line 18), so that its losses add up beyond the bound.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import t as student
 
 from fedpriv.accounting.events import Event, PureEpsilon
-from fedpriv.dedup.algorithms import BudgetSpent
 from fedpriv.mechanisms.sources import RandomSource
-from fedpriv.mechanisms.svt import CutoffReached, SparseVector, noise_scales
+from fedpriv.mechanisms.svt import SparseVector, noise_margin, noise_scales
 
-# One record changes a difference of two counts by 2 if it is replaced, by 1 if it is added or removed.
-SENSITIVITY = 2
+CONFIDENCE = 0.95
+"""The confidence of the limit of what a variant loses."""
+
+Utility = Literal["accuracy", "log likelihood"]
+"""A record's utility is 1 or 0, for a right or a wrong answer, or the log likelihood of its targets, so scaled that the
+mean over records is minus the logarithm of the perplexity."""
+
+Tensors = Mapping[str, NDArray[Any]]
+Utilities = NDArray[np.float64]
+
+# Of fewer log likelihoods the mean is too far from normal.
+_FEWEST = 20
 
 
-def allowed_drop(utility_bound: float, num_records: int) -> int:
-    """The largest number of correct answers that a variant may lose within the bound.
+def loss_limit(losses: Utilities, utility: Utility, *, num: int | None = None, confidence: float = CONFIDENCE) -> float:
+    """The upper confidence limit of the mean loss, of which these are a sample.
 
-    A tolerance of a millionth of a record absorbs rounding, so that 0.57 - 0.56 of 100 records is one record.
+    Accuracy: (l - g + (z^2 + 2) / 3 + z sqrt(l + g + 3/4)) / n for g records gained and l lost, z the normal quantile.
+    For g = 0 it is the exact limit of a Poisson count within 0.05; for all rates of l and g its coverage is at least
+    the confidence (`tests/dedup/test_validation.py` adds up the probabilities). Log likelihood: Student's t, with
+    Johnson's correction for a skewness that would make the limit too small; infinite for fewer than 20 records.
 
     Args:
-        utility_bound: in accuracy, in [0, 1].
-        num_records: registered size of the validation set, >= 1.
+        losses: utility before less utility after, [records].
+        utility: of a record.
+        num: the limit is that of so many records with losses like these; None for as many as there are.
+        confidence: in (0.5, 1).
 
-    Raises:
-        ValueError: a value is out of range.
+    Source: Johnson 1978, for the skewness.
     """
-    if not 0 <= utility_bound <= 1:
-        raise ValueError(f"utility_bound = {utility_bound}: must lie in [0, 1], in units of accuracy")
-    if num_records < 1:
-        raise ValueError(f"num_records = {num_records}: must be >= 1")
-    return math.floor(utility_bound * num_records + 1e-6)
+    count, quantile = num or len(losses), NormalDist().inv_cdf(confidence)
+    mean = float(losses.mean())
+    if utility == "accuracy":
+        return (
+            mean
+            + (quantile**2 + 2) / 3 / count
+            + quantile * math.sqrt(float((losses**2).mean()) / count + 0.75 / count**2)
+        )
+    if len(losses) < _FEWEST:
+        return math.inf
+    centred = losses - mean
+    variance = float(centred @ centred) / (len(losses) - 1)
+    skewed = max(0.0, float((centred**3).mean())) / variance if variance else 0.0
+    return (
+        mean
+        + float(student.ppf(confidence, len(losses) - 1)) * math.sqrt(variance / count)
+        + (2 * quantile**2 + 1) / 6 * skewed / count
+    )
+
+
+def records_needed(losses: Utilities, utility: Utility, bound: float) -> int | None:
+    """The least number of records with losses like these whose limit is within the bound; None if the mean is not."""
+    if float(losses.mean()) >= bound or (len(losses) < _FEWEST and utility != "accuracy"):
+        return None
+    high = 1
+    while loss_limit(losses, utility, num=high) > bound:
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if loss_limit(losses, utility, num=middle) <= bound else (middle, high)
+    return high
+
+
+def least_records(utility: Utility, bound: float, *, searches: bool) -> int | None:
+    """The least number of public validation records with which anything can be proven; None if no number is enough.
+
+    Args:
+        utility: of a record.
+        bound: of what may be lost in the mean, >= 0.
+        searches: whether every third record is a search's own.
+    """
+    if bound == 0:
+        return None
+    least = records_needed(np.zeros(_FEWEST), utility, bound) or 0
+    least = max(least, _FEWEST) if utility != "accuracy" else least
+    return math.ceil(least * 3 / 2) if searches else least
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublicValidator:
-    """Validation on public records.
+class Proof:
+    """The utility of the form in which a variant is stored, on records by which nothing was chosen.
 
     Attributes:
-        original_correct: how many of them the original variant answers correctly.
-        max_drop: see `allowed_drop`.
+        before, after: mean utility of the variant as it was given, and as it is stored.
+        limit: of what it loses, `loss_limit`.
+        num_records: of them.
     """
 
-    original_correct: int
-    max_drop: int
+    before: float
+    after: float
+    limit: float
+    num_records: int
 
-    def accept(self, count_correct: int) -> bool:
-        """Whether a variant with this many correct answers is within the bound."""
-        return self.original_correct - count_correct <= self.max_drop
+
+class Validation(Protocol):
+    """Judges the forms of one target.
+
+    Attributes:
+        searches: whether `accept` may be asked; else the ladder of `proves` is all there is.
+        proof: of the last form that was proven; None without one, and of private records.
+        needed: how many validation records would tell that the form that failed keeps the bound; None if none has
+            failed, if it does not seem to keep it, and of private records.
+    """
+
+    searches: bool
+    proof: Proof | None
+    needed: int | None
+
+    def accept(self, tensors: Tensors) -> bool:
+        """Whether the variant in this form seems to lose no more than the bound, on the records of the search."""
+
+    def proves(self, tensors: Tensors) -> bool:
+        """Whether it is proven to lose no more than the bound; after one that is not, none may be asked."""
+
+
+class Judged(Protocol):
+    """The part of an evaluator that a validation needs; see `fedpriv.dedup.work.Evaluator`."""
+
+    num_records: int
+    utility: Utility
+
+    def utilities(self, tensors: Tensors, records: NDArray[np.int64]) -> Utilities:
+        """The utility of the variant with these tensors on each of the records."""
+
+
+def search_records(num_records: int) -> NDArray[np.int64]:
+    """The positions of the records that a search looks at: every third."""
+    return np.arange(0, num_records, 3)
+
+
+class PublicValidation:
+    """Validation on public records.
+
+    Args:
+        evaluator: of the target.
+        before: its utilities on all records, as it was given.
+        bound: of what it may lose in the mean, >= 0.
+        searches: whether a search chooses what is proven. Every third record is then its own.
+    """
+
+    def __init__(self, evaluator: Judged, before: Utilities, bound: float, *, searches: bool) -> None:
+        self.searches = searches
+        self.proof: Proof | None = None
+        self.needed: int | None = None
+        self._evaluator, self._before, self._bound = evaluator, before, bound
+        everyone = np.arange(evaluator.num_records)
+        self._searched = search_records(evaluator.num_records) if searches else everyone[:0]
+        self._others = np.setdiff1d(everyone, self._searched)
+
+    def accept(self, tensors: Tensors) -> bool:
+        losses = self._losses(tensors, self._searched)
+        # A millionth of a record absorbs rounding.
+        return float(losses.sum()) <= self._bound * len(losses) + 1e-6
+
+    def proves(self, tensors: Tensors) -> bool:
+        losses = self._losses(tensors, self._others)
+        limit = loss_limit(losses, self._evaluator.utility)
+        if limit > self._bound:
+            needed = records_needed(losses, self._evaluator.utility, self._bound)
+            self.needed = None if needed is None else math.ceil(needed * len(self._before) / len(losses))
+            return False
+        before = float(self._before[self._others].mean())
+        self.proof = Proof(
+            before=before, after=before - float(losses.mean()), limit=limit, num_records=len(self._others)
+        )
+        return True
+
+    def _losses(self, tensors: Tensors, records: NDArray[np.int64]) -> Utilities:
+        return self._before[records] - self._evaluator.utilities(tensors, records)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +213,13 @@ class PrivateRecords:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivateValidation:
+class PrivateQueries:
     """The terms on which private records are queried, separately for every target.
 
     Attributes:
         epsilon: of one target's run of the Sparse Vector Technique, finite and > 0.
         charge: durably records, by the target's name, what the target costs the records; called before any query.
         source: of the noise; seeded only in a run marked `simulate`.
-        cutoff: failures before a target's run ends, >= 1.
 
     Raises:
         ValueError: a value is out of range.
@@ -87,76 +228,102 @@ class PrivateValidation:
     epsilon: float
     charge: Callable[[str, Event], None]
     source: RandomSource
-    cutoff: int = 3
 
     def __post_init__(self) -> None:
-        noise_scales(self.epsilon, self.cutoff, SENSITIVITY)
+        noise_scales(self.epsilon, 1, _SENSITIVITY)
 
     def events(self, records: PrivateRecords) -> tuple[Event, ...]:
         """The events that one target costs the records: its answers, and the saliency that orders its blocks."""
         return PureEpsilon(epsilon=self.epsilon), *([records.saliency] if records.saliency else [])
 
-    def validator(self, name: str, original_correct: Callable[[], int], max_drop: int) -> PrivateValidator:
-        """The validator of a target; charges for it, and then counts."""
-        return PrivateValidator(
-            original_correct=original_correct,
-            max_drop=max_drop,
+    def least_records(self, bound: float) -> int | None:
+        """The least number of records with which anything can be proven; None if no number is enough."""
+        if bound == 0:
+            return None
+        hidden = noise_margin(noise_scales(self.epsilon, 1, _SENSITIVITY), _NOISE_FAILS) / _PARTS
+        return math.ceil((loss_limit(np.zeros(1), "accuracy", confidence=CONFIDENCE + _NOISE_FAILS) + hidden) / bound)
+
+    def validation(
+        self, name: str, evaluator: Judged, before: Callable[[], Utilities], bound: float
+    ) -> PrivateValidation:
+        """The validation of a target; charges for it, and then looks at the records."""
+        return PrivateValidation(
+            evaluator,
+            before,
+            bound,
             epsilon=self.epsilon,
             charge=lambda event: self.charge(name, event),
             source=self.source,
-            cutoff=self.cutoff,
         )
 
 
-class PrivateValidator:
-    """Validation on private records: one run of the Sparse Vector Technique, for one variant and one base.
+# Queries are whole numbers of these parts of a record, rounded up.
+_PARTS = 16
 
-    Guarantee: all answers of the run together are epsilon-DP under replacement of a validation record, and
-    (epsilon / 2)-DP under add-or-remove adjacency. Answers are pass or fail; counts are never returned. A pass is
-    correct only up to the noise. A failure, which means a drop above the bound, is the positive answer that is
-    counted; any number of passes is free. If the records are also training records, `event` adds to their cost.
+# One record changes l - g by 2 and l + g by none, or both by 1, and then the limit by 1 + z (sqrt(7/4) - sqrt(3/4)) at
+# most, which is less than 2 for z < 2.18; one part more for rounding up.
+_SENSITIVITY = 2 * _PARTS + 1
 
-    The epsilon is charged before any noise is drawn: if charging raises, there is no validator and no answer.
+# Of the two ways in which a variant may lose more than was proven: the choice of the records, and the noise.
+_NOISE_FAILS = 0.01
+
+
+class PrivateValidation:
+    """Validation on private records: one run of the Sparse Vector Technique, for one target.
+
+    There is no search, whose answers would be paid for too: the forms of the ladder are asked about until one fails,
+    which is the one positive answer of the run. What is asked is whether the limit of the loss reaches the bound, less
+    what the noise may hide, so that all in all the bound is kept with the same confidence.
+
+    Guarantee: all answers of the run together are epsilon-DP under replacement of a validation record, and under
+    add-or-remove adjacency. Answers are pass or fail; figures are never returned. If the records are also training
+    records, `event` adds to their cost.
+
+    The epsilon is charged before any noise is drawn: if charging raises, there is no validation and no answer.
 
     Args:
-        original_correct: counts how many records the original variant answers correctly; called once it is charged.
-        max_drop: see `allowed_drop`, with the registered number of records.
+        evaluator: of the target, whose utility is accuracy: no other has a bounded sensitivity.
+        before: gives its utilities on all records, as it was given; called once it is charged.
+        bound: of what it may lose in the mean, >= 0.
         epsilon: of the run, finite and > 0.
         charge: writes the event to the ledger, durably.
         source: of the noise; seeded only in a run marked `simulate`.
-        cutoff: failures before the run ends, >= 1.
 
     Raises:
         ValueError: a value is out of range.
 
-    Source: Guan et al. 2025, Algorithm 5, with whole numbers and the drop against the original variant.
+    Source: Guan et al. 2025, Algorithm 5, with the limit of the loss against the original variant in its place.
     """
+
+    searches = False
+    proof: Proof | None = None
+    needed: int | None = None
 
     def __init__(
         self,
+        evaluator: Judged,
+        before: Callable[[], Utilities],
+        bound: float,
         *,
-        original_correct: Callable[[], int],
-        max_drop: int,
         epsilon: float,
         charge: Callable[[PureEpsilon], None],
         source: RandomSource,
-        cutoff: int = 3,
     ) -> None:
-        if max_drop < 0:
-            raise ValueError(f"max_drop = {max_drop}: must be >= 0 records")
-        noise_scales(epsilon, cutoff, SENSITIVITY)  # refuses values out of range before anything is charged
+        if evaluator.utility != "accuracy":
+            raise ValueError(f"utility = {evaluator.utility!r}: private records need one that is bounded, accuracy")
+        if bound < 0:
+            raise ValueError(f"utility_bound = {bound}: must be >= 0")
+        scales = noise_scales(epsilon, 1, _SENSITIVITY)  # refuses values out of range before anything is charged
         self.event, self.noise_source = PureEpsilon(epsilon=epsilon), source.name
         charge(self.event)
-        self._original_correct, self._max_drop = original_correct(), max_drop
-        self._answers = SparseVector(epsilon=epsilon, cutoff=cutoff, sensitivity=SENSITIVITY, source=source)
+        self._evaluator, self._before = evaluator, before()
+        self._threshold = math.floor(bound * evaluator.num_records * _PARTS + 1e-6) - noise_margin(scales, _NOISE_FAILS)
+        self._answers = SparseVector(epsilon=epsilon, cutoff=1, sensitivity=_SENSITIVITY, source=source)
 
-    def accept(self, count_correct: int) -> bool:
-        """Whether a variant with this many correct answers passes, after adding noise.
+    def accept(self, tensors: Tensors) -> bool:
+        raise AssertionError("private records answer no search")
 
-        Raises:
-            BudgetSpent: `cutoff` variants have failed already.
-        """
-        try:
-            return not self._answers.reaches(self._original_correct - count_correct, self._max_drop + 1)
-        except CutoffReached:
-            raise BudgetSpent("this run's epsilon pays for no further failure") from None
+    def proves(self, tensors: Tensors) -> bool:
+        losses = self._before - self._evaluator.utilities(tensors, np.arange(len(self._before)))
+        limit = loss_limit(losses, "accuracy", confidence=CONFIDENCE + _NOISE_FAILS) * len(losses)
+        return not self._answers.reaches(math.ceil(limit * _PARTS - 1e-6), self._threshold + 1)

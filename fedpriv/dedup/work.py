@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.dedup._base_selection import VariantLimits
 from fedpriv.dedup.planning import DedupSettings, ValidationCharge, add_charges, cost_of
 from fedpriv.dedup.saliency import Saliency
-from fedpriv.dedup.validation import PrivateRecords, PrivateValidation, PublicValidator, allowed_drop
+from fedpriv.dedup.validation import (
+    PrivateQueries,
+    PrivateRecords,
+    Proof,
+    PublicValidation,
+    Utilities,
+    Utility,
+    Validation,
+    least_records,
+    search_records,
+)
 from fedpriv.variants.blocks import BlockLayout
 from fedpriv.variants.composition import PublicationCost
 from fedpriv.variants.folders import Described
@@ -26,17 +39,24 @@ class Evaluator(Protocol):
 
     Attributes:
         num_records: the registered number of validation records.
-        private: whose records they are; None if they are public, so that counts may be shown.
+        utility: of a record.
+        private: whose records they are; None if they are public, so that figures may be shown.
     """
 
     num_records: int
+    utility: Utility
     private: PrivateRecords | None
 
-    def count_correct(self, tensors: Tensors) -> int:
-        """Count the records that the variant with these tensors answers correctly."""
+    def utilities(self, tensors: Tensors, records: NDArray[np.int64]) -> Utilities:
+        """The utility of the variant with these tensors on each of the records.
 
-    def saliency(self, tensors: Tensors) -> Saliency:
-        """Measure how much each weight matters, for every tensor that is cut into blocks.
+        Args:
+            tensors: of the variant.
+            records: their positions, in [0, num_records), in rising order.
+        """
+
+    def saliency(self, tensors: Tensors, records: NDArray[np.int64]) -> Saliency:
+        """Measure on these records how much each weight matters, for every tensor that is cut into blocks.
 
         On private records it is noised, and its cost is stated by `private`.
         """
@@ -44,13 +64,6 @@ class Evaluator(Protocol):
 
 Evaluators = Mapping[str, Evaluator]
 """{variant: its evaluator}; variants of one architecture and task may have the same one."""
-
-
-class Validator(Protocol):
-    """Answers pass or fail; raises `BudgetSpent` when no further answer is allowed."""
-
-    def accept(self, count_correct: int) -> bool:
-        """Whether a variant with this many correct answers passes."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,32 +89,60 @@ class Work:
     evaluators: Evaluators
     store: Store
     settings: DedupSettings
-    private: PrivateValidation | None
+    private: PrivateQueries | None
     digests: Mapping[str, str]
     stored: dict[str, Outcome]
     observer: Observer | None
-    _correct: dict[str, int] = field(default_factory=dict)
+    _utilities: dict[str, Utilities] = field(default_factory=dict)
 
     def with_measured_utilities(self) -> Work:
-        """This work, in which the utility of every variant on public records is known or has been counted."""
+        """This work, in which the accuracy of every variant on public records is known or has been measured."""
         measured = {
-            name: replace(variant, utility=self.num_correct(name) / self.evaluators[name].num_records)
+            name: replace(variant, utility=self.utility(name))
             for name, variant in self.variants.items()
-            if variant.utility is None and self.is_public(name)
+            if variant.utility is None and self.is_public(name) and self.evaluators[name].utility == "accuracy"
         }
         return replace(self, variants={**self.variants, **measured})
+
+    @cached_property
+    def planned(self) -> Mapping[str, Described]:
+        """The variants, with their utilities as far as the records can tell, by which it is decided who may share.
+
+        Utilities are multiples of the largest standard error that a mean over so many records may have. Those that the
+        records cannot tell apart become equal: who is better by chance must not be overtaken by no more than chance.
+        """
+        return {name: replace(variant, utility=self._told(name)) for name, variant in self.variants.items()}
+
+    def _told(self, name: str) -> float | None:
+        evaluator, stated = self.evaluators[name], self.variants[name].utility
+        if evaluator.utility == "accuracy":
+            if stated is None:
+                return None
+            step = 0.5 / math.sqrt(evaluator.num_records)
+            return min(1.0, round(stated / step) * step)
+        step = float(self.utilities(name).std()) / math.sqrt(evaluator.num_records) or 1.0
+        return round(self.utility(name) / step) * step
 
     def is_public(self, name: str) -> bool:
         """Whether the variant's validation records are public."""
         return self.evaluators[name].private is None
 
-    def num_correct(self, name: str) -> int:
-        """Count the validation records that the variant answers correctly as it was given."""
-        if name not in self._correct:
-            earlier = self.stored[name].correct_before if name in self.stored else None
-            counted = self.evaluators[name].count_correct(self.read_tensors(name)) if earlier is None else earlier
-            self._correct[name] = counted
-        return self._correct[name]
+    def utility(self, name: str) -> float:
+        """The mean utility of the variant as it was given, over all of its validation records."""
+        earlier = self.stored[name].utility_given if name in self.stored else None
+        return float(self.utilities(name).mean()) if earlier is None else earlier
+
+    def utilities(self, name: str) -> Utilities:
+        """The utility of the variant as it was given, on each of its validation records."""
+        if name not in self._utilities:
+            evaluator = self.evaluators[name]
+            self._utilities[name] = evaluator.utilities(self.read_tensors(name), np.arange(evaluator.num_records))
+        return self._utilities[name]
+
+    def chosen_on(self, name: str) -> NDArray[np.int64]:
+        """The validation records by which the blocks of a variant are ordered and searched, all if they are private."""
+        number = self.evaluators[name].num_records
+        return search_records(number) if self.is_public(name) else np.arange(number)
 
     def attempts(self, *, with_saliency: bool) -> dict[str, tuple[ValidationCharge, ...]]:
         """{variant: what validating it once is charged}; nothing where its records are public."""
@@ -113,22 +154,45 @@ class Work:
         num_left = {kind: left.count(kind) for kind in (True, False)}
         return ProgressWatch(observer=self.observer, num_variants=len(self.variants), num_left=num_left)
 
-    def validator(self, name: str, limits: VariantLimits, attempt: tuple[ValidationCharge, ...]) -> Validator:
-        """The validator of a target; charges for all of its attempt.
+    def validation(
+        self, name: str, limits: VariantLimits, attempt: tuple[ValidationCharge, ...], *, searches: bool
+    ) -> Validation:
+        """The validation of a target; charges for all of its attempt.
 
         The store keeps the charges, durably, before the ledger has them: an interruption in between makes the variant
         dearer than it is, never cheaper.
+
+        Args:
+            name: of the target.
+            limits: of its utility.
+            attempt: what it is charged.
+            searches: whether a search chooses what is proven, where its records are public.
         """
-        drop = allowed_drop(
-            max(0.0, (self.variants[name].utility or 0.0) - limits.utility), self.evaluators[name].num_records
-        )
+        evaluator, bound = self.evaluators[name], self.bound(name, limits)
         if self.private is None or not attempt:
-            return PublicValidator(original_correct=self.num_correct(name), max_drop=drop)
+            return PublicValidation(evaluator, self.utilities(name), bound, searches=searches)
         add_charges(self.store.path, attempt)
-        validator = self.private.validator(name, lambda: self.num_correct(name), drop)
+        validation = self.private.validation(name, evaluator, lambda: self.utilities(name), bound)
         for charge in attempt[1:]:  # the first one was for the answers
             self.private.charge(name, charge.event)
-        return validator
+        return validation
+
+    def untold(self, name: str, limits: VariantLimits, *, searches: bool) -> str | None:
+        """Why no validation of the target could prove anything, before it is charged; None if one could."""
+        evaluator, bound = self.evaluators[name], self.bound(name, limits)
+        if self.private is None or evaluator.private is None:
+            least = least_records(evaluator.utility, bound, searches=searches)
+        else:
+            least = self.private.least_records(bound)
+        if least is None:
+            return "nothing may be lost, which no number of records tells from a little"
+        if evaluator.num_records >= least:
+            return None
+        return f"{evaluator.num_records} validation records cannot tell a loss of {bound:.2g} from none, {least} could"
+
+    def bound(self, name: str, limits: VariantLimits) -> float:
+        """The most that the variant may lose in the mean, >= 0."""
+        return max(0.0, (self.planned[name].utility or 0.0) - limits.utility)
 
     def outcome(
         self,
@@ -139,10 +203,12 @@ class Work:
         cost: PublicationCost,
         num_replaced: int = 0,
         num_validations: int = 0,
-        correct: int | None = None,
+        bound: float | None = None,
+        proof: Proof | None = None,
+        needed: int | None = None,
     ) -> Outcome:
-        """The outcome for a variant; without a count it is as it was given."""
-        before = self.num_correct(name) if self.is_public(name) else None
+        """The outcome for a variant; without a proof it is as it was given, or its records are private."""
+        given = self.utility(name) if self.is_public(name) else None
         methods = sorted({method for each in cost.by_data_set for method in each.epsilons})
         return Outcome(
             name=name,
@@ -151,9 +217,14 @@ class Work:
             num_blocks=self.layouts[name].num_blocks,
             num_replaced=num_replaced,
             num_validations=num_validations,
-            correct_before=before,
-            correct_after=before if before is None or correct is None else correct,
-            num_records=self.evaluators[name].num_records,
+            utility=self.evaluators[name].utility,
+            utility_given=given,
+            utility_before=proof.before if proof else given,
+            utility_after=proof.after if proof else given,
+            bound=bound,
+            loss_limit=proof.limit if proof else None,
+            num_records=proof.num_records if proof else self.evaluators[name].num_records,
+            records_needed=needed,
             epsilon_before=cost_of([self.variants[name]], self.settings.accountant).guarantee.epsilon,
             epsilon_after=cost.guarantee.epsilon,
             delta=cost.guarantee.delta,
@@ -181,7 +252,16 @@ class Outcome:
         num_blocks: in the variant.
         num_replaced: blocks that were replaced.
         num_validations: counted by the search.
-        correct_before, correct_after: out of `num_records` validation records; None if these are private.
+        utility: of a record.
+        utility_given: the mean over all validation records of the variant as it was given; None if they are private.
+        utility_before, utility_after: the mean over `num_records` records, of the variant as it was given and as it is
+            stored. If anything was replaced, they are those by which nothing was chosen. None if they are private.
+        bound: of what it was allowed to lose in the mean; None if nothing was tried.
+        loss_limit: of what it loses, see `fedpriv.dedup.validation.loss_limit`; None if nothing was replaced, or if
+            the records are private.
+        num_records: validation records; see above.
+        records_needed: how many would tell that the next larger part can be replaced within the bound; None if that
+            is not what failed.
         epsilon_before, epsilon_after, delta: against a reader of this variant alone; `epsilon_after` includes the
             cost of private validation.
         epsilons: {method: epsilon} after deduplication, the largest over data sets.
@@ -193,9 +273,14 @@ class Outcome:
     num_blocks: int
     num_replaced: int
     num_validations: int
-    correct_before: int | None
-    correct_after: int | None
+    utility: Utility
+    utility_given: float | None
+    utility_before: float | None
+    utility_after: float | None
+    bound: float | None
+    loss_limit: float | None
     num_records: int
+    records_needed: int | None
     epsilon_before: float
     epsilon_after: float
     delta: float

@@ -51,6 +51,21 @@ def noise_scales(epsilon: float, cutoff: int, sensitivity: int) -> NoiseScales:
     return NoiseScales(threshold=threshold, query=query)
 
 
+def noise_margin(scales: NoiseScales, probability: float) -> int:
+    """The least m found such that a run with cutoff 1 passes a query of threshold + m or more so rarely, at most.
+
+    It passes one if the threshold's noise exceeds the query's by more than m, so only if one of them reaches its share
+    of m: noise of scale s reaches k with probability e^(-k / s) / (1 + e^(-1 / s)). Other queries change nothing: the
+    bound is that of one query, fixed before the noise is drawn.
+
+    Args:
+        scales: of the run's noises.
+        probability: in (0, 1).
+    """
+    shares = (float(scale) for scale in (scales.threshold, scales.query))
+    return sum(math.ceil(s * math.log(2 / probability / (1 + math.exp(-1 / s)))) for s in shares)
+
+
 class SparseVector:
     """One run of the Sparse Vector Technique: at most `cutoff` positive answers, and any number of negative ones.
 

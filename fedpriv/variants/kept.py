@@ -19,6 +19,7 @@ from fedpriv.variants._manifests import CATALOGUE
 from fedpriv.variants._opening import is_store
 from fedpriv.variants.blocks import Tensors
 from fedpriv.variants.folders import Described
+from fedpriv.variants.outcomes import accuracy_after
 from fedpriv.variants.store import Store
 
 
@@ -100,7 +101,6 @@ def _stored_model(store: Store, name: str, counts: NDArray[np.int64]) -> StoredM
     own_rows, own_counts = np.unique(rows, return_counts=True)
     only_here = own_rows[counts[own_rows] == own_counts]
     outcome = manifest.provenance.get("outcome", {})
-    correct = outcome.get("correct_after")
     row_bytes = manifest.layout.block_size * np.dtype(manifest.layout.dtype).itemsize + CATALOGUE.itemsize
     return StoredModel(
         name=name,
@@ -109,7 +109,7 @@ def _stored_model(store: Store, name: str, counts: NDArray[np.int64]) -> StoredM
         num_shared=int((~np.isin(rows, only_here)).sum()),
         epsilon_before=outcome.get("epsilon_before"),
         epsilon_after=outcome.get("epsilon_after"),
-        accuracy=None if correct is None else correct / outcome["num_records"],
+        accuracy=accuracy_after(outcome),
         bases=_bases_of(store, name),
     )
 

@@ -40,6 +40,7 @@ from fedpriv.variants._opening import LOCK, OLD_FOLDERS, check_folder, damaged_r
 from fedpriv.variants._rows import OpenRows, RowFile, Wanted, read_rows
 from fedpriv.variants.blocks import BlockLayout, Tensors, layout_of
 from fedpriv.variants.folders import Described
+from fedpriv.variants.outcomes import utilities
 from fedpriv.variants.shared_basis import Encoded, SharedBasis
 
 CHARGES_FILE = "charges.json"
@@ -240,7 +241,7 @@ class Store:
             StoreError: a manifest is damaged.
         """
         known = [self.manifest(each).provenance for each in self.sources(name) if each in self._index.models]
-        return any(each.get("bases") and (each.get("outcome") or {}).get("correct_after") is None for each in known)
+        return any(each.get("bases") and utilities(each.get("outcome") or {}) is None for each in known)
 
     def tensors(self, name: str) -> Tensors:
         """The model's tensors: bit for bit as they were added, or as its shared basis restores them.

@@ -25,6 +25,7 @@ from fedpriv import adapters
 from fedpriv import config as configuration
 from fedpriv.data.records import collate
 from fedpriv.training.workbench import Workbench, workbench
+from fedpriv.variants.outcomes import utilities
 from fedpriv.variants.store import Store
 from simulations.studies.dedup.check import TOLERANCE, Description, epsilon
 from simulations.studies.harness import parser, table
@@ -57,7 +58,7 @@ def row(name: str, store: Store) -> tuple[str, ...]:
     """The store's own figures on its variants, as a row of the table."""
     outcomes = [store.manifest(each).provenance["outcome"] for each in store.names]
     targets = [outcome for outcome in outcomes if outcome["bases"]]
-    drop = max((each["correct_before"] - each["correct_after"]) / each["num_records"] for each in outcomes)
+    drop = max(before - after for before, after in filter(None, map(utilities, outcomes)))
     rise = max(each["epsilon_after"] - each["epsilon_before"] for each in outcomes)
     basic = max((each["epsilons"]["basic"] - each["epsilon_before"] for each in targets), default=0.0)
     validations = sum(each["num_validations"] for each in outcomes)
@@ -71,11 +72,12 @@ def check(
     """The faults of the store's variants, in words; empty if there is none."""
     for name, description in described.items():
         outcome = store.manifest(name).provenance["outcome"]
-        correct = count_correct(store, run, name, bench, chosen)
-        if correct != outcome["correct_after"]:
-            yield f"{name}: {correct} correct answers, but the store says {outcome['correct_after']}"
-        if outcome["correct_before"] - correct > description["utility_bound"] * len(chosen) + 1e-6:
-            yield f"{name}: utility fell from {outcome['correct_before']} to {correct}"
+        proof = [each for place, each in enumerate(chosen) if place % 3 or not outcome["num_replaced"]]
+        after = count_correct(store, run, name, bench, proof) / len(proof)
+        if abs(after - outcome["utility_after"]) > 1e-9:
+            yield f"{name}: {after:.4f} of the answers are correct, but the store says {outcome['utility_after']:.4f}"
+        if outcome["utility_before"] - after > description["utility_bound"] + 1e-9:
+            yield f"{name}: utility fell from {outcome['utility_before']:.4f} to {after:.4f}"
         own, after = epsilon([description]), epsilon([description, *(described[base] for base in outcome["bases"])])
         if after > own + description["epsilon_bound"] + TOLERANCE:
             yield f"{name}: epsilon rose from {own:.4f} to {after:.4f}"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
-from fedpriv.dedup.validation import PrivateRecords
+from fedpriv.dedup.validation import PrivateRecords, Utilities
 from fedpriv.variants import folders
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.shared_basis import BasisOptions, Encoded, few_bits, fit, flattened, restore_error
@@ -93,20 +93,25 @@ def main() -> None:
 
 
 class _Counted:
-    """A public evaluator that remembers its counts."""
+    """A public evaluator that remembers what it found."""
 
     private: PrivateRecords | None = None
 
     def __init__(self, evaluator: AdapterEvaluator) -> None:
-        self._evaluator, self.num_records = evaluator, evaluator.num_records
+        self._evaluator, self.num_records, self.utility = evaluator, evaluator.num_records, evaluator.utility
         self.saliency = evaluator.saliency
-        self._counts: dict[int, int] = {}
+        self._found: dict[int, Utilities] = {}
 
-    def count_correct(self, tensors: Mapping[str, NDArray[Any]]) -> int:
+    def utilities(self, tensors: Mapping[str, NDArray[Any]], records: NDArray[np.int64]) -> Utilities:
         key = hash(b"".join(tensors[name].tobytes() for name in sorted(tensors)))
-        if key not in self._counts:
-            self._counts[key] = self._evaluator.count_correct(tensors)
-        return self._counts[key]
+        if key not in self._found:
+            self._found[key] = self._evaluator.utilities(tensors, np.arange(self.num_records))
+        return self._found[key][records]
+
+    def change(self, before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]) -> float:
+        """By how much the mean utility over all records grows."""
+        everyone = np.arange(self.num_records)
+        return float((self.utilities(after, everyone) - self.utilities(before, everyone)).mean())
 
 
 def _point(name: str, store: Store, models: Mapping[str, Any], evaluator: _Counted) -> Point:
@@ -116,10 +121,7 @@ def _point(name: str, store: Store, models: Mapping[str, Any], evaluator: _Count
     bases = [store.manifest(each).provenance.get("basis") for each in models]
     has_residual = [bool(basis["residual"]) for basis in bases if basis]
     restored = {each: store.tensors(each) for each in models}
-    changes = [
-        (evaluator.count_correct(restored[each]) - evaluator.count_correct(models[each])) / evaluator.num_records
-        for each in models
-    ]
+    changes = [evaluator.change(models[each], restored[each]) for each in models]
     return Point(
         name=name,
         ratio=store.compression_ratio,
@@ -147,10 +149,7 @@ def alternatives(models: Sequence[Mapping[str, Any]], evaluator: _Counted) -> It
     of = layout.num_bytes * len(models)
 
     def row(name: str, num_bytes: int, restored: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        changes = [
-            (evaluator.count_correct(after) - evaluator.count_correct(before)) / evaluator.num_records
-            for before, after in zip(models, restored, strict=True)
-        ]
+        changes = [evaluator.change(*pair) for pair in zip(models, restored, strict=True)]
         error = max(_relative(*pair) for pair in zip(models, restored, strict=True))
         return name, f"{100 * num_bytes / of:.1f}", f"{error:.3f}", f"{-min(changes):.4f}", f"{np.mean(changes):+.4f}"
 

@@ -26,18 +26,18 @@ from fedpriv.dedup.validation import PrivateRecords
 
 RNG = np.random.default_rng(1)
 TRUTH = RNG.normal(size=8192).astype(np.float32)
-RECORDS = RNG.normal(size=(500, 8192)).astype(np.float32)
+RECORDS = RNG.normal(size=(1500, 8192)).astype(np.float32)
 LABELS = RECORDS @ TRUTH > 0
 
 
 class Study:
-    num_records = len(LABELS)
+    num_records, utility = len(LABELS), "accuracy"
     private = None
 
-    def count_correct(self, tensors):
-        return int(((RECORDS @ tensors["weight"] > 0) == LABELS).sum())
+    def utilities(self, tensors, records):
+        return ((RECORDS[records] @ tensors["weight"] > 0) == LABELS[records]).astype(float)
 
-    def saliency(self, tensors):
+    def saliency(self, tensors, records):
         return {name: np.abs(value) for name, value in tensors.items()}
 
 

@@ -16,7 +16,7 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.dedup.pipeline import check, deduplicate
 from fedpriv.dedup.planning import DedupSettings, ValidationCharge, add_charges, read_charges
-from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
+from fedpriv.dedup.validation import PrivateQueries, PrivateRecords
 from fedpriv.dedup.work import Outcome, Progress, _seconds_left
 from fedpriv.errors import InputError, StoreError
 from fedpriv.mechanisms.sources import SeededSource
@@ -56,17 +56,17 @@ DESCRIBED = [
 
 
 class Signs:
-    """How many of the records have the sign that the true weights give them."""
+    """The records that have the sign that the true weights give them."""
 
-    num_records = len(INPUTS)
+    num_records, utility = len(INPUTS), "accuracy"
 
     def __init__(self, private: PrivateRecords | None = None) -> None:
         self.private = private
 
-    def count_correct(self, tensors):
-        return int(((INPUTS @ tensors["weight"] > 0) == (INPUTS @ TRUTH > 0)).sum())
+    def utilities(self, tensors, records):
+        return ((INPUTS[records] @ tensors["weight"] > 0) == (INPUTS[records] @ TRUTH > 0)).astype(float)
 
-    def saliency(self, tensors):
+    def saliency(self, tensors, records):
         return {"weight": np.abs(tensors["weight"])}
 
 
@@ -79,7 +79,7 @@ def in_one_go(store: Path, described=DESCRIBED, settings=SETTINGS, *, charged=No
             with charged.open("a") as file:
                 file.write(json.dumps([name, event.epsilon]) + "\n")
 
-        private = PrivateValidation(epsilon=VALIDATION.epsilon, charge=charge, source=SeededSource(0, "svt"))
+        private = PrivateQueries(epsilon=VALIDATION.epsilon, charge=charge, source=SeededSource(0, "svt"))
     records = PrivateRecords(data_set="validation", delta=1e-5) if charged is not None else None
     with Store(store) as opened:
         evaluators = dict.fromkeys(TENSORS, Signs(records))

@@ -1,4 +1,4 @@
-"""What every search algorithm owes: only accepted sets are replaced, counts are exact, a spent budget ends it."""
+"""What every search algorithm owes: only accepted sets are replaced, and counts are exact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.dedup.algorithms import ALGORITHMS, BudgetSpent, algorithm
+from fedpriv.dedup.algorithms import ALGORITHMS, algorithm
 from fedpriv.errors import InputError
 
 # Every algorithm, and `drd` and `dred` with each value of their options; `listing` is the default.
@@ -26,15 +26,13 @@ every_grain = pytest.mark.parametrize("name", sorted(GRAIN))
 
 
 class Recorded:
-    """An accept function that keeps what it was asked and what it answered, and may run out of budget."""
+    """An accept function that keeps what it was asked and what it answered."""
 
-    def __init__(self, accept, budget=None):
-        self.accept, self.budget, self.asked, self.accepted = accept, budget, [], []
+    def __init__(self, accept):
+        self.accept, self.asked, self.accepted = accept, [], []
 
     def __call__(self, positions):
         assert isinstance(positions, frozenset)
-        if len(self.asked) == self.budget:
-            raise BudgetSpent
         self.asked.append(positions)
         answer = self.accept(positions)
         if answer:
@@ -62,8 +60,8 @@ def noisy(seed: int, num_blocks: int):
     return lambda positions: generator.random() < 0.5
 
 
-def run(name: str, num_blocks: int, accept, grain: int, budget=None):
-    recorded = Recorded(accept, budget)
+def run(name: str, num_blocks: int, accept, grain: int):
+    recorded = Recorded(accept)
     options = {GRAIN[name]: grain} if name in GRAIN else {}
     return SEARCHES[name](num_blocks, recorded, **options), recorded
 
@@ -105,18 +103,6 @@ def test_all_is_replaced_when_all_is_accepted_but_a_trailing_range(name, num_blo
         assert left < max(grain, 2), "it has no half of a single block"
     else:
         assert left < grain if GRAIN[name] == "min_batch" else left == 0
-
-
-@every_algorithm
-@pytest.mark.parametrize("make", [monotone, erratic])
-def test_a_spent_budget_at_any_call_leaves_what_was_accepted_before(name, make):
-    accept = make(5, 40)
-    full, recorded = run(name, 40, accept, 4)
-    for budget in range(full.num_validations):
-        partial, so_far = run(name, 40, accept, 4, budget)
-        assert so_far.asked == recorded.asked[:budget]
-        assert partial.num_validations == budget, "a call that raised is no validation"
-        assert partial.replaced == max([frozenset(), *so_far.accepted], key=len)
 
 
 @pytest.mark.parametrize("name", sorted(set(SEARCHES) - {"mcts"}))

@@ -9,8 +9,8 @@ from fedpriv.runs.show._tables import closing_table
 
 
 def outcome(name: str, **changes: Any) -> dict[str, Any]:
-    values = {"epsilon_before": 2.0, "epsilon_after": 2.0, "correct_before": 80, "correct_after": 80}
-    return {"name": name, "num_records": 100, "delta": 1e-5} | values | changes
+    values = {"epsilon_before": 2.0, "epsilon_after": 2.0, "utility_before": 0.80, "utility_after": 0.80}
+    return {"name": name, "utility": "accuracy", "num_records": 100, "delta": 1e-5} | values | changes
 
 
 def rows_of(*outcomes: dict[str, Any], base_bytes: int | None = 90_000_000) -> dict[str, tuple[str, ...]]:
@@ -25,8 +25,8 @@ def rows_of(*outcomes: dict[str, Any], base_bytes: int | None = 90_000_000) -> d
 def test_it_says_what_adapters_and_whole_models_take_and_which_variant_changed_most():
     rows = rows_of(
         outcome("global"),
-        outcome("a", epsilon_after=2.301, correct_after=79),
-        outcome("b", epsilon_after=2.1, correct_before=82, correct_after=78),
+        outcome("a", epsilon_after=2.301, utility_after=0.79),
+        outcome("b", epsilon_after=2.1, utility_before=0.82, utility_after=0.78),
     )
     assert rows == {
         "adapters": ("3 MB", "1 MB", "3 times smaller"),
@@ -40,8 +40,13 @@ def test_where_nothing_rose_fell_or_was_measured_it_says_so():
     same = rows_of(outcome("a"), outcome("b", epsilon_before=float("inf"), epsilon_after=float("inf")))
     assert same["largest rise of ε"][2] == "none rose"
     assert same["largest fall of accuracy"][2] == "none fell"
-    private = rows_of(outcome("a", correct_before=None, correct_after=None), base_bytes=None)
+    private = rows_of(outcome("a", utility_before=None, utility_after=None), base_bytes=None)
     assert "whole models" not in private
     assert private["largest fall of accuracy"][2] == "not measured: validated privately"
     lost = rows_of(outcome("a", epsilon_after=float("inf")), outcome("b", epsilon_after=3.0))
     assert lost["largest rise of ε"] == ("2.00", "∞", "a, δ 1e-5")
+    likelihoods = {"utility": "log likelihood", "utility_before": -2.0, "utility_after": -2.1}
+    assert rows_of(outcome("a", **likelihoods))["largest rise of perplexity"] == ("7.39", "8.17", "a")
+    # Of a store that an earlier version made.
+    counted = {"name": "a", "num_records": 100, "delta": 1e-5, "epsilon_before": 2.0, "epsilon_after": 2.0}
+    assert rows_of(counted | {"correct_before": 80, "correct_after": 79})["largest fall of accuracy"][0] == "80.0%"

@@ -60,11 +60,13 @@ def test_variants_are_validated_and_restored_with_the_same_head(finished):
     evaluator = AdapterEvaluator.of_run(folder)
     before = load_file(folder / "variants" / "global" / "adapter_model.safetensors")
     summary = json.loads((folder / "summary.json").read_text())
-    correct = evaluator.count_correct({name: tensor.numpy() for name, tensor in before.items()})
-    assert correct == round(summary["accuracy"] * evaluator.num_records)
+    everyone = np.arange(evaluator.num_records)
+    accuracy = evaluator.utilities({name: tensor.numpy() for name, tensor in before.items()}, everyone).mean()
+    assert accuracy == pytest.approx(summary["accuracy"])
     with Store(folder / "store", read_only=True) as store:
         assert {"global", "round-11", "client-0"} <= set(store.names)
         restored = {name: np.array(array) for name, array in store.tensors("global").items()}
         outcome = store.manifest("global").provenance["outcome"]
-    assert evaluator.count_correct(restored) == outcome["correct_after"]
-    assert (evaluator.saliency(restored)["base_model.model.classifier.weight"] > 0).any()
+    proof = everyone[everyone % 3 != 0] if outcome["num_replaced"] else everyone
+    assert evaluator.utilities(restored, proof).mean() == pytest.approx(outcome["utility_after"])
+    assert (evaluator.saliency(restored, everyone)["base_model.model.classifier.weight"] > 0).any()

@@ -15,7 +15,7 @@ from fedpriv.errors import InputError
 from fedpriv.variants.store import Store
 from simulations.benchmarks.dedup_loading import Arm, LoadingReport
 from simulations.studies.dedup import serving
-from simulations.studies.dedup.cells import BY_L, cells
+from simulations.studies.dedup.cells import BY_L, IN_STEPS, cells
 from simulations.studies.dedup.report import figures, page, paper, searches, settings, validation
 from simulations.studies.dedup.report.results import DedupResults, beyond, own_ratio, read
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS
@@ -27,14 +27,13 @@ CELLS = [cell for scenario in SCENARIOS.values() for cell in cells(scenario)]
 SEARCHES = (*paper.SEARCHES, "drd-published", "dred-published", "all or nothing")
 ROWS = {
     "algorithms": (("A1", "A5", "B3", "minilm", "hetero", "fifty"), SEARCHES),
-    "private validation": (("A1", "B2", "B3", "minilm"), paper.PRIVATE),
+    "private validation": (("A1", "B2", "B3", "minilm"), (IN_STEPS,)),
     "L": (("A1", "B3"), tuple(BY_L)),
     "tuning": (("A1",), ("greedy-20", "drd", "dred", *BY_L)),
     "threshold": (("A1", "A4"), (0.0, 0.005, 0.02)),
     "ordered utilities": (("A1",), ("dred",)),
     "block size": (("A4",), (128, 256, 512, 1024, 2048)),
     "saliency": (("A1",), ("magnitude", "gradient")),
-    "cut-off": (("A4",), (2, 3)),
     "bases": (("A2", "B3", "C1", "C4"), searches.STRATEGIES),
 }
 
@@ -64,18 +63,23 @@ def run(scenario="A1", table="algorithms", row="drd", *, ratio=0.4, num=10, drop
     outcomes = [
         {
             "name": name, "bases": [] if name == names[0] else [names[0]], "untouched": None, "num_blocks": 100,
-            "num_replaced": 0 if name == names[0] else 60, "num_validations": num, "correct_before": 80,
-            "correct_after": 79, "num_records": 100, "epsilon_before": 2.0, "epsilon_after": 2.3, "delta": 1e-5,
+            "num_replaced": 0 if name == names[0] else 60, "num_validations": num, "utility": "accuracy",
+            "utility_before": 0.8, "utility_after": 0.79, "num_records": 100,
+            "epsilon_before": 2.0, "epsilon_after": 2.3, "delta": 1e-5,
             "epsilons": {"basic": 3.1, "accountant": 2.3, "provenance": 2.3},
         }
         for name in names
     ]  # fmt: skip
-    cell = {"scenario": scenario, "table": table, "row": str(row), "seed": seed, "cutoff": None, "utility_bound": None}
+    cell = {"scenario": scenario, "table": table, "row": str(row), "seed": seed, "utility_bound": None}
     accuracy = {split: {name: [0.8, 0.8 - drop] for name in names} for split in ("validation", "test")}
     return {
         "key": f"{scenario}_{table}_{row}_{seed}", "cell": {**cell, "epsilon_bound": epsilon_bound}, "seconds": 2.0,
         "num_validations": num, "bytes_ratio": 0.5, "block_ratio": ratio, "accuracy": accuracy, "outcomes": outcomes,
     }  # fmt: skip
+
+
+def private_run(scenario, **values):
+    return run(scenario, "private validation", IN_STEPS, **values)
 
 
 def arm(name, temperature, load, infer=1.0):
@@ -104,7 +108,7 @@ ALL_RUNS = [
     run(scenario, table, row, seed=seed, num=index + 10, ratio=0.3 + index / 100)
     for table, (names, rows) in ROWS.items()
     for index, (scenario, row) in enumerate(product(names, rows))
-    for seed in range(3 if table in ("private validation", "cut-off") else 1)
+    for seed in range(3 if table == "private validation" else 1)
 ]
 RETRAINED = [{"scenario": "A1", "name": "A1-1", "epsilon": 2.3, "accuracy": {"test": 0.85}, "seconds": 1.0}]
 
@@ -138,7 +142,7 @@ def test_every_section_and_figure_is_made_and_tables_are_whole(tmp_path):
             if before.startswith("|") and after.startswith("|"):
                 assert before.count("|") == after.count("|"), f"{before}\n{after}"
     joined = "\n".join(texts(found))
-    for number in range(1, 9):
+    for number in range(1, 8):
         assert f"Table {number})" in joined
     for figure in ("4", "6", "7", "9", "5 and 8"):
         assert f"(Figure {figure})" in joined or f"(Figures {figure})" in joined
@@ -193,12 +197,12 @@ def test_a_cell_without_targets_or_without_measured_accuracy_is_shown_empty():
 def test_cells_stand_beside_the_papers():
     ours = searches.eight(results(run(ratio=0.4126, num=99), run("B3", ratio=0.5)))
     assert line_of(ours, "`drd`")[1:] == ["41.3, 99 (29.7, 18)", "50.0, 10 (37.6, 114)"]
-    means = validation.private(results(*(run("A1", "private validation", num=num, seed=num) for num in (10, 20))))
-    assert line_of(means, "`drd`")[1] == "40.0, 15 (33.6, 24); 0.010; 8 of 8"
+    means = validation.private(results(*(private_run("A1", num=num, seed=num) for num in (10, 20))))
+    assert line_of(means, IN_STEPS)[1] == "40.0, 15 (32.1, 28); 0.010; 8 of 8"
 
 
 def test_each_scenarios_own_number_of_seeds_is_stated():
-    runs = [run("A1", "private validation", seed=seed) for seed in range(3)] + [run("B2", "private validation")]
+    runs = [private_run("A1", seed=seed) for seed in range(3)] + [private_run("B2")]
     assert "means over the seeds of the noise (A1 3, B2 1);" in validation.private(results(*runs))
 
 
@@ -269,11 +273,11 @@ def test_heterogeneous_targets_beyond_a_bound_are_counted():
 
 
 def test_private_validations_changes_are_points_of_the_same_model():
-    public, privately = run("B2"), run("B2", "private validation")
+    public, privately = run("B2", row="dred"), private_run("B2")
     privately["outcomes"][1]["num_replaced"] = 50
     privately["outcomes"][2]["num_replaced"] = 65
     privately["outcomes"][3]["bases"] = []
-    assert sorted(validation.change(results(public, privately), "drd")) == pytest.approx([-5.0, *[0.0] * 6, 10.0])
+    assert sorted(validation.change(results(public, privately))) == pytest.approx([-5.0, *[0.0] * 6, 10.0])
 
 
 def test_speed_ups_are_judged_with_and_without_inference():

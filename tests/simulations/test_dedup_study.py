@@ -22,7 +22,7 @@ from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.variants import folders
 from fedpriv.variants.store import Store
 from simulations.studies.dedup import check, data, run, scenarios, train
-from simulations.studies.dedup.cells import cells
+from simulations.studies.dedup.cells import IN_STEPS, cells
 from simulations.studies.dedup.data import IMAGE_SIZES
 from simulations.studies.dedup.dp_sgd import DpSgdSchedule, add_clipped_gradients, clipped_sum, losses, train_privately
 from simulations.studies.dedup.networks import encoder, load, network, to_arrays, whole
@@ -280,17 +280,17 @@ def tiny(tmp_path_factory):
     epsilons, out = (2.0, 8.0), tmp_path_factory.mktemp("study")
     models = tuple(Model(architecture="vit", task="digits", epsilon=epsilon, part=(0, 15)) for epsilon in epsilons)
     scenario = Scenario(
-        name="tiny", models=models, epsilon_bound=2.0, utility_bound=0.02, block_size=4096, validation_epsilon=4.0
+        name="tiny", models=models, epsilon_bound=2.0, utility_bound=0.1, block_size=4096, validation_epsilon=4.0
     )
-    chosen = [cell for cell in cells(scenario) if cell.row == "drd" and cell.seed == 0]
-    assert {cell.cutoff for cell in chosen} == {None, 3}
+    chosen = [cell for cell in cells(scenario) if cell.row in ("drd", IN_STEPS) and cell.seed == 0]
+    assert {cell.private for cell in chosen} == {False, True}
     caches = scenarios.schedule, data._drawings, train.records
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SCENARIOS, "tiny", scenario)
         patch.setitem(scenarios.RECIPES, "vit", replace(scenarios.RECIPES["vit"], steps=4))
         patch.setattr(scenarios, "noise_multiplier_for", lambda epsilon, *_, **__: 8 / epsilon)  # takes seconds
         patch.setattr(data, "NUM_PUBLIC", 640)
-        patch.setattr(data, "IMAGE_SIZES", {"tuning": 30, "validation": 100, "test": 30, "private": 3000})
+        patch.setattr(data, "IMAGE_SIZES", {"tuning": 30, "validation": 300, "test": 30, "private": 3000})
         patch.setattr(run, "cells", lambda scenario: chosen)
         for each in caches:
             each.cache_clear()
@@ -312,7 +312,7 @@ def test_a_scenario_from_training_to_tables_and_a_tampered_bound_is_seen(tiny, t
     assert public["num_validations"] > 0
     assert public["block_ratio"] < 1
     assert public["outcomes"][1]["epsilon_after"] <= public["outcomes"][1]["epsilon_before"] + 2.0
-    assert private["outcomes"][1]["correct_after"] is None
+    assert private["outcomes"][1]["utility_after"] is None
     assert check.check_all(out, jobs=1)
     study_page.write(page, out)
     assert "| models | 2 |" in page.read_text()

@@ -7,6 +7,7 @@ import tomllib
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -133,10 +134,11 @@ def test_a_variant_with_other_frozen_factors_is_evaluated_with_them(small_run):
     generator = torch.Generator().manual_seed(0)
     first = {n: 9 * torch.randn(p.shape, generator=generator).numpy() for n, p in evaluator.parameters.items()}
     other = {n: -value if ".lora_A." in n else value for n, value in first.items()}
-    counts = [evaluator.count_correct(tensors) for tensors in (first, other)]
+    everyone = np.arange(evaluator.num_records)
+    means = [evaluator.utilities(tensors, everyone).mean() for tensors in (first, other)]
     evaluator.model.features = None  # by whole passes
-    assert counts == [evaluator.count_correct(tensors) for tensors in (first, other)]
-    assert counts[0] != counts[1], "both are the same, so the test would prove nothing"
+    assert means == [evaluator.utilities(tensors, everyone).mean() for tensors in (first, other)]
+    assert means[0] != means[1], "both are the same, so the test would prove nothing"
 
 
 def test_ternary_weights_send_a_fourteenth_both_ways(small_run, tmp_path):

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from fedpriv.dedup.algorithms._in_order import (
     Accept,
     BlockSearchResult,
-    BudgetSpent,
     Positions,
     dedup,
     drd,
@@ -28,7 +27,6 @@ __all__ = [
     "SHARED_BASIS",
     "Accept",
     "BlockSearchResult",
-    "BudgetSpent",
     "Positions",
     "Search",
     "algorithm",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
@@ -19,17 +18,13 @@ Positions = frozenset[int]
 Accept = Callable[[Positions], bool]
 
 
-class BudgetSpent(Exception):  # noqa: N818 - not an error: the search ends with the result so far
-    """Raised by `accept` instead of an answer: no further validation is allowed, so the search ends."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class BlockSearchResult:
     """The result of a search.
 
     Attributes:
         replaced: positions in saliency order whose blocks are replaced; a set that passed validation, or empty.
-        num_validations: calls of `accept` that returned an answer; a call that raised does not count.
+        num_validations: calls of `accept`.
     """
 
     replaced: Positions
@@ -63,10 +58,9 @@ class Trials:
 
 
 def run_search(accept: Accept, walk: Callable[[Trials], None]) -> BlockSearchResult:
-    """The result of `walk` when it returns or when the budget of validations is spent."""
+    """The result of `walk` when it returns."""
     trials = Trials(accept)
-    with suppress(BudgetSpent):
-        walk(trials)
+    walk(trials)
     return trials.result
 
 
@@ -103,7 +97,7 @@ def greedy(num_blocks: int, accept: Accept, *, batch: int = 20) -> BlockSearchRe
 
     Args:
         num_blocks: positions in saliency order, 0 the least salient; >= 0.
-        accept: whether the model with exactly these positions replaced passes validation; may raise `BudgetSpent`.
+        accept: whether the model with exactly these positions replaced passes validation.
         batch: N, blocks for each validation, >= 1.
 
     Raises:
@@ -119,7 +113,7 @@ def dedup(num_blocks: int, accept: Accept, *, batch: int = 20) -> BlockSearchRes
 
     Args:
         num_blocks: positions in saliency order, 0 the least salient; >= 0.
-        accept: whether the model with exactly these positions replaced passes validation; may raise `BudgetSpent`.
+        accept: whether the model with exactly these positions replaced passes validation.
         batch: N, blocks for each validation, >= 1.
 
     Raises:
@@ -164,7 +158,7 @@ def drd(
 
     Args:
         num_blocks: positions in saliency order, 0 the least salient; >= 0.
-        accept: whether the model with exactly these positions replaced passes validation; may raise `BudgetSpent`.
+        accept: whether the model with exactly these positions replaced passes validation.
         min_batch: L >= 1; a range of fewer blocks is left as it is. None takes `shortest_range` for each range.
         stopping: `listing` does every right half, as Algorithm 4 does. `published` does it only where more than half of
             the blocks of the left were replaced, as the authors' code does, which also rounds the middle of an odd

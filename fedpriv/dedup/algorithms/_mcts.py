@@ -45,7 +45,7 @@ def mcts(
 
     Args:
         num_blocks: positions in saliency order, 0 the least salient; >= 0.
-        accept: whether the model with exactly these positions replaced passes validation; may raise `BudgetSpent`.
+        accept: whether the model with exactly these positions replaced passes validation.
         batch: N, blocks that one action replaces, >= 1.
         iterations: descents, >= 1.
         seconds: no iteration begins later than this, >= 0; None sets no time limit, so that the result depends on the

@@ -35,7 +35,7 @@ def mistique(
 
     Args:
         num_blocks: positions in saliency order, 0 the least salient; >= 0.
-        accept: whether the model with exactly these positions replaced passes validation; may raise `BudgetSpent`.
+        accept: whether the model with exactly these positions replaced passes validation.
         similarity: [num_blocks], in [0, 1]: of each position's block to its substitute, from `minhash_similarity`;
             None treats every block as similar, which gives `dedup`.
         threshold: in [0, 1]; blocks that are less similar are left as they are.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from fedpriv.runs import Sample, account_parts, parse_epsilon
@@ -20,6 +21,7 @@ from fedpriv.runs.figures import (
     of_this_run,
 )
 from fedpriv.texts import holder_label, of_whom, what_is_counted
+from fedpriv.variants.outcomes import is_accuracy, utilities
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -330,14 +332,15 @@ _MOST_NAMES = 4
 def variant_table(stored: StoredVariants) -> TextTable:
     """A row for each variant, before and after deduplication."""
     shared = ("a basis with", "restored from") if stored.by_basis else ("blocks of", "replaced")
-    headers = ("variant", *shared, "accuracy", "then", "ε", "then", "by basic", "δ")
+    measure = "accuracy" if all(map(is_accuracy, stored.outcomes)) else "perplexity"
+    headers = ("variant", *shared, measure, "then", "at most lost", "ε", "then", "by basic", "δ")
     rows = tuple(
         (
             outcome["name"],
             _others(outcome["bases"]),
             _restored(basis) if stored.by_basis else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
-            _accuracy(outcome, "correct_before"),
-            _accuracy(outcome, "correct_after"),
+            *_utilities(outcome),
+            format_number(outcome.get("loss_limit")),
             format_bound(outcome["epsilon_before"]),
             format_bound(outcome["epsilon_after"]),
             format_bound(outcome["epsilons"].get("basic")),
@@ -419,17 +422,23 @@ def _largest_rise(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 def _largest_fall(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The row of the variant whose accuracy fell most."""
-    name, measured = "largest fall of accuracy", [each for each in outcomes if each["correct_before"] is not None]
+    measured = [(found[0] - found[1], each) for each in outcomes if (found := utilities(each))]
     if not measured:
-        return name, MISSING, MISSING, "not measured: validated privately"
-    most = max(measured, key=lambda each: each["correct_before"] - each["correct_after"])
-    if most["correct_before"] <= most["correct_after"]:
-        return name, MISSING, MISSING, "none fell"
-    return name, _accuracy(most, "correct_before"), _accuracy(most, "correct_after"), most["name"]
+        return "largest fall of accuracy", MISSING, MISSING, "not measured: validated privately"
+    lost, most = max(measured, key=itemgetter(0))
+    name = "largest fall of accuracy" if is_accuracy(most) else "largest rise of perplexity"
+    if lost <= 0:
+        return name, MISSING, MISSING, "none fell" if is_accuracy(most) else "none rose"
+    return name, *_utilities(most), most["name"]
 
 
-def _accuracy(outcome: Mapping[str, Any], key: str) -> str:
-    return format_percent(None if outcome[key] is None else outcome[key] / outcome["num_records"])
+def _utilities(outcome: Mapping[str, Any]) -> tuple[str, str]:
+    """Accuracy or perplexity before and after."""
+    found = utilities(outcome)
+    if found is None:
+        return MISSING, MISSING
+    texts = [format_percent(each) if is_accuracy(outcome) else f"{math.exp(-each):.2f}" for each in found]
+    return texts[0], texts[1]
 
 
 def accuracies_to_beat(summary: Mapping[str, Any]) -> dict[str, float]:

@@ -23,6 +23,7 @@ from fedpriv.texts import risk_in_words
 from fedpriv.variants import Manifest, folders, is_store
 from fedpriv.variants.composition import Guarantee, History, PublicationCost, events_on, publication_cost
 from fedpriv.variants.folders import Described
+from fedpriv.variants.outcomes import accuracy_after, utilities
 from fedpriv.variants.store import Store
 
 _RUN_KEYS = (
@@ -220,15 +221,15 @@ class Cards:
 def _stored(manifest: Manifest) -> _Stored:
     privacy, provenance = manifest.privacy, manifest.provenance
     outcome = provenance.get("outcome") or {}
-    correct, bases = outcome.get("correct_after"), tuple(provenance.get("bases", ()))
+    bases = tuple(provenance.get("bases", ()))
     stated = None
     if "epsilon" in privacy and "delta" in privacy:
         stated = Guarantee(epsilon=float(privacy["epsilon"]), delta=float(privacy["delta"]))
     return _Stored(
         bases=bases,
         stated=stated,
-        accuracy=None if correct is None else correct / outcome["num_records"],
-        is_private=bool(bases) and bool(outcome) and correct is None,
+        accuracy=accuracy_after(outcome),
+        is_private=bool(bases) and bool(outcome) and utilities(outcome) is None,
     )
 
 

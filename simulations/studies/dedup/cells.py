@@ -18,7 +18,7 @@ LARGE_SVT_SEEDS = 1  # of scenarios with ten models and more
 MCTS_ITERATIONS = 10
 THRESHOLDS = (0.0, 0.005, 0.01, 0.015, 0.02)
 BLOCK_SIZES = (128, 256, 512, 1024, 2048)
-CUTOFFS = (2, 3, 4, 5, 6, 7)
+IN_STEPS = "in steps"  # the row of private validation, which no search chooses for
 SMALLEST_RANGES = (10, 15, 20, 30, 40, 60)
 EVERYTHING = 10**6
 
@@ -54,12 +54,6 @@ _PUBLICLY: Mapping[str, Sequence[str]] = {
 }
 """The searches of a scenario, where these are not all."""
 
-_PRIVATELY: Mapping[str, Sequence[str]] = {
-    "minilm": ("drd", "dred"),
-    **dict.fromkeys(("hetero", "fifty", *_SUB_SCENARIOS), ()),
-}
-"""The same with private validation, where these are not the paper's four."""
-
 SEARCH_OF_ROW: Mapping[str, Search] = {**SEARCHES, **BY_L, "greedy-1": ("greedy", {"batch": 1})}
 
 
@@ -78,7 +72,7 @@ class DedupCell:
         max_distance: the same.
         epsilon_bound, utility_bound: for every variant; None takes the scenario's.
         ordered: whether the order of utilities is kept too, which tightens the utility bounds.
-        cutoff: of private validation; None validates on public records.
+        private: whether the validation records count as private.
         seed: of private validation.
     """
 
@@ -96,13 +90,13 @@ class DedupCell:
     epsilon_bound: float | None = None
     utility_bound: float | None = None
     ordered: bool = False
-    cutoff: int | None = None
+    private: bool = False
     seed: int = field(default=0)
 
     @property
     def key(self) -> str:
         """Unique, and the name of a folder."""
-        parts = (self.scenario, self.table, self.row, *([f"seed-{self.seed}"] if self.cutoff else []))
+        parts = (self.scenario, self.table, self.row, *([f"seed-{self.seed}"] if self.private else []))
         return "_".join(parts).replace(" ", "-")
 
 
@@ -116,9 +110,9 @@ def cells(scenario: Scenario) -> Iterator[DedupCell]:
     name = scenario.name
     for row in _PUBLICLY.get(name, tuple(SEARCHES)):
         yield cell("algorithms", row, search=row)
-    for row in _PRIVATELY.get(name, ("greedy-20", "greedy-30", "drd", "dred")):
+    if name not in ("hetero", "fifty", *_SUB_SCENARIOS):
         for seed in range(LARGE_SVT_SEEDS if len(scenario.models) >= 10 else SVT_SEEDS):
-            yield cell("private validation", row, search=row, cutoff=3, seed=seed)
+            yield cell("private validation", IN_STEPS, private=True, seed=seed)
     if name in MAIN:
         yield cell("ordered utilities", "dred", ordered=True)
         for row in ("greedy-20", "drd", "dred", *BY_L):
@@ -144,9 +138,6 @@ def _ablations(name: str, cell: Any) -> Iterator[DedupCell]:
     if name == "A4":
         for block_size in BLOCK_SIZES:
             yield cell("block size", block_size, block_size=block_size)
-        for cutoff in CUTOFFS:
-            for seed in range(SVT_SEEDS):
-                yield cell("cut-off", cutoff, cutoff=cutoff, seed=seed)
     if name == "A1":
         for saliency in ("magnitude", "wanda", "fisher", "gradient"):
             yield cell("saliency", saliency, saliency=saliency)

@@ -39,6 +39,9 @@ class StudyRecords(Protocol):
     def passes(self, chosen: Sequence[int] | None = None) -> Iterator[Pass]:
         """The chosen records, or all, each once."""
 
+    def order(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The places of the chosen records among themselves, in the order of their passes."""
+
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
@@ -69,6 +72,10 @@ class Vectors:
         for few in rows.split(_ROWS):
             if len(few):
                 yield self.inputs[few], self.labels[few]
+
+    def order(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Their own."""
+        return np.arange(len(chosen))
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +115,10 @@ class TokenRecords:
                 few = same[begin : begin + size]
                 places = self.starts[few][:, None] + np.arange(length)
                 yield torch.from_numpy(self.states[places]).float(), self.labels[torch.from_numpy(few)]
+
+    def order(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """By length, and among equals their own."""
+        return np.argsort(self.lengths[chosen], kind="stable")
 
     def _only(self, rows: slice) -> TokenRecords:
         return TokenRecords(self.states, self.starts[rows], self.lengths[rows], self.labels[rows])

@@ -10,13 +10,14 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
 from fedpriv.dedup.saliency import Saliency, measure
-from fedpriv.dedup.validation import PrivateRecords, PrivateValidation
+from fedpriv.dedup.validation import PrivateQueries, PrivateRecords, Utilities, Utility
 from fedpriv.dedup.work import Outcome
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
@@ -28,7 +29,7 @@ from simulations.studies.dedup.cells import SEARCH_OF_ROW, DedupCell, cells
 from simulations.studies.dedup.data import Split, Task, records
 from simulations.studies.dedup.dp_sgd import losses
 from simulations.studies.dedup.networks import Architecture, load, network
-from simulations.studies.dedup.records import StudyRecords, Tensors
+from simulations.studies.dedup.records import Pass, StudyRecords, Tensors
 from simulations.studies.dedup.scenarios import DELTA, SCENARIOS, Model, Scenario
 from simulations.studies.dedup.train import right, right_answers
 from simulations.studies.harness import Line, lines, run_missing
@@ -99,7 +100,7 @@ def bounded(described: Sequence[Described], scenario: Scenario, cell: DedupCell)
     return [
         replace(
             each,
-            utility=each.utility if cell.ordered else None if cell.cutoff else least[tasks[each.name]],
+            utility=each.utility if cell.ordered else None if cell.private else least[tasks[each.name]],
             epsilon_bound=each.epsilon_bound if cell.epsilon_bound is None else cell.epsilon_bound,
             utility_bound=each.utility_bound if cell.utility_bound is None else cell.utility_bound,
         )
@@ -123,52 +124,60 @@ def deduplicated(
         fairness="outcome" if cell.epsilon_bound is not None else scenario.fairness,
     )
     private = None
-    if cell.cutoff:
-        private = PrivateValidation(
+    if cell.private:
+        private = PrivateQueries(
             epsilon=scenario.validation_epsilon,
             charge=lambda target, event: None,  # no ledger: the records are public, and the check counts again
             source=SeededSource("dedup study", cell.key),
-            cutoff=cell.cutoff,
         )
     evaluators = {
-        model.name: evaluator(out, model.architecture, model.task, cell.split, cell.saliency, cell.cutoff is not None)
+        model.name: evaluator(out, model.architecture, model.task, cell.split, cell.saliency, cell.private)
         for model in scenario.all_models
     }
     return deduplicate(described, tensors.__getitem__, evaluators, store, settings, private=private)
 
 
 class RecordsEvaluator:
-    """Counts correct answers on records of a task.
+    """Tells which records of a task are answered correctly.
 
     Args:
         architecture: of the models.
         validation: the records that answers are counted on.
-        saliency_records: public records on which the saliency of weights is measured.
+        saliency_records: public records on which the saliency of weights is measured; None for validation records.
         saliency: name of the measure.
         private: the data set of the validation records, if they count as private.
     """
+
+    utility: Utility = "accuracy"
 
     def __init__(
         self,
         architecture: Architecture,
         validation: StudyRecords,
         *,
-        saliency_records: StudyRecords,
+        saliency_records: StudyRecords | None,
         saliency: str = "gradient",
         private: PrivateRecords | None = None,
     ) -> None:
         self.num_records, self.private = len(validation), private
-        self._passes, self._measure = list(validation.passes()), measure(saliency)
-        self._batches = [{"inputs": inputs, "labels": labels} for inputs, labels in saliency_records.passes()]
+        self._validation, self._measure = validation, measure(saliency)
+        self._saliency_records = saliency_records
+        self._passes: dict[bytes, list[Pass]] = {}
         self._model = network(architecture).eval()
 
-    def count_correct(self, tensors: Mapping[str, NDArray[Any]]) -> int:
-        """How many of the validation records the model with these tensors answers correctly."""
-        return int(right_answers(load(self._model, tensors), self._passes).sum())
+    def utilities(self, tensors: Mapping[str, NDArray[Any]], records: NDArray[np.int64]) -> Utilities:
+        """Which of the validation records the model with these tensors answers correctly."""
+        passes = self._passes.setdefault(records.tobytes(), list(self._validation.passes(records.tolist())))
+        found = np.empty(len(records))
+        found[self._validation.order(records)] = right_answers(load(self._model, tensors), passes).numpy()
+        return found
 
-    def saliency(self, tensors: Mapping[str, NDArray[Any]]) -> Saliency:
-        """How much each weight matters to the loss on the saliency's records."""
-        return self._measure(load(self._model, tensors), self._batches, _losses)
+    def saliency(self, tensors: Mapping[str, NDArray[Any]], records: NDArray[np.int64]) -> Saliency:
+        """How much each weight matters to the loss on the saliency's records, or these of the validation records."""
+        public = self._saliency_records
+        passes = self._validation.passes(records.tolist()) if public is None else public.passes()
+        batches = [{"inputs": inputs, "labels": labels} for inputs, labels in passes]
+        return self._measure(load(self._model, tensors), batches, _losses)
 
 
 def _losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -185,7 +194,7 @@ def evaluator(
         architecture,
         validation,
         # Saliency measured on public records costs private ones nothing.
-        saliency_records=records(out, architecture, task, "public").first(SALIENCY_RECORDS) if private else validation,
+        saliency_records=records(out, architecture, task, "public").first(SALIENCY_RECORDS) if private else None,
         saliency=saliency,
         private=PrivateRecords(data_set=f"validation-{task}", delta=DELTA) if private else None,
     )
@@ -221,6 +230,4 @@ def _after(
 ) -> float:
     if not outcome.num_replaced:
         return trained[model.name][split]
-    if split != "test" and outcome.correct_after is not None:
-        return outcome.correct_after / outcome.num_records
     return float(right(out, model, split, store.tensors(model.name)).double().mean())

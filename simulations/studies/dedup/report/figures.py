@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from PIL import Image
 
+from simulations.studies.dedup.cells import IN_STEPS
 from simulations.studies.dedup.report import searches, settings, validation
 from simulations.studies.dedup.report.paper import EIGHT
 from simulations.studies.dedup.report.results import DedupResults, accuracies, by_target, found
@@ -98,15 +99,13 @@ def private_models(results: DedupResults) -> Figure | None:
     for place, scenario in enumerate(here):
         upper, lower = panels[place], panels[len(here) + place]
         upper.set_title(scenario, fontsize=9)
-        cells = {
-            (search, way): results.cells(scenario, way, search)
-            for search in validation.DYNAMIC
-            for way in ("algorithms", validation.PRIVATE)
+        colour, marker = _SEARCHES[validation.SEARCH]
+        arms = {
+            f"{validation.SEARCH}, public": (results.cells(scenario, validation.PUBLIC, validation.SEARCH), marker),
+            f"{IN_STEPS}, private": (results.cells(scenario, validation.PRIVATE, IN_STEPS), "x"),
         }
-        names = list(dict.fromkeys(name for each in cells.values() for name in by_target(each)))
-        for (search, way), each in cells.items():
-            colour, marker = (_SEARCHES[search][0], "x") if way == validation.PRIVATE else _SEARCHES[search]
-            label = f"{search}, private" if way == validation.PRIVATE else search
+        names = list(dict.fromkeys(name for each, _ in arms.values() for name in by_target(each)))
+        for label, (each, marker) in arms.items():
             _draw_models(upper, names, by_target(each), label, colour, marker)
             _draw_models(lower, names, accuracies(each, "test", after=True), label, colour, marker)
         _name_models(results, upper, lower, names)

@@ -214,7 +214,6 @@ SECTIONS = (
         "dedup-figure-7.png",
         "Public and private validation of the models of B2 and B3",
     ),
-    Section(validation.cutoffs),
     Section(settings.other_settings),
     Section(settings.thresholds),
     Section(

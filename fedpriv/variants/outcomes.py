@@ -1,0 +1,27 @@
+"""The utility of a deduplicated variant, as its manifest has it; stores of earlier versions hold counts of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def utilities(outcome: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The mean utility before and after, on the records that validated the variant; None if private."""
+    if "correct_after" in outcome:
+        after = outcome["correct_after"]
+        before, number = outcome.get("correct_before", after), outcome.get("num_records")
+        return None if after is None else (before / number, after / number)
+    before, after = outcome.get("utility_before"), outcome.get("utility_after")
+    return None if before is None or after is None else (before, after)
+
+
+def is_accuracy(outcome: Mapping[str, Any]) -> bool:
+    """Whether its utility is accuracy; else it is minus the logarithm of the perplexity."""
+    return bool(outcome.get("utility", "accuracy") == "accuracy")
+
+
+def accuracy_after(outcome: Mapping[str, Any]) -> float | None:
+    """The accuracy of the variant as it is stored; None if its records are private, or it has a perplexity."""
+    found = utilities(outcome)
+    return found[1] if found and is_accuracy(outcome) else None
