@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
 from fedpriv.adapters import INNER_SUFFIX
-from fedpriv.data.records import Records, usable
+from fedpriv.data.records import usable
 from fedpriv.dedup import saliency
 from fedpriv.dedup.saliency import Saliency
 from fedpriv.dedup.validation import PrivateRecords, Utilities, Utility
 from fedpriv.errors import InputError
 from fedpriv.runs.files import read_config
-from fedpriv.training.evaluation import evaluate, passes_by_length
+from fedpriv.training.evaluation import passes_by_length
 from fedpriv.training.workbench import Workbench, workbench
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -56,9 +55,10 @@ class AdapterEvaluator:
         chosen = np.random.default_rng(seed).permutation(len(bench.test))[: num_records or None]
         read = [item[1] for item in bench.test.items(np.sort(chosen).tolist()) if usable(item)]
         self.model, self._test = bench.model, bench.test.part(read)
+        if not read:
+            raise InputError("test_data: the model can read none of the test records, on which variants are validated")
         self.num_records = len(self._test)
         self.utility: Utility = "accuracy" if len(self._test.labels) else "log likelihood"
-        self._parts: dict[bytes, Records] = {}  # one object for each, by which the model's caches know it
         self.description = f"{self.num_records} of {len(bench.test)} test records, seed {seed}"
         # Not only the trained ones: if only B is trained, a variant contains A too.
         by_address = {p.data_ptr(): (name, p) for name, p in self.model.peft_model.named_parameters()}
@@ -90,21 +90,16 @@ class AdapterEvaluator:
         """The adapter's parameters by peft's names, frozen ones included."""
         return {name: parameter for name, (_, parameter) in self._parameters.items()}
 
+    @torch.no_grad()
     def utilities(self, tensors: Tensors, records: NDArray[np.int64]) -> Utilities:
-        """Whether each of these test records is predicted correctly, or its log likelihood by targets of a record."""
-        part = self._parts.setdefault(records.tobytes(), self._test.part(records.tolist()))
+        """Whether each of these test records is predicted correctly, or the mean log likelihood of its targets."""
+        items, found = self._test.items(records.tolist()), np.empty(len(records))
         with self._with_adapter(tensors):
-            found = evaluate(self.model, part)
-        if found.right is not None:
-            return found.right.astype(np.float64)
-        assert found.tokens is not None  # of a causal model
-        return -found.tokens.sums / self._mean_targets
-
-    @cached_property
-    def _mean_targets(self) -> float:
-        tokens = evaluate(self.model, self._test).tokens
-        assert tokens is not None
-        return max(1.0, float(tokens.counts.mean()))
+            for places in passes_by_length(items):
+                predicted = self.model.predictions([items[place] for place in places], cached=True)
+                own = predicted.hits if self.utility == "accuracy" else -predicted.losses
+                found[places] = own.double().cpu().numpy()
+        return found
 
     def saliency(self, tensors: Tensors, records: NDArray[np.int64]) -> Saliency:
         """The absolute gradient of the loss on these test records."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -114,7 +113,7 @@ def _planned_blocks(variants: list[Described], settings: DedupSettings) -> tuple
     """{target: its bases and its cost} and {another variant: why it stays}."""
     from fedpriv.dedup import planning
 
-    found = planning.plan(variants, settings)
+    found = planning.plan([planning.Planned.stated(each) for each in variants], settings)
     targets = {
         name: {"bases": list(a.bases), **asdict(a.guarantee), "epsilon_bound": a.limits.epsilon}
         for name, a in found.assignments.items()
@@ -124,9 +123,9 @@ def _planned_blocks(variants: list[Described], settings: DedupSettings) -> tuple
 
 def _planned_members(variants: list[Described], settings: DedupSettings) -> tuple[dict[str, Any], dict[str, str]]:
     """The same of the members of shared bases, each of which has the others of its group as bases."""
-    from fedpriv.dedup.planning import choose_members
+    from fedpriv.dedup.planning import Planned, choose_members
 
-    found = choose_members(variants, settings)
+    found = choose_members([Planned.stated(each) for each in variants], settings)
     targets = {
         name: {
             "bases": [other for other in group if other != name],
@@ -252,16 +251,18 @@ def _line(outcome: Outcome, algorithm: str) -> str:
 
 
 def _utility(outcome: Outcome) -> str:
-    """Its loss in words, of accuracy or of perplexity; empty if its records are private or nothing was replaced."""
+    """Its loss in words, of accuracy or of perplexity; empty if its records are private or nothing was proven."""
+    from fedpriv.runs.figures import format_bound
+    from fedpriv.variants.outcomes import perplexity
+
     before, after = outcome.utility_before, outcome.utility_after
     if before is None or after is None or outcome.loss_limit is None:
         return ""
-    if outcome.utility == "accuracy":
-        figures, limit = f"accuracy {before:.4f} to {after:.4f}", f"{outcome.loss_limit:.2g}"
-    else:
-        figures = f"perplexity {math.exp(-before):.2f} to {math.exp(-after):.2f}"
-        limit = f"{outcome.loss_limit:.2g} in its logarithm"
-    return f"{figures} of {outcome.num_records} records, a loss of at most {limit}, "
+    figures = f"accuracy {before:.4f} to {after:.4f}"
+    if outcome.utility != "accuracy":
+        figures = f"perplexity {perplexity(before):.2f} to {perplexity(after):.2f}"
+    most = f"at most {format_bound(outcome.loss_limit)}" if outcome.loss_limit > 0 else "none"
+    return f"{figures} of {outcome.num_records} records, a loss of {most}, "
 
 
 for of_store in (_dedup_store.restore, _dedup_store.verify, _dedup_store.remove, _dedup_store.gc):

@@ -128,7 +128,7 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
     """number of values in a block; `fedpriv dedup run` chooses one by the size of the model instead, unless it is
     given"""
     dedup_records: Annotated[int, Field(ge=0), Fact.TEXTS] = 0
-    """number of test records for validation, drawn with the seed; 0 uses all. Every validation is a pass over them.
+    """number of test records for validation, drawn with the seed; 0 uses all. Every validation is a pass over a part.
     `fedpriv dedup run` has `--validation-records` and `--seed` for it"""
     dedup_epsilon_bound: Annotated[NonNegative, Fact.TEXTS] = 0.5
     """the largest permitted rise of a variant's epsilon"""

@@ -50,9 +50,10 @@ class Candidate:
     epsilon_bound: float
     utility_bound: float
     tags: frozenset[str] = frozenset()
+    utility_error: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("epsilon", "epsilon_bound", "utility_bound"):
+        for field in ("epsilon", "epsilon_bound", "utility_bound", "utility_error"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field} = {getattr(self, field)} of variant {self.name}: must be >= 0")
         if not self.utility <= 1:
@@ -132,8 +133,9 @@ def fair_limits(variant: Candidate, variants: Iterable[Candidate]) -> VariantLim
     """Limits within which no variant overtakes another on the same data, whatever happens to the others.
 
     Epsilon may rise to the next higher one, and utility may fall to the next lower one, so both orders are kept,
-    possibly with ties. The paper limits the rise by the distance to the next *lower* epsilon, which does not keep
-    the order because epsilons rise: of 1, 3 and 3.5 the second could become 4.
+    possibly with ties. Utilities within the standard error of the variant's own are not told apart from it, so that
+    what is worse by chance is not protected. The paper limits the rise by the distance to the next *lower* epsilon,
+    which does not keep the order because epsilons rise: of 1, 3 and 3.5 the second could become 4.
 
     Source: Guan et al. 2025, Section 4.2.1, "fairness rule".
     """
@@ -141,7 +143,7 @@ def fair_limits(variant: Candidate, variants: Iterable[Candidate]) -> VariantLim
     peers = [other for other in variants if other.data_sets == variant.data_sets]
     return VariantLimits(
         epsilon=min([own.epsilon, *(p.epsilon for p in peers if p.epsilon > variant.epsilon)]),
-        utility=max([own.utility, *(p.utility for p in peers if p.utility < variant.utility)]),
+        utility=max([own.utility, *(p.utility for p in peers if p.utility < variant.utility - variant.utility_error)]),
     )
 
 

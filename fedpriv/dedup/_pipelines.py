@@ -26,7 +26,6 @@ from fedpriv.dedup.planning import (
     Group,
     Members,
     ValidationCharge,
-    candidate,
     choose_members,
     cost_of,
     plan,
@@ -84,7 +83,7 @@ def _store(work: Work, costs: Costs, name: str, validated: Callable[[], None]) -
     untouched: str | None = None
     if assignment is None:
         untouched = costs.selection.untouched.get(name, REPEATED)
-    elif untouched := work.untold(name, assignment.limits, searches=True):
+    elif untouched := work.untold(name, assignment.limits, searches=True, num_forms=costs.num_forms(name)):
         assignment = None
     blocks, extras = work.layouts[name].to_blocks(work.read_tensors(name))
     found = _Found(blocks)
@@ -127,7 +126,9 @@ def _search(
     """The search for the blocks of a target that its bases can stand in for; charges for it first."""
     name, settings, (blocks, extras) = assignment.target, work.settings, model
     layout, evaluator = work.layouts[name], work.evaluators[name]
-    validation = work.validation(name, assignment.limits, costs.attempts[name], searches=True)
+    validation = work.validation(
+        name, assignment.limits, costs.attempts[name], searches=True, num_forms=costs.num_forms(name)
+    )
     measured = evaluator.saliency(layout.from_blocks(blocks, extras), work.chosen_on(name))
     saliency = by_block(measured, layout, settings.aggregation)
     base = _blocks_of(work.store, assignment)
@@ -225,6 +226,10 @@ class Costs:
         bases = assignment.bases if assignment else ()
         return sorted({each for base in bases for each in (base, *self.originals(base))})
 
+    def num_forms(self, name: str) -> int:
+        """How many forms the variant's bases may have taken together, by proofs of their own."""
+        return int((_STEPS + 1) ** len(self._targets(self.originals(name))))
+
     def affordable(self, name: str) -> Assignment | None:
         """The target's bases; None if it has none, or if repeated attempts left no room for another one.
 
@@ -237,7 +242,7 @@ class Costs:
         expected = [charge for each in self._targets(originals) for charge in self.attempts[each]]
         if assignment is None or Counter(charged) <= Counter(expected):
             return assignment
-        variants = {each: candidate(known, self.work.settings.accountant) for each, known in self.work.planned.items()}
+        variants = {each: known.candidate(self.work.settings.accountant) for each, known in self.work.planned.items()}
         limit = min(assignment.limits.epsilon, fair_limits(variants[name], list(variants.values())).epsilon)
         cost = self._cost((name, *originals), [*charged, *self.attempts[name]])
         return assignment if cost.guarantee.epsilon <= limit else None

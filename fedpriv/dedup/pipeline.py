@@ -77,6 +77,10 @@ def deduplicate(
     own = {name: evaluators[name] for name in names}
     if (private is None) != all(each.private is None for each in own.values()):
         raise ValueError("private: must be given where an evaluator's records are private, and only there")
+    if hidden := [name for name, each in own.items() if each.private is not None and each.utility != "accuracy"]:
+        raise InputError(
+            f"evaluators: that of {hidden[0]!r} has likelihoods of private records; give accuracy for these"
+        )
     layouts, plan = _layouts_and_plan(variants, read_tensors, settings)
     digests = {PLAN: plan, VALIDATION: validation_digest(own, private, evaluation)}
     work = Work(
@@ -126,6 +130,9 @@ def check(
             _stored_outcomes(opened, layouts, digests)
 
 
+# The way in which bounds are proven: its confidence, and a number that grows whenever the way is another.
+_PROOF = (CONFIDENCE, 1)
+
 PLAN, VALIDATION = "plan", "validation"
 """The keys of the two digests in a manifest's provenance."""
 
@@ -159,7 +166,7 @@ def _of_evaluator(evaluator: Evaluator, private: PrivateQueries | None) -> dict[
     fields: dict[str, Any] = {
         "num_records": evaluator.num_records,
         "utility": evaluator.utility,
-        "confidence": CONFIDENCE,
+        "proof": _PROOF,
     }
     if private and (records := evaluator.private):
         saliency = events.to_json(records.saliency) if records.saliency else None

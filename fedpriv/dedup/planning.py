@@ -89,24 +89,44 @@ def check_options(settings: DedupSettings) -> None:
         algorithm(settings.algorithm)(0, lambda positions: False, **settings.options)
 
 
-def candidate(variant: Described, accountant: Accountant = "pld") -> Candidate:
-    """The variant as base selection needs it; an unknown utility counts as 0."""
-    guarantee = variant.guarantee(accountant)
-    return Candidate(
-        name=variant.name,
-        architecture=variant.architecture,
-        data_sets=variant.history.data_sets,
-        epsilon=guarantee.epsilon,
-        delta=guarantee.delta,
-        utility=variant.utility or 0.0,
-        epsilon_bound=variant.epsilon_bound,
-        utility_bound=variant.utility_bound,
-        tags=variant.tags,
-    )
+@dataclass(frozen=True)
+class Planned:
+    """A variant as planning sees it.
+
+    Attributes:
+        variant: its description.
+        utility: as known or measured; None counts as 0.
+        error: standard error of the utility, by which those of others must be worse to be told apart.
+    """
+
+    variant: Described
+    utility: float | None
+    error: float = 0.0
+
+    @classmethod
+    def stated(cls, variant: Described) -> Planned:
+        """With the utility that it states."""
+        return cls(variant, variant.utility)
+
+    def candidate(self, accountant: Accountant = "pld") -> Candidate:
+        """The variant as base selection needs it."""
+        guarantee = self.variant.guarantee(accountant)
+        return Candidate(
+            name=self.variant.name,
+            architecture=self.variant.architecture,
+            data_sets=self.variant.history.data_sets,
+            epsilon=guarantee.epsilon,
+            delta=guarantee.delta,
+            utility=self.utility or 0.0,
+            utility_error=self.error,
+            epsilon_bound=self.variant.epsilon_bound,
+            utility_bound=self.variant.utility_bound,
+            tags=self.variant.tags,
+        )
 
 
 def plan(
-    variants: Sequence[Described],
+    variants: Sequence[Planned],
     settings: DedupSettings,
     attempts: Mapping[str, Sequence[ValidationCharge]] | None = None,
 ) -> Selection:
@@ -123,7 +143,7 @@ def plan(
     Raises:
         ValueError: two variants have one name, or one upload has two different events.
     """
-    known = {variant.name: variant for variant in variants}
+    known = {each.variant.name: each.variant for each in variants}
 
     def cost(target: Candidate, bases: Sequence[Candidate]) -> Guarantee:
         # Under `cross` a base may itself be a target, and then its own validation influenced its blocks.
@@ -132,12 +152,12 @@ def plan(
         return cost_of([known[each.name] for each in (target, *bases)], settings.accountant, charges).guarantee
 
     return select_bases(
-        [candidate(variant, settings.accountant) for variant in variants],
+        [each.candidate(settings.accountant) for each in variants],
         strategy=settings.strategy,
         fairness=settings.fairness,
         max_distance=settings.max_distance,
         cost=cost,
-        most_bases=worthwhile_bases if _share_releases(variants) else None,
+        most_bases=worthwhile_bases if _share_releases(list(known.values())) else None,
     )
 
 
@@ -253,7 +273,7 @@ class Members:
 
 
 def choose_members(
-    variants: Sequence[Described],
+    variants: Sequence[Planned],
     settings: DedupSettings,
     attempts: Mapping[str, tuple[ValidationCharge, ...]] | None = None,
 ) -> Members:
@@ -271,10 +291,10 @@ def choose_members(
     Raises:
         ValueError: two variants have one name, or one upload has two different events.
     """
-    known = {variant.name: variant for variant in variants}
+    known = {each.variant.name: each.variant for each in variants}
     if len(known) < len(variants):
         raise ValueError("variants: two have the same name")
-    public = {variant.name: candidate(variant, settings.accountant) for variant in variants}
+    public = {each.variant.name: each.candidate(settings.accountant) for each in variants}
     limits = {name: _limits(variant, public.values(), settings) for name, variant in public.items()}
 
     @cache
@@ -287,7 +307,7 @@ def choose_members(
 
     groups = [
         group
-        for architecture in sorted({variant.architecture for variant in variants})
+        for architecture in sorted({variant.architecture for variant in known.values()})
         for group in _groups([v for v in public.values() if v.architecture == architecture], limits, cost)
     ]
     overtaking: set[str] = set()

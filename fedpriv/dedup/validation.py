@@ -2,8 +2,8 @@
 
 Utility is measured record by record, before and after, so what a variant loses is the mean of paired differences. A
 bound is kept if the upper confidence limit of that mean is within it, on records by which nothing was chosen: a search
-looks at every third record, and what it found is proven on the others, in steps. They are taken in a fixed order, the
-smallest first, until one fails, so all of them together fail with the probability of one (a fixed-sequence test).
+looks at a third of the records, and what it found is proven on the others, in steps. They are taken in a fixed order,
+the smallest first, until one fails, so all of them together fail with the probability of one (a fixed-sequence test).
 
 The loss is always measured against the original variant, never against the last one that passed: Algorithm 5 of Guan
 et al. 2025 continues from the latter (line 18), so that its losses add up beyond the bound.
@@ -19,7 +19,6 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t as student
 
 from fedpriv.accounting.events import Event, PureEpsilon
 from fedpriv.mechanisms.sources import RandomSource
@@ -29,79 +28,66 @@ CONFIDENCE = 0.95
 """The confidence of the limit of what a variant loses."""
 
 Utility = Literal["accuracy", "log likelihood"]
-"""A record's utility is 1 or 0, for a right or a wrong answer, or the log likelihood of its targets, so scaled that the
-mean over records is minus the logarithm of the perplexity."""
+"""A record's utility is 1 or 0, for a right or a wrong answer, or the mean log likelihood of its targets, in nats,
+which is minus the logarithm of the perplexity of its response."""
 
 Tensors = Mapping[str, NDArray[Any]]
 Utilities = NDArray[np.float64]
 
-# Of fewer log likelihoods the mean is too far from normal.
-_FEWEST = 20
+
+def losses_of(before: Utilities, after: Utilities) -> Utilities:
+    """The loss on each record, 1 at most: that is an answer that was right, or a perplexity that is e times as high.
+
+    Without a limit no number of records could exclude that one in many is ruined without end. What is no number counts
+    as lost.
+    """
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(np.clip(before - after, -1.0, 1.0), nan=1.0)
 
 
-def loss_limit(losses: Utilities, utility: Utility, *, num: int | None = None, confidence: float = CONFIDENCE) -> float:
+def loss_limit(losses: Utilities, *, num: int | None = None, confidence: float = CONFIDENCE) -> float:
     """The upper confidence limit of the mean loss, of which these are a sample.
 
-    Accuracy: (l - g + (z^2 + 2) / 3 + z sqrt(l + g + 3/4)) / n for g records gained and l lost, z the normal quantile.
-    For g = 0 it is the exact limit of a Poisson count within 0.05; for all rates of l and g its coverage is at least
-    the confidence (`tests/dedup/test_validation.py` adds up the probabilities). Log likelihood: Student's t, with
-    Johnson's correction for a skewness that would make the limit too small; infinite for fewer than 20 records.
+    With z the normal quantile it is mean + ((z^2 + 2) / 3 + z sqrt(sum of squares + 3/4)) / n. For losses of 0 and 1
+    that is the exact limit of a Poisson count within 0.05, and smaller losses are not harder to see than these.
+    `tests/dedup/test_validation.py` adds up how often it covers at all rates of records lost and gained.
 
     Args:
-        losses: utility before less utility after, [records].
-        utility: of a record.
+        losses: in [-1, 1], [records], at least one.
         num: the limit is that of so many records with losses like these; None for as many as there are.
-        confidence: in (0.5, 1).
-
-    Source: Johnson 1978, for the skewness.
+        confidence: in [0.95, 0.99].
     """
     count, quantile = num or len(losses), NormalDist().inv_cdf(confidence)
-    mean = float(losses.mean())
-    if utility == "accuracy":
-        return (
-            mean
-            + (quantile**2 + 2) / 3 / count
-            + quantile * math.sqrt(float((losses**2).mean()) / count + 0.75 / count**2)
-        )
-    if len(losses) < _FEWEST:
-        return math.inf
-    centred = losses - mean
-    variance = float(centred @ centred) / (len(losses) - 1)
-    skewed = max(0.0, float((centred**3).mean())) / variance if variance else 0.0
-    return (
-        mean
-        + float(student.ppf(confidence, len(losses) - 1)) * math.sqrt(variance / count)
-        + (2 * quantile**2 + 1) / 6 * skewed / count
-    )
+    squares = float((losses**2).mean())
+    margin = (quantile**2 + 2) / 3 / count + quantile * math.sqrt(squares / count + 0.75 / count**2)
+    return float(losses.mean()) + margin
 
 
-def records_needed(losses: Utilities, utility: Utility, bound: float) -> int | None:
+def records_needed(losses: Utilities, bound: float, *, confidence: float = CONFIDENCE) -> int | None:
     """The least number of records with losses like these whose limit is within the bound; None if the mean is not."""
-    if float(losses.mean()) >= bound or (len(losses) < _FEWEST and utility != "accuracy"):
+    if float(losses.mean()) >= bound:
         return None
     high = 1
-    while loss_limit(losses, utility, num=high) > bound:
+    while loss_limit(losses, num=high, confidence=confidence) > bound:
         high *= 2
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if loss_limit(losses, utility, num=middle) <= bound else (middle, high)
+        is_enough = loss_limit(losses, num=middle, confidence=confidence) <= bound
+        low, high = (low, middle) if is_enough else (middle, high)
     return high
 
 
-def least_records(utility: Utility, bound: float, *, searches: bool) -> int | None:
+def least_records(bound: float, *, searches: bool, confidence: float = CONFIDENCE) -> int | None:
     """The least number of public validation records with which anything can be proven; None if no number is enough.
 
     Args:
-        utility: of a record.
         bound: of what may be lost in the mean, >= 0.
-        searches: whether every third record is a search's own.
+        searches: whether a third of the records is a search's own.
+        confidence: of the limit.
     """
-    if bound == 0:
-        return None
-    least = records_needed(np.zeros(_FEWEST), utility, bound) or 0
-    least = max(least, _FEWEST) if utility != "accuracy" else least
-    return math.ceil(least * 3 / 2) if searches else least
+    needed = records_needed(np.zeros(1), bound, confidence=confidence)
+    return math.ceil(needed * 3 / 2) if needed and searches else needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +138,18 @@ class Judged(Protocol):
 
 
 def search_records(num_records: int) -> NDArray[np.int64]:
-    """The positions of the records that a search looks at: every third."""
-    return np.arange(0, num_records, 3)
+    """The positions of the records that a search looks at: a third, drawn, since files have an order.
+
+    Everyone can draw them again, so that an interrupted call goes on with the same: the stream of this generator is
+    never to change.
+    """
+    drawn = np.random.RandomState(0).permutation(num_records)[: math.ceil(num_records / 3)]
+    return np.sort(drawn).astype(np.int64)
+
+
+def proof_records(num_records: int) -> NDArray[np.int64]:
+    """The positions of the others."""
+    return np.setdiff1d(np.arange(num_records), search_records(num_records))
 
 
 class PublicValidation:
@@ -163,38 +159,44 @@ class PublicValidation:
         evaluator: of the target.
         before: its utilities on all records, as it was given.
         bound: of what it may lose in the mean, >= 0.
-        searches: whether a search chooses what is proven. Every third record is then its own.
+        searches: whether a search chooses what is proven. A third of the records is then its own.
+        num_forms: that the target's bases may have taken by proofs on the same records. Any of them might have been
+            chosen by chance, so that each is proven with as much less doubt.
     """
 
-    def __init__(self, evaluator: Judged, before: Utilities, bound: float, *, searches: bool) -> None:
+    def __init__(
+        self, evaluator: Judged, before: Utilities, bound: float, *, searches: bool, num_forms: int = 1
+    ) -> None:
         self.searches = searches
         self.proof: Proof | None = None
         self.needed: int | None = None
         self._evaluator, self._before, self._bound = evaluator, before, bound
-        everyone = np.arange(evaluator.num_records)
-        self._searched = search_records(evaluator.num_records) if searches else everyone[:0]
-        self._others = np.setdiff1d(everyone, self._searched)
+        self._confidence = confidence_for(num_forms)
+        number = evaluator.num_records
+        self._searched = search_records(number) if searches else np.arange(0)
+        self._others = proof_records(number) if searches else np.arange(number)
 
     def accept(self, tensors: Tensors) -> bool:
-        losses = self._losses(tensors, self._searched)
+        losses = losses_of(self._before[self._searched], self._evaluator.utilities(tensors, self._searched))
         # A millionth of a record absorbs rounding.
         return float(losses.sum()) <= self._bound * len(losses) + 1e-6
 
     def proves(self, tensors: Tensors) -> bool:
-        losses = self._losses(tensors, self._others)
-        limit = loss_limit(losses, self._evaluator.utility)
-        if limit > self._bound:
-            needed = records_needed(losses, self._evaluator.utility, self._bound)
+        before, after = self._before[self._others], self._evaluator.utilities(tensors, self._others)
+        losses = losses_of(before, after)
+        limit = loss_limit(losses, confidence=self._confidence)
+        if not limit <= self._bound:
+            needed = records_needed(losses, self._bound, confidence=self._confidence)
             self.needed = None if needed is None else math.ceil(needed * len(self._before) / len(losses))
             return False
-        before = float(self._before[self._others].mean())
-        self.proof = Proof(
-            before=before, after=before - float(losses.mean()), limit=limit, num_records=len(self._others)
-        )
+        means = float(before.mean()), float(after.mean())
+        self.proof = Proof(before=means[0], after=means[1], limit=limit, num_records=len(self._others))
         return True
 
-    def _losses(self, tensors: Tensors, records: NDArray[np.int64]) -> Utilities:
-        return self._before[records] - self._evaluator.utilities(tensors, records)
+
+def confidence_for(num_forms: int) -> float:
+    """That of each proof, if so many of them are to hold with `CONFIDENCE` together."""
+    return 1 - (1 - CONFIDENCE) / num_forms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +243,7 @@ class PrivateQueries:
         if bound == 0:
             return None
         hidden = noise_margin(noise_scales(self.epsilon, 1, _SENSITIVITY), _NOISE_FAILS) / _PARTS
-        return math.ceil((loss_limit(np.zeros(1), "accuracy", confidence=CONFIDENCE + _NOISE_FAILS) + hidden) / bound)
+        return math.ceil((loss_limit(np.zeros(1), confidence=CONFIDENCE + _NOISE_FAILS) + hidden) / bound)
 
     def validation(
         self, name: str, evaluator: Judged, before: Callable[[], Utilities], bound: float
@@ -273,7 +275,8 @@ class PrivateValidation:
 
     There is no search, whose answers would be paid for too: the forms of the ladder are asked about until one fails,
     which is the one positive answer of the run. What is asked is whether the limit of the loss reaches the bound, less
-    what the noise may hide, so that all in all the bound is kept with the same confidence.
+    what the noise may hide, so that all in all the bound is kept with the same confidence. That is not shown for blocks
+    that were ordered by saliency measured on these records.
 
     Guarantee: all answers of the run together are epsilon-DP under replacement of a validation record, and under
     add-or-remove adjacency. Answers are pass or fail; figures are never returned. If the records are also training
@@ -316,7 +319,7 @@ class PrivateValidation:
         scales = noise_scales(epsilon, 1, _SENSITIVITY)  # refuses values out of range before anything is charged
         self.event, self.noise_source = PureEpsilon(epsilon=epsilon), source.name
         charge(self.event)
-        self._evaluator, self._before = evaluator, before()
+        self._evaluator, self._before = evaluator, _right(before())
         self._threshold = math.floor(bound * evaluator.num_records * _PARTS + 1e-6) - noise_margin(scales, _NOISE_FAILS)
         self._answers = SparseVector(epsilon=epsilon, cutoff=1, sensitivity=_SENSITIVITY, source=source)
 
@@ -324,6 +327,12 @@ class PrivateValidation:
         raise AssertionError("private records answer no search")
 
     def proves(self, tensors: Tensors) -> bool:
-        losses = self._before - self._evaluator.utilities(tensors, np.arange(len(self._before)))
-        limit = loss_limit(losses, "accuracy", confidence=CONFIDENCE + _NOISE_FAILS) * len(losses)
+        after = _right(self._evaluator.utilities(tensors, np.arange(len(self._before))))
+        losses = self._before - after
+        limit = loss_limit(losses, confidence=CONFIDENCE + _NOISE_FAILS) * len(losses)
         return not self._answers.reaches(math.ceil(limit * _PARTS - 1e-6), self._threshold + 1)
+
+
+def _right(utilities: Utilities) -> Utilities:
+    """0 or 1, on which the sensitivity rests, whatever an evaluator may say."""
+    return (utilities > 0.5).astype(np.float64)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.dedup._base_selection import VariantLimits
-from fedpriv.dedup.planning import DedupSettings, ValidationCharge, add_charges, cost_of
+from fedpriv.dedup.planning import DedupSettings, Planned, ValidationCharge, add_charges, cost_of
 from fedpriv.dedup.saliency import Saliency
 from fedpriv.dedup.validation import (
     PrivateQueries,
@@ -23,6 +23,7 @@ from fedpriv.dedup.validation import (
     Utilities,
     Utility,
     Validation,
+    confidence_for,
     least_records,
     search_records,
 )
@@ -105,23 +106,18 @@ class Work:
         return replace(self, variants={**self.variants, **measured})
 
     @cached_property
-    def planned(self) -> Mapping[str, Described]:
-        """The variants, with their utilities as far as the records can tell, by which it is decided who may share.
+    def planned(self) -> dict[str, Planned]:
+        """The variants, each with its utility and the standard error of it, by which it is decided who may share."""
+        return {name: self._planned(name) for name in self.variants}
 
-        Utilities are multiples of the largest standard error that a mean over so many records may have. Those that the
-        records cannot tell apart become equal: who is better by chance must not be overtaken by no more than chance.
-        """
-        return {name: replace(variant, utility=self._told(name)) for name, variant in self.variants.items()}
-
-    def _told(self, name: str) -> float | None:
-        evaluator, stated = self.evaluators[name], self.variants[name].utility
-        if evaluator.utility == "accuracy":
-            if stated is None:
-                return None
-            step = 0.5 / math.sqrt(evaluator.num_records)
-            return min(1.0, round(stated / step) * step)
-        step = float(self.utilities(name).std()) / math.sqrt(evaluator.num_records) or 1.0
-        return round(self.utility(name) / step) * step
+    def _planned(self, name: str) -> Planned:
+        variant, evaluator = self.variants[name], self.evaluators[name]
+        if evaluator.utility == "accuracy" or not self.is_public(name):
+            return Planned(variant, variant.utility, 0.5 / math.sqrt(max(1, evaluator.num_records)))
+        utilities = self.utilities(name)
+        if not np.isfinite(utilities).all():  # nothing of it is replaced, and no other is held against it
+            return Planned(variant, None, 0.0)
+        return Planned(variant, self.utility(name), float(utilities.std()) / math.sqrt(len(utilities)))
 
     def is_public(self, name: str) -> bool:
         """Whether the variant's validation records are public."""
@@ -155,7 +151,13 @@ class Work:
         return ProgressWatch(observer=self.observer, num_variants=len(self.variants), num_left=num_left)
 
     def validation(
-        self, name: str, limits: VariantLimits, attempt: tuple[ValidationCharge, ...], *, searches: bool
+        self,
+        name: str,
+        limits: VariantLimits,
+        attempt: tuple[ValidationCharge, ...],
+        *,
+        searches: bool,
+        num_forms: int = 1,
     ) -> Validation:
         """The validation of a target; charges for all of its attempt.
 
@@ -167,21 +169,24 @@ class Work:
             limits: of its utility.
             attempt: what it is charged.
             searches: whether a search chooses what is proven, where its records are public.
+            num_forms: that its bases may have taken by proofs on the same records.
         """
         evaluator, bound = self.evaluators[name], self.bound(name, limits)
         if self.private is None or not attempt:
-            return PublicValidation(evaluator, self.utilities(name), bound, searches=searches)
+            return PublicValidation(evaluator, self.utilities(name), bound, searches=searches, num_forms=num_forms)
         add_charges(self.store.path, attempt)
         validation = self.private.validation(name, evaluator, lambda: self.utilities(name), bound)
         for charge in attempt[1:]:  # the first one was for the answers
             self.private.charge(name, charge.event)
         return validation
 
-    def untold(self, name: str, limits: VariantLimits, *, searches: bool) -> str | None:
+    def untold(self, name: str, limits: VariantLimits, *, searches: bool, num_forms: int = 1) -> str | None:
         """Why no validation of the target could prove anything, before it is charged; None if one could."""
         evaluator, bound = self.evaluators[name], self.bound(name, limits)
+        if self.is_public(name) and not np.isfinite(self.utilities(name)).all():
+            return "its utility is no number on some validation records"
         if self.private is None or evaluator.private is None:
-            least = least_records(evaluator.utility, bound, searches=searches)
+            least = least_records(bound, searches=searches, confidence=confidence_for(num_forms))
         else:
             least = self.private.least_records(bound)
         if least is None:

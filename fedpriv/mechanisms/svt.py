@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from fedpriv.accounting.events import PureEpsilon
 from fedpriv.mechanisms.sources import RandomSource
@@ -51,19 +55,41 @@ def noise_scales(epsilon: float, cutoff: int, sensitivity: int) -> NoiseScales:
     return NoiseScales(threshold=threshold, query=query)
 
 
+@lru_cache
 def noise_margin(scales: NoiseScales, probability: float) -> int:
-    """The least m found such that a run with cutoff 1 passes a query of threshold + m or more so rarely, at most.
+    """The least m such that a run with cutoff 1 passes a query of threshold + m with this probability at most.
 
-    It passes one if the threshold's noise exceeds the query's by more than m, so only if one of them reaches its share
-    of m: noise of scale s reaches k with probability e^(-k / s) / (1 + e^(-1 / s)). Other queries change nothing: the
-    bound is that of one query, fixed before the noise is drawn.
+    It passes if the threshold's noise exceeds the query's by more than m. Other queries change nothing: the bound is
+    that of one query, fixed before the noise is drawn.
 
     Args:
         scales: of the run's noises.
-        probability: in (0, 1).
+        probability: in [1e-6, 1).
     """
-    shares = (float(scale) for scale in (scales.threshold, scales.query))
-    return sum(math.ceil(s * math.log(2 / probability / (1 + math.exp(-1 / s)))) for s in shares)
+    threshold, query = float(scales.threshold), float(scales.query)
+    reach = math.ceil(query * 30)  # beyond which the query's noise lies with probability 1e-13
+    values = np.arange(-reach, reach + 1)
+    ratio = math.exp(-1 / query)
+    weights = (1 - ratio) / (1 + ratio) * ratio ** np.abs(values)
+
+    def passes(margin: int) -> float:
+        return float(weights @ _tail(margin + 1 + values, threshold)) + (1 - float(weights.sum()))
+
+    low, high = -1, 1
+    while passes(high) > probability:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if passes(middle) > probability else (low, middle)
+    return high
+
+
+def _tail(values: npt.NDArray[np.int64], scale: float) -> npt.NDArray[np.float64]:
+    """The probability that discrete Laplace noise of this scale reaches each of the values."""
+    ratio = math.exp(-1 / scale)
+    above = ratio ** np.maximum(values, 1) / (1 + ratio)
+    below = 1 - ratio ** np.maximum(1 - values, 1) / (1 + ratio)
+    return np.where(values > 0, above, below)
 
 
 class SparseVector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,3 +26,8 @@ def accuracy_after(outcome: Mapping[str, Any]) -> float | None:
     """The accuracy of the variant as it is stored; None if its records are private, or it has a perplexity."""
     found = utilities(outcome)
     return found[1] if found and is_accuracy(outcome) else None
+
+
+def perplexity(utility: float) -> float:
+    """The perplexity of a mean log likelihood; infinite where that is none."""
+    return math.exp(-utility) if utility > -700 else math.inf

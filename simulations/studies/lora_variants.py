@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from fedpriv import adapters
 from fedpriv import config as configuration
 from fedpriv.data.records import collate
+from fedpriv.dedup.validation import proof_records
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.variants.outcomes import utilities
 from fedpriv.variants.store import Store
@@ -72,7 +73,8 @@ def check(
     """The faults of the store's variants, in words; empty if there is none."""
     for name, description in described.items():
         outcome = store.manifest(name).provenance["outcome"]
-        proof = [each for place, each in enumerate(chosen) if place % 3 or not outcome["num_replaced"]]
+        is_proven = outcome["loss_limit"] is not None
+        proof = [chosen[place] for place in proof_records(len(chosen))] if is_proven else chosen
         after = count_correct(store, run, name, bench, proof) / len(proof)
         if abs(after - outcome["utility_after"]) > 1e-9:
             yield f"{name}: {after:.4f} of the answers are correct, but the store says {outcome['utility_after']:.4f}"

@@ -21,7 +21,7 @@ from fedpriv.runs.figures import (
     of_this_run,
 )
 from fedpriv.texts import holder_label, of_whom, what_is_counted
-from fedpriv.variants.outcomes import is_accuracy, utilities
+from fedpriv.variants.outcomes import is_accuracy, perplexity, utilities
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -340,7 +340,7 @@ def variant_table(stored: StoredVariants) -> TextTable:
             _others(outcome["bases"]),
             _restored(basis) if stored.by_basis else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
             *_utilities(outcome),
-            format_number(outcome.get("loss_limit")),
+            _limit(outcome.get("loss_limit")),
             format_bound(outcome["epsilon_before"]),
             format_bound(outcome["epsilon_after"]),
             format_bound(outcome["epsilons"].get("basic")),
@@ -432,12 +432,16 @@ def _largest_fall(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return name, *_utilities(most), most["name"]
 
 
+def _limit(loss: float | None) -> str:
+    return MISSING if loss is None else format_bound(max(0.0, loss))
+
+
 def _utilities(outcome: Mapping[str, Any]) -> tuple[str, str]:
     """Accuracy or perplexity before and after."""
     found = utilities(outcome)
     if found is None:
         return MISSING, MISSING
-    texts = [format_percent(each) if is_accuracy(outcome) else f"{math.exp(-each):.2f}" for each in found]
+    texts = [format_percent(each) if is_accuracy(outcome) else f"{perplexity(each):.2f}" for each in found]
     return texts[0], texts[1]
 
 

@@ -22,6 +22,7 @@ import torch
 from dp_accounting import pld
 from numpy.typing import NDArray
 
+from fedpriv.dedup.validation import proof_records
 from fedpriv.errors import InputError
 from fedpriv.variants.store import Store
 from simulations.studies.dedup.data import Split, records
@@ -97,8 +98,8 @@ def _of_variant(
         yield f"epsilon {name}: {after:.4f}, from {own:.4f}, bound {described[name]['epsilon_bound']:g}"
     if after > store.manifest(name).privacy["epsilon"] + TOLERANCE * after:
         yield f"epsilon {name}: {after:.4f}, but its manifest says {store.manifest(name).privacy['epsilon']:.4f}"
-    everyone = np.arange(len(records(out, model.architecture, model.task, split)))
-    proof = tuple((everyone if line["cell"]["private"] else everyone[everyone % 3 != 0]).tolist())
+    number = len(records(out, model.architecture, model.task, split))
+    proof = tuple((np.arange(number) if line["cell"]["private"] else proof_records(number)).tolist())
     before = _original_correct(out, originals, model, split, proof)
     now = num_correct(out, model, restored, split, proof)
     if bases and before - now > described[name]["utility_bound"] * len(proof) + 1e-6:
