@@ -133,8 +133,8 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
     dedup_epsilon_bound: Annotated[NonNegative, Fact.TEXTS] = 0.5
     """the largest permitted rise of a variant's epsilon"""
     dedup_utility_bound: Annotated[float, Field(ge=0, le=1), Fact.TEXTS] = 0.01
-    """by how much a variant's accuracy may fall, or the logarithm of its perplexity rise, in the mean; what is stored
-    is proven to keep it, with 95 % confidence"""
+    """by how much a variant's accuracy may fall, or the logarithm of the perplexity of responses rise in the mean, each
+    counting as 1 at most; what is stored is proven to keep it, with 95 % confidence"""
     integral_epsilon: Annotated[NonNegative | None, Maybe, Fact.TEXTS] = None
     """compares the clients' uploads of the last round by what they add to the model: finds those that agree within this
     distance in every weight, and keeps their mean as a variant ([docs/integral.md](integral.md)). This is not

@@ -32,7 +32,7 @@ class Candidate:
         data_sets: ids of the private data it was trained on.
         epsilon: >= 0, infinite without noise.
         delta: in [0, 1].
-        utility: accuracy, in [0, 1], or minus the logarithm of the perplexity.
+        utility: accuracy, in [0, 1], or minus the mean logarithm of the perplexity of responses.
         epsilon_bound: by how much epsilon may rise, >= 0.
         utility_bound: by how much utility may drop, >= 0.
         tags: describe the task, the public data and so on; used to cluster variants.

@@ -48,7 +48,7 @@ from fedpriv.variants.shared_basis import (
     flattened,
     restore_error,
 )
-from fedpriv.variants.store import Share, Store
+from fedpriv.variants.store import Share
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _store(work: Work, costs: Costs, name: str, validated: Callable[[], None]) -
     untouched: str | None = None
     if assignment is None:
         untouched = costs.selection.untouched.get(name, REPEATED)
-    elif untouched := work.untold(name, assignment.limits, searches=True, num_forms=costs.num_forms(name)):
+    elif untouched := work.untold(name, assignment.limits, searches=True):
         assignment = None
     blocks, extras = work.layouts[name].to_blocks(work.read_tensors(name))
     found = _Found(blocks)
@@ -126,12 +126,10 @@ def _search(
     """The search for the blocks of a target that its bases can stand in for; charges for it first."""
     name, settings, (blocks, extras) = assignment.target, work.settings, model
     layout, evaluator = work.layouts[name], work.evaluators[name]
-    validation = work.validation(
-        name, assignment.limits, costs.attempts[name], searches=True, num_forms=costs.num_forms(name)
-    )
+    validation = work.validation(name, assignment.limits, costs.attempts[name], searches=True)
     measured = evaluator.saliency(layout.from_blocks(blocks, extras), work.chosen_on(name))
     saliency = by_block(measured, layout, settings.aggregation)
-    base = _blocks_of(work.store, assignment)
+    base = _blocks_of(work, assignment)
     indices, _ = nearest(blocks, base, settings.metric)
     substitutes = base[indices]
     # Those that are a base's already are shared anyway, so no validation is spent on them.
@@ -194,10 +192,12 @@ class _Trial:
         return blocks
 
 
-def _blocks_of(store: Store, assignment: Assignment) -> NDArray[Any]:
-    """All blocks of the bases, whatever tensors they come from, [n, block_size]."""
-    manifests = [store.manifest(name) for name in assignment.bases]
-    return np.concatenate([np.asarray(store.blocks[store.rows(manifest.blocks)]) for manifest in manifests])
+def _blocks_of(work: Work, assignment: Assignment) -> NDArray[Any]:
+    """All blocks of the bases, whatever tensors they come from, [n, block_size].
+
+    They are the bases' own: under `cross` a base may have taken others by a proof on the records that prove the target.
+    """
+    return np.concatenate([work.layouts[name].to_blocks(work.read_tensors(name))[0] for name in assignment.bases])
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,10 +225,6 @@ class Costs:
         assignment = self.selection.assignments.get(name)
         bases = assignment.bases if assignment else ()
         return sorted({each for base in bases for each in (base, *self.originals(base))})
-
-    def num_forms(self, name: str) -> int:
-        """How many forms the variant's bases may have taken together, by proofs of their own."""
-        return int((_STEPS + 1) ** len(self._targets(self.originals(name))))
 
     def affordable(self, name: str) -> Assignment | None:
         """The target's bases; None if it has none, or if repeated attempts left no room for another one.

@@ -53,40 +53,40 @@ def loss_limit(losses: Utilities, *, num: int | None = None, confidence: float =
     `tests/dedup/test_validation.py` adds up how often it covers at all rates of records lost and gained.
 
     Args:
-        losses: in [-1, 1], [records], at least one.
+        losses: in [-1, 1], [records]; of none nothing is known, and the limit is infinite.
         num: the limit is that of so many records with losses like these; None for as many as there are.
-        confidence: in [0.95, 0.99].
+        confidence: 0.95 or 0.96, for which it was looked at.
     """
+    if not len(losses):
+        return math.inf
     count, quantile = num or len(losses), NormalDist().inv_cdf(confidence)
     squares = float((losses**2).mean())
     margin = (quantile**2 + 2) / 3 / count + quantile * math.sqrt(squares / count + 0.75 / count**2)
     return float(losses.mean()) + margin
 
 
-def records_needed(losses: Utilities, bound: float, *, confidence: float = CONFIDENCE) -> int | None:
+def records_needed(losses: Utilities, bound: float) -> int | None:
     """The least number of records with losses like these whose limit is within the bound; None if the mean is not."""
-    if float(losses.mean()) >= bound:
+    if not len(losses) or float(losses.mean()) >= bound:
         return None
     high = 1
-    while loss_limit(losses, num=high, confidence=confidence) > bound:
+    while loss_limit(losses, num=high) > bound:
         high *= 2
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        is_enough = loss_limit(losses, num=middle, confidence=confidence) <= bound
-        low, high = (low, middle) if is_enough else (middle, high)
+        low, high = (low, middle) if loss_limit(losses, num=middle) <= bound else (middle, high)
     return high
 
 
-def least_records(bound: float, *, searches: bool, confidence: float = CONFIDENCE) -> int | None:
+def least_records(bound: float, *, searches: bool) -> int | None:
     """The least number of public validation records with which anything can be proven; None if no number is enough.
 
     Args:
         bound: of what may be lost in the mean, >= 0.
         searches: whether a third of the records is a search's own.
-        confidence: of the limit.
     """
-    needed = records_needed(np.zeros(1), bound, confidence=confidence)
+    needed = records_needed(np.zeros(1), bound)
     return math.ceil(needed * 3 / 2) if needed and searches else needed
 
 
@@ -160,18 +160,13 @@ class PublicValidation:
         before: its utilities on all records, as it was given.
         bound: of what it may lose in the mean, >= 0.
         searches: whether a search chooses what is proven. A third of the records is then its own.
-        num_forms: that the target's bases may have taken by proofs on the same records. Any of them might have been
-            chosen by chance, so that each is proven with as much less doubt.
     """
 
-    def __init__(
-        self, evaluator: Judged, before: Utilities, bound: float, *, searches: bool, num_forms: int = 1
-    ) -> None:
+    def __init__(self, evaluator: Judged, before: Utilities, bound: float, *, searches: bool) -> None:
         self.searches = searches
         self.proof: Proof | None = None
         self.needed: int | None = None
         self._evaluator, self._before, self._bound = evaluator, before, bound
-        self._confidence = confidence_for(num_forms)
         number = evaluator.num_records
         self._searched = search_records(number) if searches else np.arange(0)
         self._others = proof_records(number) if searches else np.arange(number)
@@ -183,20 +178,17 @@ class PublicValidation:
 
     def proves(self, tensors: Tensors) -> bool:
         before, after = self._before[self._others], self._evaluator.utilities(tensors, self._others)
+        if not np.isfinite(after).all():  # a broken model, however rarely it shows
+            return False
         losses = losses_of(before, after)
-        limit = loss_limit(losses, confidence=self._confidence)
+        limit = loss_limit(losses)
         if not limit <= self._bound:
-            needed = records_needed(losses, self._bound, confidence=self._confidence)
+            needed = records_needed(losses, self._bound)
             self.needed = None if needed is None else math.ceil(needed * len(self._before) / len(losses))
             return False
         means = float(before.mean()), float(after.mean())
         self.proof = Proof(before=means[0], after=means[1], limit=limit, num_records=len(self._others))
         return True
-
-
-def confidence_for(num_forms: int) -> float:
-    """That of each proof, if so many of them are to hold with `CONFIDENCE` together."""
-    return 1 - (1 - CONFIDENCE) / num_forms
 
 
 @dataclass(frozen=True, kw_only=True)

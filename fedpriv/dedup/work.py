@@ -23,7 +23,6 @@ from fedpriv.dedup.validation import (
     Utilities,
     Utility,
     Validation,
-    confidence_for,
     least_records,
     search_records,
 )
@@ -112,12 +111,12 @@ class Work:
 
     def _planned(self, name: str) -> Planned:
         variant, evaluator = self.variants[name], self.evaluators[name]
-        if evaluator.utility == "accuracy" or not self.is_public(name):
-            return Planned(variant, variant.utility, 0.5 / math.sqrt(max(1, evaluator.num_records)))
-        utilities = self.utilities(name)
-        if not np.isfinite(utilities).all():  # nothing of it is replaced, and no other is held against it
-            return Planned(variant, None, 0.0)
-        return Planned(variant, self.utility(name), float(utilities.std()) / math.sqrt(len(utilities)))
+        utility, deviation = variant.utility, 0.5
+        if evaluator.utility != "accuracy" and self.is_public(name):
+            utility, deviation = self.utility(name), float(self.utilities(name).std())
+        if utility is not None and not math.isfinite(utility):  # nothing is held against it, and nothing of it replaced
+            utility, deviation = None, 0.0
+        return Planned(variant, utility, deviation / math.sqrt(max(1, evaluator.num_records)))
 
     def is_public(self, name: str) -> bool:
         """Whether the variant's validation records are public."""
@@ -151,13 +150,7 @@ class Work:
         return ProgressWatch(observer=self.observer, num_variants=len(self.variants), num_left=num_left)
 
     def validation(
-        self,
-        name: str,
-        limits: VariantLimits,
-        attempt: tuple[ValidationCharge, ...],
-        *,
-        searches: bool,
-        num_forms: int = 1,
+        self, name: str, limits: VariantLimits, attempt: tuple[ValidationCharge, ...], *, searches: bool
     ) -> Validation:
         """The validation of a target; charges for all of its attempt.
 
@@ -169,24 +162,23 @@ class Work:
             limits: of its utility.
             attempt: what it is charged.
             searches: whether a search chooses what is proven, where its records are public.
-            num_forms: that its bases may have taken by proofs on the same records.
         """
         evaluator, bound = self.evaluators[name], self.bound(name, limits)
         if self.private is None or not attempt:
-            return PublicValidation(evaluator, self.utilities(name), bound, searches=searches, num_forms=num_forms)
+            return PublicValidation(evaluator, self.utilities(name), bound, searches=searches)
         add_charges(self.store.path, attempt)
         validation = self.private.validation(name, evaluator, lambda: self.utilities(name), bound)
         for charge in attempt[1:]:  # the first one was for the answers
             self.private.charge(name, charge.event)
         return validation
 
-    def untold(self, name: str, limits: VariantLimits, *, searches: bool, num_forms: int = 1) -> str | None:
+    def untold(self, name: str, limits: VariantLimits, *, searches: bool) -> str | None:
         """Why no validation of the target could prove anything, before it is charged; None if one could."""
         evaluator, bound = self.evaluators[name], self.bound(name, limits)
         if self.is_public(name) and not np.isfinite(self.utilities(name)).all():
             return "its utility is no number on some validation records"
         if self.private is None or evaluator.private is None:
-            least = least_records(bound, searches=searches, confidence=confidence_for(num_forms))
+            least = least_records(bound, searches=searches)
         else:
             least = self.private.least_records(bound)
         if least is None:

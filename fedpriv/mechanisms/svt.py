@@ -13,6 +13,9 @@ import numpy.typing as npt
 from fedpriv.accounting.events import PureEpsilon
 from fedpriv.mechanisms.sources import RandomSource
 
+# Noise of which it takes too much memory to add up all values.
+_WIDE = 50_000
+
 # Scales are multiples of 1 / _GRID, rounded up: never less noise than required.
 _GRID = 2**20
 
@@ -59,6 +62,8 @@ def noise_scales(epsilon: float, cutoff: int, sensitivity: int) -> NoiseScales:
 def noise_margin(scales: NoiseScales, probability: float) -> int:
     """The least m such that a run with cutoff 1 passes a query of threshold + m with this probability at most.
 
+    Of very wide noise it is larger than the least.
+
     It passes if the threshold's noise exceeds the query's by more than m. Other queries change nothing: the bound is
     that of one query, fixed before the noise is drawn.
 
@@ -67,6 +72,8 @@ def noise_margin(scales: NoiseScales, probability: float) -> int:
         probability: in [1e-6, 1).
     """
     threshold, query = float(scales.threshold), float(scales.query)
+    if query > _WIDE:  # one of both must reach its share: too many, but no more than twice as many
+        return sum(math.ceil(scale * math.log(2 / probability)) for scale in (threshold, query))
     reach = math.ceil(query * 30)  # beyond which the query's noise lies with probability 1e-13
     values = np.arange(-reach, reach + 1)
     ratio = math.exp(-1 / query)

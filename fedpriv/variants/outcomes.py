@@ -18,7 +18,7 @@ def utilities(outcome: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def is_accuracy(outcome: Mapping[str, Any]) -> bool:
-    """Whether its utility is accuracy; else it is minus the logarithm of the perplexity."""
+    """Whether its utility is accuracy; else it is minus the mean logarithm of the perplexity of responses."""
     return bool(outcome.get("utility", "accuracy") == "accuracy")
 
 

@@ -422,7 +422,8 @@ def _largest_rise(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 def _largest_fall(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The row of the variant whose accuracy fell most."""
-    measured = [(found[0] - found[1], each) for each in outcomes if (found := utilities(each))]
+    losses = [(found[0] - found[1], each) for each in outcomes if (found := utilities(each))]
+    measured = [(lost, each) for lost, each in losses if math.isfinite(lost)]
     if not measured:
         return "largest fall of accuracy", MISSING, MISSING, "not measured: validated privately"
     lost, most = max(measured, key=itemgetter(0))
