@@ -382,8 +382,13 @@ class StoredVariants:
 
     @property
     def num_records(self) -> int:
-        """The size of the validation set."""
-        return int(self.outcomes[0]["num_records"])
+        """The largest number of records on which a variant was validated, those of a search left out."""
+        return max(int(outcome["num_records"]) for outcome in self.outcomes)
+
+    @property
+    def are_proven(self) -> bool:
+        """Whether losses have limits; in stores of earlier versions they have none."""
+        return any(outcome.get("loss_limit") is not None for outcome in self.outcomes)
 
     @property
     def by_basis(self) -> bool:
