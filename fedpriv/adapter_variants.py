@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +16,15 @@ from fedpriv.adapters import INNER_SUFFIX
 from fedpriv.data.records import usable
 from fedpriv.dedup import saliency
 from fedpriv.dedup.saliency import Saliency
-from fedpriv.dedup.validation import PrivateRecords, Utilities, Utility
+from fedpriv.dedup.validation import PrivateRecords, Tensors, Utilities, Utility
 from fedpriv.errors import InputError
 from fedpriv.runs.files import read_config
 from fedpriv.training.evaluation import passes_by_length
 from fedpriv.training.workbench import Workbench, workbench
 
-Tensors = Mapping[str, NDArray[Any]]
-
 
 class AdapterEvaluator:
-    """A `fedpriv.dedup.work.Evaluator` for the adapters of a run, on the server's test set.
+    """A `fedpriv.dedup.validation.Evaluator` for the adapters of a run, on the server's test set.
 
     The run publishes its accuracy on this set after every round, so the set counts as public here.
 

@@ -24,8 +24,8 @@ from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
     from fedpriv.dedup.planning import DedupSettings
-    from fedpriv.dedup.validation import PrivateQueries
-    from fedpriv.dedup.work import Evaluator, Evaluators, Observer, Outcome, Progress
+    from fedpriv.dedup.validation import Evaluator, PrivateQueries
+    from fedpriv.dedup.work import Evaluators, Observer, Outcome, Progress
     from fedpriv.ledger.entries import DataSet
     from fedpriv.ledger.ledger import Ledger
     from fedpriv.variants.folders import Described
@@ -113,7 +113,7 @@ def _planned_blocks(variants: list[Described], settings: DedupSettings) -> tuple
     """{target: its bases and its cost} and {another variant: why it stays}."""
     from fedpriv.dedup import planning
 
-    found = planning.plan([planning.Planned.stated(each) for each in variants], settings)
+    found = planning.plan(variants, settings)
     targets = {
         name: {"bases": list(a.bases), **asdict(a.guarantee), "epsilon_bound": a.limits.epsilon}
         for name, a in found.assignments.items()
@@ -123,9 +123,9 @@ def _planned_blocks(variants: list[Described], settings: DedupSettings) -> tuple
 
 def _planned_members(variants: list[Described], settings: DedupSettings) -> tuple[dict[str, Any], dict[str, str]]:
     """The same of the members of shared bases, each of which has the others of its group as bases."""
-    from fedpriv.dedup.planning import Planned, choose_members
+    from fedpriv.dedup.planning import choose_members
 
-    found = choose_members([Planned.stated(each) for each in variants], settings)
+    found = choose_members(variants, settings)
     targets = {
         name: {
             "bases": [other for other in group if other != name],
@@ -145,7 +145,7 @@ def run(
     evaluator: Annotated[
         str,
         typer.Option(
-            help="MODULE:FUNCTION that returns a fedpriv.dedup.work.Evaluator, or {variant: Evaluator}; by default "
+            help="MODULE:FUNCTION that returns a fedpriv.dedup.Evaluator, or {variant: Evaluator}; by default "
             "the run's."
         ),
     ] = "",

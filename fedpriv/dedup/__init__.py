@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedpriv.dedup.pipeline import deduplicate as deduplicate
     from fedpriv.dedup.planning import DedupSettings as DedupSettings
     from fedpriv.dedup.planning import plan as plan
-    from fedpriv.dedup.work import Evaluator as Evaluator
+    from fedpriv.dedup.validation import Evaluator as Evaluator
     from fedpriv.dedup.work import Outcome as Outcome
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -26,14 +26,15 @@ from fedpriv.dedup.planning import (
     Group,
     Members,
     ValidationCharge,
+    candidate,
     choose_members,
     cost_of,
     plan,
     read_charges,
 )
 from fedpriv.dedup.saliency import by_block
-from fedpriv.dedup.validation import Validation
-from fedpriv.dedup.work import Outcome, Tensors, Work
+from fedpriv.dedup.validation import Tensors, Validation
+from fedpriv.dedup.work import Outcome, Work
 from fedpriv.errors import InputError
 from fedpriv.variants.blocks import BlockLayout, check_has_blocks
 from fedpriv.variants.composition import PublicationCost
@@ -218,7 +219,7 @@ class Costs:
     def of(cls, work: Work) -> Costs:
         """The costs of a deduplication, with bases selected."""
         attempts = work.attempts(with_saliency=True)
-        return cls(work, plan(list(work.planned.values()), work.settings, attempts), attempts)
+        return cls(work, plan(list(work.variants.values()), work.settings, attempts, work.known), attempts)
 
     def originals(self, name: str) -> list[str]:
         """The variants whose blocks this one may hold, directly or indirectly."""
@@ -238,7 +239,10 @@ class Costs:
         expected = [charge for each in self._targets(originals) for charge in self.attempts[each]]
         if assignment is None or Counter(charged) <= Counter(expected):
             return assignment
-        variants = {each: known.candidate(self.work.settings.accountant) for each, known in self.work.planned.items()}
+        variants = {
+            each: candidate(variant, self.work.settings.accountant, self.work.known)
+            for each, variant in self.work.variants.items()
+        }
         limit = min(assignment.limits.epsilon, fair_limits(variants[name], list(variants.values())).epsilon)
         cost = self._cost((name, *originals), [*charged, *self.attempts[name]])
         return assignment if cost.guarantee.epsilon <= limit else None
@@ -290,7 +294,7 @@ def store_by_basis(work: Work) -> list[Outcome]:
     """
     options = BasisOptions(**work.settings.options)
     attempts = work.attempts(with_saliency=False)
-    members = choose_members(list(work.planned.values()), work.settings, attempts)
+    members = choose_members(list(work.variants.values()), work.settings, attempts, work.known)
     interrupted = {charge.name for charge in read_charges(work.store.path)} - set(work.stored)
     watch = work.watch(members.costs)
     fitted, unaffordable = _fit_all(work, members, options) if watch.num_left[True] else ([], [])

@@ -19,8 +19,8 @@ from fedpriv.accounting import events
 from fedpriv.dedup._pipelines import store_by_basis, store_by_blocks
 from fedpriv.dedup.algorithms import SHARED_BASIS
 from fedpriv.dedup.planning import DedupSettings, check_options
-from fedpriv.dedup.validation import CONFIDENCE, PrivateQueries
-from fedpriv.dedup.work import Evaluator, Evaluators, Observer, Outcome, Tensors, Work
+from fedpriv.dedup.validation import CONFIDENCE, Evaluator, PrivateQueries, Tensors
+from fedpriv.dedup.work import Evaluators, Observer, Outcome, Work
 from fedpriv.errors import InputError
 from fedpriv.variants.blocks import BlockLayout, check_has_blocks, layout_of
 from fedpriv.variants.folders import Described, to_json

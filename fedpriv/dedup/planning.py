@@ -89,46 +89,44 @@ def check_options(settings: DedupSettings) -> None:
         algorithm(settings.algorithm)(0, lambda positions: False, **settings.options)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A variant as planning sees it.
+@dataclass(frozen=True, kw_only=True)
+class KnownUtility:
+    """The utility of a variant on its validation records.
 
     Attributes:
-        variant: its description.
-        utility: as known or measured; None counts as 0.
-        error: standard error of the utility, by which those of others must be worse to be told apart.
+        value: as stated or measured; None counts as 0.
+        error: its standard error, by which the utilities of others must be less to be told apart.
     """
 
-    variant: Described
-    utility: float | None
+    value: float | None
     error: float = 0.0
 
-    @classmethod
-    def stated(cls, variant: Described) -> Planned:
-        """With the utility that it states."""
-        return cls(variant, variant.utility)
 
-    def candidate(self, accountant: Accountant = "pld") -> Candidate:
-        """The variant as base selection needs it."""
-        guarantee = self.variant.guarantee(accountant)
-        return Candidate(
-            name=self.variant.name,
-            architecture=self.variant.architecture,
-            data_sets=self.variant.history.data_sets,
-            epsilon=guarantee.epsilon,
-            delta=guarantee.delta,
-            utility=self.utility or 0.0,
-            utility_error=self.error,
-            epsilon_bound=self.variant.epsilon_bound,
-            utility_bound=self.variant.utility_bound,
-            tags=self.variant.tags,
-        )
+def candidate(
+    variant: Described, accountant: Accountant = "pld", utilities: Mapping[str, KnownUtility] | None = None
+) -> Candidate:
+    """The variant as base selection needs it; without known utilities, with that which it states."""
+    guarantee = variant.guarantee(accountant)
+    known = (utilities or {}).get(variant.name, KnownUtility(value=variant.utility))
+    return Candidate(
+        name=variant.name,
+        architecture=variant.architecture,
+        data_sets=variant.history.data_sets,
+        epsilon=guarantee.epsilon,
+        delta=guarantee.delta,
+        utility=known.value or 0.0,
+        utility_error=known.error,
+        epsilon_bound=variant.epsilon_bound,
+        utility_bound=variant.utility_bound,
+        tags=variant.tags,
+    )
 
 
 def plan(
-    variants: Sequence[Planned],
+    variants: Sequence[Described],
     settings: DedupSettings,
     attempts: Mapping[str, Sequence[ValidationCharge]] | None = None,
+    utilities: Mapping[str, KnownUtility] | None = None,
 ) -> Selection:
     """Plan who may take blocks of whom, by their joint cost; no weights are read.
 
@@ -139,11 +137,12 @@ def plan(
         variants: all variants that are stored together.
         settings: see `DedupSettings`.
         attempts: {variant: what validating it once is charged}, for those whose validation records are private.
+        utilities: {variant: what is known of its utility}; None for what each states.
 
     Raises:
         ValueError: two variants have one name, or one upload has two different events.
     """
-    known = {each.variant.name: each.variant for each in variants}
+    known = {variant.name: variant for variant in variants}
 
     def cost(target: Candidate, bases: Sequence[Candidate]) -> Guarantee:
         # Under `cross` a base may itself be a target, and then its own validation influenced its blocks.
@@ -152,12 +151,12 @@ def plan(
         return cost_of([known[each.name] for each in (target, *bases)], settings.accountant, charges).guarantee
 
     return select_bases(
-        [each.candidate(settings.accountant) for each in variants],
+        [candidate(variant, settings.accountant, utilities) for variant in variants],
         strategy=settings.strategy,
         fairness=settings.fairness,
         max_distance=settings.max_distance,
         cost=cost,
-        most_bases=worthwhile_bases if _share_releases(list(known.values())) else None,
+        most_bases=worthwhile_bases if _share_releases(variants) else None,
     )
 
 
@@ -273,9 +272,10 @@ class Members:
 
 
 def choose_members(
-    variants: Sequence[Planned],
+    variants: Sequence[Described],
     settings: DedupSettings,
     attempts: Mapping[str, tuple[ValidationCharge, ...]] | None = None,
+    utilities: Mapping[str, KnownUtility] | None = None,
 ) -> Members:
     """The groups of variants that share a basis: the largest within all bounds first, then of the rest likewise.
 
@@ -287,14 +287,15 @@ def choose_members(
         variants: all that are stored together.
         settings: gives fairness and accountant.
         attempts: {variant: what validating it once is charged}, for those whose validation records are private.
+        utilities: {variant: what is known of its utility}; None for what each states.
 
     Raises:
         ValueError: two variants have one name, or one upload has two different events.
     """
-    known = {each.variant.name: each.variant for each in variants}
+    known = {variant.name: variant for variant in variants}
     if len(known) < len(variants):
         raise ValueError("variants: two have the same name")
-    public = {each.variant.name: each.candidate(settings.accountant) for each in variants}
+    public = {variant.name: candidate(variant, settings.accountant, utilities) for variant in variants}
     limits = {name: _limits(variant, public.values(), settings) for name, variant in public.items()}
 
     @cache
@@ -307,7 +308,7 @@ def choose_members(
 
     groups = [
         group
-        for architecture in sorted({variant.architecture for variant in known.values()})
+        for architecture in sorted({variant.architecture for variant in variants})
         for group in _groups([v for v in public.values() if v.architecture == architecture], limits, cost)
     ]
     overtaking: set[str] = set()

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.accounting.events import Event, PureEpsilon
+from fedpriv.dedup.saliency import Saliency
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.mechanisms.svt import SparseVector, noise_margin, noise_scales
 
@@ -33,6 +34,49 @@ which is minus the logarithm of the perplexity of its response."""
 
 Tensors = Mapping[str, NDArray[Any]]
 Utilities = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateRecords:
+    """Private validation records and their costs.
+
+    Attributes:
+        data_set: id of the registered data set; one of the variants' own data sets if they were trained on it.
+        delta: at which the epsilon of this data set is stated.
+        saliency: cost of one measurement of saliency on these records; None for a measure that reads no record.
+    """
+
+    data_set: str
+    delta: float
+    saliency: Event | None = None
+
+
+class Evaluator(Protocol):
+    """Measures how good a variant is on its validation records.
+
+    Attributes:
+        num_records: the registered number of validation records.
+        utility: of a record.
+        private: whose records they are; None if they are public, so that figures may be shown.
+    """
+
+    num_records: int
+    utility: Utility
+    private: PrivateRecords | None
+
+    def utilities(self, tensors: Tensors, records: NDArray[np.int64]) -> Utilities:
+        """The utility of the variant with these tensors on each of the records.
+
+        Args:
+            tensors: of the variant.
+            records: their positions, in [0, num_records), in rising order.
+        """
+
+    def saliency(self, tensors: Tensors, records: NDArray[np.int64]) -> Saliency:
+        """Measure on these records how much each weight matters, for every tensor that is cut into blocks.
+
+        On private records it is noised, and its cost is stated by `private`.
+        """
 
 
 def losses_of(before: Utilities, after: Utilities) -> Utilities:
@@ -86,8 +130,13 @@ def least_records(bound: float, *, searches: bool) -> int | None:
         bound: of what may be lost in the mean, >= 0.
         searches: whether a third of the records is a search's own.
     """
-    needed = records_needed(np.zeros(1), bound)
-    return math.ceil(needed * 3 / 2) if needed and searches else needed
+    least = _unchanged_records(bound, loss_limit(np.zeros(1)))
+    return math.ceil(least * 3 / 2) if least and searches else least
+
+
+def _unchanged_records(bound: float, limit: float) -> int | None:
+    """The number of records without a loss whose limit is within the bound, if it is this of one; None for 0."""
+    return math.ceil(limit / bound) if bound else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,16 +176,6 @@ class Validation(Protocol):
         """Whether it is proven to lose no more than the bound; after one that is not, none may be asked."""
 
 
-class Judged(Protocol):
-    """The part of an evaluator that a validation needs; see `fedpriv.dedup.work.Evaluator`."""
-
-    num_records: int
-    utility: Utility
-
-    def utilities(self, tensors: Tensors, records: NDArray[np.int64]) -> Utilities:
-        """The utility of the variant with these tensors on each of the records."""
-
-
 def search_records(num_records: int) -> NDArray[np.int64]:
     """The positions of the records that a search looks at: a third, drawn, since files have an order.
 
@@ -162,7 +201,7 @@ class PublicValidation:
         searches: whether a search chooses what is proven. A third of the records is then its own.
     """
 
-    def __init__(self, evaluator: Judged, before: Utilities, bound: float, *, searches: bool) -> None:
+    def __init__(self, evaluator: Evaluator, before: Utilities, bound: float, *, searches: bool) -> None:
         self.searches = searches
         self.proof: Proof | None = None
         self.needed: int | None = None
@@ -192,21 +231,6 @@ class PublicValidation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivateRecords:
-    """Private validation records and their costs.
-
-    Attributes:
-        data_set: id of the registered data set; one of the variants' own data sets if they were trained on it.
-        delta: at which the epsilon of this data set is stated.
-        saliency: cost of one measurement of saliency on these records; None for a measure that reads no record.
-    """
-
-    data_set: str
-    delta: float
-    saliency: Event | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class PrivateQueries:
     """The terms on which private records are queried, separately for every target.
 
@@ -232,13 +256,11 @@ class PrivateQueries:
 
     def least_records(self, bound: float) -> int | None:
         """The least number of records with which anything can be proven; None if no number is enough."""
-        if bound == 0:
-            return None
         hidden = noise_margin(noise_scales(self.epsilon, 1, _SENSITIVITY), _NOISE_FAILS) / _PARTS
-        return math.ceil((loss_limit(np.zeros(1), confidence=CONFIDENCE + _NOISE_FAILS) + hidden) / bound)
+        return _unchanged_records(bound, loss_limit(np.zeros(1), confidence=CONFIDENCE + _NOISE_FAILS) + hidden)
 
     def validation(
-        self, name: str, evaluator: Judged, before: Callable[[], Utilities], bound: float
+        self, name: str, evaluator: Evaluator, before: Callable[[], Utilities], bound: float
     ) -> PrivateValidation:
         """The validation of a target; charges for it, and then looks at the records."""
         return PrivateValidation(
@@ -296,7 +318,7 @@ class PrivateValidation:
 
     def __init__(
         self,
-        evaluator: Judged,
+        evaluator: Evaluator,
         before: Callable[[], Utilities],
         bound: float,
         *,

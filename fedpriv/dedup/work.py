@@ -7,19 +7,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.dedup._base_selection import VariantLimits
-from fedpriv.dedup.planning import DedupSettings, Planned, ValidationCharge, add_charges, cost_of
-from fedpriv.dedup.saliency import Saliency
+from fedpriv.dedup.planning import DedupSettings, KnownUtility, ValidationCharge, add_charges, cost_of
 from fedpriv.dedup.validation import (
+    Evaluator,
     PrivateQueries,
-    PrivateRecords,
     Proof,
     PublicValidation,
+    Tensors,
     Utilities,
     Utility,
     Validation,
@@ -30,37 +30,6 @@ from fedpriv.variants.blocks import BlockLayout
 from fedpriv.variants.composition import PublicationCost
 from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
-
-Tensors = Mapping[str, NDArray[Any]]
-
-
-class Evaluator(Protocol):
-    """Measures how good a variant is on its validation records.
-
-    Attributes:
-        num_records: the registered number of validation records.
-        utility: of a record.
-        private: whose records they are; None if they are public, so that figures may be shown.
-    """
-
-    num_records: int
-    utility: Utility
-    private: PrivateRecords | None
-
-    def utilities(self, tensors: Tensors, records: NDArray[np.int64]) -> Utilities:
-        """The utility of the variant with these tensors on each of the records.
-
-        Args:
-            tensors: of the variant.
-            records: their positions, in [0, num_records), in rising order.
-        """
-
-    def saliency(self, tensors: Tensors, records: NDArray[np.int64]) -> Saliency:
-        """Measure on these records how much each weight matters, for every tensor that is cut into blocks.
-
-        On private records it is noised, and its cost is stated by `private`.
-        """
-
 
 Evaluators = Mapping[str, Evaluator]
 """{variant: its evaluator}; variants of one architecture and task may have the same one."""
@@ -105,18 +74,18 @@ class Work:
         return replace(self, variants={**self.variants, **measured})
 
     @cached_property
-    def planned(self) -> dict[str, Planned]:
-        """The variants, each with its utility and the standard error of it, by which it is decided who may share."""
-        return {name: self._planned(name) for name in self.variants}
+    def known(self) -> dict[str, KnownUtility]:
+        """{variant: its utility and the standard error of that}, by which it is decided who may share."""
+        return {name: self._known(name) for name in self.variants}
 
-    def _planned(self, name: str) -> Planned:
-        variant, evaluator = self.variants[name], self.evaluators[name]
-        utility, deviation = variant.utility, 0.5
+    def _known(self, name: str) -> KnownUtility:
+        evaluator = self.evaluators[name]
+        utility, deviation = self.variants[name].utility, 0.5
         if evaluator.utility != "accuracy" and self.is_public(name):
             utility, deviation = self.utility(name), float(self.utilities(name).std())
         if utility is not None and not math.isfinite(utility):  # nothing is held against it, and nothing of it replaced
             utility, deviation = None, 0.0
-        return Planned(variant, utility, deviation / math.sqrt(max(1, evaluator.num_records)))
+        return KnownUtility(value=utility, error=deviation / math.sqrt(max(1, evaluator.num_records)))
 
     def is_public(self, name: str) -> bool:
         """Whether the variant's validation records are public."""
@@ -189,7 +158,7 @@ class Work:
 
     def bound(self, name: str, limits: VariantLimits) -> float:
         """The most that the variant may lose in the mean, >= 0."""
-        return max(0.0, (self.planned[name].utility or 0.0) - limits.utility)
+        return max(0.0, (self.known[name].value or 0.0) - limits.utility)
 
     def outcome(
         self,

@@ -73,7 +73,7 @@ def noise_margin(scales: NoiseScales, probability: float) -> int:
     """
     threshold, query = float(scales.threshold), float(scales.query)
     if query > _WIDE:  # one of both must reach its share: too many, but no more than twice as many
-        return sum(math.ceil(scale * math.log(2 / probability)) for scale in (threshold, query))
+        return sum(math.ceil(s * math.log(2 / probability / (1 + math.exp(-1 / s)))) for s in (threshold, query))
     reach = math.ceil(query * 30)  # beyond which the query's noise lies with probability 1e-13
     values = np.arange(-reach, reach + 1)
     ratio = math.exp(-1 / query)

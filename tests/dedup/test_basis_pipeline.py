@@ -14,7 +14,7 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.dedup._pipelines import INTERRUPTED, TOO_FEW_BYTES
 from fedpriv.dedup.pipeline import deduplicate
-from fedpriv.dedup.planning import DedupSettings, Members, Planned, choose_members
+from fedpriv.dedup.planning import DedupSettings, choose_members
 from fedpriv.dedup.validation import PrivateQueries, PrivateRecords
 from fedpriv.errors import InputError, StoreError
 from fedpriv.mechanisms.sources import SeededSource
@@ -88,10 +88,6 @@ def tensors():
     }
 
 
-def members(variants, settings=SETTINGS) -> Members:
-    return choose_members([Planned.stated(variant) for variant in variants], settings)
-
-
 def stored(path, variants, tensors, evaluator=None, settings=SETTINGS, private=None):
     with Store(path) as store:
         evaluators = {variant.name: evaluator or Linear() for variant in variants}
@@ -149,7 +145,7 @@ def test_who_shares_is_decided_by_costs_whatever_the_values_are(tensors, tmp_pat
 @pytest.mark.parametrize("bound", [0.0, 0.05, 0.3, 5.0])
 def test_the_first_group_is_the_largest_that_any_choice_of_members_allows(bound):
     variants = rounds(bound)
-    groups = members(variants, SETTINGS).groups
+    groups = choose_members(variants, SETTINGS).groups
     limit = {v.name: by_hand([v.name]) + bound + 1e-12 for v in variants}
     allowed = [
         names
@@ -163,25 +159,25 @@ def test_the_first_group_is_the_largest_that_any_choice_of_members_allows(bound)
 
 def test_a_costly_variant_that_nobody_could_bear_does_not_keep_the_others_apart():
     costly = [described(f"other-{n}", uploads(200)) for n in range(3)]
-    groups = members([*costly, *rounds()[1:]], SETTINGS).groups
+    groups = choose_members([*costly, *rounds()[1:]], SETTINGS).groups
     assert [set(group) for group in groups] == [{f"round-{n}" for n in ROUNDS[1:]}, {v.name for v in costly}]
 
 
 def test_under_fairness_no_epsilon_overtakes_a_formerly_higher_one():
     wide, between = described("wide", uploads(20), bound=5.0), described("between", uploads(24), bound=0.0)
     top = [described(f"top-{n}", uploads(40), bound=0.0) for n in range(2)]
-    loose = members([wide, between, *top], SETTINGS)
+    loose = choose_members([wide, between, *top], SETTINGS)
     assert loose.groups == (("top-0", "top-1"),)
     assert loose.left_out["wide"] == "would overtake another variant's epsilon"
-    fair = members([wide, between, *top], replace(SETTINGS, fairness="bounds"))
+    fair = choose_members([wide, between, *top], replace(SETTINGS, fairness="bounds"))
     assert set(fair.groups) == {("wide", "between"), ("top-0", "top-1")}
-    assert members([wide, *top], SETTINGS).groups == (("wide", "top-0", "top-1"),)
+    assert choose_members([wide, *top], SETTINGS).groups == (("wide", "top-0", "top-1"),)
 
 
 def test_other_architectures_have_bases_of_their_own():
     variants = rounds(5.0)
     mixed = [replace(v, architecture="a" if n < 3 else "b") for n, v in enumerate(variants)]
-    groups = members(mixed, SETTINGS).groups
+    groups = choose_members(mixed, SETTINGS).groups
     assert sorted(map(len, groups)) == [3, 3]
     assert {frozenset(int(name.split("-")[1]) for name in group) for group in groups} == {
         frozenset(ROUNDS[:3]),

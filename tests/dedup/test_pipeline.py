@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -367,14 +368,13 @@ def test_what_a_base_holds_already_is_shared_without_a_validation(described, tra
 
 
 def test_a_plan_looks_at_no_weights(described):
-    selection = planning.plan([planning.Planned.stated(each) for each in described], SETTINGS)
+    selection = planning.plan(described, SETTINGS)
     assert set(selection.assignments) | set(selection.untouched) == {variant.name for variant in described}
+    assert partial(planning.plan, described)(SETTINGS) == selection
 
 
 def test_several_bases_of_one_run_leave_most_variants_to_share(described):
-    selection = planning.plan(
-        [planning.Planned.stated(each) for each in described], replace(SETTINGS, strategy="multi")
-    )
+    selection = planning.plan(described, replace(SETTINGS, strategy="multi"))
     assert {name: assignment.bases for name, assignment in selection.assignments.items()} == {
         f"round-{n}": ("round-20",) for n in (25, 30, 35, 40)
     }

@@ -31,7 +31,10 @@ def test_a_full_run_gives_the_numbers_of_the_in_process_engine(hospitals, corpus
     for key in BYTES:  # each message of a round and its reply holds a receipt, which nodes without keys do not sign
         number = NUM_NODES * values["rounds"]
         assert number * 500 < deployed[key] - local[key] < number * 1500, key
-    assert deployed["accuracy"] != deployed["accuracy_initial"]
+    if model == "tiny":
+        assert deployed["accuracy"] != deployed["accuracy_initial"]
+    else:
+        assert deployed["accuracy"] > deployed["accuracy_initial"]
     for name in ("rounds.csv", "clients.csv"):
         tables = [pd.read_csv(tmp_path / run / name).drop(columns=["seconds", *BYTES]) for run in ("deployed", "local")]
         pd.testing.assert_frame_equal(*tables, rtol=1e-5)
