@@ -378,3 +378,17 @@ def test_several_bases_of_one_run_leave_most_variants_to_share(described):
     assert {name: assignment.bases for name, assignment in selection.assignments.items()} == {
         f"round-{n}": ("round-20",) for n in (25, 30, 35, 40)
     }
+
+
+def test_what_orders_and_searches_blocks_has_not_seen_the_records_that_prove_them(described, trained, tmp_path):
+    class Watched(DigitsEvaluator):
+        def saliency(self, tensors, records):
+            seen.append(records.tolist())
+            return super().saliency(tensors, records)
+
+    seen: list[list[int]] = []
+    with Store(tmp_path / "store") as store:
+        deduplicate(described, trained.__getitem__, each(Watched()), store, SETTINGS)
+    everyone = set(range(DigitsEvaluator().num_records))
+    assert seen
+    assert all(set(records) == everyone - set(proof_records(len(everyone)).tolist()) for records in seen)
