@@ -23,6 +23,7 @@ from fedpriv.config import RunConfig
 from fedpriv.dedup import pipeline
 from fedpriv.dedup.pipeline import validation_digest
 from fedpriv.dedup.planning import DedupSettings
+from fedpriv.dedup.work import Evaluators
 from fedpriv.errors import InputError, StoreError
 from fedpriv.integral.adapters import RecurringVariants, recurring_adapters
 from fedpriv.ledger.ledger import Ledger
@@ -116,7 +117,7 @@ def keep_recurring(
 
 
 def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
-    """Deduplicate the run's variants into its store, validated on the server's test set.
+    """Deduplicate the run's variants into its store, validated on the server's test set unless it is without loss.
 
     What an interrupted attempt stored stays if it was made of the same variants in the same way; else the store is
     made again.
@@ -124,16 +125,18 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
     store_path = writer.path / files.STORE
     described = [folders.read(path.parent) for path in sorted((writer.path / files.VARIANTS).glob(f"*/{folders.FILE}"))]
     settings = DedupSettings(algorithm=config.dedup, block_size=config.dedup_block_size, fairness="outcome")
-    judge = AdapterEvaluator(bench, num_records=config.dedup_records, seed=config.seed)
+    evaluators: Evaluators = {}
+    evaluation = ""
+    if config.validates_variants:
+        judge = AdapterEvaluator(bench, num_records=config.dedup_records, seed=config.seed)
+        evaluators, evaluation = {each.name: judge for each in described}, judge.description
 
     def read(name: str) -> Mapping[str, NDArray[Any]]:
         return folders.read_tensors(writer.variant(name))
 
-    _keep_only_if_same(store_path, described, read, settings, judge)
+    _keep_only_if_same(store_path, described, read, settings, validation_digest(evaluators, None, evaluation))
     with Store(store_path) as store:
-        outcomes = pipeline.deduplicate(
-            described, read, _judged(described, judge), store, settings, evaluation=judge.description
-        )
+        outcomes = pipeline.deduplicate(described, read, evaluators, store, settings, evaluation=evaluation)
         log.info("%s variants in %s of %s bytes", len(outcomes), store.bytes_stored, store.bytes_logical)
         writer.journal.write(
             "deduplicated",
@@ -149,12 +152,11 @@ def _keep_only_if_same(
     described: Sequence[Described],
     read: Callable[[str], Mapping[str, NDArray[Any]]],
     settings: DedupSettings,
-    judge: AdapterEvaluator,
+    validation: str,
 ) -> None:
     """Remove a store that an earlier attempt made of other variants or in another way, or that is damaged."""
     if not path.exists():
         return
-    validation = validation_digest(_judged(described, judge), None, judge.description)
     try:
         pipeline.check(described, read, path, settings, validation=validation)
         with Store(path, read_only=True) as store:
@@ -166,10 +168,6 @@ def _keep_only_if_same(
         reason = str(error)
     log.info("the store of an earlier attempt is made again: %s", reason)
     shutil.rmtree(path)
-
-
-def _judged(described: Sequence[Described], judge: AdapterEvaluator) -> dict[str, AdapterEvaluator]:
-    return {each.name: judge for each in described}
 
 
 def _save(bench: Workbench, path: Path, adapter: Adapter, merged: Merged) -> None:

@@ -52,7 +52,7 @@ Algorithm = Annotated[
     str,
     typer.Option(
         click_type=OneOf("fedpriv.dedup.algorithms:METHODS", check=False),
-        help="The search for blocks to replace; or a shared basis.",
+        help="The search for blocks to replace; or a shared basis; or without loss.",
     ),
 ]
 EpsilonBound = Annotated[
@@ -84,15 +84,18 @@ def plan(
 ) -> Result:
     """Which variants may take blocks of which others, and what each would then cost; no weights are read.
 
-    With --algorithm shared-basis: which variants would share a basis, and so be ancestors of each other.
+    With --algorithm shared-basis: which variants would share a basis, and so be ancestors of each other. Without loss
+    (--algorithm lossless) nothing is taken from others, so there is nothing to plan.
 
     Example: fedpriv dedup plan variants --strategy multi
 
     Example: fedpriv dedup plan RUN/variants --algorithm shared-basis --fairness outcome
     """
-    from fedpriv.dedup.algorithms import SHARED_BASIS
+    from fedpriv.dedup.algorithms import LOSSLESS, SHARED_BASIS
 
     settings = _settings(algorithm=algorithm, strategy=strategy, fairness=fairness, max_distance=max_distance)
+    if algorithm == LOSSLESS:
+        raise InputError(f"algorithm = {algorithm!r}: stores every variant as it is, at its own epsilon; just run it")
     described = list(_described(folder, epsilon_bound, utility_bound).values())
     if algorithm == SHARED_BASIS:
         targets, untouched = _planned_members(described, settings)
@@ -174,15 +177,19 @@ def run(
 ) -> None:
     """Store all variants, replacing as many of their blocks by blocks of their bases as validation accepts.
 
-    The variants of a run, RUN/variants, are validated on the run's own test set. Interrupted, the same command goes on
-    with the variants that are not stored yet.
+    The variants of a run, RUN/variants, are validated on the run's own test set. With --algorithm lossless all are
+    stored bit for bit, and nothing is validated. Interrupted, the same command goes on with the variants that are not
+    stored yet.
 
     Example: fedpriv dedup run RUN/variants RUN/store --fairness outcome --validation-records 500
 
     Example: fedpriv dedup run variants store --evaluator study:evaluator --algorithm dred -o min_batch=10
+
+    Example: fedpriv dedup run RUN/variants RUN/store --algorithm lossless
     """
     from fedpriv.config import parse_overrides
     from fedpriv.dedup import pipeline
+    from fedpriv.dedup.algorithms import LOSSLESS
     from fedpriv.variants import folders
     from fedpriv.variants.store import Store
 
@@ -200,15 +207,21 @@ def run(
         block_size=block_size or _fitting(described.values(), read),
         options=parse_overrides(option or []),
     )
+    validates = algorithm != LOSSLESS
+    if not validates and (evaluator, validation_records, seed) != ("", None, None):
+        raise InputError(f"evaluator, validation_records, seed: algorithm = {algorithm!r} validates nothing")
     if evaluator and (validation_records, seed) != (None, None):
         raise InputError("validation_records, seed: are for a run's own test set; an --evaluator chooses its records")
-    if not evaluator:
+    if validates and not evaluator:
         _check_of_run(folder)
     with _shown(quiet=as_json) as observer:
         pipeline.check(list(described.values()), read, store, settings)
-        judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder, validation_records, seed)
-        given = judge if isinstance(judge, Mapping) else dict.fromkeys(where, judge)
-        evaluators = {name: each for name, each in given.items() if name in where}
+        evaluators, evaluation = {}, ""
+        if validates:
+            judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder, validation_records, seed)
+            given = judge if isinstance(judge, Mapping) else dict.fromkeys(where, judge)
+            evaluators = {name: each for name, each in given.items() if name in where}
+            evaluation = evaluator or judge.description
         with _private_queries(evaluators, validation_epsilon, ledger) as private, Store(store) as opened:
             outcomes = pipeline.deduplicate(
                 list(described.values()),
@@ -217,7 +230,7 @@ def run(
                 opened,
                 settings,
                 private=private,
-                evaluation=evaluator or judge.description,
+                evaluation=evaluation,
                 observer=observer,
             )
             summary = {

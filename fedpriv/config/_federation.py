@@ -120,10 +120,13 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
     """rounds whose global models are kept as variants, such as `[5, 10]`, in addition to the final one"""
     variant_clients: bool = True
     """whether each client's last upload is kept as a variant"""
-    dedup: Annotated[Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis"], Fact.TEXTS] = ""
+    dedup: Annotated[
+        Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis", "lossless"], Fact.TEXTS
+    ] = ""
     """the search algorithm with which the server deduplicates the variants into shared blocks after the last round:
     `drd`, `dred`, `greedy`, `mcts`, `dedup` or `mistique`; or `shared-basis`, by which they are stored as sums of
-    common components; empty leaves this to `fedpriv dedup run`. See [docs/deduplication.md](deduplication.md)"""
+    common components; or `lossless`, by which they are stored bit for bit; empty leaves this to `fedpriv dedup run`.
+    See [docs/deduplication.md](deduplication.md)"""
     dedup_block_size: Annotated[Count, Fact.TEXTS] = 256
     """number of values in a block; `fedpriv dedup run` chooses one by the size of the model instead, unless it is
     given"""
@@ -139,6 +142,11 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
     """compares the clients' uploads of the last round by what they add to the model: finds those that agree within this
     distance in every weight, and keeps their mean as a variant ([docs/integral.md](integral.md)). This is not
     differential privacy; empty compares none"""
+
+    @property
+    def validates_variants(self) -> bool:
+        """Whether what is stored of the variants is validated on the server's test set."""
+        return self.dedup not in ("", "lossless")
 
 
 @dataclass(frozen=True, kw_only=True)

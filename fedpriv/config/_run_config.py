@@ -264,10 +264,10 @@ class RunConfig(
                 f"integral_epsilon: it compares products of uploaded factors; aggregation = {self.aggregation} uploads "
                 "one factor alone; use dp-lora"
             )
-        if self.dedup and self.rule.trains == "lora-r":
+        if self.validates_variants and self.rule.trains == "lora-r":
             raise ValueError(
                 f"dedup = {self.dedup}: aggregation = {self.aggregation} trains R alone, and its variants, which hold "
-                "B R and A, do not fit the model that would validate them; use dp-lora"
+                "B R and A, do not fit the model that would validate them; use dp-lora, or lossless"
             )
         if max(self.variant_rounds, default=0) > self.rounds:
             raise ValueError(f"variant_rounds = {list(self.variant_rounds)}: the run has {self.rounds} rounds")
@@ -432,8 +432,8 @@ class RunConfig(
     def _check_without_test_set(self) -> None:
         if self.has_test_set:
             return
-        if self.dedup:
-            raise ValueError(f"dedup = {self.dedup}: validated on the server's test set; give test_data")
+        if self.validates_variants:
+            raise ValueError(f"dedup = {self.dedup}: validated on the server's test set; give test_data, or lossless")
         if self.comparison and (self.data_are_public or self.simulate):  # elsewhere no run without noise is allowed
             raise ValueError("comparison = true: accuracies are compared on the server's test set; give test_data")
 

@@ -49,7 +49,6 @@ from fedpriv.variants.shared_basis import (
     flattened,
     restore_error,
 )
-from fedpriv.variants.store import Share
 
 log = logging.getLogger(__name__)
 
@@ -382,8 +381,8 @@ def _store_member(
         needed=validation.needed,
     )
     records = outcome.as_records(basis=_described(fitted.basis, proven, error), **work.digests)
-    share = Share(basis=fitted.basis, encoded=proven)
-    work.store.add(name, fitted.layout, share, extras, described=work.variants[name], **records)
+    held = {**extras, **proven.to_tensors()}
+    work.store.add(name, fitted.layout, fitted.basis, held, described=work.variants[name], **records)
     log.info("%s: restored within %.3g by rank %s", name, error.relative, fitted.basis.rank)
     return outcome
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from fedpriv.accounting import events
+from fedpriv.dedup._lossless import store_without_loss
 from fedpriv.dedup._pipelines import store_by_basis, store_by_blocks
-from fedpriv.dedup.algorithms import SHARED_BASIS
+from fedpriv.dedup.algorithms import LOSSLESS, SHARED_BASIS
 from fedpriv.dedup.planning import DedupSettings, check_options
 from fedpriv.dedup.validation import CONFIDENCE, Evaluator, PrivateQueries, Tensors
 from fedpriv.dedup.work import Evaluators, Observer, Outcome, Work
@@ -40,6 +41,8 @@ def deduplicate(
 ) -> list[Outcome]:
     """Store all variants; each takes as much from others as validation accepts, by blocks or by a shared basis.
 
+    Or all of them without loss, and then nothing is validated.
+
     Blocks are runs of values, whatever tensor they come from, so variants of different architectures may share them.
 
     Guarantee: a variant is restored, bit for bit, as its validator accepted it, or else as the original; its epsilon,
@@ -53,7 +56,8 @@ def deduplicate(
     Args:
         variants: to be stored; those that are in the store already were stored by a call with the same arguments.
         read_tensors: gives the tensors of a variant by name.
-        evaluators: one for each variant; see `Evaluator`. With a shared basis no saliency is measured.
+        evaluators: one for each variant; see `Evaluator`. With a shared basis no saliency is measured. Without loss
+            they measure utilities that are not known, and may be missing.
         store: open for writing.
         settings: see `DedupSettings`.
         private: how private validation records are queried; required if, and only if, an evaluator's are private.
@@ -72,9 +76,10 @@ def deduplicate(
     """
     check_options(settings)
     names = [variant.name for variant in variants]
-    if missing := [name for name in names if name not in evaluators]:
+    missing = [name for name in names if name not in evaluators]
+    if missing and settings.algorithm != LOSSLESS:
         raise InputError(f"evaluators: none for variant {missing[0]!r}; each variant needs one")
-    own = {name: evaluators[name] for name in names}
+    own = {name: evaluators[name] for name in names if name in evaluators}
     if (private is None) != all(each.private is None for each in own.values()):
         raise ValueError("private: must be given where an evaluator's records are private, and only there")
     if hidden := [name for name, each in own.items() if each.private is not None and each.utility != "accuracy"]:
@@ -95,7 +100,8 @@ def deduplicate(
         stored={name: Outcome.of(fields) for name, fields in _stored_outcomes(store, layouts, digests).items()},
         observer=observer,
     ).with_measured_utilities()
-    return store_by_basis(work) if settings.algorithm == SHARED_BASIS else store_by_blocks(work)
+    ways = {SHARED_BASIS: store_by_basis, LOSSLESS: store_without_loss}
+    return ways.get(settings.algorithm, store_by_blocks)(work)
 
 
 def check(
@@ -122,7 +128,7 @@ def check(
     """
     check_options(settings)
     layouts, digest = _layouts_and_plan(variants, read_tensors, settings)
-    for name, layout in layouts.items():
+    for name, layout in layouts.items() if settings.algorithm != LOSSLESS else ():
         check_has_blocks(name, layout)
     if store.exists() and (not store.is_dir() or any(store.iterdir())):
         digests: Mapping[str, str] = {PLAN: digest} | ({VALIDATION: validation} if validation else {})

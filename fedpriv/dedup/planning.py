@@ -36,7 +36,7 @@ from fedpriv.dedup._base_selection import (
     select_bases,
     worthwhile_bases,
 )
-from fedpriv.dedup.algorithms import SHARED_BASIS, algorithm
+from fedpriv.dedup.algorithms import LOSSLESS, SHARED_BASIS, algorithm
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import replace_file, sync_folder
 from fedpriv.variants.composition import Guarantee, PublicationCost, publication_cost
@@ -78,6 +78,10 @@ def check_options(settings: DedupSettings) -> None:
     Raises:
         InputError: names it.
     """
+    if settings.algorithm == LOSSLESS:
+        if settings.options:
+            raise InputError(f"option = {min(settings.options)!r}: {LOSSLESS} has none")
+        return
     method = BasisOptions if settings.algorithm == SHARED_BASIS else algorithm(settings.algorithm)
     parameters = inspect.signature(method).parameters
     options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]

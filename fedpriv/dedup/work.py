@@ -1,4 +1,4 @@
-"""The work of storing variants, by blocks or by a shared basis: its inputs, its outcomes and its progress."""
+"""The work of storing variants, in whatever way: its inputs, its outcomes and its progress."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Work:
         variants: by name; the utility of those whose records are public is known.
         layouts: of each.
         read_tensors: gives the tensors of a variant by name.
-        evaluators: of each.
+        evaluators: of each; of some or none where nothing is validated.
         store: open for writing.
         settings: see `DedupSettings`.
         private: how private records are queried; None if all records are public.
@@ -69,7 +69,10 @@ class Work:
         measured = {
             name: replace(variant, utility=self.utility(name))
             for name, variant in self.variants.items()
-            if variant.utility is None and self.is_public(name) and self.evaluators[name].utility == "accuracy"
+            if variant.utility is None
+            and name in self.evaluators
+            and self.is_public(name)
+            and self.evaluators[name].utility == "accuracy"
         }
         return replace(self, variants={**self.variants, **measured})
 
@@ -174,7 +177,11 @@ class Work:
         needed: int | None = None,
     ) -> Outcome:
         """The outcome for a variant; without a proof it is as it was given, or its records are private."""
-        given = self.utility(name) if self.is_public(name) else None
+        evaluator = self.evaluators.get(name)
+        given = self.variants[name].utility if evaluator is None else None
+        if evaluator is not None and evaluator.private is None:
+            given = self.utility(name)
+        num_records = evaluator.num_records if evaluator else 0
         methods = sorted({method for each in cost.by_data_set for method in each.epsilons})
         return Outcome(
             name=name,
@@ -183,13 +190,13 @@ class Work:
             num_blocks=self.layouts[name].num_blocks,
             num_replaced=num_replaced,
             num_validations=num_validations,
-            utility=self.evaluators[name].utility,
+            utility=evaluator.utility if evaluator else "accuracy",
             utility_given=given,
             utility_before=proof.before if proof else given,
             utility_after=proof.after if proof else given,
             bound=bound,
             loss_limit=proof.limit if proof else None,
-            num_records=proof.num_records if proof else self.evaluators[name].num_records,
+            num_records=proof.num_records if proof else num_records,
             records_needed=needed,
             epsilon_before=cost_of([self.variants[name]], self.settings.accountant).guarantee.epsilon,
             epsilon_after=cost.guarantee.epsilon,

@@ -369,6 +369,7 @@ class StoredVariants:
 
     Attributes:
         outcomes: one for each variant: what deduplication did to it, under the names of `dedup.outcomes.Outcome`.
+        lossless: whether all are stored without loss.
         bases: of a variant that is stored by a shared basis: `rank`, whether it has a `residual` of its own, and the
             `error` of what is restored; None for the others.
         bytes_stored: of all variants, each shared block once.
@@ -376,6 +377,7 @@ class StoredVariants:
     """
 
     outcomes: tuple[Mapping[str, Any], ...]
+    lossless: bool
     bases: tuple[Mapping[str, Any] | None, ...]
     bytes_stored: int
     bytes_logical: int
@@ -396,6 +398,11 @@ class StoredVariants:
         return any(self.bases)
 
     @property
+    def way(self) -> str:
+        """What they are stored in, in words."""
+        return "a store without loss" if self.lossless else "a shared basis" if self.by_basis else "shared blocks"
+
+    @property
     def num_validations(self) -> int:
         """The number of validations, over all variants."""
         return sum(outcome["num_validations"] for outcome in self.outcomes)
@@ -412,13 +419,14 @@ def _read_stored(run_dir: Path) -> StoredVariants | None:
     from fedpriv.variants.store import Store  # deferred: safetensors and numpy
 
     with Store(run_dir / files.STORE, read_only=True) as store:
-        found = [store.manifest(name).provenance for name in store.names]
+        manifests = [store.manifest(name) for name in store.names]
         stored, logical = store.bytes_stored, store.bytes_logical
-    found = [provenance for provenance in found if provenance.get("outcome")]
+    found = [manifest.provenance for manifest in manifests if manifest.provenance.get("outcome")]
     if not found:
         return None
     return StoredVariants(
         outcomes=tuple(provenance["outcome"] for provenance in found),
+        lossless=all(m.basis is not None and "basis" not in m.provenance for m in manifests),
         bases=tuple(provenance.get("basis") for provenance in found),
         bytes_stored=stored,
         bytes_logical=logical,

@@ -181,7 +181,12 @@ def _checked(tensors: Mapping[str, np.ndarray[Any, Any]]) -> Mapping[str, Tensor
     for name, values in tensors.items():
         if not np.isfinite(values).all():
             raise ValueError(f"{name} holds values that are no numbers")
-    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in tensors.items()}
+    return {name: torch.from_numpy(np.ascontiguousarray(_for_torch(values))) for name, values in tensors.items()}
+
+
+def _for_torch(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The values, of a type that PyTorch takes from NumPy."""
+    return values.astype(np.float32) if values.dtype.name == "bfloat16" else values
 
 
 def _labels_of_run(run: Path, config: RunConfig) -> tuple[str, ...]:

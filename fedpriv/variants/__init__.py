@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fedpriv.variants.folders import Described as Described
     from fedpriv.variants.kept import StoredModel as StoredModel
     from fedpriv.variants.kept import stored_models as stored_models
-    from fedpriv.variants.store import Share as Share
     from fedpriv.variants.store import Store as Store
     from fedpriv.variants.store import Variant as Variant
 else:

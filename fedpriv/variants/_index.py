@@ -47,7 +47,7 @@ _SCHEMA = """
 
 @dataclass(frozen=True)
 class Digests:
-    """SHA-256 of a model's manifest and of its extras, and of the shared basis that it needs, if any."""
+    """SHA-256 of a model's manifest and of its extras, and of the basis that it is restored from, if any."""
 
     manifest: str
     extras: str
@@ -83,7 +83,7 @@ class Contents:
         state: of the store.
         catalogue: the rows of the catalogue.
         models: {name: (digests, manifest, extras)}; a file that was damaged stays so, which its digest tells.
-        bases: {SHA-256: a shared basis}.
+        bases: {SHA-256: a basis}.
     """
 
     state: State = State()
@@ -162,14 +162,14 @@ class Index:
         return self._content("SELECT extras FROM models WHERE name = ?", name)
 
     def basis(self, sha256: str) -> bytes:
-        """The file of a shared basis.
+        """The file of a basis.
 
         Raises:
             ValueError: it is missing or damaged; one line.
         """
         content = self._content("SELECT content FROM bases WHERE sha256 = ?", sha256)
         if hashlib.sha256(content).hexdigest() != sha256:
-            raise ValueError(f"its shared basis {sha256[:12]} in {FILE} is damaged or missing")
+            raise ValueError(f"its basis {sha256[:12]} in {FILE} is damaged or missing")
         return content
 
     def description(self, manifest: Manifest) -> Described | None:
@@ -206,7 +206,7 @@ class Index:
             manifest: of the model, without description and basis.
             extras: its extra tensors.
             catalogue: [n] of its new blocks, whose rows are on the disk.
-            basis: the file of its shared basis, which is kept once; None without one.
+            basis: the file of its basis, which is kept once; None without one.
             described: its description, kept where given.
         """
         whole = array_sha256(np.concatenate([self.catalogue, catalogue]))

@@ -26,8 +26,8 @@ class Manifest:
         extras: {name of an extra tensor: SHA-256 of its values}.
         privacy: plain values, as they were given.
         provenance: plain values, as they were given.
-        basis: SHA-256 of the shared basis that its values come from, and then it has no blocks, and what it adds to the
-            basis is among its extras; None if its values are in blocks.
+        basis: SHA-256 of what it is restored from together with its extras, and then it has no blocks; None for one of
+            blocks.
         described: see `Store.describe`, as plain values; its uploads are in the index, each once for all models.
     """
 

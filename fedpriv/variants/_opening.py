@@ -2,7 +2,7 @@
 
 In versions 1 and 2 index, catalogue, manifests, extras and bases were files of their own. They are read as they are.
 The first that opens such a store for writing puts all but the blocks into the index of today, and only then are these
-files deleted. Damage is found by the SHA-256 of every block, manifest, extra tensor and shared basis.
+files deleted. Damage is found by the SHA-256 of every block, manifest, extra tensor and basis.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from fedpriv.errors import InputError
+from fedpriv.variants._bases import read_basis
 from fedpriv.variants._index import FILE, Contents, Digests, Index, State
 from fedpriv.variants._manifests import CATALOGUE, Manifest, array_sha256, rows_of
 from fedpriv.variants._rows import RowFile
-from fedpriv.variants.shared_basis import SharedBasis
+from fedpriv.variants.blocks import tensors_in
 
 LOCK = "lock"
 OLD_FOLDERS = ("manifests", "extras", "bases")
@@ -191,7 +191,7 @@ def _damaged_extras(index: Index, manifest: Manifest) -> list[str]:
     except ValueError as error:
         reason = str(error)
     try:
-        extras = safetensors.numpy.load(index.raw_extras(manifest.name))
+        extras = tensors_in(index.raw_extras(manifest.name))
     except SafetensorError:
         return [f"model {manifest.name!r}: {reason}; holds {', '.join(map(repr, manifest.extras)) or 'no tensor'}"]
     bad = [name for name, known in manifest.extras.items() if name not in extras or array_sha256(extras[name]) != known]
@@ -200,7 +200,7 @@ def _damaged_extras(index: Index, manifest: Manifest) -> list[str]:
 
 
 def _damaged_rest(index: Index, manifest: Manifest) -> list[str]:
-    """A line if the description of a model is damaged, and one if its shared basis is, and it cannot be restored."""
+    """A line if the description of a model is damaged, and one if its basis is, and it cannot be restored."""
     lines = []
     try:
         index.description(manifest)
@@ -208,7 +208,7 @@ def _damaged_rest(index: Index, manifest: Manifest) -> list[str]:
         lines.append(f"model {manifest.name!r}: {error}")
     if manifest.basis is not None:
         try:
-            SharedBasis.from_bytes(index.basis(manifest.basis), manifest.layout)
+            read_basis(index.basis(manifest.basis), manifest.layout)
         except ValueError as error:
             lines.append(f"model {manifest.name!r}: {error}; none of its tensors can be restored")
     return lines

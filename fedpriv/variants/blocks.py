@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import safetensors
 from numpy.typing import NDArray
 
 from fedpriv.errors import InputError
@@ -18,7 +20,11 @@ Tensors = dict[str, NDArray[Any]]
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 LEAST_VALUES, MOST_VALUES, WANTED_BLOCKS = 64, 1024, 256
-DTYPES = ("bool", *_INTEGERS, "float16", "float32", "float64")
+DTYPES = ("bool", *_INTEGERS, "float16", np.dtype(ml_dtypes.bfloat16).name, "float32", "float64")
+
+# Their names in safetensors.
+_CODES = ("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "F16", "BF16", "F32", "F64")
+_BY_CODE = dict(zip(_CODES, DTYPES, strict=True))
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,19 @@ class BlockLayout:
     def _view(self, blocks: NDArray[Any], tensor: TensorSpec) -> NDArray[Any]:
         positions = self.blocked[tensor.name]
         return blocks[positions.start : positions.stop].reshape(-1)[: tensor.size].reshape(tensor.shape)
+
+
+def tensors_in(content: bytes) -> Tensors:
+    """The tensors of a safetensors file; unlike `safetensors.numpy.load`, of bfloat16 too.
+
+    Raises:
+        SafetensorError: it is none.
+        KeyError: a tensor is of a type that is none of `DTYPES`.
+    """
+    return {
+        name: np.frombuffer(each["data"], _BY_CODE[each["dtype"]]).reshape(each["shape"])
+        for name, each in safetensors.deserialize(content)  # type: ignore[no-untyped-call]
+    }
 
 
 def layout_of(tensors: Mapping[str, NDArray[Any]], block_size: int, dtype: str = "float32") -> BlockLayout:

@@ -29,7 +29,7 @@ class StoredModel:
 
     Attributes:
         name: of the model.
-        bytes_own: that its removal and a compaction would free: its files, and the blocks or the shared basis that no
+        bytes_own: that its removal and a compaction would free: its files, and the blocks or the basis that no
             other model uses.
         num_blocks: in the model.
         num_shared: of these, positions whose block another model uses too.

@@ -93,6 +93,15 @@ class SharedBasis:
             for spec, end in zip(self.specs, ends, strict=True)
         }
 
+    def tensors(self, held: Mapping[str, NDArray[Any]]) -> Tensors:
+        """A model's tensors, from its share of the basis and the tensors that a basis does not hold.
+
+        Raises:
+            ValueError: in one line, what is missing or of another shape.
+        """
+        encoded, others = Encoded.from_tensors(held, self.specs)
+        return {**self.restore(encoded), **others}
+
     def with_residual(self, encoded: Encoded, vector: NDArray[np.float64], bits: int) -> Encoded:
         """The variant with what the basis misses of it [size], in so many bits."""
         missing = vector - self._vector(encoded)
@@ -114,17 +123,16 @@ class SharedBasis:
         )
 
     @classmethod
-    def from_bytes(cls, content: bytes, layout: BlockLayout) -> SharedBasis:
-        """The basis in a file that `to_bytes` wrote, of models of this layout.
+    def from_tensors(cls, tensors: Mapping[str, NDArray[Any]], layout: BlockLayout) -> SharedBasis:
+        """The basis in the tensors of such a file, of models of this layout.
 
         Raises:
             ValueError: in one line, why it is not.
         """
         specs = covered(layout)
         try:
-            arrays = safetensors.numpy.load(content)
-            mean, components = (_rows(arrays, name, specs) for name in ("mean", "components"))
-        except (safetensors.SafetensorError, KeyError) as error:
+            mean, components = (_rows(tensors, name, specs) for name in ("mean", "components"))
+        except KeyError as error:
             raise ValueError(f"not a shared basis ({error})") from None
         return cls(specs=specs, mean=mean, components=components)
 
@@ -159,8 +167,8 @@ class Encoded:
         return found
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, NDArray[Any]], layout: BlockLayout) -> tuple[Encoded, Tensors]:
-        """A model's share of its basis, and its extras, from the tensors of both.
+    def from_tensors(cls, tensors: Mapping[str, NDArray[Any]], specs: Sequence[TensorSpec]) -> tuple[Encoded, Tensors]:
+        """A model's share of a basis of such tensors, and its others, from the tensors of both.
 
         Raises:
             ValueError: in one line, what is missing or of another shape.
@@ -168,7 +176,7 @@ class Encoded:
         own = {name.removeprefix(_PREFIX): array for name, array in tensors.items() if name.startswith(_PREFIX)}
         if "coefficients" not in own:
             raise ValueError("has no coefficients")
-        residual = _rows(own, "residual", covered(layout)) if "residual" in own else None
+        residual = _rows(own, "residual", specs) if "residual" in own else None
         extras = {name: array for name, array in tensors.items() if not name.startswith(_PREFIX)}
         return cls(own["coefficients"], residual), extras
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import sync_folder
+from fedpriv.variants._bases import Basis, read_basis
 from fedpriv.variants._index import FILE, Digests, State
 from fedpriv.variants._manifests import (
     CATALOGUE,
@@ -38,10 +39,9 @@ from fedpriv.variants._manifests import (
 )
 from fedpriv.variants._opening import LOCK, OLD_FOLDERS, check_folder, damaged_rows, damaged_tensors, opened, problems
 from fedpriv.variants._rows import OpenRows, RowFile, Wanted, read_rows
-from fedpriv.variants.blocks import BlockLayout, Tensors, layout_of
+from fedpriv.variants.blocks import BlockLayout, Tensors, layout_of, tensors_in
 from fedpriv.variants.folders import Described
 from fedpriv.variants.outcomes import utilities
-from fedpriv.variants.shared_basis import Encoded, SharedBasis
 
 CHARGES_FILE = "charges.json"
 """A file that outlives the models of a store, for the charges of private records that validated them"""
@@ -65,19 +65,6 @@ class Variant:
     blocks: NDArray[Any]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Share:
-    """A model described by its share of a basis, which is stored once for all models that have a share of it.
-
-    Attributes:
-        basis: of models of the same layout.
-        encoded: the model's share.
-    """
-
-    basis: SharedBasis
-    encoded: Encoded
-
-
 class Store:
     """A store in a folder, open for one writer or for reading; a context manager.
 
@@ -96,7 +83,7 @@ class Store:
         self.path = path
         self._writer: int | None = None
         self._manifests: dict[Digests, Manifest] = {}
-        self._shared: dict[str, SharedBasis] = {}
+        self._shared: dict[str, Basis] = {}
         check_folder(path, read_only=read_only)
         try:
             with self._one_line_errors():
@@ -203,7 +190,7 @@ class Store:
         """
         self._digests(name)
         with self._one_line_errors(name):
-            return safetensors.numpy.load(self._index.extras(name))
+            return tensors_in(self._index.extras(name))
 
     def describe(self, name: str) -> Described | None:
         """The description that a model was added with, if any: its history, which tells its cost, and how it is used.
@@ -244,7 +231,7 @@ class Store:
         return any(each.get("bases") and utilities(each.get("outcome") or {}) is None for each in known)
 
     def tensors(self, name: str) -> Tensors:
-        """The model's tensors: bit for bit as they were added, or as its shared basis restores them.
+        """The model's tensors: bit for bit as they were added, or as its basis restores them.
 
         Raises:
             InputError: there is no such model.
@@ -253,8 +240,7 @@ class Store:
         manifest, extras = self.manifest(name), self.extras(name)
         if manifest.basis is not None:
             with self._one_line_errors(name):
-                encoded, extras = Encoded.from_tensors(extras, manifest.layout)
-                return {**self._basis(manifest.basis, manifest.layout).restore(encoded), **extras}
+                return self._basis(manifest.basis, manifest.layout).tensors(extras)
         rows = self.rows(manifest.blocks)
         present = rows < len(self._mapped)
         blocks = np.zeros((len(rows), manifest.layout.block_size), manifest.layout.dtype)
@@ -267,7 +253,7 @@ class Store:
         self,
         name: str,
         layout: BlockLayout,
-        values: NDArray[Any] | Variant | Share,
+        values: NDArray[Any] | Variant | Basis,
         extras: Mapping[str, NDArray[Any]],
         *,
         described: Described | None = None,
@@ -280,8 +266,8 @@ class Store:
             name: not in the store yet; letters, digits and . _ = + -, at most 100 characters.
             layout: of the model; all models of a store have blocks of one size and dtype.
             values: [num_blocks, block_size], of its blocks; or [num_blocks] int, numbers of stored blocks; or a variant
-                of a stored model; or its share of a basis.
-            extras: the extra tensors of the layout; with a basis, the tensors that a basis does not hold.
+                of a stored model; or the basis that it is restored from, which is stored once for all its models.
+            extras: the extra tensors of the layout; with a basis, what the basis restores the model from.
             described: see `describe`.
             privacy: plain values, kept as they are.
             provenance: plain values, kept as they are; `bases` are the models whose values it may hold.
@@ -397,15 +383,15 @@ class Store:
             )
 
     def _numbered(
-        self, name: str, layout: BlockLayout, values: NDArray[Any] | Variant | Share, extras: Mapping[str, NDArray[Any]]
+        self, name: str, layout: BlockLayout, values: NDArray[Any] | Variant | Basis, extras: Mapping[str, NDArray[Any]]
     ) -> tuple[NumberedBlocks, Mapping[str, NDArray[Any]], bytes | None]:
         """The blocks of a model with their numbers, the tensors that are kept beside them, and its basis, if any."""
-        if isinstance(values, Share):
-            restored = {**values.basis.restore(values.encoded), **extras}
+        if not isinstance(values, np.ndarray | Variant):
+            restored = values.tensors(extras)
             if difference := layout.difference(layout_of(restored, layout.block_size, layout.dtype)):
                 raise InputError(f"model {name!r}: {difference}")
             none = NumberedBlocks(np.empty(0, np.int64), np.empty((0, layout.block_size)), np.empty(0, CATALOGUE))
-            return none, {**extras, **values.encoded.to_tensors()}, values.basis.to_bytes()
+            return none, extras, values.to_bytes()
         numbered = self._number_model(layout, values)
         if mismatch := layout.mismatch(_placeholder_blocks(layout, len(numbered.numbers)), extras):
             raise InputError(f"model {name!r}: {mismatch}")
@@ -417,7 +403,7 @@ class Store:
             return self._number(layout, blocks)
         base = self.manifest(blocks.base)
         if base.basis is not None:
-            raise InputError(f"base {blocks.base!r}: has no blocks, since it is stored by a shared basis")
+            raise InputError(f"base {blocks.base!r}: has no blocks, since it is restored from a basis")
         if difference := base.layout.difference(layout):
             raise InputError(f"base {blocks.base!r}: another architecture: {difference}")
         positions, replaced = blocks.positions, self._number(layout, blocks.blocks)
@@ -482,10 +468,10 @@ class Store:
             raise StoreError(f"{self.path / FILE}: damaged in its catalogue; `verify` shows what is affected")
         return self._index.catalogue
 
-    def _basis(self, sha256: str, layout: BlockLayout) -> SharedBasis:
+    def _basis(self, sha256: str, layout: BlockLayout) -> Basis:
         """A basis, which is read once."""
         if sha256 not in self._shared:
-            self._shared[sha256] = SharedBasis.from_bytes(self._index.basis(sha256), layout)
+            self._shared[sha256] = read_basis(self._index.basis(sha256), layout)
         return self._shared[sha256]
 
     def _lock(self) -> None:

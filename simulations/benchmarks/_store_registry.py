@@ -105,7 +105,7 @@ class StoreRegistry:
         """The memory that holds the model of this name, filled."""
         manifest = self._store.manifest(name)
         if manifest.basis is not None:
-            raise InputError(f"model {name!r}: is stored by a shared basis, without blocks to copy; use Store.tensors")
+            raise InputError(f"model {name!r}: is restored from a basis, without blocks to copy; use Store.tensors")
         self._forget_changed()
         if manifest not in self._contents:
             self._contents[manifest] = _contents_of(manifest)

@@ -224,7 +224,7 @@ def _stored(path: Path) -> tuple[dict[str, BlockLayout], dict[str, str]]:
         for name in store.names:
             manifest = store.manifest(name)
             if manifest.basis is not None:
-                raise InputError(f"variant {name!r}: is stored by a shared basis, without blocks that could be served")
+                raise InputError(f"variant {name!r}: is restored from a basis, without blocks that could be served")
             layouts[name] = manifest.layout
         return layouts, {name: digest(store.tensors(name)) for name in store.names}
 

@@ -199,6 +199,11 @@ def test_a_store_is_not_made_by_looking_for_one(tmp_path):
         (["run", "variants", "s", "--evaluator", "study:evaluator", "--block-size", "9000"], "largest one has 8192"),
         (["run", "variants", "s", "--evaluator", "study:evaluator", "--seed", "1"], "a run's own test set"),
         (["run", "variants", "s", "--evaluator", "study:evaluator", "--validation-epsilon", "1"], "are public"),
+        (
+            ["run", "variants", "s", "--algorithm", "lossless", "--seed", "1"],
+            "algorithm = 'lossless' validates nothing",
+        ),
+        (["plan", "variants", "--algorithm", "lossless"], "stores every variant as it is"),
         (["verify", "nowhere"], "nowhere"),
     ],
 )
@@ -227,7 +232,7 @@ def test_a_store_of_a_shared_basis_is_planned_listed_restored_emptied_and_never_
     fedpriv("dedup", "restore", store, "round-10", "--out", out)
     assert safetensors.numpy.load_file(out)["weight"].shape == (8192,)
     assert "3 variants, all sound" in fedpriv("dedup", "verify", store)[0]
-    assert "stored by a shared basis" in fedpriv(store, code=2, program=loading)[1]
+    assert "restored from a basis" in fedpriv(store, code=2, program=loading)[1]
     (shared,) = basis_sizes(store)
     assert max(model["bytes_own"] for model in as_json("dedup", "list", store)["variants"]) < shared
     assert "remove these as well" in fedpriv("dedup", "remove", store, "round-10", code=2)[1]
@@ -235,3 +240,21 @@ def test_a_store_of_a_shared_basis_is_planned_listed_restored_emptied_and_never_
     assert as_json("dedup", "gc", store)["num_blocks"] == 0
     assert not basis_sizes(store)
     assert "0 variants, all sound" in fedpriv("dedup", "verify", store)[0]
+
+
+def test_a_store_without_loss_needs_no_evaluator_and_restores_every_bit(study, tmp_path):
+    store, out = tmp_path / "store", tmp_path / "round-10.safetensors"
+    done = as_json("dedup", "run", "variants", store, "--algorithm", "lossless", folder=study)
+    assert all(each["epsilon_before"] == each["epsilon_after"] for each in done["variants"])
+    assert done["num_validations"] == 0
+    assert (
+        "stays as it is, it is stored without loss"
+        in fedpriv("dedup", "run", "variants", store, "--algorithm", "lossless", folder=study)[0]
+    )
+    fedpriv("dedup", "restore", store, "round-10", "--out", out)
+    (given,) = (study / "variants" / "round-10").glob("*.safetensors")
+    assert {k: v.tobytes() for k, v in safetensors.numpy.load_file(out).items()} == {
+        k: v.tobytes() for k, v in safetensors.numpy.load_file(given).items()
+    }
+    assert as_json("dedup", "remove", store, "round-10")["left"] == ["round-12", "round-14"]
+    assert "2 variants, all sound" in fedpriv("dedup", "verify", store)[0]

@@ -248,10 +248,10 @@ def test_a_damaged_basis_is_refused_by_name_and_plain_variants_are_served(tensor
     damage_index(tmp_path / "s", "bases", "content", -5)
     with Store(tmp_path / "s") as store:
         assert np.array_equal(store.tensors("round-2")["w"], tensors["round-2"]["w"])
-        with pytest.raises(StoreError, match=r"model 'round-28': its shared basis .* is damaged"):
+        with pytest.raises(StoreError, match=r"model 'round-28': its basis .* is damaged"):
             store.tensors("round-28")
         assert len(store.verify()) == len(ROUNDS) - 1
-        assert all("its shared basis" in line for line in store.verify())
+        assert all("its basis" in line for line in store.verify())
     with closing(sqlite3.connect(tmp_path / "s" / "index.sqlite")) as db, db:
         db.execute("DELETE FROM bases")
     with Store(tmp_path / "s") as store, pytest.raises(StoreError, match="or missing"):
@@ -290,7 +290,7 @@ def test_what_needs_blocks_refuses_a_variant_without_any(tensors, tmp_path):
     layout = layout_of(tensors["round-28"], 64)
     blocks, extras = layout.to_blocks(tensors["round-28"])
     with Store(tmp_path / "s") as store:
-        with pytest.raises(InputError, match="stored by a shared basis"):
+        with pytest.raises(InputError, match="restored from a basis"):
             StoreRegistry(store, 2**20).get("round-28")
         difference = StoreVariant(base="round-28", positions=np.array([0]), blocks=blocks[:1])
         with pytest.raises(InputError, match="base 'round-28': has no blocks"):

@@ -15,7 +15,11 @@ def outcome(name: str, **changes: Any) -> dict[str, Any]:
 
 def rows_of(*outcomes: dict[str, Any], base_bytes: int | None = 90_000_000) -> dict[str, tuple[str, ...]]:
     stored = StoredVariants(
-        outcomes=outcomes, bases=(None,) * len(outcomes), bytes_stored=1_000_000, bytes_logical=3_000_000
+        lossless=False,
+        outcomes=outcomes,
+        bases=(None,) * len(outcomes),
+        bytes_stored=1_000_000,
+        bytes_logical=3_000_000,
     )
     table = closing_table(stored, base_bytes)
     assert table.caption == f"{len(outcomes)} variants in shared blocks"

@@ -145,6 +145,24 @@ def test_a_runs_report_shows_a_shared_basis_as_one(small_run, tmp_path):
     assert "blocks" not in page[page.index("Stored variants") : page.index("What 6 variants take")]
 
 
+@pytest.mark.parametrize("rule", ["dp-lora", "fed-sb"])
+def test_a_run_stores_without_loss_what_nothing_validates(small_run, tmp_path, rule):
+    folder = run(small_run, tmp_path / "run", dedup="lossless", aggregation=rule)
+    with Store(folder / "store", read_only=True) as store:
+        assert store.names == sorted(described(folder))
+        for name in store.names:
+            given = folders.read_tensors(folder / "variants" / name)
+            assert {k: v.tobytes() for k, v in store.tensors(name).items()} == {
+                k: v.tobytes() for k, v in given.items()
+            }
+    stored, page = RunFolder(folder).stored, (folder / "report.html").read_text()
+    assert stored.lossless
+    assert all(outcome["epsilon_before"] == outcome["epsilon_after"] for outcome in stored.outcomes)
+    for text in ("are in <code>store/</code> without loss", "its own values", "the base once, a store without loss"):
+        assert text in page
+    assert "blocks" not in page[page.index("Stored variants") : page.index("What 6 variants take")]
+
+
 def test_without_deduplication_the_command_line_does_it_later(small_run, tmp_path):
     folder = run(small_run, tmp_path / "run", variant_clients=False)
     assert not (folder / "store").exists()

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.errors import InputError
+from fedpriv.variants._bases import read_basis
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.shared_basis import (
     BasisOptions,
@@ -21,6 +22,7 @@ from fedpriv.variants.shared_basis import (
     restore_error,
     row_bytes,
 )
+from tests.variants.test_blocks import same_bits
 
 
 def family(num_variants: int = 6, rank: int = 2, noise: float = 0.0) -> list[dict[str, np.ndarray]]:
@@ -86,7 +88,7 @@ def test_more_bits_and_more_rank_restore_better_and_the_file_comes_back(bits):
     *_, small, few = fitted(models, bits=bits, ratio=0.25)
     assert small.rank < full.rank
     assert max(errors(layout, vectors, small, few)) > max(errors(layout, vectors, full, encoded))
-    again = SharedBasis.from_bytes(full.to_bytes(), layout)
+    again = read_basis(full.to_bytes(), layout)
     for each in encoded:
         assert all(np.array_equal(again.restore(each)[k], v) for k, v in full.restore(each).items())
     assert again.to_bytes() == full.to_bytes() == fitted(models, bits=bits)[2].to_bytes()
@@ -130,10 +132,9 @@ def test_a_residual_brings_back_what_the_basis_misses():
     for bits, factor in ((4, 0.25), (8, 0.02)):
         full = [basis.with_residual(each, vector, bits) for each, vector in zip(encoded, vectors, strict=True)]
         assert (np.array(errors(layout, vectors, basis, full)) < factor * np.array(without)).all()
-        tensors = {**full[0].to_tensors(), "steps": np.array(3)}
-        again, extras = Encoded.from_tensors(tensors, layout)
-        assert list(extras) == ["steps"]
-        assert all(np.array_equal(basis.restore(again)[k], v) for k, v in basis.restore(full[0]).items())
+        again = basis.tensors({**full[0].to_tensors(), "steps": np.array(3)})
+        assert again.pop("steps") == 3
+        assert same_bits(again, basis.restore(full[0]))
 
 
 @settings(max_examples=40, deadline=None)
@@ -184,8 +185,8 @@ def test_equal_variants_need_no_component_and_a_basis_of_another_layout_is_refus
     assert basis.rank == 0
     assert max(errors(layout, vectors, basis, encoded)) < 0.02
     with pytest.raises(ValueError, match="mean: int8"):
-        SharedBasis.from_bytes(basis.to_bytes(), layout_of({"a": np.zeros(3, "f4")}, 16))
+        read_basis(basis.to_bytes(), layout_of({"a": np.zeros(3, "f4")}, 16))
     with pytest.raises(ValueError, match="not a shared basis"):
-        SharedBasis.from_bytes(b"nonsense", layout)
+        SharedBasis.from_tensors({"mean": np.zeros(3)}, layout)
     with pytest.raises(ValueError, match="2 coefficients for a basis of 0 components"):
         basis.restore(Encoded(np.zeros(2, np.float32)))

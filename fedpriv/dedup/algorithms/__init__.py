@@ -23,6 +23,7 @@ from fedpriv.errors import InputError
 
 __all__ = [
     "ALGORITHMS",
+    "LOSSLESS",
     "METHODS",
     "SHARED_BASIS",
     "Accept",
@@ -47,7 +48,10 @@ ALGORITHMS: dict[str, Search] = {
 SHARED_BASIS = "shared-basis"
 """Not a search: variants are stored by a basis of their values, see `fedpriv.dedup._pipelines`."""
 
-METHODS = (*ALGORITHMS, SHARED_BASIS)
+LOSSLESS = "lossless"
+"""No search either: variants are stored bit for bit, see `fedpriv.dedup._lossless`."""
+
+METHODS = (*ALGORITHMS, SHARED_BASIS, LOSSLESS)
 """Everything by which variants can be stored."""
 
 

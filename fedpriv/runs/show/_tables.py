@@ -332,13 +332,17 @@ _MOST_NAMES = 4
 def variant_table(stored: StoredVariants) -> TextTable:
     """A row for each variant, before and after deduplication."""
     shared = ("a basis with", "restored from") if stored.by_basis else ("blocks of", "replaced")
+    if stored.lossless:
+        shared = "values of", "restored from"
     measure = "accuracy" if all(map(is_accuracy, stored.outcomes)) else "perplexity"
     headers = ("variant", *shared, measure, "then", "at most lost", "ε", "then", "by basic", "δ")
     rows = tuple(
         (
             outcome["name"],
             _others(outcome["bases"]),
-            _restored(basis) if stored.by_basis else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
+            _restored(basis)
+            if stored.by_basis or stored.lossless
+            else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
             *_utilities(outcome),
             _limit(outcome.get("loss_limit")),
             format_bound(outcome["epsilon_before"]),
@@ -374,13 +378,12 @@ def size_table(stored: StoredVariants, base_bytes: int | None) -> TextTable:
         base_bytes: size of the frozen model that they are adapters of; None if the run did not record it.
     """
     num_variants, logical, shared = len(stored.outcomes), stored.bytes_logical, stored.bytes_stored
-    what = "a shared basis" if stored.by_basis else "shared blocks"
     ways: dict[str, int | None] = {
         "a whole model for each": None if base_bytes is None else num_variants * base_bytes + logical,
         "the base once, an adapter for each": None if base_bytes is None else base_bytes + logical,
-        f"the base once, {what}": None if base_bytes is None else base_bytes + shared,
+        f"the base once, {stored.way}": None if base_bytes is None else base_bytes + shared,
         "the adapters alone": logical,
-        f"the adapters alone, {what}": shared,
+        f"the adapters alone, {stored.way}": shared,
     }
     rows = tuple((way, format_bytes(size)) for way, size in ways.items())
     return TextTable(caption=f"What {num_variants} variants take", headers=("stored as", "bytes"), rows=rows)
@@ -402,8 +405,7 @@ def closing_table(stored: StoredVariants, base_bytes: int | None) -> TextTable:
         for way, before, after, how in sizes
     ]
     rows += [_largest_rise(stored.outcomes), _largest_fall(stored.outcomes)]
-    what = "a shared basis" if stored.by_basis else "shared blocks"
-    return TextTable(caption=f"{num} variants in {what}", headers=("", "before", "after", ""), rows=tuple(rows))
+    return TextTable(caption=f"{num} variants in {stored.way}", headers=("", "before", "after", ""), rows=tuple(rows))
 
 
 def _largest_rise(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
