@@ -399,7 +399,7 @@ class StoredVariants:
 
     @property
     def way(self) -> str:
-        """What they are stored in, in words."""
+        """The way in which they are stored, in words."""
         return "a store without loss" if self.lossless else "a shared basis" if self.by_basis else "shared blocks"
 
     @property

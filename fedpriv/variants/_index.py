@@ -28,6 +28,9 @@ from fedpriv.variants.folders import Described, from_json, to_json
 FILE = "index.sqlite"
 VERSION = 3
 
+MOST_BYTES = 10**9 - 10**6
+"""The largest extras or basis: SQLite's limit for a value, less what is in its row beside it"""
+
 _NEW = f".{FILE}.new"  # becomes the index once it is whole
 _LOCKED_SECONDS = 30.0
 _SCHEMA = """

@@ -4,7 +4,7 @@ Two fine-tunes of one model have sign, exponent and leading bits of most values 
 are zero. The bytes of one significance, of many values in a row, then compress well, whatever the others look like. A
 model is restored bit for bit, payloads of NaNs included, and so holds nothing of the reference's values.
 
-Source: the exclusive or with a base is ZipLLM's (Wang et al. 2025), grouping bytes by significance is ZipNN's
+Source: the exclusive or with a base is ZipLLM's (Wang et al. 2026), grouping bytes by significance is ZipNN's
 (Hershcovitch et al. 2024).
 """
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import sync_folder
 from fedpriv.variants._bases import Basis, read_basis
-from fedpriv.variants._index import FILE, Digests, State
+from fedpriv.variants._index import FILE, MOST_BYTES, Digests, State
 from fedpriv.variants._manifests import (
     CATALOGUE,
     Manifest,
@@ -292,6 +292,11 @@ class Store:
             next_block=before.next_block + len(numbered.new),
         )
         content = safetensors.numpy.save(dict(held))
+        if (largest := max(len(content), len(basis or b""))) > MOST_BYTES:
+            raise InputError(
+                f"model {name!r}: {largest} bytes in one piece; an index holds pieces of {MOST_BYTES} bytes at most, "
+                f"so keep this model as a file, or in blocks"
+            )
         with self._changing():
             file = _rows_file(self.path, after)
             file.write(before.num_rows, [numbered.new])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.variants import lossless
+from fedpriv.variants import store as store_module
 from fedpriv.variants._bases import read_basis
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.lossless import Reference, best_reference, sample
@@ -128,6 +129,18 @@ def test_a_store_restores_packed_models_whoever_else_goes(tmp_path):
             store.add("d", layout, difference, extras)
         store.remove("b", "c")
         assert basis_sizes(tmp_path / "s") == []
+
+
+@pytest.mark.parametrize("packs_much", [True, False])
+def test_what_sqlite_cannot_hold_in_one_value_is_refused_and_nothing_is_stored(packs_much, tmp_path, monkeypatch):
+    base, tuned = fine_tuned(1, 1e-1)
+    layout = layout_of(base, 16)
+    basis = Reference.zeros(layout) if packs_much else Reference.of(base, layout)
+    monkeypatch.setattr(store_module, "MOST_BYTES", 150_000)
+    with Store(tmp_path / "s") as store, pytest.raises(InputError, match=r"model 'a': 1[0-9]{5} bytes in one piece"):
+        store.add("a", layout, basis, basis.pack(tuned))
+    with Store(tmp_path / "s") as store:
+        assert store.names == []
 
 
 @pytest.mark.parametrize(("table", "column"), [("bases", "content"), ("models", "extras")])
