@@ -1,8 +1,8 @@
-"""A run's adapter variants for deduplication: their accuracy or likelihood, and the saliency of their values."""
+"""A run's adapter variants for deduplication: their accuracy or likelihood, saliency of their values, their answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,11 +16,17 @@ from fedpriv.adapters import INNER_SUFFIX
 from fedpriv.data.records import usable
 from fedpriv.dedup import saliency
 from fedpriv.dedup.saliency import Saliency
-from fedpriv.dedup.validation import PrivateRecords, Tensors, Utilities, Utility
+from fedpriv.dedup.validation import PrivateRecords, Tensors, Utilities, Utility, proof_records
+from fedpriv.dedup.work import Outcome
 from fedpriv.errors import InputError
+from fedpriv.runs import StoredAnswer
 from fedpriv.runs.files import read_config
-from fedpriv.training.evaluation import passes_by_length
+from fedpriv.training.evaluation import passes_by_length, text_of
+from fedpriv.training.questions import answers_to, first_questions
 from fedpriv.training.workbench import Workbench, workbench
+
+NUM_ANSWERS = 5
+"""Questions that a variant answers before and after deduplication"""
 
 
 class AdapterEvaluator:
@@ -52,6 +58,7 @@ class AdapterEvaluator:
         chosen = np.random.default_rng(seed).permutation(len(bench.test))[: num_records or None]
         read = [item[1] for item in bench.test.items(np.sort(chosen).tolist()) if usable(item)]
         self.model, self._test = bench.model, bench.test.part(read)
+        self._bench, self._read = bench, read
         if not read:
             raise InputError("test_data: the model can read none of the test records, on which variants are validated")
         self.num_records = len(self._test)
@@ -107,6 +114,37 @@ class AdapterEvaluator:
         with self._with_adapter(tensors):
             gradient = saliency.gradient(self.model.peft_model, batches, self._losses, set(names.values()))
         return {name: gradient[in_model] for name, in_model in names.items()}
+
+    def answers_side_by_side(
+        self, outcomes: Sequence[Outcome], given: Callable[[str], Tensors], stored: Callable[[str], Tensors]
+    ) -> list[StoredAnswer]:
+        """Answers of the variant that may have lost most, as it was given and as it is stored.
+
+        The questions are the first of the records by which nothing was chosen.
+
+        Args:
+            outcomes: of a deduplication validated on these records.
+            given: reads a variant's tensors by its name, as they were before it.
+            stored: the same, as they are after it.
+
+        Returns:
+            None of a model that answers nothing, or if nothing was replaced.
+        """
+        changed = [each for each in outcomes if each.num_replaced and each.loss_limit is not None]
+        if not changed or not self._bench.config.instructs:
+            return []
+        name = max(changed, key=lambda each: each.loss_limit or 0.0).name
+        records = [self._read[place] for place in proof_records(self.num_records)]
+        questions = first_questions(self._bench, NUM_ANSWERS, records)
+        texts = []
+        for read in (given, stored):
+            with self._with_adapter(read(name)):
+                texts.append(answers_to(questions, self._bench))
+        references = [text_of(self._bench.base.tokenizer, tokens) for tokens in questions.references]
+        return [
+            StoredAnswer(variant=name, prompt=prompt, reference=reference, before=before, after=after)
+            for prompt, reference, before, after in zip(questions.texts, references, *texts, strict=True)
+        ]
 
     def batch_logits(self, num_records: int) -> Tensor:
         """The model's logits on the first test records, with its current adapter."""

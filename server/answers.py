@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedpriv.adapters import Adapter, Merged
-from fedpriv.config import AuditSection, DataSection, RunConfig
-from fedpriv.data import turns_of
-from fedpriv.data.records import usable
+from fedpriv.config import RunConfig
 from fedpriv.runs import RunWriter, Sample
 from fedpriv.training import (
-    Tokens,
-    ends_of_turn,
-    greedy_answers,
     mean_estimate,
-    prompt_and_response,
     rouge_l,
     with_adapter,
 )
 from fedpriv.training.evaluation import text_of
+from fedpriv.training.questions import answers_to, first_questions
 from fedpriv.training.workbench import Workbench
 from server.observer import Observer
 from server.summary import SeriesOutcome
@@ -38,15 +32,6 @@ NOTHING = {
     **dict.fromkeys(("rouge_l_change", "rouge_l_change_standard_error", "num_generated")),
 }
 """The keys of summary.json about generated answers, of a run without any."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Questions:
-    """[questions] what is asked, in words and in tokens, and the test set's answers."""
-
-    texts: list[str]
-    prompts: list[Tokens]
-    references: list[Tokens]
 
 
 def answered(
@@ -66,7 +51,7 @@ def answered(
             why = "generated_answers = 0" if config.has_test_set else "the server has no test set"
             log.info("no answers are generated: %s", why)
         return NOTHING
-    questions = _questions(config, bench)
+    questions = first_questions(bench, config.generated_answers)
     if not questions.prompts:
         observer.notice("no answers are generated: no test record has a prompt and a response")
         return NOTHING
@@ -77,62 +62,24 @@ def answered(
     observer.notice(
         f"{len(models)} models answer {len(questions.prompts)} prompts, in {config.max_new_tokens} tokens each at most"
     )
-    texts = {name: _texts(config, bench, questions, name, *of, writer) for name, of in models.items()}
+    texts: dict[str, list[str]] = {}
+    for name, (adapter, merged) in models.items():
+
+        def tell(num: int, name: str = name) -> None:
+            writer.journal.write("answered", model=name, num_answered=num, num_prompts=len(questions.prompts))
+
+        with with_adapter(bench.model, adapter, merged):
+            texts[name] = answers_to(questions, bench, tell)
     references = [text_of(bench.base.tokenizer, tokens) for tokens in questions.references]
     none = [None] * len(references)
     rows = zip(questions.texts, references, texts[UNTRAINED], texts[PRIVATE], texts.get(NON_PRIVATE, none), strict=True)
-    writer.write_samples(
+    writer.write_answers(
         [
             Sample(prompt=prompt, reference=reference, untrained=untrained, private=private, non_private=non_private)
             for prompt, reference, untrained, private, non_private in rows
         ]
     )
     return _figures({name: rouge_l(references, of) for name, of in texts.items()})
-
-
-def _questions(config: RunConfig, bench: Workbench) -> _Questions:
-    """The first distinct prompts of the test set with a response, in its order."""
-    found: dict[Tokens, tuple[str, Tokens]] = {}
-    for item in filter(usable, bench.test.items()):
-        prompt, response = prompt_and_response(item)
-        if prompt and response and len(found) < config.generated_answers:
-            _, index = item
-            found.setdefault(prompt, (_in_words(config, bench.data.test.texts[index]), response))
-    return _Questions(
-        texts=[text for text, _ in found.values()],
-        prompts=list(found),
-        references=[response for _, response in found.values()],
-    )
-
-
-def _in_words(config: DataSection, text: str) -> str:
-    """The question of a record: its prompt, or what was said before its response, a line for each turn."""
-    return "\n".join(f"{role}: {said}" for role, said in turns_of(text)) if config.messages_column else text
-
-
-def _texts(
-    config: AuditSection,
-    bench: Workbench,
-    questions: _Questions,
-    name: str,
-    adapter: Adapter,
-    merged: Merged,
-    writer: RunWriter,
-) -> list[str]:
-    """A model's answers."""
-
-    def tell(num: int) -> None:
-        writer.journal.write("answered", model=name, num_answered=num, num_prompts=len(questions.prompts))
-
-    with with_adapter(bench.model, adapter, merged):
-        answers = greedy_answers(
-            bench.model,
-            questions.prompts,
-            max_new_tokens=config.max_new_tokens,
-            ends=ends_of_turn(bench.model, bench.base.tokenizer, questions.references),
-            on_answered=tell,
-        )
-    return [text_of(bench.base.tokenizer, answer) for answer in answers]
 
 
 def _figures(scores: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, Any]:

@@ -125,11 +125,11 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
     store_path = writer.path / files.STORE
     described = [folders.read(path.parent) for path in sorted((writer.path / files.VARIANTS).glob(f"*/{folders.FILE}"))]
     settings = DedupSettings(algorithm=config.dedup, block_size=config.dedup_block_size, fairness="outcome")
-    evaluators: Evaluators = {}
-    evaluation = ""
+    judge: AdapterEvaluator | None = None
     if config.validates_variants:
         judge = AdapterEvaluator(bench, num_records=config.dedup_records, seed=config.seed)
-        evaluators, evaluation = {each.name: judge for each in described}, judge.description
+    evaluators: Evaluators = {each.name: judge for each in described} if judge else {}
+    evaluation = judge.description if judge else ""
 
     def read(name: str) -> Mapping[str, NDArray[Any]]:
         return folders.read_tensors(writer.variant(name))
@@ -137,6 +137,9 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
     _keep_only_if_same(store_path, described, read, settings, validation_digest(evaluators, None, evaluation))
     with Store(store_path) as store:
         outcomes = pipeline.deduplicate(described, read, evaluators, store, settings, evaluation=evaluation)
+        if judge is not None:
+            answers = judge.answers_side_by_side(outcomes, read, store.tensors)
+            writer.write_answers(answers, files.STORED_ANSWERS)
         log.info("%s variants in %s of %s bytes", len(outcomes), store.bytes_stored, store.bytes_logical)
         writer.journal.write(
             "deduplicated",

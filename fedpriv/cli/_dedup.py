@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import secrets
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -190,6 +191,8 @@ def run(
     from fedpriv.config import parse_overrides
     from fedpriv.dedup import pipeline
     from fedpriv.dedup.algorithms import LOSSLESS
+    from fedpriv.runs import RunWriter
+    from fedpriv.runs.files import STORED_ANSWERS
     from fedpriv.variants import folders
     from fedpriv.variants.store import Store
 
@@ -233,6 +236,9 @@ def run(
                 evaluation=evaluation,
                 observer=observer,
             )
+            answers = []
+            if validates and not evaluator:
+                answers = judge.answers_side_by_side(outcomes, read, opened.tensors)
             summary = {
                 "compression_ratio": opened.compression_ratio,
                 "bytes_stored": opened.bytes_stored,
@@ -240,10 +246,21 @@ def run(
                 "block_size": settings.block_size,
                 "num_validations": sum(outcome.num_validations for outcome in outcomes),
                 "variants": [asdict(outcome) for outcome in outcomes],
+                "answers": [asdict(answer) for answer in answers],
             }
+    if answers and store.absolute() == folder.absolute().parent / "store":
+        RunWriter(store.absolute().parent).write_answers(answers, STORED_ANSWERS)
     lines = [_line(outcome, settings.algorithm) for outcome in outcomes]
+    for each in answers:
+        lines += [f"{each.variant} asked: {_short(each.prompt)}", f"  before: {_short(each.before)}"]
+        lines.append(f"  after:  {_short(each.after)}")
     lines.append(f"{summary['bytes_stored']} of {summary['bytes_logical']} bytes stored")
     show(summary, lines, as_json)
+
+
+def _short(text: str) -> str:
+    """The beginning of a text, in one line."""
+    return textwrap.shorten(text, 100, placeholder=" ...")
 
 
 def _line(outcome: Outcome, algorithm: str) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedpriv.runs._rows import ClientRow as ClientRow
     from fedpriv.runs._rows import RoundRow as RoundRow
     from fedpriv.runs._rows import Sample as Sample
+    from fedpriv.runs._rows import StoredAnswer as StoredAnswer
     from fedpriv.runs._rows import column_types as column_types
     from fedpriv.runs._rows import parse_epsilon as parse_epsilon
     from fedpriv.runs._rows import read_rows as read_rows

@@ -26,11 +26,12 @@ from fedpriv.runs._rows import (
     Events,
     RoundRow,
     Sample,
+    StoredAnswer,
     column_types,
     parse_epsilon,
     parse_rows,
+    read_answers,
     read_events,
-    read_samples,
 )
 
 if TYPE_CHECKING:
@@ -166,7 +167,12 @@ class RunFolder:
     @cached_property
     def samples(self) -> tuple[Sample, ...]:
         """Prompts of the test set with the models' answers; none before the end, or of a classifier."""
-        return read_samples(self.path / files.SAMPLES)
+        return read_answers(self.path / files.SAMPLES, Sample)
+
+    @cached_property
+    def stored_answers(self) -> tuple[StoredAnswer, ...]:
+        """Prompts with the answers of the variant that may have lost most by deduplication; none of a classifier."""
+        return read_answers(self.path / files.STORED_ANSWERS, StoredAnswer)
 
     @cached_property
     def stored(self) -> StoredVariants | None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fedpriv.errors import InputError
 
@@ -222,8 +222,29 @@ class Sample:
     non_private: str | None
 
 
-def read_samples(path: Path) -> tuple[Sample, ...]:
-    """The samples of a run; none if it has generated no answers.
+@dataclass(frozen=True, kw_only=True)
+class StoredAnswer:
+    """A prompt with the answers of a variant before and after deduplication, as text.
+
+    Attributes:
+        variant: its name.
+        prompt: as the models read it, without special tokens.
+        reference: the test set's own response.
+        before, after: answers of the variant as it was given and as it is stored.
+    """
+
+    variant: str
+    prompt: str
+    reference: str
+    before: str
+    after: str
+
+
+Answers = TypeVar("Answers", Sample, StoredAnswer)
+
+
+def read_answers(path: Path, kind: type[Answers]) -> tuple[Answers, ...]:
+    """The prompts with answers in a file of a run; none if it has generated none.
 
     Raises:
         InputError: a line is damaged; names it.
@@ -231,11 +252,11 @@ def read_samples(path: Path) -> tuple[Sample, ...]:
     if not path.is_file():
         return ()
     lines = path.read_text(encoding="utf-8").splitlines()
-    return tuple(_parse_sample(path, number, line) for number, line in enumerate(lines, start=1))
+    return tuple(_parse_answers(path, number, line, kind) for number, line in enumerate(lines, start=1))
 
 
-def _parse_sample(path: Path, number: int, line: str) -> Sample:
-    names = [field.name for field in fields(Sample)]
+def _parse_answers(path: Path, number: int, line: str, kind: type[Answers]) -> Answers:
+    names = [field.name for field in fields(kind)]
     try:
         values = json.loads(line)
     except ValueError:
@@ -245,4 +266,4 @@ def _parse_sample(path: Path, number: int, line: str) -> Sample:
     for name, value in values.items():
         if not isinstance(value, str) and not (value is None and name == "non_private"):
             raise InputError(f"{path}: line {number}: {name} = {value!r}: must be text")
-    return Sample(**values)
+    return kind(**values)

@@ -23,7 +23,7 @@ from fedpriv.errors import InputError
 from fedpriv.files import Journal
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
-from fedpriv.runs._rows import ClientRow, RoundRow, Sample, column_types, read_rows
+from fedpriv.runs._rows import ClientRow, RoundRow, Sample, StoredAnswer, column_types, read_rows
 from fedpriv.runs.files import write_json
 
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "dp-accounting", "numpy", "datasets", "cryptography")
@@ -122,11 +122,11 @@ class RunWriter:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def write_samples(self, samples: Sequence[Sample]) -> None:
-        """Write prompts with the models' answers, atomically."""
-        path = self.path / files.SAMPLES
+    def write_answers(self, answers: Sequence[Sample] | Sequence[StoredAnswer], file: str = files.SAMPLES) -> None:
+        """Write prompts with the models' answers to one of the run's files, atomically."""
+        path = self.path / file
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(f"{json.dumps(asdict(sample))}\n" for sample in samples), encoding="utf-8")
+        temporary.write_text("".join(f"{json.dumps(asdict(each))}\n" for each in answers), encoding="utf-8")
         temporary.replace(path)
 
     def finish(self, summary: Mapping[str, Any]) -> None:

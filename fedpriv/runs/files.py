@@ -22,6 +22,7 @@ CLIENTS = "clients.csv"
 EVENTS = "events.jsonl"
 LEDGER = "ledger.sqlite"
 SAMPLES = "samples.jsonl"
+STORED_ANSWERS = "stored_answers.jsonl"
 SUMMARY = "summary.json"  # written last: it marks the run as finished
 REPORT = "report.html"
 TRACKER = "tracker.json"  # how far a tracker has been told

@@ -151,6 +151,7 @@ class Workbench:
 
     Attributes:
         label_names: the classes, in the order of their indices; empty for causal models.
+        config: of the run.
         base: the frozen base with its tokenizer.
         model: the base with an adapter; every user sets the adapter first.
         initial: the trained tensors that a run starts from, drawn from the configuration's seed.
@@ -160,7 +161,7 @@ class Workbench:
     """
 
     def __init__(self, config: RunConfig, source: DataSource | None = None) -> None:
-        self._config, self._source = config, source
+        self.config, self._source = config, source
         own_names = config.labels if config.task == "SEQ_CLS" else ()
         self.label_names = own_names if source else self.data.label_names
         self.base, self.model = load_model(config, num_labels=len(self.label_names))
@@ -180,7 +181,7 @@ class Workbench:
     @cached_property
     def data(self) -> FederatedData:
         """The clients' records and the server's test set, which may be empty."""
-        return federated.load_own(self._config, self._source) if self._source else federated.load(self._config)
+        return federated.load_own(self.config, self._source) if self._source else federated.load(self.config)
 
     @cached_property
     def test(self) -> Records:
@@ -192,8 +193,8 @@ class Workbench:
         found = self.tokenize(self.data.test)
         if len(found) and not any(map(usable, found.items())):
             raise InputError(
-                f"{'test_data' if self._config.test_data else 'data'}: none of the {len(found)} test records can be "
-                f"learned from at max_length = {self._config.max_length}; an empty response cannot"
+                f"{'test_data' if self.config.test_data else 'data'}: none of the {len(found)} test records can be "
+                f"learned from at max_length = {self.config.max_length}; an empty response cannot"
             )
         return found
 
@@ -205,13 +206,13 @@ class Workbench:
     @cached_property
     def features(self) -> tuple[str, ...]:
         """The names of a record's features."""
-        pairs, max_length = bool(self._config.text_pair_column), self._config.max_length
+        pairs, max_length = bool(self.config.text_pair_column), self.config.max_length
         return self.encoder.names(self.base.tokenizer, pairs=pairs, max_length=max_length)
 
     @cached_property
     def encoder(self) -> Encoder:
         """The encoder that turns records into tokens."""
-        return encoder_of(self._config)
+        return encoder_of(self.config)
 
     def client(self, client: int, encode: Encode | None = None) -> Records:
         """The tokenised records that the client trains on, by its index in `data.clients`.
@@ -228,8 +229,8 @@ class Workbench:
     def _warn(self, client: int, records: Records) -> None:
         """Log, on the machine of the records, what of them no model can learn."""
         unusable = 0 if records.unusable is None else int(records.unusable.sum())
-        most = self._config.max_length
-        cut = 0 if self._config.task == "SEQ_CLS" else records.num_cut(self._end)
+        most = self.config.max_length
+        cut = 0 if self.config.task == "SEQ_CLS" else records.num_cut(self._end)
         full = records.num_full(most) - cut if isinstance(self.encoder, ChatFormat) else 0
         for number, what in (
             (unusable, "have nothing to train on"),
@@ -259,7 +260,7 @@ class Workbench:
 
     def save(self, path: Path, adapter: Adapter, merged: Merged) -> None:
         """Write the model with this adapter into a variant's folder, in the form in which others can use it."""
-        reading = TextReading.of(self._config).to_json()
+        reading = TextReading.of(self.config).to_json()
         labels = self.data.label_names
         save(self.model.peft_model, self.base, path, adapter=adapter, merged=merged, labels=labels, reading=reading)
 
@@ -285,9 +286,9 @@ class Workbench:
         data = self.data.clients[client]
         if self._source:  # whose replies have time for so many
             data = at_most(data, self._source.most_of_a_person, self.coin_key)
-        if self._config.evaluation_noise_multiplier is None:
+        if self.config.evaluation_noise_multiplier is None:
             return data, data.part([])
-        return federated.held_out(data, fraction=self._config.test_fraction, key=self.coin_key)
+        return federated.held_out(data, fraction=self.config.test_fraction, key=self.coin_key)
 
     def tokenize(self, data: TextData, encode: Encode | None = None) -> Records:
         """The records in tokens, as the run reads them."""
@@ -295,7 +296,7 @@ class Workbench:
             data,
             self.base.tokenizer,
             label_names=self.label_names,
-            max_length=self._config.max_length,
+            max_length=self.config.max_length,
             vocabulary=self.base.model.get_input_embeddings().num_embeddings,
             encode=encode or self.encoder.encode,
             names=self.features,

@@ -49,7 +49,7 @@ def language_run(write_run, **changes: object) -> Path:
             writer.writerows(row | {"test_perplexity": 14.2 / (1 + int(row["round"]))} for row in rows)
     texts = [Sample(prompt=f"p{i}", reference="r", untrained="u", private=f"a{i}", non_private="n") for i in range(11)]
     hostile = Sample(prompt=HOSTILE, reference=HOSTILE, untrained=HOSTILE, private=HOSTILE, non_private=HOSTILE)
-    RunWriter(run_dir).write_samples([hostile, *texts])
+    RunWriter(run_dir).write_answers([hostile, *texts])
     return run_dir
 
 

@@ -16,13 +16,13 @@ SAMPLES = [
 
 
 def test_samples_are_read_as_they_were_written(tmp_path):
-    RunWriter(tmp_path).write_samples(SAMPLES)
-    assert rows.read_samples(tmp_path / "samples.jsonl") == tuple(SAMPLES)
+    RunWriter(tmp_path).write_answers(SAMPLES)
+    assert rows.read_answers(tmp_path / "samples.jsonl", rows.Sample) == tuple(SAMPLES)
     assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
 def test_a_run_without_answers_has_no_samples(tmp_path):
-    assert rows.read_samples(tmp_path / "samples.jsonl") == ()
+    assert rows.read_answers(tmp_path / "samples.jsonl", rows.Sample) == ()
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_run_without_answers_has_no_samples(tmp_path):
 )
 def test_a_damaged_line_is_named(tmp_path, line, expected):
     path = tmp_path / "samples.jsonl"
-    RunWriter(tmp_path).write_samples(SAMPLES[:1])
+    RunWriter(tmp_path).write_answers(SAMPLES[:1])
     path.write_text(f"{path.read_text()}{line}\n")
     with pytest.raises(InputError, match=expected):
-        rows.read_samples(path)
+        rows.read_answers(path, rows.Sample)

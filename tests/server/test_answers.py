@@ -5,21 +5,31 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fedpriv.adapters
+from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.config import parse
+from fedpriv.dedup.validation import proof_records
 from fedpriv.errors import InputError
+from fedpriv.runs import RunFolder
 from fedpriv.runs import _rows as rows
 from fedpriv.training.evaluation import rouge_l
 from fedpriv.training.workbench import workbench
+from fedpriv.variants import folders
 from server.observer import LogObserver
 from simulations.engines import federation
+from tests.cli.command_line import as_json
+from tests.cli.command_line import fedpriv as fedpriv_command
 from tests.instructions import END, number_tokenizer
 from tests.tiny import VOCABULARY
 
@@ -90,7 +100,7 @@ def finished(values, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_samples_are_the_first_distinct_prompts_with_what_the_saved_models_answer(finished, values):
-    found = rows.read_samples(finished / "samples.jsonl")
+    found = rows.read_answers(finished / "samples.jsonl", rows.Sample)
     test = workbench(parse(values)).test.features["input_ids"]
     prompts = dict.fromkeys(tuple(tokens[:PROMPT_TOKENS].tolist()) for tokens in test)
     tokenizer = AutoTokenizer.from_pretrained(values["model"])
@@ -108,7 +118,7 @@ def test_samples_are_the_first_distinct_prompts_with_what_the_saved_models_answe
 
 
 def test_rouge_is_that_of_the_samples(finished):
-    found, figures = rows.read_samples(finished / "samples.jsonl"), summary(finished)
+    found, figures = rows.read_answers(finished / "samples.jsonl", rows.Sample), summary(finished)
     references = [s.reference for s in found]
     scores = {
         key: rouge_l(references, [getattr(s, name) for s in found])
@@ -143,8 +153,49 @@ def test_perplexities_are_those_of_the_rounds_and_training_lowers_them(finished)
 def test_the_report_shows_the_answers(finished):
     page = (finished / "report.html").read_text()
     assert "Perplexity" in page
-    for sample in rows.read_samples(finished / "samples.jsonl"):
+    for sample in rows.read_answers(finished / "samples.jsonl", rows.Sample):
         assert sample.reference in page
+
+
+def test_answers_stand_side_by_side_to_questions_by_which_nothing_was_chosen(finished, values):
+    config = parse({**values, "test_fraction": 0.7, "batch_size": 8})
+    bench = workbench(config)
+    judge = AdapterEvaluator(bench)
+    trained = folders.read_tensors(finished / "variants" / "global")
+    # Of the untrained model, since B is zero.
+    untrained = {name: np.zeros_like(values) for name, values in trained.items()}
+    outcomes = [
+        SimpleNamespace(name=name, num_replaced=num, loss_limit=limit)
+        for name, num, limit in (("little", 5, 0.1), ("most", 5, 0.2), ("nothing", 0, None))
+    ]
+    found = judge.answers_side_by_side(outcomes, {"most": trained}.__getitem__, {"most": untrained}.__getitem__)
+    tokens = bench.test.features["input_ids"]
+    prompts = dict.fromkeys(tuple(tokens[place][:PROMPT_TOKENS].tolist()) for place in proof_records(len(tokens)))
+    tokenizer = AutoTokenizer.from_pretrained(values["model"])
+    assert [each.prompt for each in found] == [tokenizer.decode(list(prompt)) for prompt in list(prompts)[:5]]
+    model = fedpriv.adapters.load(values["model"], finished / "variants" / "global")
+    for each in found:
+        asked = tokenizer(each.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        for text, context in ((each.before, torch.no_grad()), (each.after, model.disable_adapter())):
+            with context:
+                answer = model.generate(input_ids=asked, max_new_tokens=5, do_sample=False)[0, PROMPT_TOKENS:]
+            assert tokenizer.decode(answer, skip_special_tokens=True) == text
+    assert any(each.before != each.after for each in found)
+    assert judge.answers_side_by_side(outcomes[2:], {}.__getitem__, {}.__getitem__) == []
+
+
+def test_a_runs_report_and_the_command_show_answers_before_and_after(values, tmp_path):
+    bounds = {"dedup_utility_bound": 1.0, "dedup_epsilon_bound": 100.0, "dedup_block_size": 16}
+    enough = {"test_fraction": 0.7, "batch_size": 8}
+    out = run(values, tmp_path / "run", dedup="drd", variant_rounds=[1], comparison=False, **bounds, **enough)
+    asked = RunFolder(out).stored_answers
+    assert 1 <= len(asked) <= 5
+    page = (out / "report.html").read_text()
+    assert f"Answers of {asked[0].variant}" in page
+    assert {each.reference for each in asked} <= set(re.findall(r"<dd[^>]*>([^<]*)</dd>", page))
+    command = ["dedup", "run", out / "variants", tmp_path / "store", "--fairness", "outcome", "--block-size", "16"]
+    assert as_json(*command)["answers"] == [asdict(each) for each in asked]
+    assert f"{asked[0].variant} asked: {asked[0].prompt}" in fedpriv_command(*command)[0]
 
 
 def test_with_allowed_answers_accuracy_is_by_likelihood(values, tmp_path):
@@ -189,7 +240,7 @@ def test_a_run_that_stops_early_is_judged_by_its_last_model(finished, values, tm
     assert found["perplexity"] == pd.read_csv(out / "rounds.csv").test_perplexity.iloc[-1]
     assert found["perplexity"] == summary(out)["perplexity"] != found["perplexity_initial"]
     assert found["num_generated"] == 9
-    assert {sample.non_private for sample in rows.read_samples(out / "samples.jsonl")} == {None}
+    assert {sample.non_private for sample in rows.read_answers(out / "samples.jsonl", rows.Sample)} == {None}
 
 
 def test_without_the_package_for_scores_the_error_says_what_to_install(values, tmp_path, monkeypatch):

@@ -117,6 +117,7 @@ def render(
             audit_bound=audit_bound(summary.get("audit")),
             recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
             stored_variants=tables.variant_table(run.stored) if run.stored else None,
+            stored_answers=tables.stored_answer_table(run.stored_answers) if run.stored else None,
             stored_sizes=tables.size_table(run.stored, summary.get("base_model_bytes")) if run.stored else None,
             clients=tables.client_table(
                 summary["clients"], accountant, view=summary["privacy_view"], unit=summary.get("unit")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from fedpriv.runs import Sample, account_parts, parse_epsilon
+from fedpriv.runs import Sample, StoredAnswer, account_parts, parse_epsilon
 from fedpriv.runs.figures import (
     MISSING,
     asked_first,
@@ -282,6 +282,16 @@ def sample_table(samples: Sequence[Sample], *, private: bool) -> TextTable | Non
         for s in samples[:MOST_SAMPLES]
     )
     caption = f"The first {len(rows)} of {len(samples)} prompts with answers; samples.jsonl has all of them"
+    return TextTable(caption=caption, headers=headers, rows=rows)
+
+
+def stored_answer_table(answers: Sequence[StoredAnswer]) -> TextTable | None:
+    """Prompts with a variant's answers before and after deduplication, a row each; None without any."""
+    if not answers:
+        return None
+    headers = ("prompt", "reference", "as it was given", "as it is stored")
+    rows = tuple((each.prompt, each.reference, each.before, each.after) for each in answers)
+    caption = f"Answers of {answers[0].variant}, which may have lost most, to prompts by which nothing was chosen"
     return TextTable(caption=caption, headers=headers, rows=rows)
 
 
