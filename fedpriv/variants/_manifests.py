@@ -28,6 +28,8 @@ class Manifest:
         provenance: plain values, as they were given.
         basis: SHA-256 of what it is restored from together with its extras, and then it has no blocks; None for one of
             blocks.
+        blocks_sha256: SHA-256 of the values of all its blocks in a row, which tells sooner than those of each block that
+            all are sound; None in stores of earlier versions.
         described: see `Store.describe`, as plain values; its uploads are in the index, each once for all models.
     """
 
@@ -38,6 +40,7 @@ class Manifest:
     privacy: Mapping[str, Any]
     provenance: Mapping[str, Any]
     basis: str | None = None
+    blocks_sha256: str | None = None
     described: Mapping[str, Any] | None = None
 
     @classmethod
@@ -82,7 +85,7 @@ class Manifest:
 
 def array_sha256(array: NDArray[Any]) -> str:
     """SHA-256 of an array's values, in C order."""
-    return hashlib.sha256(array.tobytes()).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
 
 
 CATALOGUE = np.dtype([("block", "<i8"), ("sha256", "u1", (32,))])
@@ -112,7 +115,7 @@ def number_blocks(blocks: NDArray[Any], known: Mapping[bytes, int], next_block: 
         known: {SHA-256 of a block: its number}.
         next_block: above all known numbers.
     """
-    digests = [hashlib.sha256(block).digest() for block in np.ascontiguousarray(blocks)]
+    digests = [hashlib.sha256(block).digest() for block in np.ascontiguousarray(blocks).view(np.uint8)]
     first_index: dict[bytes, int] = {}
     for index, digest in enumerate(digests):
         if digest not in known:

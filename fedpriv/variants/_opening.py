@@ -162,7 +162,7 @@ def damaged_rows(blocks: NDArray[Any], catalogue: NDArray[Any]) -> NDArray[np.bo
         catalogue: [k] of these blocks.
     """
     damaged = np.ones(len(catalogue), bool)
-    for row, block in enumerate(blocks):
+    for row, block in enumerate(np.ascontiguousarray(blocks).view(np.uint8)):
         damaged[row] = hashlib.sha256(block).digest() != catalogue["sha256"][row].tobytes()
     return damaged
 
