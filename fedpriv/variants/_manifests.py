@@ -28,8 +28,8 @@ class Manifest:
         provenance: plain values, as they were given.
         basis: SHA-256 of what it is restored from together with its extras, and then it has no blocks; None for one of
             blocks.
-        blocks_sha256: SHA-256 of the values of all its blocks in a row, which tells sooner than those of each block that
-            all are sound; None in stores of earlier versions.
+        blocks_sha256: SHA-256 of the values of all its blocks in a row, which is sooner found than that of each block;
+            None in stores of earlier versions.
         described: see `Store.describe`, as plain values; its uploads are in the index, each once for all models.
     """
 
@@ -85,7 +85,7 @@ class Manifest:
 
 def array_sha256(array: NDArray[Any]) -> str:
     """SHA-256 of an array's values, in C order."""
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 CATALOGUE = np.dtype([("block", "<i8"), ("sha256", "u1", (32,))])

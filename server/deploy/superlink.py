@@ -241,11 +241,17 @@ def _certificate(coordinator: Coordinator) -> str:
     return f"for {', '.join(coordinator.addresses)} until {until:%Y-%m-%d}"
 
 
-def _connection(coordinator: Coordinator) -> Check:
-    file = coordinator.connection_file
+def _private_address(coordinator: Coordinator) -> str | None:
+    """Where `flwr` reaches the SuperLink; None if the connection's file does not say."""
     try:
-        address = tomllib.loads(file.read_text())["superlink"][CONNECTION]["address"]
+        return str(tomllib.loads(coordinator.connection_file.read_text())["superlink"][CONNECTION]["address"])
     except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _connection(coordinator: Coordinator) -> Check:
+    file, address = coordinator.connection_file, _private_address(coordinator)
+    if address is None:
         return Check("connection", False, f"{file}: must define connection {CONNECTION}; `start` writes it")
     if address == coordinator.address:
         return Check("connection", False, f"{file}: address = {address!r}: is the nodes' own; `start` writes another")
@@ -258,8 +264,25 @@ def _num_online(coordinator: Coordinator) -> int:
     Raises:
         FlowerError: the SuperLink cannot be asked.
     """
-    answer = coordinator.flwr("supernode", "list", CONNECTION)
-    return sum(node["status"] == "online" for node in answer["nodes"])
+    # Not by `flwr`, which takes a second of processor to start, since this is asked again and again; and deferred.
+    import httpx
+    from flwr.proto.control_pb2 import ListNodesRequest
+    from flwr.supercore.control import ControlHttpClient
+    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+    certificate = coordinator.ca_certificate.read_bytes()
+    control = ControlHttpClient.from_server_address(
+        _private_address(coordinator) or coordinator.address,
+        insecure=False,
+        root_certificates=certificate,
+        interceptors=[RuntimeVersionHttpInterceptor("fedpriv coordinator")],
+    )
+    try:
+        return sum(node.status == "online" for node in control.ListNodes(ListNodesRequest()).nodes_info)
+    except (httpx.HTTPError, ValueError) as error:
+        raise FlowerError(f"nodes online: the SuperLink does not say ({error})") from None
+    finally:
+        control.close()
 
 
 def _nodes_online(coordinator: Coordinator) -> str:

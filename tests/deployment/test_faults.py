@@ -83,6 +83,8 @@ def test_a_node_killed_in_a_round_costs_its_own_updates_alone_until_it_is_back(h
     assert {1, 2, returned} <= set(rounds) <= set(asked)
 
 
+# test_killed.py ends nodes one by one; tests/server/test_absence.py and test_strategy.py end runs that have too few.
+@pytest.mark.nightly
 @pytest.mark.parametrize("holders", [SLOW], indirect=True, ids=["slow"])
 def test_without_nodes_a_run_stops_in_time_and_goes_on_when_they_return(holders, holders_run, tmp_path):
     # Killed before they answer, since Flower waits three minutes for the rest of an upload; a round that fails is one
@@ -115,7 +117,8 @@ def test_without_nodes_a_run_stops_in_time_and_goes_on_when_they_return(holders,
     assert {client["rounds"] for client in summary["clients"]} == {6}
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (2, 3, 4, 5))])
+@pytest.mark.nightly  # test_killed.py ends each process of a coordinator and resumes its run
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
 def test_a_server_killed_at_any_instant_is_resumed_to_the_same_numbers(hospitals, corpus_run, tmp_path, seed):
     values = {**corpus_run, "rounds": NUM_ROUNDS, "seed": seed, "out": str(tmp_path / "deployed")}
     run = hospitals.start_run(f"killed-server-{seed}", values)
