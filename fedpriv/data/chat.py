@@ -146,7 +146,7 @@ class ChatFormat:
     def _filled(self, chats: _Chats, said: Sequence[Turn], response: str) -> list[_Span]:
         """The frame of a chat with its texts in place of the marks."""
         texts: list[list[_Span]] = [[(text.strip(), "text")] for _, text in self._system(role for role, _ in said)]
-        before, after = self._around()
+        before, after = self.around
         for role, text in said:
             # Without white space around it: templates cut it off, and some special tokens swallow it.
             content: _Span = (text.strip(), "system" if role == "system" else "prompt")
@@ -166,7 +166,8 @@ class ChatFormat:
             return ()
         return (("system", self.system_prompt),)
 
-    def _around(self) -> tuple[str, str]:
+    @property
+    def around(self) -> tuple[str, str]:
         """The text before and after a prompt."""
         before, _, after = self.prompt_template.partition(SLOT)
         return before.lstrip(), after.rstrip()

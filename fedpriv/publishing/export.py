@@ -8,6 +8,8 @@ itself has becomes a folder of transformers.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +69,12 @@ def export(loaded: LoadedVariant, out: Path) -> Form:
         OSError: it cannot be written.
     """
     form = form_of(loaded.saved)
-    check_new(out)
-    try:
-        with new_folder(out) as folder, quiet_transformers():
-            if form == "sentence-transformers":
-                _write_sentences(loaded, folder)
-            else:
-                _write_transformers(loaded, folder)
-            loaded.tokenizer.save_pretrained(folder)
-            (folder / card.FILE).write_text(_readme(loaded.saved, form), encoding="utf-8")
-            for path in (folder, *folder.rglob("*")):
-                path.chmod(0o755 if path.is_dir() else 0o644)
-    except SafetensorError as error:
-        raise OSError(f"{out}: cannot be written ({error})") from None
+    with whole_folder(out, loaded.saved, form) as folder:
+        if form == "sentence-transformers":
+            _write_sentences(loaded, folder)
+        else:
+            _write_transformers(loaded, folder)
+        loaded.tokenizer.save_pretrained(folder)
     return form
 
 
@@ -87,6 +82,30 @@ def check_new(out: Path) -> None:
     """Refuse a folder or file that exists."""
     if out.exists() or out.is_symlink():
         raise InputError(f"out = {str(out)!r}: exists; name a new folder")
+
+
+@contextmanager
+def whole_folder(out: Path, saved: SavedVariant, form: Form) -> Iterator[Path]:
+    """A folder to fill with an export, which gets the card; anyone may read it, and it is complete or not there.
+
+    Args:
+        out: the folder; must not exist.
+        saved: the variant that is exported.
+        form: of the export.
+
+    Raises:
+        InputError: the folder exists.
+        OSError: it cannot be written.
+    """
+    check_new(out)
+    try:
+        with new_folder(out) as folder, quiet_transformers():
+            yield folder
+            (folder / card.FILE).write_text(_readme(saved, form), encoding="utf-8")
+            for path in (folder, *folder.rglob("*")):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+    except SafetensorError as error:
+        raise OSError(f"{out}: cannot be written ({error})") from None
 
 
 def _readme(saved: SavedVariant, form: Form) -> str:
@@ -104,8 +123,12 @@ def _readme(saved: SavedVariant, form: Form) -> str:
     )
 
 
-def _merged(loaded: LoadedVariant) -> Any:
-    """The transformers model with the adapter in its weights and the labels in its configuration."""
+def merged(loaded: LoadedVariant) -> Any:
+    """The transformers model with the adapter in its weights and the labels in its configuration.
+
+    Args:
+        loaded: the variant, which is of no further use.
+    """
     model = loaded.peft_model.merge_and_unload()
     # Adapters of whole weights leave a head in its wrapper.
     wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
@@ -116,7 +139,7 @@ def _merged(loaded: LoadedVariant) -> Any:
 
 def _write_transformers(loaded: LoadedVariant, folder: Path) -> None:
     ends = sorted(ends_of(loaded)) if loaded.saved.task == "CAUSAL_LM" else []
-    model = _merged(loaded)
+    model = merged(loaded)
     if ends:
         # Greedy, as `fedpriv predict` answers, whatever the base's own settings are.
         model.generation_config = GenerationConfig(
@@ -130,7 +153,7 @@ def _write_transformers(loaded: LoadedVariant, folder: Path) -> None:
 
 
 def _write_sentences(loaded: LoadedVariant, folder: Path) -> None:
-    saved, model = loaded.saved, _merged(loaded)
+    saved, model = loaded.saved, merged(loaded)
     encoder, width = model.base_model, model.config.hidden_size
     encoder.config.id2label, encoder.config.label2id = model.config.id2label, model.config.label2id
     encoder.save_pretrained(folder)

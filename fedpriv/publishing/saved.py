@@ -318,7 +318,7 @@ def generate(loaded: LoadedVariant, prompts: Sequence[str], *, max_new_tokens: i
     Raises:
         InputError: a prompt cannot be read, or leaves no room for an answer.
     """
-    tokens = [_prompt_tokens(loaded, prompt, number) for number, prompt in enumerate(prompts, start=1)]
+    tokens = [prompt_tokens(loaded, prompt, number) for number, prompt in enumerate(prompts, start=1)]
     most, ends = max_new_tokens or loaded.saved.reading.max_new_tokens, ends_of(loaded)
     answers = [greedy_answers(loaded, [prompt], max_new_tokens=most, ends=ends)[0] for prompt in tokens]
     return [text_of(loaded.tokenizer, answer) for answer in answers]
@@ -331,7 +331,7 @@ def ends_of(loaded: LoadedVariant) -> frozenset[int]:
     return ends_of_turn(loaded, loaded.tokenizer, turns)
 
 
-def _prompt_tokens(loaded: LoadedVariant, prompt: str, number: int) -> Tokens:
+def prompt_tokens(loaded: LoadedVariant, prompt: str, number: int) -> Tokens:
     """The tokens of a prompt.
 
     Args:

@@ -134,7 +134,7 @@ def test_an_exported_language_model_answers_alike(tmp_path):
     loaded = saved.load(saved.find(run))
     model = AutoModelForCausalLM.from_pretrained(out).eval()
     assert (model.dtype, model.generation_config.do_sample) == (torch.float32, False)
-    prompt = saved._prompt_tokens(loaded, PROMPTS[0], 1)
+    prompt = saved.prompt_tokens(loaded, PROMPTS[0], 1)
     output = model.generate(input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)))
     text = loaded.tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True).strip()
     assert text == saved.generate(loaded, PROMPTS[:1])[0]
