@@ -47,6 +47,7 @@ def write_gguf(path: Path, model: Any, *, tokenizer: bool = True, architecture: 
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     if tokenizer:
         writer.add_tokenizer_model("gpt2")

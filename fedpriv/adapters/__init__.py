@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fedpriv.adapters._base_formats import to_bfloat16 as to_bfloat16
     from fedpriv.adapters._base_models import BaseModel as BaseModel
     from fedpriv.adapters._base_models import freeze as freeze
+    from fedpriv.adapters._base_models import gguf_file as gguf_file
     from fedpriv.adapters._base_models import load_base as load_base
     from fedpriv.adapters._base_models import load_tokenizer as load_tokenizer
     from fedpriv.adapters._base_models import model_folder as model_folder

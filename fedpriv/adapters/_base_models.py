@@ -97,6 +97,19 @@ def resolve(name: str) -> str:
         return str(_folder_of_gguf(found, name))
 
 
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that a model comes from; None for a model of another kind.
+
+    Args:
+        name: as for `load_base`.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    found = locations.locate(name)
+    return found if found is not None and found.is_file() else None
+
+
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a model, named as for `load_base`; its weights are not read.
 

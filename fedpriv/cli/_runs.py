@@ -17,6 +17,7 @@ from fedpriv.cli._command import (
     AsJson,
     EncodingOption,
     ModelName,
+    OneOf,
     Result,
     SavedModel,
     SeparatorOption,
@@ -28,7 +29,7 @@ from fedpriv.cli._command import (
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    from fedpriv.publishing.saved import LoadedVariant
+    from fedpriv.publishing.saved import LoadedVariant, SavedVariant
 
 
 def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")], as_json: AsJson = False) -> None:
@@ -107,13 +108,27 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")],
     variant: VariantName = "",
     model: ModelName = "",
+    gguf: Annotated[bool, typer.Option("--gguf", help="For llama.cpp and Ollama; language models alone.")] = False,
+    only: Annotated[
+        str, typer.Option(help="With --gguf: the LoRA adapter, or the whole model, alone.", metavar="[adapter|model]")
+    ] = "",
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="With --gguf: of the whole model's matrices.",
+            click_type=OneOf("fedpriv.publishing._card_texts:Precision"),
+        ),
+    ] = "float16",
 ) -> Result:
     """Write a run's model as a folder that loads without fedpriv and answers as `fedpriv predict` does.
 
     A classifier of pooled texts becomes a sentence-transformers model, any other a transformers model, with the
-    adapter merged in float32. Its README.md shows how to use it.
+    adapter merged in float32. With --gguf a language model becomes adapter.gguf, a LoRA for the base's GGUF file,
+    model.gguf, the whole model, and a Modelfile. Its README.md shows how to use it.
 
     Example: fedpriv export results/20261121-042553-embedded model-for-everyone
+
+    Example: fedpriv export results/letters letters-gguf --gguf
     """
     from fedpriv.publishing import saved
     from fedpriv.publishing.export import check_new, form_of
@@ -121,10 +136,36 @@ def export(
 
     check_new(out)
     found = saved.find(source, variant=variant, model=model)
+    if gguf:
+        return _export_gguf(found, out, only, precision)
+    if only or precision != "float16":
+        raise InputError("only, precision: are of --gguf; add it, or leave them out")
     form = form_of(found)
     export_to(saved.load(found), out)
     values = {"out": str(out), "variant": found.name, "library": form}
     return Result(values, [f"{out}: {found.name} as a {form} model; {out / 'README.md'} shows how to use it"])
+
+
+def _export_gguf(found: SavedVariant, out: Path, only: str, precision: str) -> Result:
+    try:
+        from fedpriv.publishing import gguf_files
+    except ModuleNotFoundError as error:
+        if error.name != "gguf":
+            raise
+        raise InputError("gguf: needs the package gguf; install it with pip install 'fedpriv[llm]'") from None
+    from fedpriv.publishing import saved
+
+    forms: dict[str, Any] = {"": "gguf", "adapter": "gguf-adapter", "model": "gguf-model"}
+    if only not in forms:
+        raise InputError(f"only = {only!r}: must be adapter or model")
+    gguf_files.check(found)
+    done = gguf_files.export(saved.load(found), out, form=forms[only], precision=precision)  # type: ignore[arg-type]
+    values: dict[str, Any] = {"out": str(out), "variant": found.name, "library": "gguf", "files": done.files}
+    values |= {"modelfile_has_template": done.has_template}
+    lines = [f"{out}: {found.name} as {', '.join(done.files)}; {out / 'README.md'} shows how to use them"]
+    if not done.has_template:
+        lines.append("The chat template has no equal in Ollama's language, so Ollama takes what it knows of the model.")
+    return Result(values, lines)
 
 
 def card(

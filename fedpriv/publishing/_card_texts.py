@@ -6,16 +6,22 @@ A name that others wrote, such as a label, becomes Markdown that says it and doe
 from __future__ import annotations
 
 import re
+import shlex
 import string
-from typing import Literal
+from typing import Literal, get_args
 
 from fedpriv.adapters import pooling
-from fedpriv.data.chat import SLOT
 from fedpriv.data.records import TextReading
 from fedpriv.publishing.saved import SavedVariant
 
-Form = Literal["adapter", "sentence-transformers", "transformers"]
-"""The content of a folder: a peft adapter, or a whole model for one of two libraries."""
+GgufForm = Literal["gguf", "gguf-adapter", "gguf-model"]
+"""The content of a folder for llama.cpp and Ollama: a LoRA and a whole model, or one of them."""
+
+Form = Literal["adapter", "sentence-transformers", "transformers", GgufForm]
+"""The content of a folder: a peft adapter, or a whole model for one of two libraries, or files for llama.cpp."""
+
+Precision = Literal["float16", "bfloat16", "float32"]
+"""The format of a GGUF file's matrices."""
 
 _SENTENCES = """
 import json
@@ -77,6 +83,38 @@ model = AutoPeftModelForCausalLM.from_pretrained(".")  # this folder
 """
 
 
+_VLLM = """
+vllm serve BASE --enable-lora --max-lora-rank RANK --lora-modules NAME=.
+"""
+
+# The ranks that vLLM takes.
+_RANKS_OF_VLLM = (8, 16, 32, 64, 128, 256, 320, 512)
+
+_LLAMA_CHAT = """
+from llama_cpp import Llama
+
+model = Llama(FILES, n_ctx=0, verbose=False)
+prompt = "your question"
+messages = MESSAGES
+answer = model.create_chat_completion(messages, temperature=0, max_tokens=LENGTH)
+print(answer["choices"][0]["message"]["content"].strip())
+"""
+
+_LLAMA_TEXT = """
+from llama_cpp import Llama
+
+model = Llama(FILES, n_ctx=0, verbose=False)
+prompt = "your question"
+answer = model.create_completion(prompt, temperature=0, max_tokens=LENGTH)
+print(answer["choices"][0]["text"].strip())
+"""
+
+_OLLAMA = """
+ollama create my-model -f Modelfile
+ollama run my-model "your question"
+"""
+
+
 def lines(saved: SavedVariant, form: Form) -> list[str]:
     """The section on use of a card, in Markdown.
 
@@ -86,6 +124,8 @@ def lines(saved: SavedVariant, form: Form) -> list[str]:
     """
     if form == "adapter":
         return _of_adapter(saved)
+    if form in get_args(GgufForm):
+        return _of_gguf(saved, form)
     if form == "sentence-transformers":
         return [
             *_code(_SENTENCES.replace("TEXTS", '["your text"]')),
@@ -111,6 +151,7 @@ def _of_adapter(saved: SavedVariant) -> list[str]:
             "With peft alone, which has neither the prompts' form nor the end of an answer:",
             "",
             *_code(_PEFT_ANSWERS),
+            *_for_vllm(saved),
         ]
     if saved.pooling == "model":
         return [*found, "With peft alone:", "", *_code(_PEFT_CLASSES)]
@@ -134,21 +175,65 @@ def _of_adapter(saved: SavedVariant) -> list[str]:
     return found
 
 
+def _for_vllm(saved: SavedVariant) -> list[str]:
+    ranks = [rank for rank in _RANKS_OF_VLLM if rank >= int(saved.settings.get("r") or _RANKS_OF_VLLM[-1] + 1)]
+    if not ranks:
+        return ["vLLM takes no adapter of this rank; serve what `fedpriv export . OUT` writes."]
+    words = {"BASE": shlex.quote(_one_line(saved.base)), "RANK": str(ranks[0]), "NAME": shlex.quote(saved.name)}
+    code = _VLLM
+    for word, value in words.items():
+        code = code.replace(word, value)
+    return ["With vLLM, as one of the adapters of its base:", "", *_code(code, "sh")]
+
+
+def _of_gguf(saved: SavedVariant, form: str) -> list[str]:
+    reading = saved.reading
+    code = _LLAMA_CHAT.replace("MESSAGES", _messages(reading)) if reading.instructs else _LLAMA_TEXT
+    code = code.replace("LENGTH", str(reading.max_new_tokens))
+    asked = _asked(reading)
+    with_adapter = "-m base.gguf --lora adapter.gguf"
+    found = []
+    if form != "gguf-adapter":
+        found += ["`model.gguf` is the whole model. With llama-cpp-python:", ""]
+        found += [*_code(code.replace("FILES", '"model.gguf"')), "With llama.cpp:", ""]
+        found += _code(f"llama-cli -m model.gguf {asked}", "sh")
+    if form != "gguf-model":
+        base = f"{markdown(saved.base)} as a GGUF file, here `base.gguf`"
+        found += [f"`adapter.gguf` is the LoRA for {base}. With llama-cpp-python:", ""]
+        found += _code(code.replace("FILES", '"base.gguf", lora_path="adapter.gguf"'))
+        found += ["With llama.cpp:", "", *_code(f"llama-cli {with_adapter} {asked}", "sh")]
+    return [*found, "With Ollama:", "", *_code(_OLLAMA, "sh")]
+
+
+def _asked(reading: TextReading) -> str:
+    """Options of llama-cli that ask a question as in training."""
+    prompt = "your question"
+    system = ""
+    if reading.instructs:
+        before, after = reading.chat.around
+        prompt = before + prompt + after
+        system = f" -sys {shlex.quote(reading.system_prompt.strip())}" if reading.system_prompt else ""
+    return f"--temp 0 -n {reading.max_new_tokens}{system} -p {shlex.quote(prompt)}"
+
+
 def _inputs(reading: TextReading) -> str:
     """Lines that make tokens of `prompt` as in training."""
     if not reading.instructs:
         return 'inputs = tokenizer(prompt, return_tensors="pt")'
-    before, _, after = reading.prompt_template.partition(SLOT)
-    content = "prompt.strip()"
-    if reading.prompt_template:
-        content = f"{before.lstrip()!r} + prompt.strip() + {after.rstrip()!r}"
-    system = f'{{"role": "system", "content": {reading.system_prompt.strip()!r}}}, ' if reading.system_prompt else ""
     return (
-        f'messages = [{system}{{"role": "user", "content": {content}}}]\n'
+        f"messages = {_messages(reading)}\n"
         "inputs = tokenizer.apply_chat_template(\n"
         '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"\n'
         ")"
     )
+
+
+def _messages(reading: TextReading) -> str:
+    """The turns that put `prompt` as in training, in Python."""
+    before, after = reading.chat.around
+    content = f"{before!r} + prompt.strip() + {after!r}" if reading.prompt_template else "prompt.strip()"
+    system = f'{{"role": "system", "content": {reading.system_prompt.strip()!r}}}, ' if reading.system_prompt else ""
+    return f'[{system}{{"role": "user", "content": {content}}}]'
 
 
 def _code(text: str, language: str = "python") -> list[str]:

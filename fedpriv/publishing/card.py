@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from huggingface_hub import EvalResult, ModelCardData
 
@@ -19,7 +19,7 @@ from fedpriv.errors import InputError
 from fedpriv.files import replace_file
 from fedpriv.ledger.statement import adjacency_of, not_covered
 from fedpriv.publishing import _card_texts
-from fedpriv.publishing._card_texts import Form, markdown
+from fedpriv.publishing._card_texts import Form, GgufForm, markdown
 from fedpriv.publishing.saved import GLOBAL, SavedVariant, find, names_in
 from fedpriv.runs import RunFolder, files
 from fedpriv.runs.figures import figures, format_delta, risk_figures, risk_sentences
@@ -31,7 +31,9 @@ _AGAINST = {
     "rho": "as by DP-LoRA's Theorem 1",
 }
 _PIPELINES = {"SEQ_CLS": "text-classification", "CAUSAL_LM": "text-generation"}
+_ADAPTERS = ("adapter", "gguf-adapter")
 _CLIENT = "client-"
+_FLOAT32 = "The base of this export is in float32"
 _DEDUPLICATED = (
     "It was deduplicated: some of its values may be those of other variants of the run, which stand in for its own."
 )
@@ -112,7 +114,7 @@ def _metadata(saved: SavedVariant, summary: Mapping[str, Any], form: Form, licen
     data = ModelCardData(
         # A name without an owner is that of a folder, not of a model on the Hub.
         base_model=base if base.count("/") == 1 else None,
-        library_name="peft" if form == "adapter" else form,
+        library_name="peft" if form == "adapter" else "gguf" if form in get_args(GgufForm) else form,
         pipeline_tag=_PIPELINES[saved.task],
         license=license or None,
         tags=tags,
@@ -126,7 +128,7 @@ def _body(saved: SavedVariant, run: RunFolder, form: Form) -> list[str]:
     summary = run.summary
     reason = why_not_private(saved, summary)
     warning = [f"> **NOT PRIVATE**: {markdown(reason)}.", "> Treat it as you treat the records.", ""] if reason else []
-    kind = "A LoRA adapter of" if form == "adapter" else "A whole model, made of a LoRA adapter and"
+    kind = "A LoRA adapter of" if form in _ADAPTERS else "A whole model, made of a LoRA adapter and"
     base = markdown(saved.base)
     whose = (
         "What one data holder uploaded" if saved.name.startswith(_CLIENT) else "Trained by a federation of data holders"
@@ -218,7 +220,7 @@ def _data(saved: SavedVariant, summary: Mapping[str, Any]) -> str:
 def _model(saved: SavedVariant, form: Form) -> list[str]:
     weights = saved.convention.get("base_weights") or {}
     config = saved.config
-    numbers = "The base of this export is in float32"
+    numbers = "The base of this export is in the format of its file" if form in get_args(GgufForm) else _FLOAT32
     if config is not None and config.base_dtype in ("bfloat16", "nf4"):
         numbers += (
             f"; it was trained with the base in {config.base_dtype}, so answers differ a little from the run's own"
@@ -234,7 +236,7 @@ def _model(saved: SavedVariant, form: Form) -> list[str]:
             "- labels, in order:",
             *(f"  - {markdown(name)}" for name in saved.labels),
         ]
-    return [*found, *([f"- {numbers}."] if form != "adapter" else [])]
+    return [*found, *([f"- {numbers}."] if form not in _ADAPTERS else [])]
 
 
 def _measured(saved: SavedVariant, run: RunFolder) -> list[str]:
