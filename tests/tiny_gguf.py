@@ -35,10 +35,13 @@ def tiny_llama() -> LlamaForCausalLM:
         return LlamaForCausalLM(config).eval()
 
 
-def write_gguf(path: Path, model: Any, *, tokenizer: bool = True, architecture: str = "llama") -> Path:
+def write_gguf(
+    path: Path, model: Any, *, tokenizer: bool = True, architecture: str = "llama", license: str = ""
+) -> Path:
     """The path of a new GGUF file with this Llama, as llama.cpp would write it."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
+    writer.add_license(license)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

@@ -178,7 +178,7 @@ def _of_adapter(saved: SavedVariant) -> list[str]:
 def _for_vllm(saved: SavedVariant) -> list[str]:
     ranks = [rank for rank in _RANKS_OF_VLLM if rank >= int(saved.settings.get("r") or _RANKS_OF_VLLM[-1] + 1)]
     if not ranks:
-        return ["vLLM takes no adapter of this rank; serve what `fedpriv export . OUT` writes."]
+        return ["vLLM takes no adapter of this kind or rank; serve what `fedpriv export . OUT` writes."]
     words = {"BASE": shlex.quote(_one_line(saved.base)), "RANK": str(ranks[0]), "NAME": shlex.quote(saved.name)}
     code = _VLLM
     for word, value in words.items():
@@ -190,30 +190,27 @@ def _of_gguf(saved: SavedVariant, form: str) -> list[str]:
     reading = saved.reading
     code = _LLAMA_CHAT.replace("MESSAGES", _messages(reading)) if reading.instructs else _LLAMA_TEXT
     code = code.replace("LENGTH", str(reading.max_new_tokens))
-    asked = _asked(reading)
-    with_adapter = "-m base.gguf --lora adapter.gguf"
     found = []
     if form != "gguf-adapter":
         found += ["`model.gguf` is the whole model. With llama-cpp-python:", ""]
         found += [*_code(code.replace("FILES", '"model.gguf"')), "With llama.cpp:", ""]
-        found += _code(f"llama-cli -m model.gguf {asked}", "sh")
+        found += _code(_asked(reading, "-m model.gguf"), "sh")
     if form != "gguf-model":
         base = f"{markdown(saved.base)} as a GGUF file, here `base.gguf`"
         found += [f"`adapter.gguf` is the LoRA for {base}. With llama-cpp-python:", ""]
         found += _code(code.replace("FILES", '"base.gguf", lora_path="adapter.gguf"'))
-        found += ["With llama.cpp:", "", *_code(f"llama-cli {with_adapter} {asked}", "sh")]
+        found += ["With llama.cpp:", "", *_code(_asked(reading, "-m base.gguf --lora adapter.gguf"), "sh")]
     return [*found, "With Ollama:", "", *_code(_OLLAMA, "sh")]
 
 
-def _asked(reading: TextReading) -> str:
-    """Options of llama-cli that ask a question as in training."""
-    prompt = "your question"
-    system = ""
-    if reading.instructs:
-        before, after = reading.chat.around
-        prompt = before + prompt + after
-        system = f" -sys {shlex.quote(reading.system_prompt.strip())}" if reading.system_prompt else ""
-    return f"--temp 0 -n {reading.max_new_tokens}{system} -p {shlex.quote(prompt)}"
+def _asked(reading: TextReading, files: str) -> str:
+    """The command of llama.cpp that asks a question as in training."""
+    options = f"{files} --temp 0 -n {reading.max_new_tokens}"
+    if not reading.instructs:
+        return f"llama-completion {options} -no-cnv -p 'your question'"
+    before, after = reading.chat.around
+    system = f" -sys {shlex.quote(reading.system_prompt.strip())}" if reading.system_prompt else ""
+    return f"llama-cli {options} -st{system} -p {shlex.quote(before + 'your question' + after)}"
 
 
 def _inputs(reading: TextReading) -> str:

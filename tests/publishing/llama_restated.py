@@ -32,7 +32,7 @@ def logits(base: Path, tokens: list[int], adapter: Path | None = None) -> Array:
     weights = file.tensors
 
     def times(name: str, inputs: Array) -> Array:
-        found = inputs @ weights[f"{name}.weight"].T
+        found = inputs @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
         if lora is not None and f"{name}.weight.lora_a" in lora.tensors:
             right, left = lora.tensors[f"{name}.weight.lora_a"], lora.tensors[f"{name}.weight.lora_b"]
             found = found + lora.fields["adapter.lora.alpha"] / left.shape[1] * (inputs @ right.T @ left.T)

@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 from fedpriv.publishing import card
 from fedpriv.publishing._card_texts import markdown
 from fedpriv.publishing.saved import find
+from tests.chats import chat_model
 from tests.cli.command_line import as_json, fedpriv
 from tests.publishing.runs import finished
 
@@ -101,6 +102,16 @@ def test_no_text_of_the_data_becomes_metadata_or_markup(run, tmp_path):
         assert markup not in found.text
     assert markdown("1. item") == "1\\. item"
     assert markdown("all-MiniLM-L6-v2") == "all-MiniLM-L6-v2"
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(3, 8), (16, 16), (300, 320), (513, None)])
+def test_the_card_of_a_language_model_serves_it_with_vllm(rank, shown, tmp_path):
+    values = {"task": "CAUSAL_LM", "prompt_column": "p", "response_column": "r", "normalize_features": False}
+    saved = find(finished(tmp_path / "run", chat_model(tmp_path / "it's"), ("global",), values=values))
+    text = card.text(replace(saved, settings={**saved.settings, "r": rank}))
+    line = f"vllm serve 'it'\"'\"'s' --enable-lora --max-lora-rank {shown} --lora-modules global=.\n"
+    assert (line in text) == (shown is not None)
+    assert ("vLLM takes no adapter" in text) == (shown is None)
 
 
 def test_the_command_prints_it_or_writes_it_anew(run):

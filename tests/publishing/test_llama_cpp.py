@@ -21,7 +21,7 @@ pytest.importorskip("gguf", reason="the extra llm is not installed")
 
 from fedpriv.publishing import gguf_files, saved
 from fedpriv.publishing._card_texts import Precision
-from tests.publishing.test_gguf import KINDS, base_file, base_folder, causal_run, divided, exported
+from tests.publishing.test_gguf import KINDS, PLAIN, base_file, base_folder, beginning, causal_run, divided, exported
 from tests.served import save_run
 
 llama_cpp = pytest.mark.skipif(
@@ -119,6 +119,17 @@ def test_texts_have_the_tokens_of_training(name, tmp_path):
     out = exported(run, tmp_path / "out", form="gguf-model", precision="float32")
     tokenizer = saved.load(saved.find(run)).tokenizer
     tokens = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
+    assert largest_gap(LlamaCpp(out / "model.gguf"), TEXTS, by_peft(run, tokens)) < 1e-3
+
+
+@llama_cpp
+def test_a_plain_text_begins_as_in_training(tmp_path):
+    folder = base_folder(tmp_path / "model", tokenizer=beginning(begins=True))
+    run = causal_run(tmp_path / "run", folder, **PLAIN)
+    out = exported(run, tmp_path / "out", form="gguf-model", precision="float32")
+    loaded = saved.load(saved.find(run))
+    tokens = [list(saved.prompt_tokens(loaded, text, 1)) for text in TEXTS]
+    assert all(row[0] == loaded.tokenizer.bos_token_id for row in tokens)
     assert largest_gap(LlamaCpp(out / "model.gguf"), TEXTS, by_peft(run, tokens)) < 1e-3
 
 
