@@ -234,8 +234,9 @@ def _messages(reading: TextReading) -> str:
 
 
 def _code(text: str, language: str = "python") -> list[str]:
-    """A block of code; a text of the operator's in it stays within its quotes."""
-    return [f"```{language}", *text.strip().splitlines(), "```", ""]
+    """A block of code; a text of the operator's in it stays within its quotes and the block."""
+    fence = "`" * (1 + max(2, *map(len, re.findall("`+", text)), 0))
+    return [f"{fence}{language}", *text.strip().splitlines(), fence, ""]
 
 
 _MOST = 200

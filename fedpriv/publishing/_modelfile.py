@@ -80,7 +80,7 @@ def turn_texts(tokenizer: Any) -> TurnTexts | None:
     whole = (("system", _SYSTEM), ("user", _FIRST), ("assistant", _ANSWER), ("user", _SECOND))
     try:
         found = _from_parts(_parts(render(whole), whole), _parts(render(whole[1:2]), whole[1:2]))
-        is_so = found is not None and all(found.rendered(chat) == render(chat) for chat in (*_TRIED, whole))
+        is_so = all(found.rendered(chat) == render(chat) for chat in (*_TRIED, whole))
     except Exception:  # a template raises what it likes, and a part may be missing
         return None
     # Some templates write today's date.
@@ -96,10 +96,9 @@ def _parts(text: str, chat: Chat) -> list[str]:
     return [*parts, text]
 
 
-def _from_parts(whole: list[str], alone: list[str]) -> TurnTexts | None:
-    start, to_first, to_answer, to_second, end = whole
-    if to_answer != end or alone[1] != end:
-        return None
+def _from_parts(whole: list[str], alone: list[str]) -> TurnTexts:
+    """The texts around turns, as far as these two chats tell."""
+    start, to_first, _, to_second, end = whole
     before = _common_end(_common_end(to_first, to_second), alone[0])
     return TurnTexts(
         opening=alone[0].removesuffix(before),

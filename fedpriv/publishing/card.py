@@ -220,7 +220,7 @@ def _data(saved: SavedVariant, summary: Mapping[str, Any]) -> str:
 def _model(saved: SavedVariant, form: Form) -> list[str]:
     weights = saved.convention.get("base_weights") or {}
     config = saved.config
-    numbers = "The base of this export is in the format of its file" if form in get_args(GgufForm) else _FLOAT32
+    numbers = "model.gguf says in what format its numbers are" if form in get_args(GgufForm) else _FLOAT32
     if config is not None and config.base_dtype in ("bfloat16", "nf4"):
         numbers += (
             f"; it was trained with the base in {config.base_dtype}, so answers differ a little from the run's own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -112,6 +113,17 @@ def test_the_card_of_a_language_model_serves_it_with_vllm(rank, shown, tmp_path)
     line = f"vllm serve 'it'\"'\"'s' --enable-lora --max-lora-rank {shown} --lora-modules global=.\n"
     assert (line in text) == (shown is not None)
     assert ("vLLM takes no adapter" in text) == (shown is None)
+
+
+@pytest.mark.parametrize("form", ["transformers", "gguf", "gguf-adapter"])
+def test_a_system_prompt_stays_within_its_block(form, tmp_path):
+    values = {"task": "CAUSAL_LM", "prompt_column": "p", "response_column": "r", "normalize_features": False}
+    values |= {"max_length": 128, "system_prompt": "```\n# Private\n````\n"}
+    saved = find(finished(tmp_path / "run", chat_model(tmp_path / "model"), ("global",), values=values))
+    for fence, block in re.findall(r"^(`{3,})\w+\n(.*?)^\1$", card.text(saved, form=form), re.M | re.S):
+        assert fence not in block
+    shown = re.sub(r"^(`{3,})\w+\n(.*?)^\1$", "", card.text(saved, form=form), flags=re.M | re.S)
+    assert "Private" not in shown
 
 
 def test_the_command_prints_it_or_writes_it_anew(run):

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("gguf", reason="the extra llm is not installed")
 
 from gguf import get_tensor_name_map
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LNTuningConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -149,6 +149,7 @@ def test_without_the_order_of_rows_both_files_are_wrong(tmp_path, monkeypatch):
     assert gap(logits(out / "model.gguf", TOKENS), expected) > 1e-2
 
 
+@settings(deadline=None)
 @given(heads=st.integers(1, 5), half=st.integers(1, 6), columns=st.integers(0, 3))
 def test_rows_take_turns_between_the_halves_of_each_head(heads, half, columns):
     shape = (heads * 2 * half, *([columns] if columns else []))

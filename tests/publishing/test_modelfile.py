@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedpriv.publishing import _modelfile, saved
@@ -35,6 +35,10 @@ OTHERS = {
     "numbers of turns": CHATML.replace("m['role']", "loop.index | string + m['role']"),
     "the last turn alone": CHATML.replace("{% for m in messages %}", "{% for m in messages[-1:] %}"),
     "texts changed": CHATML.replace("m['content']", "m['content'] | upper"),
+    "signs of what is said": CHATML.replace("m['content']", "m['content'] | replace('<', '&lt;')"),
+    "another text before the third question": CHATML.replace(
+        "'<|im_start|>'", "('<|im_start|>' if loop.index < 5 else '')"
+    ),
     "braces": CHATML.replace("'<|im_start|>'", "'<|im_start|>{' + '{'"),
 }
 ACTION = re.compile(r"{{ (.*?) }}")
@@ -131,11 +135,21 @@ def test_a_template_of_go_writes_what_the_chat_template_writes(name):
     assert texts is not None
     template = texts.in_go(before="", after="")
 
+    @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(CHATS)
     def agrees(drawn):
         assert as_go(template, chat_of(drawn)) == jinja(tokenizer, chat_of(drawn))
 
     agrees()
+
+
+def test_a_turn_has_its_own_words_around_it():
+    assert _modelfile.turn_texts(chat_tokenizer()) == _modelfile.TurnTexts(
+        opening="",
+        system=("<|im_start|>system\n", "<|im_end|>\n"),
+        user=("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
+        after_answer="<|im_end|>\n",
+    )
 
 
 @pytest.mark.parametrize("reason", OTHERS)
