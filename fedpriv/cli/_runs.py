@@ -158,6 +158,8 @@ def _export_gguf(found: SavedVariant, out: Path, only: str, precision: str) -> R
     forms: dict[str, Any] = {"": "gguf", "adapter": "gguf-adapter", "model": "gguf-model"}
     if only not in forms:
         raise InputError(f"only = {only!r}: must be adapter or model")
+    if only == "adapter" and precision != "float16":
+        raise InputError(f"precision = {precision!r}: a LoRA is in float32 whatever it is; leave it out")
     gguf_files.check(found)
     done = gguf_files.export(saved.load(found), out, form=forms[only], precision=precision)  # type: ignore[arg-type]
     values: dict[str, Any] = {"out": str(out), "variant": found.name, "library": "gguf", "files": done.files}

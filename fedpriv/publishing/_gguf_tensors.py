@@ -57,7 +57,7 @@ def adapter_tensors(peft_model: Any) -> tuple[float, dict[str, Tensor]]:
     """
     settings = peft_model.active_peft_config
     if settings.peft_type != PeftType.LORA:
-        raise InputError("only = adapter: whole weights were trained, and no LoRA file holds them; give --only model")
+        raise InputError("gguf: whole weights were trained, and no LoRA file holds them; give --only model")
     model = peft_model.get_base_model()
     alpha = float(settings.lora_alpha)
     tensors: dict[str, Tensor] = {}

@@ -23,6 +23,8 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -59,6 +61,7 @@ KINDS: dict[str, Any] = {
     "biased": lambda **sizes: LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=True, mlp_bias=True)),
     "wide": lambda **sizes: LlamaForCausalLM(LlamaConfig(**sizes, head_dim=12, tie_word_embeddings=True)),
     "llama-3": lambda **sizes: LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=LLAMA_3)),
+    "mistral": lambda **sizes: MistralForCausalLM(MistralConfig(**sizes, sliding_window=None)),
     "qwen2": lambda **sizes: Qwen2ForCausalLM(Qwen2Config(**sizes)),
     "qwen3": lambda **sizes: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=128)),
 }
@@ -112,7 +115,7 @@ def gap(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
     return float(np.abs(found - expected).max())
 
 
-@pytest.mark.parametrize("kind", ["llama", "biased", "wide", "llama-3"])
+@pytest.mark.parametrize("kind", ["llama", "biased", "wide", "llama-3", "mistral"])
 def test_a_llama_and_its_lora_compute_what_peft_computes(kind, tmp_path):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model", kind))
     out = exported(run, tmp_path / "out", precision="float32")
@@ -261,6 +264,8 @@ def test_the_command_writes_both_or_one_and_never_half(tmp_path, monkeypatch):
     assert "adapter.gguf" not in (tmp_path / "model-alone" / "README.md").read_text()
     assert "exists; name a new folder" in fedpriv("export", run, tmp_path / "all", "--gguf", code=2)[1]
     assert "must be adapter or model" in fedpriv("export", run, tmp_path / "x", "--gguf", "--only", "base", code=2)[1]
+    lora = ["--gguf", "--only", "adapter", "--precision", "float32"]
+    assert "a LoRA is in float32" in fedpriv("export", run, tmp_path / "x", *lora, code=2)[1]
     assert "are of --gguf" in fedpriv("export", run, tmp_path / "x", "--only", "adapter", code=2)[1]
 
     def full(*_arguments: object) -> None:
