@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from fedpriv.adapters import INNER_SUFFIX
+from fedpriv.adapters import INNER_SUFFIX, as_tensor
 from fedpriv.data.records import usable
 from fedpriv.dedup import saliency
 from fedpriv.dedup.saliency import Saliency
@@ -131,11 +131,11 @@ class AdapterEvaluator:
             None of a model that answers nothing, or if nothing was replaced.
         """
         changed = [each for each in outcomes if each.num_replaced and each.loss_limit is not None]
-        if not changed or not self._bench.config.instructs:
+        if not changed or not self._bench.config.generates_answers:
             return []
         name = max(changed, key=lambda each: each.loss_limit or 0.0).name
         records = [self._read[place] for place in proof_records(self.num_records)]
-        questions = first_questions(self._bench, NUM_ANSWERS, records)
+        questions = first_questions(self._bench, min(NUM_ANSWERS, self._bench.config.generated_answers), records)
         texts = []
         for read in (given, stored):
             with self._with_adapter(read(name)):
@@ -163,7 +163,7 @@ class AdapterEvaluator:
         before = {name: parameter.data for name, parameter in self.parameters.items()}
         try:
             for name, parameter in self.parameters.items():
-                parameter.data = torch.from_numpy(np.ascontiguousarray(tensors[name])).to(parameter)
+                parameter.data = as_tensor(tensors[name]).to(parameter)
             yield
         finally:
             for name, parameter in self.parameters.items():

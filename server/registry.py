@@ -137,8 +137,8 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
     _keep_only_if_same(store_path, described, read, settings, validation_digest(evaluators, None, evaluation))
     with Store(store_path) as store:
         outcomes = pipeline.deduplicate(described, read, evaluators, store, settings, evaluation=evaluation)
-        if judge is not None:
-            answers = judge.answers_side_by_side(outcomes, read, store.tensors)
+        answers = judge.answers_side_by_side(outcomes, read, store.tensors) if judge else []
+        if answers or (writer.path / files.STORED_ANSWERS).exists():
             writer.write_answers(answers, files.STORED_ANSWERS)
         log.info("%s variants in %s of %s bytes", len(outcomes), store.bytes_stored, store.bytes_logical)
         writer.journal.write(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedpriv.adapters._arithmetic import Factors as Factors
     from fedpriv.adapters._arithmetic import Merged as Merged
     from fedpriv.adapters._arithmetic import add_products as add_products
+    from fedpriv.adapters._arithmetic import as_tensor as as_tensor
     from fedpriv.adapters._arithmetic import difference as difference
     from fedpriv.adapters._arithmetic import factors_of as factors_of
     from fedpriv.adapters._arithmetic import leading_block as leading_block

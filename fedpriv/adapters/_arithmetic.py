@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Adapter = dict[str, Tensor]
@@ -137,6 +140,12 @@ def _same_product(one: Product, other: Product) -> bool:
     if (one.right is None) != (other.right is None) or not torch.equal(one.left, other.left):
         return False
     return one.right is None or other.right is None or torch.equal(one.right, other.right)
+
+
+def as_tensor(values: NDArray[Any]) -> Tensor:
+    """Values of NumPy as a tensor; those in bfloat16, which PyTorch does not take from NumPy, in float32."""
+    known = values.astype(np.float32) if values.dtype.name == "bfloat16" else values
+    return torch.from_numpy(np.ascontiguousarray(known))
 
 
 def merged_to_tensors(merged: Mapping[str, Product]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ import typer
 from fedpriv.cli import _dedup_store
 from fedpriv.cli._command import AsJson, OneOf, Result, StorePath, command, result_of, show
 from fedpriv.errors import InputError
+from fedpriv.texts import printable
 
 if TYPE_CHECKING:
     from fedpriv.dedup.planning import DedupSettings
@@ -248,8 +249,9 @@ def run(
                 "variants": [asdict(outcome) for outcome in outcomes],
                 "answers": [asdict(answer) for answer in answers],
             }
-    if answers and store.absolute() == folder.absolute().parent / "store":
-        RunWriter(store.absolute().parent).write_answers(answers, STORED_ANSWERS)
+    run_folder = folder.absolute().parent
+    if store.absolute() == run_folder / "store" and (answers or (run_folder / STORED_ANSWERS).exists()):
+        RunWriter(run_folder).write_answers(answers, STORED_ANSWERS)
     lines = [_line(outcome, settings.algorithm) for outcome in outcomes]
     for each in answers:
         lines += [f"{each.variant} asked: {_short(each.prompt)}", f"  before: {_short(each.before)}"]
@@ -260,7 +262,7 @@ def run(
 
 def _short(text: str) -> str:
     """The beginning of a text, in one line."""
-    return textwrap.shorten(text, 100, placeholder=" ...")
+    return printable(textwrap.shorten(text, 100, placeholder=" ..."))
 
 
 def _line(outcome: Outcome, algorithm: str) -> str:

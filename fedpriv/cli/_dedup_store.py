@@ -83,8 +83,11 @@ def remove(
     _check_store(store)
     with Store(store) as opened:
         kept.remove(opened, names)
-        left = opened.names
-    return Result({"removed": names, "left": left}, [f"{len(left)} variants left: {', '.join(left) or 'none'}"])
+        left, kept_values = opened.names, kept.kept_for_others(opened, names)
+    lines = [f"{len(left)} variants left: {', '.join(left) or 'none'}"]
+    for name, others in kept_values.items():
+        lines.append(f"note: the values of {name} stay in the store, since {', '.join(others)} are restored with them")
+    return Result({"removed": names, "left": left, "kept_for_others": kept_values}, lines)
 
 
 def gc(store: StorePath) -> Result:

@@ -32,27 +32,28 @@ def store_without_loss(work: Work) -> list[Outcome]:
     for layout, names in groups.items():
         if not (waiting := [name for name in names if name not in work.stored]):
             continue
-        reference = _reference(work, layout, names)
+        chosen = _chosen(work, layout, names)
+        reference = Reference.of(work.read_tensors(chosen), layout) if chosen else Reference.zeros(layout)
         for name in waiting:
             watch.begin(name)
-            work.stored[name] = _store(work, layout, reference, name)
+            work.stored[name] = _store(work, layout, name, reference, chosen)
             watch.store(is_target=False)
     return [work.stored[name] for names in groups.values() for name in names]
 
 
-def _store(work: Work, layout: BlockLayout, reference: Reference, name: str) -> Outcome:
+def _store(work: Work, layout: BlockLayout, name: str, reference: Reference, chosen: str | None) -> Outcome:
     held = reference.pack(work.read_tensors(name))
     outcome = work.outcome(name, untouched=STORED, cost=cost_of([work.variants[name]], work.settings.accountant))
-    records = outcome.as_records(**work.digests)
+    records = outcome.as_records(reference=chosen, **work.digests)
     work.store.add(name, layout, reference, held, described=work.variants[name], **records)
     log.info("%s: %.3g of its bytes", name, sum(part.nbytes for part in held.values()) / max(1, layout.num_bytes))
     return outcome
 
 
-def _reference(work: Work, layout: BlockLayout, names: Sequence[str]) -> Reference:
-    """The variant from which all differ least, or zeros where that takes fewer bytes; the same at every attempt."""
+def _chosen(work: Work, layout: BlockLayout, names: Sequence[str]) -> str | None:
+    """The variant from which all differ least; None where zeros take fewer bytes. The same at every attempt."""
     candidates = [names[len(names) * index // _CANDIDATES] for index in range(_CANDIDATES)]
     candidates = list(dict.fromkeys(candidates)) if len(names) > _CANDIDATES else list(names)
     samples: list[Values] = [sample(work.read_tensors(name), layout) for name in candidates]
     best = best_reference(samples, len(names))
-    return Reference.zeros(layout) if best is None else Reference.of(work.read_tensors(candidates[best]), layout)
+    return None if best is None else candidates[best]

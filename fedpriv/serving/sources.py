@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from fedpriv.adapters import A_SUFFIX, B_SUFFIX
+from fedpriv.adapters import A_SUFFIX, B_SUFFIX, as_tensor
 from fedpriv.adapters.lora import CONVENTION_FILE
 from fedpriv.config import RunConfig, parse
 from fedpriv.data.records import chat_format_of
@@ -181,12 +180,7 @@ def _checked(tensors: Mapping[str, np.ndarray[Any, Any]]) -> Mapping[str, Tensor
     for name, values in tensors.items():
         if not np.isfinite(values).all():
             raise ValueError(f"{name} holds values that are no numbers")
-    return {name: torch.from_numpy(np.ascontiguousarray(_for_torch(values))) for name, values in tensors.items()}
-
-
-def _for_torch(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The values, of a type that PyTorch takes from NumPy."""
-    return values.astype(np.float32) if values.dtype.name == "bfloat16" else values
+    return {name: as_tensor(values) for name, values in tensors.items()}
 
 
 def _labels_of_run(run: Path, config: RunConfig) -> tuple[str, ...]:

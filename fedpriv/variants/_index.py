@@ -26,7 +26,10 @@ from fedpriv.variants._manifests import CATALOGUE, Manifest, array_sha256
 from fedpriv.variants.folders import Described, from_json, to_json
 
 FILE = "index.sqlite"
-VERSION = 3
+VERSION = 4
+
+# Manifests of version 3 have no digest of all blocks, and no model has a reference.
+_READABLE = (3, VERSION)
 
 MOST_BYTES = 10**9 - 10**6
 """The largest extras or basis: SQLite's limit for a value, less what is in its row beside it"""
@@ -119,8 +122,9 @@ class Index:
         self.state, self.models = State(), dict[str, Digests]()
         self.catalogue = np.empty(0, CATALOGUE)
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version != VERSION:
-            said = f"version {version}: this fedpriv reads version {VERSION}" if version else "damaged: it is empty"
+        if version not in _READABLE:
+            readable = " and ".join(map(str, _READABLE))
+            said = f"version {version}: this fedpriv reads versions {readable}" if version else "damaged: it is empty"
             raise ValueError(f"{FILE}: {said}")
 
     def close(self) -> None:
@@ -299,6 +303,7 @@ class Index:
         try:
             yield
             _put_state(self._db, state)
+            self._db.execute(f"PRAGMA user_version = {VERSION}")
             commit(self._db)
         except BaseException:
             self._db.rollback()

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 
 from fedpriv.errors import InputError
 from fedpriv.variants._bases import read_basis
@@ -192,7 +191,7 @@ def _damaged_extras(index: Index, manifest: Manifest) -> list[str]:
         reason = str(error)
     try:
         extras = tensors_in(index.raw_extras(manifest.name))
-    except SafetensorError:
+    except ValueError:
         return [f"model {manifest.name!r}: {reason}; holds {', '.join(map(repr, manifest.extras)) or 'no tensor'}"]
     bad = [name for name, known in manifest.extras.items() if name not in extras or array_sha256(extras[name]) != known]
     where = [f"model {manifest.name!r}, tensor {name!r}: {reason}" for name in bad]

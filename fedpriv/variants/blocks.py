@@ -187,12 +187,17 @@ def tensors_in(content: bytes) -> Tensors:
     """The tensors of a safetensors file; unlike `safetensors.numpy.load`, of bfloat16 too.
 
     Raises:
-        SafetensorError: it is none.
-        KeyError: a tensor is of a type that is none of `DTYPES`.
+        ValueError: it is none, or a tensor is of a type that is none of `DTYPES`; one line.
     """
+    try:
+        found = dict(safetensors.deserialize(content))  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"no safetensors ({error})") from None
+    if odd := [name for name, each in found.items() if each["dtype"] not in _BY_CODE]:
+        raise ValueError(f"tensor {odd[0]!r}: is of type {found[odd[0]]['dtype']}, not one of {', '.join(_CODES)}")
     return {
         name: np.frombuffer(each["data"], _BY_CODE[each["dtype"]]).reshape(each["shape"])
-        for name, each in safetensors.deserialize(content)  # type: ignore[no-untyped-call]
+        for name, each in found.items()
     }
 
 

@@ -85,6 +85,17 @@ def remove(store: Store, names: Collection[str]) -> None:
     store.remove(*names)
 
 
+def kept_for_others(store: Store, names: Collection[str]) -> dict[str, list[str]]:
+    """{one of these names: the stored models that are restored with its values, which stay as long as they do}.
+
+    Raises:
+        StoreError: a manifest is damaged.
+    """
+    references = {name: store.manifest(name).provenance.get("reference") for name in store.names}
+    found = {name: [other for other, of in references.items() if of == name != other] for name in names}
+    return {name: others for name, others in found.items() if others}
+
+
 def _bases_of(store: Store, name: str) -> tuple[str, ...]:
     """The models that a model's provenance names as its bases.
 

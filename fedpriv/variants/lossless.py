@@ -39,7 +39,7 @@ _LEVEL = 1
 _SAMPLED = 2**16
 
 _SIZES = "-sizes"
-_NOTHING = np.empty(0, np.int64)
+_NO_BYTES, _NO_SIZES = np.empty(0, np.uint8), np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class Reference:
 def sample(tensors: Mapping[str, NDArray[Any]], layout: BlockLayout) -> Values:
     """Some values of a model, the same of all models of a layout, for `best_reference`."""
     values = _values_of(tensors, layout.tensors)
-    return {width: own[:: max(1, len(own) // _SAMPLED)] for width, own in values.items()}
+    return {width: own[:: max(1, len(own) // _SAMPLED)].copy() for width, own in values.items()}
 
 
 def best_reference(samples: Sequence[Values], num_models: int) -> int | None:
@@ -158,11 +158,15 @@ def _packed(values: Values, reference: Values) -> Tensors:
 def _unpacked(held: Mapping[str, NDArray[Any]], specs: Sequence[TensorSpec], reference: Values) -> Values:
     values: dict[int, NDArray[np.uint8]] = {}
     for width, of_width in _by_width(specs).items():
-        own = np.empty((sum(spec.size for spec in of_width), width), np.uint8)
-        pieces = list(_pieces(len(own)))
-        packed, sizes = (held.get(f"{PREFIX}{width}{end}", _NOTHING) for end in ("", _SIZES))
-        if len(sizes) != len(pieces) or (sizes < 0).any() or sizes.sum() != len(packed):
-            raise ValueError(f"packed values of {width} bytes: {len(sizes)} pieces for {len(own)} values")
+        num_values = sum(spec.size for spec in of_width)
+        packed = held.get(f"{PREFIX}{width}", _NO_BYTES)
+        sizes = held.get(f"{PREFIX}{width}{_SIZES}", _NO_SIZES)
+        kinds = packed.dtype == np.uint8 and packed.ndim == 1 and sizes.dtype == np.int64
+        if not kinds or sizes.shape != (-(-num_values // _PIECE),):
+            raise ValueError(f"packed values of {width} bytes: not the pieces of {num_values} values")
+        if (sizes < 0).any() or sizes.sum() != len(packed):
+            raise ValueError(f"packed values of {width} bytes: {len(packed)} bytes are not those of their pieces")
+        own, pieces = np.empty((num_values, width), np.uint8), list(_pieces(num_values))
         frames = np.split(packed, np.cumsum(sizes))[:-1]
         try:
             _in_parallel(partial(_unpack_piece, own, reference.get(width)), zip(pieces, frames, strict=True))

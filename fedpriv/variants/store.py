@@ -84,7 +84,7 @@ class Store:
         self.path = path
         self._writer: int | None = None
         self._manifests: dict[Digests, Manifest] = {}
-        self._shared: dict[str, Basis] = {}
+        self._shared: dict[tuple[str, BlockLayout], Basis] = {}
         check_folder(path, read_only=read_only)
         try:
             with self._one_line_errors():
@@ -246,8 +246,11 @@ class Store:
         present = rows < len(self._mapped)
         blocks = np.zeros((len(rows), manifest.layout.block_size), manifest.layout.dtype)
         blocks[present] = self._mapped[rows[present]]
-        if not present.all() or array_sha256(blocks) != manifest.blocks_sha256:
+        whole = manifest.blocks_sha256
+        if whole is None or not present.all() or array_sha256(blocks) != whole:
             damaged = damaged_tensors(manifest, ~present | damaged_rows(blocks, self._catalogue[rows]))
+            if whole is not None:  # rows may be sound, yet not those of the model: then the catalogue is damaged
+                damaged = [*damaged, f"model {name!r}: its blocks are not those of its digest"]
             if damaged:
                 raise StoreError(f"{self.path}: {damaged[0]}")
         return manifest.layout.from_blocks(blocks, extras)
@@ -414,7 +417,11 @@ class Store:
         values = np.empty((len(is_new), layout.block_size), layout.dtype)
         values[is_new] = numbered.new[numbered.numbers[is_new] - next_block]
         if not is_new.all():
-            values[~is_new] = self.blocks[self.rows(numbered.numbers[~is_new])]
+            stored = numbered.numbers[~is_new]
+            rows = self.rows(stored)
+            values[~is_new] = self.blocks[rows]
+            if (bad := damaged_rows(values[~is_new], self._catalogue[rows])).any():
+                raise StoreError(f"{self.path}: block {stored[bad][0]} is damaged; `verify` shows what is affected")
         return values
 
     def _number_model(self, layout: BlockLayout, blocks: NDArray[Any] | Variant) -> NumberedBlocks:
@@ -490,9 +497,10 @@ class Store:
 
     def _basis(self, sha256: str, layout: BlockLayout) -> Basis:
         """A basis, which is read once."""
-        if sha256 not in self._shared:
-            self._shared[sha256] = read_basis(self._index.basis(sha256), layout)
-        return self._shared[sha256]
+        key = sha256, layout  # a file has no shapes: one of zeros is that of any architecture
+        if key not in self._shared:
+            self._shared[key] = read_basis(self._index.basis(sha256), layout)
+        return self._shared[key]
 
     def _lock(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

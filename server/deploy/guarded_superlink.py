@@ -27,6 +27,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,9 +38,11 @@ import uvicorn
 from flwr.cli.config_utils import get_fab_metadata
 from flwr.common.config import get_project_dir
 from flwr.common.constant import SubStatus
+from flwr.proto.control_pb2 import ListNodesRequest
 from flwr.proto.runtime_pb2 import PushTaskOutputRequest
 from flwr.supercore.cli.flower_superexec import flower_superexec
 from flwr.supercore.constant import TaskType
+from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
@@ -51,6 +54,7 @@ from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExec
 from flwr.supercore.tls import validate_and_resolve_root_certificates
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from fedpriv import errors
 from fedpriv.deployment.approvals import install, is_approved
 from fedpriv.deployment.processes import Kept, end_with_parent
 from server.deploy.folder import Coordinator
@@ -223,6 +227,32 @@ def _report_failed(spec: ExecutionSpec, reason: str) -> None:
         log.error("task %s: its failure could not be reported (%s)", spec.task_id, type(error).__name__)
     finally:
         client.close()
+
+
+def num_online(coordinator: Coordinator, address: str) -> int:
+    """The number of nodes that are online, by the running SuperLink.
+
+    Not by `flwr`, which takes a second of processor to start: this is asked again and again.
+
+    Args:
+        coordinator: whose SuperLink it is.
+        address: HOST:PORT of its listener on loopback.
+
+    Raises:
+        fedpriv.errors.FlowerError: it cannot be asked.
+    """
+    try:
+        control = ControlHttpClient.from_server_address(
+            address,
+            insecure=False,
+            root_certificates=coordinator.ca_certificate.read_bytes(),
+            interceptors=[RuntimeVersionHttpInterceptor("fedpriv coordinator")],
+        )
+        with closing(control):
+            return sum(node.status == "online" for node in control.ListNodes(ListNodesRequest()).nodes_info)
+    except (Exception, SystemExit) as error:  # of files, TLS, HTTP and Flower, which ends a program of another version
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise errors.FlowerError(f"the SuperLink does not say which nodes are online ({reason})") from None
 
 
 def superexec() -> None:

@@ -264,25 +264,9 @@ def _num_online(coordinator: Coordinator) -> int:
     Raises:
         FlowerError: the SuperLink cannot be asked.
     """
-    # Not by `flwr`, which takes a second of processor to start, since this is asked again and again; and deferred.
-    import httpx
-    from flwr.proto.control_pb2 import ListNodesRequest
-    from flwr.supercore.control import ControlHttpClient
-    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+    from server.deploy.guarded_superlink import num_online  # deferred: loads Flower
 
-    certificate = coordinator.ca_certificate.read_bytes()
-    control = ControlHttpClient.from_server_address(
-        _private_address(coordinator) or coordinator.address,
-        insecure=False,
-        root_certificates=certificate,
-        interceptors=[RuntimeVersionHttpInterceptor("fedpriv coordinator")],
-    )
-    try:
-        return sum(node.status == "online" for node in control.ListNodes(ListNodesRequest()).nodes_info)
-    except (httpx.HTTPError, ValueError) as error:
-        raise FlowerError(f"nodes online: the SuperLink does not say ({error})") from None
-    finally:
-        control.close()
+    return num_online(coordinator, _private_address(coordinator) or coordinator.address)
 
 
 def _nodes_online(coordinator: Coordinator) -> str:

@@ -10,6 +10,7 @@ import pytest
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
 from fedpriv.errors import InputError
+from fedpriv.variants.kept import kept_for_others, remove
 from fedpriv.variants.store import Store
 from tests.dedup.test_basis_pipeline import Linear, described, uploads
 from tests.stores import content_of
@@ -49,6 +50,18 @@ def test_all_come_back_bit_for_bit_at_the_epsilon_that_they_had(tensors, tmp_pat
         assert store.sources("round-7") == ["round-7"], "it holds no other's values"
         assert store.compression_ratio < 0.7
         assert store.describe("round-7") == described("round-7", uploads(7))
+
+
+def test_whoever_removes_the_reference_is_told_whose_values_stay(tensors, tmp_path):
+    stored(tmp_path / "s", tensors)
+    with Store(tmp_path / "s") as store:
+        (chosen,) = {store.manifest(name).provenance["reference"] for name in NAMES}
+        assert store.manifest("other").provenance["reference"] is None
+        assert kept_for_others(store, [chosen, "other"]) == {chosen: sorted(set(NAMES) - {chosen})}
+        remove(store, [chosen])
+        assert kept_for_others(store, [chosen]) == {chosen: sorted(set(NAMES) - {chosen})}
+        remove(store, set(NAMES) - {chosen})
+        assert kept_for_others(store, [chosen]) == {}
 
 
 def test_an_interrupted_one_goes_on_and_another_way_is_refused(tensors, tmp_path):

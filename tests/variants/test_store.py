@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.errors import InputError, StoreError
-from fedpriv.variants import _index
+from fedpriv.variants import _index, _manifests
+from fedpriv.variants import store as store_module
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.store import Store, Variant
 from tests.stores import damage_index
@@ -246,7 +247,7 @@ def test_unknown_version_is_refused(store):
     store.close()
     with closing(sqlite3.connect(store.path / "index.sqlite")) as db:
         db.execute("PRAGMA user_version = 7")
-    with pytest.raises(StoreError, match=r"index\.sqlite: version 7: this fedpriv reads version 3"):
+    with pytest.raises(StoreError, match=r"index\.sqlite: version 7: this fedpriv reads versions 3 and 4"):
         Store(store.path)
     (store.path / "index.sqlite").unlink()
     text = json.dumps({"version": 7, "anything": 1, "models": {}})
@@ -402,3 +403,64 @@ def test_truncated_blocks_name_every_tensor_that_lost_some(two):
             store.tensors("base")
         with pytest.raises(StoreError, match="truncated"):
             store.compact()
+
+
+def flip_block(path: Path, place: int = -1) -> None:
+    file = path / "blocks.0.npy"
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("by_number", [True, False])
+def test_a_stored_block_that_is_damaged_becomes_no_part_of_a_new_model(tmp_path, by_number):
+    layout = layout_of(model(), SIZE)
+    blocks, extras = layout.to_blocks(model())
+    with Store(tmp_path / "s") as store:
+        store.add("a", layout, blocks, extras)
+    flip_block(tmp_path / "s")
+    with Store(tmp_path / "s") as store:
+        numbers = store.manifest("a").blocks
+        values = numbers if by_number else Variant(base="a", positions=np.array([0]), blocks=blocks[1:2])
+        with pytest.raises(StoreError, match=r"block \d+ is damaged"):
+            store.add("b", layout, values, extras)
+        assert store.names == ["a"]
+
+
+def test_blocks_that_are_sound_but_not_the_models_own_are_told(tmp_path):
+    one, other = ({"w": np.full(SIZE, value, "f4")} for value in (1, 2))
+    with Store(tmp_path / "s") as store:
+        add(store, "a", one)
+        add(store, "b", other)
+    with closing(sqlite3.connect(tmp_path / "s" / "index.sqlite")) as db, db:
+        parts = [rows for (rows,) in db.execute("SELECT rows FROM catalogue ORDER BY first")]
+        whole = np.frombuffer(b"".join(parts), _manifests.CATALOGUE).copy()
+        whole["sha256"] = whole["sha256"][::-1]
+        rows = np.load(tmp_path / "s" / "blocks.0.npy")
+        np.save(tmp_path / "s" / "blocks.0.npy", rows[::-1])
+        db.execute("DELETE FROM catalogue")
+        db.execute("INSERT INTO catalogue VALUES (0, ?)", (whole.tobytes(),))
+    with Store(tmp_path / "s", read_only=True) as store:
+        for name in "ab":
+            with pytest.raises(StoreError, match=f"model '{name}': its blocks are not those of its digest"):
+                store.tensors(name)
+
+
+def test_a_store_of_version_3_is_read_and_becomes_one_of_today_when_it_is_written(tmp_path, monkeypatch):
+    with monkeypatch.context() as old:
+        old.setattr(_index, "VERSION", 3)
+        old.setattr(store_module, "array_sha256", lambda values: None)
+        with Store(tmp_path / "s") as store:
+            add(store, "a", model())
+    version = lambda: sqlite3.connect(tmp_path / "s" / "index.sqlite").execute("PRAGMA user_version").fetchone()  # noqa: E731
+    assert version() == (3,)
+    with Store(tmp_path / "s", read_only=True) as store:
+        assert store.manifest("a").blocks_sha256 is None
+        assert same_bits(store.tensors("a"), model())
+    with Store(tmp_path / "s") as store:
+        add(store, "b", model(1))
+        assert version() == (4,)
+        assert same_bits(store.tensors("a"), model())
+    flip_block(tmp_path / "s", -200)
+    with Store(tmp_path / "s", read_only=True) as store, pytest.raises(StoreError, match="model 'b', tensor"):
+        store.tensors("b")

@@ -414,7 +414,10 @@ def closing_table(stored: StoredVariants, base_bytes: int | None) -> TextTable:
         (way, format_bytes(before), format_bytes(after), f"{before / after:.3g} times smaller{how}")
         for way, before, after, how in sizes
     ]
-    rows += [_largest_rise(stored.outcomes), _largest_fall(stored.outcomes)]
+    fall = _largest_fall(stored.outcomes)
+    if stored.lossless:
+        fall = *fall[:3], "none fell"
+    rows += [_largest_rise(stored.outcomes), fall]
     return TextTable(caption=f"{num} variants in {stored.way}", headers=("", "before", "after", ""), rows=tuple(rows))
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import certifi
 import pytest
 import uvicorn
 from cryptography.hazmat.primitives import hashes
@@ -48,6 +49,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from fedpriv import errors
 from fedpriv.deployment.approvals import approve
 from fedpriv.deployment.users import user_named
 from server.deploy import guarded_superlink
@@ -356,3 +358,22 @@ def test_what_lies_where_flower_would_install_an_approved_bundle_is_not_executed
     handlers.pull_task_input(None, None, None)
     assert held(folder) == FILES
     assert (folder / "server" / "app.py").stat() == before, "what is right stays, for the tasks that read it"
+
+
+@pytest.mark.parametrize(
+    ("content", "address", "said"),
+    [
+        (None, "127.0.0.1:9", "No such file"),
+        ("no certificate", "127.0.0.1:9", "certificate"),
+        (certifi.contents(), "127.0.0.1:port", "Invalid port"),
+        (certifi.contents(), "127.0.0.1:9", "refused"),
+    ],
+)
+def test_whatever_keeps_the_superlink_from_saying_who_is_online_is_one_error_of_one_line(
+    content, address, said, tmp_path
+):
+    if content is not None:
+        (tmp_path / "ca.pem").write_text(content)
+    with pytest.raises(errors.FlowerError, match=rf"which nodes are online \(.*{said}") as caught:
+        guarded_superlink.num_online(SimpleNamespace(ca_certificate=tmp_path / "ca.pem"), address)
+    assert "\n" not in str(caught.value)
