@@ -10,8 +10,8 @@ Source: Yu et al. 2022 (Orca), section 3.1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fedpriv.serving._engine import Weights
 from fedpriv.serving._jobs import PassCounter, ServingJob, check_finite, failure, tell
-from fedpriv.serving._texts import Text, generator_of, next_token
-from fedpriv.serving.requests import Failed, Finished, Generate, Piece, ServingError
+from fedpriv.serving._sampling import TokenTexts, generator_of, next_token, penalized, scored
+from fedpriv.serving._texts import Text
+from fedpriv.serving.requests import Failed, Finished, Generate, Piece, ScoredToken, ServingError
 
 
 @dataclass(eq=False)
@@ -35,6 +36,7 @@ class _Answer:
         num_new: of the answer.
         weights: of its variant, while it has a row.
         num_of_turn: tokens since it got its row.
+        untold: its tokens whose text was not given yet, if they are to be told.
     """
 
     job: ServingJob
@@ -45,6 +47,7 @@ class _Answer:
     num_new: int = 0
     weights: Weights | None = None
     num_of_turn: int = 0
+    untold: list[ScoredToken] = field(default_factory=list)
 
     @property
     def most_tokens(self) -> int:
@@ -67,6 +70,7 @@ class Generation:
 
     def __init__(self, counter: PassCounter, tokenizer: Any, ends: frozenset[int]) -> None:
         self._counter, self._tokenizer, self._ends = counter, tokenizer, ends
+        self._texts = TokenTexts(tokenizer)
         self._num_layers: int = counter.base.config.num_hidden_layers
         self._answers: list[_Answer] = []
         self._states: KeyValues | None = None  # a row for each of these
@@ -177,7 +181,7 @@ class Generation:
                 if isinstance(logits, ServingError):
                     raise logits
                 check_finite(answer.job.variant, logits)
-                self._extend(answer, next_token(logits, answer.request, answer.generator))
+                self._extend(answer, self._chosen(answer, logits))
             except Exception as error:
                 tell(answer.job, Failed(error=failure(answer.job.variant, error)))
             rows.append((answer, place))
@@ -223,22 +227,39 @@ class Generation:
         logits: Tensor = output.logits[:, -1].float().cpu()
         return logits
 
+    def _chosen(self, answer: _Answer, logits: Tensor) -> int:
+        """The answer's next token, which is noted with its log-probability if that is to be told."""
+        request, said = answer.request, answer.tokens[len(answer.request.prompt) :]
+        token = next_token(penalized(logits, said, request), request, answer.generator)
+        if request.num_alternatives is not None and token not in self._ends:
+            offset = answer.text.num_whole
+            answer.untold.append(scored(logits, token, offset, request.num_alternatives, self._texts))
+        return token
+
     def _extend(self, answer: _Answer, token: int) -> None:
         """Put a token to an answer and tell what follows from it."""
         answer.tokens.append(token)
         answer.num_new += 1
         answer.num_of_turn += 1
         is_end = token in self._ends
-        is_last = is_end or answer.num_new == answer.request.max_new_tokens
         text = "" if is_end else answer.text.add(token)
-        if is_last and not answer.text.stopped:
+        is_over = is_end or answer.text.stopped or answer.num_new == answer.request.max_new_tokens
+        if is_over and not answer.text.stopped:
             text += answer.text.rest()
-        if text:
-            tell(answer.job, Piece(text=text))
-        if is_end or answer.text.stopped:
-            tell(answer.job, Finished(reason="stop", num_new_tokens=answer.num_new))
-        elif is_last:
-            tell(answer.job, Finished(reason="length", num_new_tokens=answer.num_new))
+        tokens = _told(answer, to_the_end=is_over and not answer.text.stopped)
+        if text or tokens:
+            tell(answer.job, Piece(text=text, tokens=tokens))
+        if is_over:
+            reason: Literal["stop", "length"] = "stop" if is_end or answer.text.stopped else "length"
+            tell(answer.job, Finished(reason=reason, num_new_tokens=answer.num_new))
+
+
+def _told(answer: _Answer, *, to_the_end: bool) -> tuple[ScoredToken, ...]:
+    """The tokens whose text has been given in part at least, or all that are left; they are not told again."""
+    given = answer.text.num_given
+    told = tuple(token for token in answer.untold if to_the_end or token.offset < given)
+    answer.untold = answer.untold[len(told) :]
+    return told
 
 
 # Places behind the last token that a new cache has, so that rows grow without being copied.

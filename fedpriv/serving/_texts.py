@@ -1,7 +1,7 @@
-"""Texts to tokens, and a causal model's logits to text.
+"""Texts to tokens, and tokens to text.
 
-Tokenizing takes a time that the model's room bounds: of a text far too long for it, most is never read. Tokens are
-drawn from logits, and become text in whole characters that ends before a stop.
+Tokenizing takes a time that the model's room bounds: of a text far too long for it, most is never read. An answer's
+tokens become text in whole characters that ends before a stop.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fedpriv.data import ROLES, records
 from fedpriv.data.chat import RESPONSE_MASK, ChatFormat
-from fedpriv.serving.requests import Generate, ServingError, Tokens, TooLongError
+from fedpriv.serving.requests import ServingError, Tokens, TooLongError
 
 log = logging.getLogger(__name__)
 
@@ -147,37 +144,6 @@ _MOST_PENDING = 16
 _CONTEXT = 4
 
 
-def generator_of(request: Generate) -> torch.Generator:
-    """The source of a request's draws, which no other request has."""
-    generator = torch.Generator()
-    if request.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(request.seed % 2**63)
-    return generator
-
-
-def next_token(logits: Tensor, request: Generate, generator: torch.Generator) -> int:
-    """The most likely token, or one drawn from the least set of likely tokens that has the probability `top_p`.
-
-    Args:
-        logits: float32 [vocabulary], on the CPU.
-        request: says how to choose.
-        generator: of the request; a greedy choice leaves it as it is.
-
-    Source: Holtzman et al. 2020, section 3.1.
-    """
-    if request.temperature == 0:
-        return int(logits.argmax())
-    # The largest is subtracted first: a temperature near zero then makes zeros of the others and no infinity.
-    probabilities = ((logits.double() - logits.max()) / request.temperature).softmax(dim=0)
-    if request.top_p < 1:
-        ordered, tokens = probabilities.sort(descending=True, stable=True)
-        ordered[ordered.cumsum(dim=0) - ordered >= request.top_p] = 0
-        return int(tokens[torch.multinomial(ordered, 1, generator=generator)])
-    return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
 class Text:
     """An answer's text as its tokens come; gives only what no later token can change or take back.
 
@@ -188,6 +154,8 @@ class Text:
 
     Attributes:
         stopped: whether one of them came.
+        num_given: characters that were given.
+        num_whole: characters of whole tokens so far, given or held back: the next token's text begins behind them.
     """
 
     def __init__(self, tokenizer: Any, prompt: Tokens, stop: Sequence[str]) -> None:
@@ -197,6 +165,7 @@ class Text:
         self._given, self._pending = list(prompt[-_CONTEXT:]), list[int]()
         self._held = ""  # characters that may begin a stop text
         self.stopped = False
+        self.num_given = self.num_whole = 0
 
     def add(self, token: int) -> str:
         """The further text with one more token; empty while a character or a stop text may be incomplete."""
@@ -213,6 +182,7 @@ class Text:
         self._pending = []
         text = self._before_stop(whole[len(before) :].rstrip(_INCOMPLETE))
         held, self._held = self._held, ""
+        self.num_given += len(held)
         return text + held
 
     def _decoded(self, tokens: list[int]) -> str:
@@ -220,13 +190,16 @@ class Text:
         return text
 
     def _before_stop(self, text: str) -> str:
+        self.num_whole += len(text)
         text, self._held = self._held + text, ""
         if places := [place for stop in self._stop if (place := text.find(stop)) >= 0]:
             self.stopped = True
-            return text[: min(places)]
-        beginning = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - beginning :]
-        return text[: len(text) - beginning]
+            end = min(places)
+        else:
+            end = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+            self._held = text[end:]
+        self.num_given += end
+        return text[:end]
 
 
 def _overlap(text: str, stop: str) -> int:

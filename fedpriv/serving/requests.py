@@ -55,7 +55,12 @@ class Generate:
         prompt: tokens, at least one.
         max_new_tokens: >= 1.
         temperature: >= 0; 0 takes the most likely token.
+        top_k: >= 0: so many of the likeliest tokens are drawn from; 0 stands for all.
         top_p: in (0, 1]: the least set of tokens with this probability is drawn from.
+        presence_penalty: in [-2, 2]: taken from the logit of each token that the answer holds.
+        frequency_penalty: in [-2, 2]: taken from it as often as the answer holds the token.
+        num_alternatives: in [0, 20]: likeliest tokens whose log-probabilities are told with that of each token of the
+            answer; None tells none.
         seed: of the draws; None draws a new one.
         stop: texts before which the answer ends.
         client: who asks; clients take turns, whatever their number of requests. Empty where it is the only one.
@@ -65,7 +70,11 @@ class Generate:
     prompt: Tokens
     max_new_tokens: int
     temperature: float = 0.0
+    top_k: int = 0
     top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    num_alternatives: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     client: str = ""
@@ -85,10 +94,34 @@ class Classified:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Further text of an answer; whole characters only."""
+class ScoredToken:
+    """A token of an answer, and how likely the model took it to be.
+
+    Attributes:
+        text: of the token alone; holds U+FFFD where its bytes are no whole characters.
+        log_probability: <= 0, of the model's own distribution; -9999 stands for minus infinity.
+        offset: characters of the answer before it.
+        alternatives: the likeliest tokens in its place, the likeliest first: text and log-probability of each.
+    """
 
     text: str
+    log_probability: float
+    offset: int
+    alternatives: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Further text of an answer; whole characters only.
+
+    Attributes:
+        text: may be empty where tokens are told.
+        tokens: further tokens of the answer, of which at least the first has its text here, if these were asked for.
+            The token that ends a turn is not among them, nor are those of which a stop text has left nothing.
+    """
+
+    text: str
+    tokens: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

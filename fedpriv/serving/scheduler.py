@@ -200,8 +200,15 @@ def _checked(request: Generate) -> int:
         raise ServingError(f"max_new_tokens = {request.max_new_tokens}: must be at least 1")
     if not 0 <= request.temperature < float("inf"):
         raise ServingError(f"temperature = {request.temperature}: must be at least 0")
+    if request.top_k < 0:
+        raise ServingError(f"top_k = {request.top_k}: must be at least 0")
     if not 0 < request.top_p <= 1:
         raise ServingError(f"top_p = {request.top_p}: must be above 0 and at most 1")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -2 <= getattr(request, name) <= 2:
+            raise ServingError(f"{name} = {getattr(request, name)}: must be at least -2 and at most 2")
+    if not 0 <= (request.num_alternatives or 0) <= 20:
+        raise ServingError(f"num_alternatives = {request.num_alternatives}: must be at least 0 and at most 20")
     return request.max_new_tokens
 
 

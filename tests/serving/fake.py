@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fedpriv.serving import requests
-from fedpriv.serving.requests import Classify, Event, Generate, Piece, Statistics
+from fedpriv.serving.requests import Classify, Event, Generate, Piece, ScoredToken, Statistics
 
 NAMES = ("global", "client-0", "client-1", "round-3", "secret-variant")
 LABELS = ("cardiology", "neurology", "urology")
@@ -25,6 +25,17 @@ def probabilities(variant: str, text: str) -> tuple[float, ...]:
 def words(variant: str, prompt: str, num: int) -> list[str]:
     """What the fake language model says."""
     return [f"{variant}:{prompt[-8:]}:{number} " for number in range(num)]
+
+
+def scores(request: Generate, said: list[str], number: int) -> tuple[ScoredToken, ...]:
+    """What the fake language model says of a word: it comes first of as many as were asked for."""
+    if request.num_alternatives is None:
+        return ()
+    others = [
+        (said[number] if not place else f"other-{place}", -0.5 - place) for place in range(request.num_alternatives)
+    ]
+    offset = sum(map(len, said[:number]))
+    return (ScoredToken(text=said[number], log_probability=-0.5, offset=offset, alternatives=tuple(others)),)
 
 
 @dataclass
@@ -46,6 +57,7 @@ class FakeServing:
         max_waiting: requests at once.
         damaged: variants that fail.
         tickets: of all requests, so far.
+        asked: these requests.
         padding: spaces after each piece of text.
         broken: raise an error of the program itself.
     """
@@ -61,6 +73,7 @@ class FakeServing:
     padding: int = 0
     broken: bool = False
     tickets: list[FakeTicket] = field(default_factory=list)
+    asked: list[Classify | Generate] = field(default_factory=list)
     finished: int = 0
     drains: bool = False
 
@@ -87,6 +100,7 @@ class FakeServing:
             raise requests.BusyError("full")
         ticket = FakeTicket()
         self.tickets.append(ticket)
+        self.asked.append(request)
         self._threads = [each for each in self._threads if each.is_alive()]
         thread = threading.Thread(target=self._work, args=(request, ticket, on_event), daemon=True)
         self._threads.append(thread)
@@ -124,7 +138,8 @@ class FakeServing:
             yield requests.Classified(probabilities=rows, num_tokens=sum(map(len, request.texts)))
         else:
             said = words(request.variant, bytes(request.prompt).decode(), request.max_new_tokens)
-            yield from (Piece(text=word + " " * self.padding) for word in said)
+            for number, word in enumerate(said):
+                yield Piece(text=word + " " * self.padding, tokens=scores(request, said, number))
             yield requests.Finished(reason="length", num_new_tokens=len(said))
 
 

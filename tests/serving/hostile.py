@@ -68,6 +68,17 @@ NUMBERS = (
 )
 
 
+NUMERIC = (
+    *("max_tokens", "seed", "temperature", "top_p", "top_k", "n"),
+    *("presence_penalty", "frequency_penalty", "logprobs"),
+)
+# Of these fields and numbers, those that ask for something.
+MEANT = {
+    *(("temperature", "0.5"), ("top_p", "0.5")),
+    *((f"{kind}_penalty", value) for kind in ("presence", "frequency") for value in ("-1", "0.5", "-0.1")),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hostile:
     """One request.
@@ -117,8 +128,8 @@ class Attacker:
         return self._post("deep", f'{{"model": "global", "prompt": {nested}}}'.encode())
 
     def numbers(self) -> Hostile:
-        field, value = self._pick(("max_tokens", "seed", "temperature", "top_p", "n")), self._pick(NUMBERS)
-        if (field, value) in (("temperature", "0.5"), ("top_p", "0.5"), ("seed", "9" * 1)):
+        field, value = self._pick(NUMERIC), self._pick(NUMBERS)
+        if (field, value) in MEANT:
             value = "NaN"
         return self._post("numbers", f'{{"model":"global","prompt":"x","{field}":{value}}}'.encode(), POSTS[0])
 
@@ -202,23 +213,38 @@ class Attacker:
         return Hostile(kind="not_http", pieces=(self._pick(attacks),))
 
     def wrong_fields(self) -> Hostile:
-        good: dict[str, Any] = {"model": "global", "prompt": "x"}
-        wrong = self._pick(
-            (
-                *({"prompt": None}, {"prompt": {}}, {"prompt": []}, {"prompt": [[1, 2]]}, {"prompt": ""}, {"model": 7}),
-                *({"n": 2}, {"best_of": 9}, {"stream": "yes"}, {"stop": ["x"] * 99}, {"stop": ""}, {"logprobs": 5}),
-                *(
-                    {"tools": []},
-                    {"__proto__": {}},
-                    {"temperature": 3},
-                    {"top_p": 0},
-                    {"max_tokens": 0},
-                    {"echo": True},
-                ),
-                *({"stream_options": {"include_usage": True}}, {"messages": []}, {"x" * 500: 1}, {"seed": 2**64}),
-            )
+        prompt, chat = {"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]}
+        wrong_of_a_prompt = (
+            *({"prompt": None}, {"prompt": {}}, {"prompt": []}, {"prompt": [[1, 2]]}, {"prompt": ""}, {"model": 7}),
+            *(
+                {"best_of": 9},
+                {"stream": "yes"},
+                {"stop": ["x"] * 99},
+                {"stop": ""},
+                {"logprobs": 6},
+                {"logprobs": True},
+            ),
+            *({"tools": []}, {"__proto__": {}}, {"temperature": 3}, {"top_p": 0}, {"max_tokens": 0}, {"echo": True}),
+            *({"stream_options": {"include_usage": True}}, {"messages": []}, {"x" * 500: 1}, {"seed": 2**64}),
+            *(
+                {"top_logprobs": 2},
+                {"top_k": -1},
+                {"top_k": 2**40},
+                {"presence_penalty": 2.1},
+                {"logit_bias": {"7": 1}},
+            ),
+            # Each alone is allowed; together they would take the server's time or memory.
+            *({"n": 65}, {"n": 2, "prompt": ["x"] * 33}, {"n": 64, "max_tokens": 256, "logprobs": 5}),
         )
-        return self._post("wrong_fields", json.dumps({**good, **wrong}).encode(), POSTS[0])
+        wrong_of_a_chat = (
+            *({"top_logprobs": 5}, {"logprobs": 5}, {"logprobs": True, "top_logprobs": 21}, {"logprobs": "yes"}),
+            *({"logprobs": True, "top_logprobs": -1}, {"logprobs": True, "top_logprobs": 20, "n": 4}, {"n": 10**9}),
+            *({"frequency_penalty": -2.5}, {"presence_penalty": "1"}, {"top_k": 1.5}, {"stop": [7]}, {"n": [1]}),
+        )
+        path, good, options = self._pick(
+            ((POSTS[0], prompt, wrong_of_a_prompt), (POSTS[1], chat, wrong_of_a_chat)),
+        )
+        return self._post("wrong_fields", json.dumps({"model": "global", **good, **self._pick(options)}).encode(), path)
 
     def slow_body(self) -> Hostile:
         head = self._head("POST", POSTS[0], [b"Content-Type: application/json", b"Content-Length: 500"])

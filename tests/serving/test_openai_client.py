@@ -15,10 +15,15 @@ ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": 
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def engine() -> FakeServing:
+    return FakeServing(damaged=("client-1",))
+
+
+@pytest.fixture(scope="module")
+def client(engine: FakeServing, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     file = tmp_path_factory.mktemp("tokens") / "tokens.toml"
     secret = add_new(file, "clinic", ["global", "client-*"])
-    with running(FakeServing(damaged=("client-1",)), tokens=Tokens(file)) as server:
+    with running(engine, tokens=Tokens(file)) as server:
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key=secret, max_retries=0)
 
 
@@ -72,6 +77,124 @@ def test_a_streamed_completion_of_two_prompts(client):
     for event in client.completions.create(model="global", prompt=["one", "two"], max_tokens=2, stream=True):
         texts[event.choices[0].index] += event.choices[0].text
     assert texts == {0: "".join(words("global", "one", 2)), 1: "".join(words("global", "two", 2))}
+
+
+def test_n_answers_a_prompt_with_a_choice_each_and_its_tokens_count_once(client):
+    answer = client.chat.completions.create(model="global", messages=ASKED, max_tokens=2, n=3)
+    assert [each.index for each in answer.choices] == [0, 1, 2]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len("system=be brief|user=what hurts?"), 6)
+    prompts = client.completions.create(model="global", prompt=["one", "two"], max_tokens=1, n=2)
+    assert [each.text for each in prompts.choices] == [words("global", p, 1)[0] for p in ("one", "one", "two", "two")]
+    assert prompts.usage.prompt_tokens == 6
+
+
+def test_streams_of_n_answers_begin_each_with_a_role(client):
+    events = list(client.chat.completions.create(model="global", messages=ASKED, max_tokens=2, n=2, stream=True))
+    for index in (0, 1):
+        own = [event.choices[0] for event in events if event.choices[0].index == index]
+        assert own[0].delta.role == "assistant"
+        assert "".join(each.delta.content or "" for each in own) == "".join(words("global", "|user=what hurts?", 2))
+        assert own[-1].finish_reason == "length"
+
+
+def test_log_probabilities_of_a_chat_whole_and_streamed(client):
+    options = {"model": "global", "messages": ASKED, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    (choice,) = client.chat.completions.create(**options).choices
+    said = words("global", "|user=what hurts?", 3)
+    assert [(each.token, each.logprob, bytes(each.bytes).decode()) for each in choice.logprobs.content] == [
+        (word, -0.5, word) for word in said
+    ]
+    tops = choice.logprobs.content[1].top_logprobs
+    assert [(each.token, each.logprob) for each in tops] == [(said[1], -0.5), ("other-1", -1.5)]
+    streamed = [event.choices[0] for event in client.chat.completions.create(**options, stream=True)]
+    content = [each for choice in streamed if choice.logprobs for each in choice.logprobs.content]
+    assert content == choice.logprobs.content
+    bare = client.chat.completions.create(**{**options, "logprobs": True, "top_logprobs": None}).choices[0]
+    assert [each.top_logprobs for each in bare.logprobs.content] == [[], [], []]
+    assert client.chat.completions.create(model="global", messages=ASKED).choices[0].logprobs is None
+
+
+def test_log_probabilities_of_a_completion_whole_and_streamed(client):
+    options = {"model": "global", "prompt": "one", "max_tokens": 2, "logprobs": 2}
+    found = client.completions.create(**options).choices[0].logprobs
+    said = words("global", "one", 2)
+    assert (found.tokens, found.token_logprobs, found.text_offset) == (said, [-0.5, -0.5], [0, len(said[0])])
+    assert found.top_logprobs[0] == {said[0]: -0.5, "other-1": -1.5}
+    parts = [event.choices[0].logprobs for event in client.completions.create(**options, stream=True)]
+    assert [token for part in parts if part for token in part.tokens] == said
+    none = client.completions.create(**{**options, "logprobs": 0}).choices[0].logprobs
+    assert (none.tokens, none.top_logprobs) == (said, None)
+
+
+def test_the_draw_is_as_it_was_asked_for(client, engine):
+    penalties = {"presence_penalty": -2.0, "frequency_penalty": 1.5}
+    client.completions.create(
+        model="global", prompt="x", temperature=0.5, top_p=0.25, seed=7, n=2, **penalties, extra_body={"top_k": 40}
+    )
+    first, second = engine.asked[-2:]
+    assert (first.top_k, first.top_p, first.temperature, first.seed, second.seed) == (40, 0.25, 0.5, 7, 8)
+    assert (first.presence_penalty, first.frequency_penalty) == (-2.0, 1.5)
+    client.completions.create(model="global", prompt="x")
+    assert (engine.asked[-1].top_k, engine.asked[-1].presence_penalty, engine.asked[-1].num_alternatives) == (
+        0,
+        0,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "says"),
+    [
+        ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty = 2.5: must be less than or equal to 2."),
+        (
+            {"frequency_penalty": -3},
+            "frequency_penalty",
+            "frequency_penalty = -3: must be greater than or equal to -2.",
+        ),
+        ({"stop": list("abcde")}, "stop", "stop has 5 entries: at most 4."),
+        ({"logprobs": 6}, "logprobs", "logprobs = 6: must be less than or equal to 5."),
+        ({"n": 65}, "n", "n = 65: 65 answers in all; at most 64."),
+        ({"n": 33, "prompt": ["a", "b"]}, "n", "n = 33: 66 answers in all; at most 64."),
+        ({"n": 0}, "n", "n = 0: must be greater than or equal to 1."),
+        (
+            {"n": 11, "logprobs": 5, "max_tokens": 256},
+            "logprobs",
+            "logprobs = 5: 16896 log-probabilities, of 11 answers of up to 256 tokens; at most 16384.",
+        ),
+        ({"extra_body": {"top_k": -1}}, "top_k", "top_k = -1: must be greater than or equal to 0."),
+        ({"max_tokens": 257}, "max_tokens", "max_tokens = 257: at most 256 here."),
+        ({"prompt": []}, "prompt", "prompt: must have at least 1 item after validation, not 0."),
+    ],
+)
+def test_a_refusal_names_the_parameter_its_value_and_the_limit_in_one_line(client, wrong, param, says):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**{"model": "global", "prompt": "x", **wrong})
+    assert (refused.value.param, refused.value.body["message"]) == (param, says)
+
+
+def test_n_answers_count_as_n_prompts_of_a_token(client, engine, monkeypatch):
+    asked = {"model": "global", "prompt": "x", "max_tokens": 200, "stream": True}
+    monkeypatch.setattr(engine, "seconds", 0.01)
+    with (
+        client.completions.create(**asked, n=64),
+        client.completions.create(**asked, n=64),
+        pytest.raises(openai.RateLimitError, match="128 texts or prompts under way"),
+    ):
+        client.completions.create(**asked)
+
+
+def test_log_probabilities_count_as_inputs_of_a_token(client, engine, monkeypatch):
+    """Two answers that are told in full take most of what a token may have under way."""
+    asked = {"model": "global", "messages": ASKED, "max_tokens": 256, "logprobs": True, "top_logprobs": 20, "n": 3}
+    monkeypatch.setattr(engine, "seconds", 0.01)
+    with (
+        client.chat.completions.create(**asked, stream=True),
+        client.chat.completions.create(**asked, stream=True),
+        pytest.raises(openai.RateLimitError, match="126 texts or prompts under way"),
+    ):
+        client.chat.completions.create(**asked)
+    with pytest.raises(openai.BadRequestError, match="only with logprobs"):
+        client.chat.completions.create(model="global", messages=ASKED, top_logprobs=2)
 
 
 def test_its_errors_are_the_client_s_own(client):

@@ -11,7 +11,8 @@ import torch
 from fedpriv import adapters
 from fedpriv.serving._engine import SharedBase
 from fedpriv.serving._generation import KeyValues
-from fedpriv.serving._texts import Text, next_token
+from fedpriv.serving._sampling import next_token
+from fedpriv.serving._texts import Text
 from fedpriv.serving.requests import Failed, Finished, Generate, ServingError, TooLongError
 from tests.chats import chat_model, chat_tokenizer
 from tests.served import Asked, save_run, serving

@@ -20,17 +20,26 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from fedpriv.serving.http import _openai_api
 from fedpriv.serving.http._connections import Places
 from fedpriv.serving.http._entrance import CONTENT_TYPE, Entrance, ServerMetrics
-from fedpriv.serving.http._openai_api import (
+from fedpriv.serving.http._openai_answers import (
     Answers,
+    EventStream,
+    HungUpError,
+    classified,
+    collected,
+    streamed,
+    unless_hung_up,
+)
+from fedpriv.serving.http._openai_requests import (
+    Asked,
     ChatRequest,
     ClassifyRequest,
     CompletionRequest,
-    HungUpError,
     Shape,
-    unless_hung_up,
+    checked,
+    engine_requests,
+    parsed,
 )
 from fedpriv.serving.http.limits import InFlight, RequestLimits, ThreadTurns
 from fedpriv.serving.http.refusals import RefusalError, busy, of_engine, unknown_model
@@ -169,50 +178,46 @@ class _Routes:
     async def classify(self, request: Request) -> Response:
         """Labels with probabilities, for each text."""
         asked = await self._parsed(request, ClassifyRequest)
-        self._check_inputs(len(asked.texts), "input")
+        self._check_inputs(len(asked.input), "input")
         self._check_allowed(request, asked.model)
         self._check_task("SEQ_CLS")
-        request.scope["count_inputs"](len(asked.texts))
-        texts = await self._encoded(request, asked.model, asked.texts)
+        request.scope["count_inputs"](len(asked.input))
+        texts = await self._encoded(request, asked.model, asked.input)
         wanted = Classify(variant=asked.model, texts=texts, client=_client(request))
         answers = self._submitted(asked.model, lambda: [wanted])
         event = await self._answered(request, answers, asked.model, _first_classified(answers))
         labels = self._serving.labels
-        return JSONResponse(_openai_api.classified(asked.model, labels, event.probabilities, event.num_tokens))
+        return JSONResponse(classified(asked.model, labels, event.probabilities, event.num_tokens))
 
     async def completions(self, request: Request) -> Response:
         """Prompts continued."""
         asked = await self._parsed(request, CompletionRequest)
-        self._check_inputs(len(asked.prompts), "prompt")
+        self._check_inputs(len(asked.prompt), "prompt")
         return await self._generated(request, asked)
 
     async def chat(self, request: Request) -> Response:
         """A chat's next turn."""
         return await self._generated(request, await self._parsed(request, ChatRequest))
 
-    async def _generated(self, request: Request, asked: _openai_api.Asked) -> Response:
-        _openai_api.check_length(asked, self._limits.max_new_tokens)
-        if asked.stream_options is not None and not asked.stream:
-            raise RefusalError(400, "stream_options: only with stream.", code="invalid_value", param="stream_options")
+    async def _generated(self, request: Request, asked: Asked) -> Response:
+        num_inputs = checked(asked, self._limits)
         self._check_allowed(request, asked.model)
         self._check_task("CAUSAL_LM")
-        request.scope["count_inputs"](1 if isinstance(asked, ChatRequest) else len(asked.prompts))
-        said = [tuple(m.as_pair for m in asked.messages)] if isinstance(asked, ChatRequest) else asked.prompts
+        request.scope["count_inputs"](num_inputs)
+        said = [tuple(m.as_pair for m in asked.messages)] if isinstance(asked, ChatRequest) else asked.prompt
         prompts = await self._encoded(request, asked.model, said)
         rest = {"limit": self._limits.max_new_tokens, "max_tokens": self._serving.max_tokens}
         answers = self._submitted(
             asked.model,
-            lambda: _openai_api.engine_requests(asked, prompts, **rest, client=_client(request)),
+            lambda: engine_requests(asked, prompts, **rest, client=_client(request)),
         )
         if asked.stream:
-            return _openai_api.EventStream(
-                answers, _openai_api.streamed(answers, asked, lambda error: self._refusal(error, asked.model))
-            )
-        return JSONResponse(await self._answered(request, answers, asked.model, _openai_api.collected(answers, asked)))
+            return EventStream(answers, streamed(answers, asked, lambda error: self._refusal(error, asked.model)))
+        return JSONResponse(await self._answered(request, answers, asked.model, collected(answers, asked)))
 
     async def _parsed(self, request: Request, shape: type[Shape]) -> Shape:
         body = await request.body()
-        return await self._quick.run(_token(request).name, lambda: _openai_api.parsed(shape, body))
+        return await self._quick.run(_token(request).name, lambda: parsed(shape, body))
 
     async def _encoded(self, request: Request, name: str, said: Sequence[str | _Chat]) -> tuple[Encoded, ...]:
         """The tokens of texts or chats, each at a turn of the token's own; a short one waits for no long one."""
