@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from peft import get_peft_model_state_dict
 
 from fedpriv.adapters import lora
 from fedpriv.config import RunConfig, parse, to_toml
 from fedpriv.data.records import TextReading
-from fedpriv.serving.requests import Classified, Classify, EngineLimits, Event, Failed, Finished, Generate, Piece
+from fedpriv.serving._engine import SharedBase
+from fedpriv.serving.requests import Classify, EngineLimits, Event, Piece, Request
 from fedpriv.serving.scheduler import Scheduler
 from fedpriv.serving.sources import find, load
 from fedpriv.training.workbench import load_model
@@ -69,7 +73,7 @@ def serving(folder: Path, **limits: int) -> Iterator[Scheduler]:
 class Asked:
     """A request and the events of its answer."""
 
-    def __init__(self, scheduler: Scheduler, request: Classify | Generate) -> None:
+    def __init__(self, scheduler: Scheduler, request: Request) -> None:
         self._events: queue.Queue[Event] = queue.Queue()
         self.pieces: list[str] = []
         self.ticket = scheduler.submit(request, self._events.put)
@@ -77,7 +81,7 @@ class Asked:
     def next(self, seconds: float = 60.0) -> Event:
         return self._events.get(timeout=seconds)
 
-    def last(self) -> Classified | Finished | Failed:
+    def last(self) -> Event:
         """The last event; pieces before it are kept."""
         while isinstance(event := self.next(), Piece):
             self.pieces.append(event.text)
@@ -100,3 +104,17 @@ def to_classify(scheduler: Scheduler, variant: str, texts: Sequence[str]) -> Cla
 def ask_classes(scheduler: Scheduler, variant: str, texts: Sequence[str]) -> Asked:
     """Submit it."""
     return Asked(scheduler, to_classify(scheduler, variant, texts))
+
+
+def hold(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Makes the first pass of a classifier wait: (it has begun, let it go on)."""
+    stopped, go = threading.Event(), threading.Event()
+    classify = SharedBase.classify
+
+    def waits(self: SharedBase, rows: Any, texts: Any) -> Any:
+        stopped.set()
+        assert go.wait(30)
+        return classify(self, rows, texts)
+
+    monkeypatch.setattr(SharedBase, "classify", waits)
+    return stopped, go

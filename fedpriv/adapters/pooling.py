@@ -42,7 +42,7 @@ def pooling_of(model: Any, *, normalize: bool = False) -> str:
         model: a transformers model.
         normalize: whether the pooled vector has a fixed length, which `unit-` before the name says.
     """
-    return _UNIT * normalize + ("mean" if model.config.model_type in _ENCODERS else "model")
+    return _UNIT * normalize + ("mean" if pools(model) else "model")
 
 
 def normalizes(convention: str) -> bool:
@@ -71,6 +71,24 @@ def masked_mean(states: Tensor, mask: Tensor | None) -> Tensor:
         return states.mean(dim=1)
     weights = mask.to(states.dtype).unsqueeze(-1)
     return (states * weights).sum(dim=1) / weights.sum(dim=1).clamp_min(1.0)
+
+
+def pooled(output: Any) -> Tensor:
+    """The vectors that the head of a model which `pools` reads, [batch, hidden].
+
+    Args:
+        output: of the model's encoder, after `apply`.
+    """
+    if getattr(output, "pooler_output", None) is not None:
+        vectors: Tensor = output.pooler_output
+        return vectors
+    states: Tensor = output.last_hidden_state
+    return states if states.dim() == 2 else states[:, 0]
+
+
+def pools(model: Any) -> bool:
+    """Whether the model is an encoder whose output holds one vector for each text, as `apply` leaves it."""
+    return model.config.model_type in _ENCODERS
 
 
 def apply(model: Any, convention: str) -> None:

@@ -1,4 +1,7 @@
-"""Texts of many requests in shared passes: the oldest of the client whose turn it is, with others of its length."""
+"""Texts of many requests in shared passes: the oldest of the client whose turn it is, with others of its length.
+
+A pass gives classes or vectors; those who ask for the one and for the other take turns like clients do.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from collections import Counter as Counts
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from fedpriv.serving._engine import Weights
 from fedpriv.serving._jobs import PassCounter, ServingJob, check_finite, failure, tell
-from fedpriv.serving.requests import Classified, Failed, ServingError, Tokens
+from fedpriv.serving.requests import Classified, Embed, Embedded, Failed, ServingError, Tokens
 
 # Texts of a request that get a place at a time, and places for each row of a pass, among which it is chosen.
 _TEXTS_OF_A_TURN = 16
@@ -24,12 +28,16 @@ _FEW = 8
 
 @dataclass(eq=False)
 class _Open:
-    """A request whose texts are being classified: answers by the text's number, and how many have a place."""
+    """A request whose texts are being read: logits or vectors by the text's number, and how many texts have a place."""
 
     job: ServingJob
     weights: Weights
-    answers: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
     placed: int = 0
+
+    @property
+    def embeds(self) -> bool:
+        return isinstance(self.job.request, Embed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +57,7 @@ class _Row:
 
 
 class Classification:
-    """A `fedpriv.serving._jobs.Desk` for `Classify`."""
+    """A `fedpriv.serving._jobs.Desk` for `Classify` and `Embed`."""
 
     def __init__(self, counter: PassCounter) -> None:
         self._counter = counter
@@ -72,11 +80,11 @@ class Classification:
             return
         rows = self._chosen()
         self._rows = [row for row in self._rows if row not in rows]
-        for row, answer in zip(rows, self._logits(rows), strict=True):
-            if isinstance(answer, ServingError):
-                tell(row.of.job, Failed(error=answer))
+        for row, output in zip(rows, self._outputs(rows), strict=True):
+            if isinstance(output, ServingError):
+                tell(row.of.job, Failed(error=output))
             else:
-                row.of.answers[row.number] = tuple(answer.double().softmax(dim=0).tolist())
+                row.of.outputs[row.number] = output
         for found in {id(row.of): row.of for row in rows}.values():
             self._settle(found)
         if self.is_idle:
@@ -92,6 +100,7 @@ class Classification:
         number, present = self._counter.passes.num_passes, {row.client for row in self._rows}
         self._last = {client: last for client, last in self._last.items() if client in present}
         order = sorted(self._rows, key=lambda row: self._last.get(row.client, -1))
+        order = [row for row in order if row.of.embeds == order[0].of.embeds]
         limits, lengths = self._counter.limits, [len(row.text) for row in order]
         clients = [row.client for row in order]
         chosen = together(lengths, clients, self._counter.rows, limits.pass_tokens, limits.client_tokens)
@@ -125,9 +134,13 @@ class Classification:
 
     def _settle(self, found: _Open) -> None:
         job = found.job
-        if not job.over and len(found.answers) == len(job.texts):
-            answers = tuple(found.answers[number] for number in range(len(job.texts)))
-            tell(job, Classified(probabilities=answers, num_tokens=sum(map(len, job.texts))))
+        if not job.over and len(found.outputs) == len(job.texts):
+            outputs, num_tokens = [found.outputs[number] for number in range(len(job.texts))], sum(map(len, job.texts))
+            if found.embeds:
+                tell(job, Embedded(vectors=np.stack([output.numpy() for output in outputs]), num_tokens=num_tokens))
+            else:
+                probabilities = tuple(tuple(output.double().softmax(dim=0).tolist()) for output in outputs)
+                tell(job, Classified(probabilities=probabilities, num_tokens=num_tokens))
         if job.over:
             self._close(found)
 
@@ -136,24 +149,27 @@ class Classification:
         self._rows = [row for row in self._rows if row.of is not found]
         self._counter.give_back(found.job)
 
-    def _logits(self, rows: Sequence[_Row]) -> list[Tensor | ServingError]:
-        """The logits of each row, or why there are none; rows of a pass that fails run alone."""
-        self._counter.count([row.of.weights for row in rows])
+    def _outputs(self, rows: Sequence[_Row]) -> list[Tensor | ServingError]:
+        """The logits or the vector of each row, or why there are none; rows of a pass that fails run alone."""
+        weights = [row.of.weights for row in rows]
+        self._counter.count(weights)
+        base = self._counter.base
+        read = base.embed if rows[0].of.embeds else base.classify
         try:
-            logits = list(self._counter.base.classify([row.of.weights for row in rows], [row.text for row in rows]))
+            outputs = list(read(weights, [row.text for row in rows]))
         except Exception as error:
             if len(rows) > 1:
-                return [answer for row in rows for answer in self._logits([row])]
+                return [output for row in rows for output in self._outputs([row])]
             return [failure(rows[0].of.job.variant, error)]
-        return [_checked(row.of.job.variant, own) for row, own in zip(rows, logits, strict=True)]
+        return [_checked(row.of.job.variant, own) for row, own in zip(rows, outputs, strict=True)]
 
 
-def _checked(variant: str, logits: Tensor) -> Tensor | ServingError:
+def _checked(variant: str, output: Tensor) -> Tensor | ServingError:
     try:
-        check_finite(variant, logits)
+        check_finite(variant, output)
     except ServingError as error:
         return error
-    return logits
+    return output
 
 
 def together(

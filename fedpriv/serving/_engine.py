@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedpriv.adapters import A_SUFFIX, B_SUFFIX
+from fedpriv.adapters.pooling import pooled, pools
 from fedpriv.serving.requests import Tokens
 from fedpriv.training.model import TrainingModel
 
@@ -80,6 +81,7 @@ class SharedBase:
         config: of the base.
         device: where it computes.
         shares_passes: whether several rows may have one pass; if not, callers give one row at a time.
+        embeds: whether it is an encoder that pools a text's states into one vector.
         most_positions: tokens of a row that the base has positions for; None without a limit.
     """
 
@@ -91,6 +93,7 @@ class SharedBase:
         self.most_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         self.num_embeddings: int = self.peft_model.get_input_embeddings().num_embeddings
         self._base: Any = self.peft_model.get_base_model()
+        self.embeds = pools(self._base)
         self._layers: dict[str, LoraLayer] = {
             name: module for name, module in self.peft_model.named_modules() if isinstance(module, LoraLayer)
         }
@@ -156,12 +159,25 @@ class SharedBase:
             rows: the variant of each text.
             texts: at least one token each; padded to the longest.
         """
+        logits: Tensor = self.run(rows, **self._padded_texts(texts)).logits.float().cpu()
+        return logits
+
+    @torch.inference_mode()
+    def embed(self, rows: Sequence[Weights], texts: Sequence[Tokens]) -> Tensor:
+        """The vectors of texts, float32 [rows, hidden] at length 1, each as its own variant pools it for its head.
+
+        Args:
+            rows, texts: see `classify`; the base `embeds`.
+        """
+        with self._using(rows):
+            output = self._base.base_model(**self._padded_texts(texts))
+        return F.normalize(pooled(output).float(), dim=-1).cpu()
+
+    def _padded_texts(self, texts: Sequence[Tokens]) -> dict[str, Tensor]:
         longest, padding = max(map(len, texts)), self.config.pad_token_id or 0
         ids = torch.tensor([[*text, *[padding] * (longest - len(text))] for text in texts])
         mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
-        output = self.run(rows, input_ids=ids.to(self.device), attention_mask=mask.to(self.device))
-        logits: Tensor = output.logits.float().cpu()
-        return logits
+        return {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
 
     @contextmanager
     def _using(self, rows: Sequence[Weights]) -> Iterator[None]:

@@ -19,12 +19,12 @@ from fedpriv.serving._engine import SharedBase, Weights
 from fedpriv.serving.requests import (
     BusyError,
     Classified,
-    Classify,
+    Embedded,
     EngineLimits,
     Event,
     Failed,
     Finished,
-    Generate,
+    Request,
     ServingError,
     Tokens,
 )
@@ -44,7 +44,7 @@ class ServingJob:
         over: whether it was answered, has failed or was given up: nothing is told any more.
     """
 
-    request: Classify | Generate
+    request: Request
     texts: tuple[Tokens, ...]
     on_event: Callable[[Event], None]
     begun: bool = False
@@ -279,7 +279,7 @@ def tell(job: ServingJob, event: Event) -> None:
     """Tell an event to whom a job belongs, unless it is over; after its last event it is."""
     if job.over:
         return
-    job.over = isinstance(event, Classified | Finished | Failed)
+    job.over = isinstance(event, Classified | Embedded | Finished | Failed)
     try:
         job.on_event(event)
     except Exception:

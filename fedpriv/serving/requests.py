@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fedpriv.errors import InputError
 
 Tokens = tuple[int, ...]
@@ -32,8 +35,8 @@ class BusyError(ServingError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classify:
-    """Texts to be classified by one variant.
+class _OfTexts:
+    """Texts for one variant.
 
     Attributes:
         variant: its name.
@@ -44,6 +47,14 @@ class Classify:
     variant: str
     texts: tuple[Tokens, ...]
     client: str = ""
+
+
+class Classify(_OfTexts):
+    """Texts to be classified."""
+
+
+class Embed(_OfTexts):
+    """Texts whose vectors are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +101,19 @@ class Classified:
     """
 
     probabilities: tuple[tuple[float, ...], ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Embedded:
+    """The answer to `Embed`, and the last event of it.
+
+    Attributes:
+        vectors: float32 [texts, hidden], of length 1: as the variant pools the text for its own head.
+        num_tokens: of all texts.
+    """
+
+    vectors: NDArray[np.float32]
     num_tokens: int
 
 
@@ -144,7 +168,9 @@ class Failed:
     error: ServingError
 
 
-Event = Classified | Piece | Finished | Failed
+Event = Classified | Embedded | Piece | Finished | Failed
+
+Request = Classify | Embed | Generate
 
 
 class Ticket(Protocol):
@@ -185,6 +211,7 @@ class Serving(Protocol):
         names: of the variants, `global` first where there is one.
         task: what they do.
         labels: of a classifier, in the order of its probabilities; none for a causal model.
+        embeds: whether they turn texts into vectors.
         model_name: of the base.
         max_tokens: that a prompt and its answer may have together, or a text to classify.
         quick_characters: of a prompt or chat, up to which it is tokenised in a time that `max_tokens` bounds, and
@@ -194,6 +221,7 @@ class Serving(Protocol):
     names: tuple[str, ...]
     task: Literal["SEQ_CLS", "CAUSAL_LM"]
     labels: tuple[str, ...]
+    embeds: bool
     model_name: str
     max_tokens: int
     quick_characters: int
@@ -214,7 +242,7 @@ class Serving(Protocol):
             ServingError: the template refuses the messages.
         """
 
-    def submit(self, request: Classify | Generate, on_event: Callable[[Event], None]) -> Ticket:
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
         """Put a request with those that wait; passes take up rows of all variants as they come.
 
         Args:

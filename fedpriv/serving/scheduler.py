@@ -18,11 +18,12 @@ from fedpriv.serving._generation import Generation
 from fedpriv.serving._jobs import Desk, PassCounter, ServingJob, Waiting, tell
 from fedpriv.serving._texts import Tokenizing
 from fedpriv.serving.requests import (
-    Classify,
+    Embed,
     EngineLimits,
     Event,
     Failed,
     Generate,
+    Request,
     ServingError,
     Statistics,
     Tokens,
@@ -69,7 +70,7 @@ class Scheduler:
         limits: of what it takes on.
 
     Attributes:
-        names, task, labels, model_name, max_tokens, quick_characters: see `Serving`.
+        names, task, labels, embeds, model_name, max_tokens, quick_characters: see `Serving`.
     """
 
     def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits | None = None) -> None:
@@ -80,6 +81,7 @@ class Scheduler:
         self.names = tuple(source.readers)
         self.task = source.config.task
         self.labels = source.labels
+        self.embeds = self.task == "SEQ_CLS" and base.embeds
         self.model_name = source.config.model
         self.max_tokens = _most_tokens(base, limits, loaded.tokenizer, self.task)
         self._tokenizing = Tokenizing(loaded.tokenizer, self.model_name, chat_format_of(source.config), self.max_tokens)
@@ -104,7 +106,7 @@ class Scheduler:
         """See `Serving`."""
         return self._tokenizing.encode_chat(messages)
 
-    def submit(self, request: Classify | Generate, on_event: Callable[[Event], None]) -> _Ticket:
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> _Ticket:
         """See `Serving`.
 
         Raises:
@@ -116,8 +118,10 @@ class Scheduler:
             raise UnknownVariantError(f"there is no variant {request.variant[:100]!r}")
         if isinstance(request, Generate) != (self.task == "CAUSAL_LM"):
             raise ServingError(f"model {self.model_name} does not {type(request).__name__.lower()}")
-        texts = request.texts if isinstance(request, Classify) else (request.prompt,)
-        further = 0 if isinstance(request, Classify) else _checked(request)
+        if isinstance(request, Embed) and not self.embeds:
+            raise ServingError(f"model {self.model_name} pools no text into one vector")
+        texts = (request.prompt,) if isinstance(request, Generate) else request.texts
+        further = _checked(request) if isinstance(request, Generate) else 0
         for text in texts:
             self._check(text, further)
         job = ServingJob(request=request, texts=texts, on_event=on_event)

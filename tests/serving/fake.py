@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from fedpriv.serving import requests
-from fedpriv.serving.requests import Classify, Event, Generate, Piece, ScoredToken, Statistics
+from fedpriv.serving.requests import Classify, Embed, Event, Generate, Piece, Request, ScoredToken, Statistics
 
 NAMES = ("global", "client-0", "client-1", "round-3", "secret-variant")
 LABELS = ("cardiology", "neurology", "urology")
@@ -20,6 +22,12 @@ def probabilities(variant: str, text: str) -> tuple[float, ...]:
     """What the fake classifier says."""
     raw = [1 + byte for byte in hashlib.sha256(f"{variant}\0{text}".encode()).digest()[: len(LABELS)]]
     return tuple(each / sum(raw) for each in raw)
+
+
+def vector(variant: str, text: str) -> np.ndarray:
+    """What the fake encoder says: of length 1."""
+    raw = np.frombuffer(hashlib.sha256(f"{variant}\0{text}".encode()).digest(), np.uint8)[:8].astype(np.float32)
+    return raw / np.linalg.norm(raw)
 
 
 def words(variant: str, prompt: str, num: int) -> list[str]:
@@ -73,12 +81,13 @@ class FakeServing:
     padding: int = 0
     broken: bool = False
     tickets: list[FakeTicket] = field(default_factory=list)
-    asked: list[Classify | Generate] = field(default_factory=list)
+    asked: list[Request] = field(default_factory=list)
     finished: int = 0
     drains: bool = False
 
     def __post_init__(self) -> None:
         self.labels = LABELS if self.task == "SEQ_CLS" else ()
+        self.embeds = self.task == "SEQ_CLS"
         self._threads: list[threading.Thread] = []
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -89,12 +98,12 @@ class FakeServing:
             raise requests.ServingError("The last message must be the user's.")
         return self.encode("|".join(f"{role}={content}" for role, content in messages))
 
-    def submit(self, request: Classify | Generate, on_event: Callable[[Event], None]) -> FakeTicket:
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> FakeTicket:
         if self.broken:
             raise ZeroDivisionError("/srv/private/path of secret-variant")
         if request.variant not in self.names:
             raise requests.UnknownVariantError(request.variant)
-        if isinstance(request, Classify) and any(len(text) > self.max_tokens for text in request.texts):
+        if isinstance(request, Classify | Embed) and any(len(text) > self.max_tokens for text in request.texts):
             raise requests.TooLongError("A text has too many tokens.")
         if self.drains or sum(thread.is_alive() for thread in self._threads) >= self.max_waiting:
             raise requests.BusyError("full")
@@ -123,19 +132,22 @@ class FakeServing:
         for ticket in self.tickets:
             ticket.cancel()
 
-    def _work(self, request: Classify | Generate, ticket: FakeTicket, on_event: Callable[[Event], None]) -> None:
+    def _work(self, request: Request, ticket: FakeTicket, on_event: Callable[[Event], None]) -> None:
         for event in self._events(request):
             if ticket.cancelled.wait(self.seconds) if self.seconds else ticket.cancelled.is_set():
                 return
             on_event(event)
         self.finished += 1
 
-    def _events(self, request: Classify | Generate) -> Any:
+    def _events(self, request: Request) -> Any:
         if request.variant in self.damaged:
             yield requests.Failed(error=requests.DamagedVariantError(f"/srv/{request.variant}/blocks.3.npy"))
         elif isinstance(request, Classify):
             rows = tuple(probabilities(request.variant, bytes(text).decode()) for text in request.texts)
             yield requests.Classified(probabilities=rows, num_tokens=sum(map(len, request.texts)))
+        elif isinstance(request, Embed):
+            vectors = np.stack([vector(request.variant, bytes(text).decode()) for text in request.texts])
+            yield requests.Embedded(vectors=vectors, num_tokens=sum(map(len, request.texts)))
         else:
             said = words(request.variant, bytes(request.prompt).decode(), request.max_new_tokens)
             for number, word in enumerate(said):

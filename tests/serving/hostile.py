@@ -20,8 +20,8 @@ from typing import Any
 
 Pieces = tuple[bytes, ...]
 
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/classify", "/v1/models", "/v1/models/global", "/v1/reader")
-POSTS = ROUTES[:3]
+POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/classify", "/v1/embeddings")
+ROUTES = (*POSTS, "/v1/models", "/v1/models/global", "/v1/reader")
 STRANGE_NAMES = (
     *("../global", "..%2f..%2fetc%2fpasswd", "%2e%2e/%2e%2e/etc/passwd", "global/../secret-variant", "/etc/passwd"),
     *(
@@ -145,7 +145,9 @@ class Attacker:
     def strange_name(self) -> Hostile:
         name = self._pick((*STRANGE_NAMES, "secret-variant", "round-3", "\ud800", ""))
         chat = {"messages": [{"role": "user", "content": "x"}]}
-        path, shape = self._pick(tuple(zip(POSTS, ({"prompt": "x"}, chat, {"input": "x"}), strict=True)))
+        path, shape = self._pick(
+            tuple(zip(POSTS, ({"prompt": "x"}, chat, {"input": "x"}, {"input": "x"}), strict=True))
+        )
         return self._post("strange_name", json.dumps({"model": name, **shape}).encode(), path)
 
     def strange_path(self) -> Hostile:
@@ -241,8 +243,21 @@ class Attacker:
             *({"logprobs": True, "top_logprobs": -1}, {"logprobs": True, "top_logprobs": 20, "n": 4}, {"n": 10**9}),
             *({"frequency_penalty": -2.5}, {"presence_penalty": "1"}, {"top_k": 1.5}, {"stop": [7]}, {"n": [1]}),
         )
+        wrong_of_texts = (
+            *(
+                {"encoding_format": "hex"},
+                {"dimensions": 10**9},
+                {"input": {}},
+                {"input": [[1]]},
+                {"input": ["x"] * 10**4},
+            ),
+            *({"input": []}, {"input": [""]}, {"user": "x" * 600}, {"prompt": "x"}, {"model": None}),
+        )
         path, good, options = self._pick(
-            ((POSTS[0], prompt, wrong_of_a_prompt), (POSTS[1], chat, wrong_of_a_chat)),
+            (
+                *((POSTS[0], prompt, wrong_of_a_prompt), (POSTS[1], chat, wrong_of_a_chat)),
+                (POSTS[3], {"input": "x"}, wrong_of_texts),
+            )
         )
         return self._post("wrong_fields", json.dumps({"model": "global", **good, **self._pick(options)}).encode(), path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import queue
-import threading
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ from fedpriv.serving._classification import together
 from fedpriv.serving._engine import SharedBase
 from fedpriv.serving.requests import BusyError, Failed, TooLongError, UnknownVariantError
 from fedpriv.serving.sources import find, load
-from tests.served import LABELS, Asked, ask_classes, save_run, serving, to_classify
+from tests.served import LABELS, Asked, ask_classes, hold, save_run, serving, to_classify
 from tests.tiny import WORDS
 
 NAMES = ("global", "client-2", "client-10", "client-1")
@@ -219,20 +218,6 @@ def test_draining_finishes_and_closing_gives_up(run, monkeypatch):
         go.set()
         scheduler.close()
         assert {type(found.last()) for found in asked} >= {Failed}
-
-
-def hold(monkeypatch):
-    """Makes the first pass wait: (it has begun, let it go on)."""
-    stopped, go = threading.Event(), threading.Event()
-    classify = SharedBase.classify
-
-    def waits(self, rows, texts):
-        stopped.set()
-        assert go.wait(30)
-        return classify(self, rows, texts)
-
-    monkeypatch.setattr(SharedBase, "classify", waits)
-    return stopped, go
 
 
 def alone(lengths: list[int], rows: int, most: int) -> list[int]:

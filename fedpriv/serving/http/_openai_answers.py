@@ -1,4 +1,4 @@
-"""The answers of OpenAI's API, and of the same kind for classifiers.
+"""The answers of OpenAI's API, and of the same kind for classes.
 
 `Answers` stand between the event loop of the connections and the thread of the engine; its events become one answer, or
 a stream of them.
@@ -7,6 +7,7 @@ a stream of them.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import secrets
@@ -15,6 +16,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -22,12 +25,13 @@ from fedpriv.serving.http._openai_requests import Asked, ChatRequest
 from fedpriv.serving.http.refusals import RefusalError
 from fedpriv.serving.requests import (
     Classified,
-    Classify,
+    Embedded,
     Event,
     Failed,
     Finished,
     Generate,
     Piece,
+    Request,
     ScoredToken,
     Serving,
     ServingError,
@@ -109,8 +113,24 @@ def classified(model: str, labels: Sequence[str], rows: Iterable[Sequence[float]
         probabilities: Mapping[str, float] = dict(zip(labels, row, strict=True))
         likeliest = max(probabilities, key=lambda label: probabilities[label])
         data.append({"index": index, "label": likeliest, "probabilities": probabilities})
-    tokens = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return {"object": "list", "model": model, "data": data, "usage": tokens}
+    return {"object": "list", "model": model, "data": data, "usage": _usage_of_texts(num_tokens)}
+
+
+def embedded(model: str, found: Embedded, encoding: str | None) -> dict[str, Any]:
+    """The vectors of texts, as lists of numbers or as base64 of little-endian float32."""
+
+    def written(vector: NDArray[np.float32]) -> str | list[float]:
+        if encoding == "base64":
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        numbers: list[float] = vector.tolist()
+        return numbers
+
+    data = [{"object": "embedding", "index": i, "embedding": written(own)} for i, own in enumerate(found.vectors)]
+    return {"object": "list", "model": model, "data": data, "usage": _usage_of_texts(found.num_tokens)}
+
+
+def _usage_of_texts(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
 class EventStream(StreamingResponse):
@@ -203,7 +223,6 @@ def _sent(value: dict[str, Any]) -> str:
 
 
 T = TypeVar("T")
-Request = Classify | Generate
 
 
 class HungUpError(Exception):
@@ -247,7 +266,7 @@ class Answers:
             number, event = await self._events.get()
             if isinstance(event, Failed):
                 raise event.error
-            left -= isinstance(event, Classified | Finished)
+            left -= isinstance(event, Classified | Embedded | Finished)
             yield number, event
 
     def cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""The requests of OpenAI's API that this server knows, and one of the same kind for classifiers.
+"""The requests of OpenAI's API that this server knows, and one of the same kind for classes.
 
 A parameter that is known and has no effect here is accepted at the value at which it has none; everything else is
 refused by name. A refusal names the parameter, its value where that is one number or word, and the limit.
@@ -153,6 +153,12 @@ class ClassifyRequest(_Strict):
     model: Name
     input: Texts
     user: Annotated[str, Field(max_length=512)] | None = None
+
+
+class EmbeddingRequest(ClassifyRequest):
+    """`POST /v1/embeddings`."""
+
+    encoding_format: Literal["float", "base64"] | None = None
 
 
 Asked = CompletionRequest | ChatRequest

@@ -28,6 +28,7 @@ from fedpriv.serving.http._openai_answers import (
     HungUpError,
     classified,
     collected,
+    embedded,
     streamed,
     unless_hung_up,
 )
@@ -36,6 +37,7 @@ from fedpriv.serving.http._openai_requests import (
     ChatRequest,
     ClassifyRequest,
     CompletionRequest,
+    EmbeddingRequest,
     Shape,
     checked,
     engine_requests,
@@ -44,7 +46,8 @@ from fedpriv.serving.http._openai_requests import (
 from fedpriv.serving.http.limits import InFlight, RequestLimits, ThreadTurns
 from fedpriv.serving.http.refusals import RefusalError, busy, of_engine, unknown_model
 from fedpriv.serving.http.tokens import ANYONE, Token, Tokens
-from fedpriv.serving.requests import Classified, Classify, Generate, Serving, ServingError
+from fedpriv.serving.requests import Classified, Classify, Embed, Embedded, Serving, ServingError
+from fedpriv.serving.requests import Request as EngineRequest
 from fedpriv.serving.requests import Tokens as Encoded
 
 log = logging.getLogger("fedpriv")
@@ -58,6 +61,8 @@ _Chat = tuple[tuple[str, str], ...]
 _MOST_WAITING_FOR_COSTS = 16
 _MOST_WAITING_FOR_COSTS_OF_A_TOKEN = 6
 _ENDPOINTS = {"CAUSAL_LM": "/v1/completions or /v1/chat/completions", "SEQ_CLS": "/v1/classify"}
+
+_Of = TypeVar("_Of", Classified, Embedded)
 
 
 class _CostCards(Protocol):
@@ -126,9 +131,14 @@ class _Routes:
         }
         for path, endpoint in gets.items():
             app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/classify", self.classify, methods=["POST"], response_model=None)
+        posts: dict[str, Callable[..., Any]] = {
+            "/v1/completions": self.completions,
+            "/v1/chat/completions": self.chat,
+            "/v1/classify": self.classify,
+            "/v1/embeddings": self.embeddings,
+        }
+        for path, endpoint in posts.items():
+            app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
 
     async def page(self) -> Response:
         """The page: the same for everybody."""
@@ -178,16 +188,30 @@ class _Routes:
     async def classify(self, request: Request) -> Response:
         """Labels with probabilities, for each text."""
         asked = await self._parsed(request, ClassifyRequest)
+        found = await self._of_texts(request, asked, Classify, Classified)
+        return JSONResponse(classified(asked.model, self._serving.labels, found.probabilities, found.num_tokens))
+
+    async def embeddings(self, request: Request) -> Response:
+        """A vector for each text."""
+        asked = await self._parsed(request, EmbeddingRequest)
+        return JSONResponse(
+            embedded(asked.model, await self._of_texts(request, asked, Embed, Embedded), asked.encoding_format)
+        )
+
+    async def _of_texts(
+        self, request: Request, asked: ClassifyRequest, wanted: type[Classify | Embed], answer: type[_Of]
+    ) -> _Of:
         self._check_inputs(len(asked.input), "input")
         self._check_allowed(request, asked.model)
         self._check_task("SEQ_CLS")
+        if wanted is Embed and not self._serving.embeds:
+            message = "The models here pool no text into one vector: POST /v1/classify."
+            raise RefusalError(400, message, code="wrong_task", param="model")
         request.scope["count_inputs"](len(asked.input))
         texts = await self._encoded(request, asked.model, asked.input)
-        wanted = Classify(variant=asked.model, texts=texts, client=_client(request))
-        answers = self._submitted(asked.model, lambda: [wanted])
-        event = await self._answered(request, answers, asked.model, _first_classified(answers))
-        labels = self._serving.labels
-        return JSONResponse(classified(asked.model, labels, event.probabilities, event.num_tokens))
+        made = wanted(variant=asked.model, texts=texts, client=_client(request))
+        answers = self._submitted(asked.model, lambda: [made])
+        return await self._answered(request, answers, asked.model, _first(answers, answer))
 
     async def completions(self, request: Request) -> Response:
         """Prompts continued."""
@@ -240,7 +264,7 @@ class _Routes:
         turns = self._quick if num_characters <= self._serving.quick_characters else self._long
         return await turns.run(client, work)
 
-    def _submitted(self, name: str, make: Callable[[], Sequence[Classify | Generate]]) -> Answers:
+    def _submitted(self, name: str, make: Callable[[], Sequence[EngineRequest]]) -> Answers:
         try:
             answers = Answers(make())
             answers.submit_to(self._serving)
@@ -300,9 +324,9 @@ class _Routes:
             raise RefusalError(400, message, code="wrong_task", param="model")
 
 
-async def _first_classified(answers: Answers) -> Classified:
+async def _first(answers: Answers, kind: type[_Of]) -> _Of:
     async for _, event in answers.events():
-        if isinstance(event, Classified):
+        if isinstance(event, kind):
             return event
     raise ServingError("The engine ended without an answer.")
 
