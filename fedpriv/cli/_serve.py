@@ -44,6 +44,9 @@ def run(
         typer.Option(click_type=OneOf("fedpriv.config:BaseFormat"), help="Format of the base; auto takes the run's."),
     ] = "auto",
     tokens: Annotated[Path | None, typer.Option(help="File of bearer tokens, see `fedpriv serve new-token`.")] = None,
+    alias: Annotated[
+        list[str] | None, typer.Option(help="Another name of a variant, NAME=VARIANT; may be given again.")
+    ] = None,
     certificate: Annotated[Path | None, typer.Option(help="PEM file of the certificate, for TLS.")] = None,
     key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
     insecure: Annotated[
@@ -88,7 +91,7 @@ def run(
     )
     address = server.Address(host=host, port=port, certificate=certificate, key=key)
     address.check(has_tokens=tokens is not None, insecure=insecure)
-    known = Tokens(tokens)
+    known, aliases = Tokens(tokens), _aliases(alias or [])
     memory_bytes = parse_bytes(memory)
     if not source.is_dir():
         raise InputError(f"source = {str(source)!r}: must be the folder of a run or a store")
@@ -105,13 +108,14 @@ def run(
     typer.echo(f"loaded {serving.model_name} in {time.monotonic() - started:.1f} s", err=True)
 
     def tell(url: str) -> None:
-        values = {"url": url, "num_variants": len(serving.names), "task": serving.task, "tokens": known.are_required}
+        num_variants = len(serving.names) - serving.has_base
+        values = {"url": url, "num_variants": num_variants, "task": serving.task, "tokens": known.are_required}
         needed = "tokens are required" if known.are_required else "no token is required"
-        show(values, [f"{url} serves {len(serving.names)} variants of {serving.model_name}; {needed}"], as_json)
+        show(values, [f"{url} serves {num_variants} variants of {serving.model_name}; {needed}"], as_json)
         sys.stdout.flush()
 
     try:
-        application = serving_app.create_app(serving, Cards(source), known, limits)
+        application = serving_app.create_app(serving, Cards(source), known, limits, aliases)
         server.run(server.Server(application, serving, known, limits, address, tell))
     finally:
         serving.close()
@@ -125,6 +129,7 @@ def new_token(
         str, typer.Option(help="Names of variants, or patterns such as 'round-*', divided by commas.")
     ] = "",
     metrics: Annotated[bool, typer.Option("--metrics", help="It may read /metrics.")] = False,
+    admin: Annotated[bool, typer.Option("--admin", help="It may load and unload variants.")] = False,
 ) -> Result:
     """Make a bearer token, print it once, and add its digest to a file. A running server reads it after SIGHUP.
 
@@ -133,11 +138,22 @@ def new_token(
     from fedpriv.serving.http.tokens import add_new
 
     patterns = [pattern.strip() for pattern in variants.split(",") if pattern.strip()]
-    if not patterns and not metrics:
-        raise InputError("variants = '': name at least one, or give --metrics")
-    secret = add_new(tokens, name, patterns, metrics=metrics)
+    if not patterns and not metrics and not admin:
+        raise InputError("variants = '': name at least one, or give --metrics or --admin")
+    secret = add_new(tokens, name, patterns, metrics=metrics, admin=admin)
     lines = [secret, f"{tokens} has its digest only: this is the one time that the token is shown"]
-    return Result({"name": name, "token": secret, "variants": patterns, "metrics": metrics}, lines)
+    return Result({"name": name, "token": secret, "variants": patterns, "metrics": metrics, "admin": admin}, lines)
+
+
+def _aliases(given: list[str]) -> dict[str, str]:
+    """{other name: variant} of the option's values."""
+    found: dict[str, str] = {}
+    for each in given:
+        name, equals, variant = each.partition("=")
+        if not equals or name in found:
+            raise InputError(f"alias = {each!r}: must be NAME=VARIANT, and each name once")
+        found[name] = variant
+    return found
 
 
 def _serve_modules() -> Any:

@@ -141,6 +141,11 @@ class SharedBase:
         flat = torch.cat(parts).to(self.device)
         return Weights(variant=variant, rank=rank, flat=flat, active=frozenset(active))
 
+    @property
+    def no_variant(self) -> dict[str, Tensor]:
+        """Tensors of which `weights` makes the base as it is; a head that they have is zero."""
+        return {name: torch.zeros(self._shape(name, 1)) for name in self._shapes}
+
     @torch.inference_mode()
     def run(self, rows: Sequence[Weights], **inputs: Any) -> Any:
         """The base's output for a batch whose rows each have a variant.

@@ -13,6 +13,9 @@ from fedpriv.errors import InputError
 
 Tokens = tuple[int, ...]
 
+BASE = "base"
+"""The name of the base itself among the variants: the public model, to which no record was given."""
+
 
 class ServingError(RuntimeError):
     """A request that is not answered; the message is one line for the one who asked, and names no file."""
@@ -28,6 +31,10 @@ class DamagedVariantError(ServingError):
 
 class TooLongError(ServingError):
     """The request has more tokens than the model, or the server's limit, has room for."""
+
+
+class LoadedError(ServingError):
+    """The variant cannot be loaded or unloaded as it stands now."""
 
 
 class BusyError(ServingError):
@@ -208,7 +215,9 @@ class Serving(Protocol):
     """Answers requests for the variants of one model.
 
     Attributes:
-        names: of the variants, `global` first where there is one.
+        names: of the variants that are loaded, `global` first where there is one, and last `BASE`, unless a variant
+            has that name or the base can do nothing by itself.
+        has_base: whether `BASE` is among them and means the base.
         task: what they do.
         labels: of a classifier, in the order of its probabilities; none for a causal model.
         embeds: whether they turn texts into vectors.
@@ -219,6 +228,7 @@ class Serving(Protocol):
     """
 
     names: tuple[str, ...]
+    has_base: bool
     task: Literal["SEQ_CLS", "CAUSAL_LM"]
     labels: tuple[str, ...]
     embeds: bool
@@ -253,6 +263,24 @@ class Serving(Protocol):
             UnknownVariantError: before it waits.
             TooLongError: before it waits.
             BusyError: the queue is full, or the engine drains.
+        """
+
+    def load(self, name: str) -> None:
+        """Serve a variant that has come to the source, or that was unloaded; may take seconds.
+
+        Raises:
+            UnknownVariantError: the source has none of this name.
+            LoadedError: it is loaded, or was unloaded and still answers.
+            DamagedVariantError: it is not as it was written, or does not fit the base.
+            ServingError: the source cannot be read now, or has another base.
+        """
+
+    def unload(self, name: str) -> None:
+        """Accept no request for a variant from now on; those that were accepted are answered, and then it is freed.
+
+        Raises:
+            UnknownVariantError: none of this name is loaded.
+            LoadedError: it is the base.
         """
 
     def statistics(self) -> Statistics:

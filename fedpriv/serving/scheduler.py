@@ -11,6 +11,7 @@ from typing import Any
 
 from fedpriv.config import BaseFormat
 from fedpriv.data.records import chat_format_of
+from fedpriv.errors import InputError, StoreError
 from fedpriv.serving import sources
 from fedpriv.serving._classification import Classification
 from fedpriv.serving._engine import SharedBase
@@ -18,11 +19,14 @@ from fedpriv.serving._generation import Generation
 from fedpriv.serving._jobs import Desk, PassCounter, ServingJob, Waiting, tell
 from fedpriv.serving._texts import Tokenizing
 from fedpriv.serving.requests import (
+    BASE,
+    Classify,
     Embed,
     EngineLimits,
     Event,
     Failed,
     Generate,
+    LoadedError,
     Request,
     ServingError,
     Statistics,
@@ -70,23 +74,26 @@ class Scheduler:
         limits: of what it takes on.
 
     Attributes:
-        names, task, labels, embeds, model_name, max_tokens, quick_characters: see `Serving`.
+        names, has_base, task, labels, embeds, model_name, max_tokens, quick_characters: see `Serving`.
     """
 
     def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits | None = None) -> None:
         limits = limits or EngineLimits()
-        self._readers = source.readers
         base = SharedBase(loaded.model)
         self._num_embeddings = base.num_embeddings
-        self.names = tuple(source.readers)
         self.task = source.config.task
         self.labels = source.labels
         self.embeds = self.task == "SEQ_CLS" and base.embeds
+        self._again, self._readers, self._leaving = source.again, dict(source.readers), set[str]()
+        self.has_base = BASE not in self._readers and (self.embeds or self.task == "CAUSAL_LM")
+        if self.has_base:
+            self._readers[BASE] = lambda: base.no_variant
+        self.names = tuple(self._readers)
         self.model_name = source.config.model
         self.max_tokens = _most_tokens(base, limits, loaded.tokenizer, self.task)
         self._tokenizing = Tokenizing(loaded.tokenizer, self.model_name, chat_format_of(source.config), self.max_tokens)
         self.quick_characters = self._tokenizing.quick_characters
-        self._memory = VariantMemory(source.readers, base.weights, limits.memory_bytes)
+        self._memory = VariantMemory(self._readers, base.weights, limits.memory_bytes)
         self._waiting = Waiting(limits.waiting)
         self._counter = PassCounter(base, self._memory, self._waiting, limits)
         self._desk: Desk = (
@@ -114,12 +121,14 @@ class Scheduler:
             ServingError: a token or a text is none that the model reads, or a draw is not possible as asked.
         """
         # Looked up among known names alone: whatever a name holds, it never becomes a path.
-        if request.variant not in self._readers:
+        if request.variant not in self.names:
             raise UnknownVariantError(f"there is no variant {request.variant[:100]!r}")
         if isinstance(request, Generate) != (self.task == "CAUSAL_LM"):
             raise ServingError(f"model {self.model_name} does not {type(request).__name__.lower()}")
         if isinstance(request, Embed) and not self.embeds:
             raise ServingError(f"model {self.model_name} pools no text into one vector")
+        if isinstance(request, Classify) and request.variant == BASE and self.has_base:
+            raise ServingError("the base has no head that was trained for classes; ask it for embeddings")
         texts = (request.prompt,) if isinstance(request, Generate) else request.texts
         further = _checked(request) if isinstance(request, Generate) else 0
         for text in texts:
@@ -127,6 +136,36 @@ class Scheduler:
         job = ServingJob(request=request, texts=texts, on_event=on_event)
         self._waiting.add(job)
         return _Ticket(job, self._waiting)
+
+    def load(self, name: str) -> None:
+        """See `Serving`; by one thread at a time."""
+        if name in self.names:
+            raise LoadedError("it is loaded; to read it anew, unload it first")
+        if name in self._leaving:
+            raise LoadedError("it was unloaded and still answers earlier requests; try again when these are done")
+        try:
+            found = self._again()
+        except (InputError, StoreError) as error:
+            log.warning("the variants' source cannot be read again: %s", error)
+            raise ServingError("the variants' source cannot be read now; the server's log says why") from None
+        if name not in found.readers:
+            raise UnknownVariantError(f"there is no variant {name[:100]!r}")
+        if (found.config.model, found.config.task, found.labels) != (self.model_name, self.task, self.labels):
+            raise ServingError("the variants' source has another base or other labels now; start the server again")
+        self._memory.fitted(name, found.readers[name])
+        self._readers[name] = found.readers[name]
+        names = sources.in_order(each for each in (*self.names, name) if not (each == BASE and self.has_base))
+        self.names = (*names, BASE) if self.has_base else tuple(names)
+
+    def unload(self, name: str) -> None:
+        """See `Serving`; by one thread at a time."""
+        if name not in self.names:
+            raise UnknownVariantError(f"there is no variant {name[:100]!r}")
+        if name == BASE and self.has_base:
+            raise LoadedError("it is the base, which all variants need")
+        self._leaving.add(name)
+        self.names = tuple(each for each in self.names if each != name)
+        self._waiting.wake()
 
     def statistics(self) -> Statistics:
         """See `Serving`."""
@@ -159,6 +198,7 @@ class Scheduler:
 
     def _work(self) -> None:
         while not self._is_closing.is_set():
+            self._let_go()
             if self._desk.is_idle and not self._waiting.wait():
                 break
             try:
@@ -171,6 +211,13 @@ class Scheduler:
         while (job := self._waiting.take()) is not None:
             tell(job, Failed(error=closed))
         self._memory.clear()
+
+    def _let_go(self) -> None:
+        """Free the variants that were unloaded and have answered everything."""
+        for name in [name for name in list(self._leaving) if not self._counter.uses(name)]:
+            self._memory.forget(name)
+            del self._readers[name]
+            self._leaving.remove(name)
 
     def _check(self, text: Tokens, further: int) -> None:
         if not text:

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,10 +45,12 @@ class Source:
         config: of the run, or what is known of it.
         readers: of each variant, by name, in the order in which they are listed.
         labels: of a classifier, in the order of its outputs.
+        again: the same source as it is by then.
     """
 
     config: RunConfig
     readers: Mapping[str, _Read]
+    again: Callable[[], Source]
     labels: tuple[str, ...] = ()
 
 
@@ -82,8 +84,9 @@ def find(path: Path, *, base: str = "") -> Source:
         InputError: neither a run nor a store is there, it holds no variant, or its base is not known.
         StoreError: the store is damaged as a whole.
     """
+    again = partial(find, path, base=base)
     if (path / files.CONFIG).is_file():
-        return _of_run(path)
+        return _of_run(path, again)
     if not is_store(path):
         raise InputError(f"{path}: neither the folder of a run, with {files.CONFIG}, nor a store of variants")
     store = Store(path, read_only=True)
@@ -94,7 +97,7 @@ def find(path: Path, *, base: str = "") -> Source:
         raise InputError(f"{path}: lies in no run's folder; name the base, a model or a run's folder")
     config = files.read_config(run) if run else _defaults(base, store)
     labels = _labels_of_run(run, config) if run else ()
-    return _source(store, _servable(config), labels or _numbered(_num_labels(store)))
+    return _source(store, _servable(config), labels or _numbered(_num_labels(store)), again)
 
 
 def load(source: Source) -> LoadedBase:
@@ -112,7 +115,7 @@ def load(source: Source) -> LoadedBase:
     return LoadedBase(model=model, tokenizer=base.tokenizer, ends=ends)
 
 
-def _of_run(run: Path) -> Source:
+def _of_run(run: Path, again: Callable[[], Source]) -> Source:
     config = files.read_config(run)
     kept = open_variants(run / files.VARIANTS, run / files.STORE)
     if not kept.names:
@@ -121,17 +124,22 @@ def _of_run(run: Path) -> Source:
     if config.task == "SEQ_CLS" and not labels:
         raise InputError(f"{run}: none of its variants says in {CONVENTION_FILE} which labels there are")
     own = set(kept.own.names)
-    return _source(kept, _servable(config), labels, check=lambda name: name in own)
+    return _source(kept, _servable(config), labels, again, check=lambda name: name in own)
 
 
 def _source(
-    kept: KeptVariants, config: RunConfig, labels: tuple[str, ...], *, check: Callable[[str], bool] = lambda name: False
+    kept: KeptVariants,
+    config: RunConfig,
+    labels: tuple[str, ...],
+    again: Callable[[], Source],
+    *,
+    check: Callable[[str], bool] = lambda name: False,
 ) -> Source:
     """The variants, of which those in folders of their own are checked to be of the run that they are found in."""
     scaling = config.alpha / config.rank
     # Requests are looked up among these names and nowhere else.
-    readers = {name: partial(_read, kept, name, scaling if check(name) else None) for name in _in_order(kept.names)}
-    return Source(config=config, readers=readers, labels=labels)
+    readers = {name: partial(_read, kept, name, scaling if check(name) else None) for name in in_order(kept.names)}
+    return Source(config=config, readers=readers, labels=labels, again=again)
 
 
 def _servable(config: RunConfig) -> RunConfig:
@@ -145,8 +153,8 @@ def _servable(config: RunConfig) -> RunConfig:
     return config
 
 
-def _in_order(names: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """`global` first, and numbers in names as numbers."""
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of variants, `global` first, and numbers in them as numbers."""
 
     def key(name: str) -> tuple[bool, list[tuple[int, str]]]:
         parts = re.findall(r"[0-9]+|[^0-9]+", name)
@@ -280,6 +288,10 @@ class VariantMemory:
         if self._uses[name] <= 0:
             del self._uses[name]
 
+    def forget(self, name: str) -> None:
+        """Free a variant that nobody uses."""
+        self._cache.forget(name)
+
     def clear(self) -> None:
         """Free all variants."""
         self._cache.clear()
@@ -288,8 +300,16 @@ class VariantMemory:
     def _read(self, name: str) -> Weights:
         if name not in self._readers:
             raise UnknownVariantError(f"there is no variant {name!r}")
+        return self.fitted(name, self._readers[name])
+
+    def fitted(self, name: str, read: _Read) -> Weights:
+        """A variant as passes use it, which is kept nowhere; may be called from any thread.
+
+        Raises:
+            DamagedVariantError: it is not as it was written, or does not fit.
+        """
         try:
-            return self._weights(name, self._readers[name]())
+            return self._weights(name, read())
         except Exception as error:  # a damaged file may raise anything in its reader
             log.warning("variant %s is not served: %s", name, error)
             raise DamagedVariantError(f"variant {name!r} is damaged and not served; the others are") from None

@@ -100,6 +100,7 @@ class BoundedCache(Generic[Held]):
     def forget(self, name: str) -> None:
         """Give up a variant, if it is held."""
         self._held.pop(name, None)
+        self.statistics = replace(self.statistics, bytes_in_memory=self._num_bytes(self._held.values()))
 
     def clear(self) -> None:
         """Give up all variants."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,13 +40,14 @@ def running(
     tokens: Tokens | None = None,
     limits: RequestLimits | None = None,
     cards: Any = None,
+    aliases: Mapping[str, str] | None = None,
     **address: Any,
 ) -> Iterator[Running]:
     """The server, which has drained when the block ends."""
     limits, tokens = limits or RequestLimits(drain_seconds=5), tokens or Tokens(None)
     ready, found = threading.Event(), list[str]()
     loop = asyncio.new_event_loop()
-    app = create_app(serving, cards or FakeCards(), tokens, limits)
+    app = create_app(serving, cards or FakeCards(), tokens, limits, aliases)
 
     def on_ready(url: str) -> None:
         found.append(url)

@@ -69,7 +69,7 @@ def tokens(seed: int, length: int) -> tuple[int, ...]:
 
 def test_mixed_requests_answer_as_each_variant_alone_in_plain_peft(run, plain):
     with serving(run) as scheduler:
-        assert scheduler.names == ("global", "client-1", "client-2", "client-10")
+        assert scheduler.names == ("global", "client-1", "client-2", "client-10", "base")
         assert scheduler.labels == LABELS
         asked = {
             (name, length): ask_classes(scheduler, name, (text(length), text(length + 1)))

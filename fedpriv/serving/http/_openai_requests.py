@@ -52,6 +52,12 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
+class ModelRequest(_Strict):
+    """The field that all requests have in common."""
+
+    model: Name
+
+
 class StreamOptions(_Strict):
     """The form of a streamed answer.
 
@@ -62,10 +68,9 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class _Generation(_Strict):
+class _Generation(ModelRequest):
     """The fields that both requests for text have in common."""
 
-    model: Name
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
@@ -147,10 +152,9 @@ class ChatRequest(_Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class ClassifyRequest(_Strict):
+class ClassifyRequest(ModelRequest):
     """`POST /v1/classify`."""
 
-    model: Name
     input: Texts
     user: Annotated[str, Field(max_length=512)] | None = None
 
@@ -163,7 +167,7 @@ class EmbeddingRequest(ClassifyRequest):
 
 Asked = CompletionRequest | ChatRequest
 
-Shape = TypeVar("Shape", bound=_Strict)
+Shape = TypeVar("Shape", bound=ModelRequest)
 
 
 def parsed(shape: type[Shape], body: bytes) -> Shape:

@@ -1,25 +1,18 @@
-"""The application: which address answers what, for whom. `Entrance` has decided what may be asked at all.
-
-The page at `/` is one file that needs no network, under a policy by which a browser runs nothing else.
-"""
+"""The application: which address answers what, for whom. `Entrance` has decided what may be asked at all."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import logging
-import re
-import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from functools import cache, partial
-from importlib import resources
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
+from fedpriv.serving.http._catalogue import PUBLIC_BASE, Catalogue
 from fedpriv.serving.http._connections import Places
 from fedpriv.serving.http._entrance import CONTENT_TYPE, Entrance, ServerMetrics
 from fedpriv.serving.http._openai_answers import (
@@ -38,13 +31,15 @@ from fedpriv.serving.http._openai_requests import (
     ClassifyRequest,
     CompletionRequest,
     EmbeddingRequest,
+    ModelRequest,
     Shape,
     checked,
     engine_requests,
     parsed,
 )
+from fedpriv.serving.http._page import page_content, page_policy
 from fedpriv.serving.http.limits import InFlight, RequestLimits, ThreadTurns
-from fedpriv.serving.http.refusals import RefusalError, busy, of_engine, unknown_model
+from fedpriv.serving.http.refusals import RefusalError, busy, of_engine, shown
 from fedpriv.serving.http.tokens import ANYONE, Token, Tokens
 from fedpriv.serving.requests import Classified, Classify, Embed, Embedded, Serving, ServingError
 from fedpriv.serving.requests import Request as EngineRequest
@@ -74,8 +69,17 @@ class _CostCards(Protocol):
     def together(self, names: Iterable[str]) -> dict[str, Any]:
         """The cost of reading several."""
 
+    def forget(self) -> None:
+        """Read everything anew."""
 
-def create_app(serving: Serving, cards: _CostCards, tokens: Tokens, limits: RequestLimits) -> FastAPI:
+
+def create_app(
+    serving: Serving,
+    cards: _CostCards,
+    tokens: Tokens,
+    limits: RequestLimits,
+    aliases: Mapping[str, str] | None = None,
+) -> FastAPI:
     """The ASGI application of a server.
 
     `state.in_flight` of the result counts the requests under way, and closes the server to new ones; `state.places`
@@ -86,6 +90,10 @@ def create_app(serving: Serving, cards: _CostCards, tokens: Tokens, limits: Requ
         cards: what its variants cost.
         tokens: who may ask for which of them.
         limits: of each client.
+        aliases: {other name: variant}.
+
+    Raises:
+        InputError: an alias cannot stand for its variant.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     in_flight = InFlight(limits.requests_per_token, limits.inputs_per_token)
@@ -93,7 +101,7 @@ def create_app(serving: Serving, cards: _CostCards, tokens: Tokens, limits: Requ
     places = Places(limits.num_connections, limits.connections_per_address)
     app.state.in_flight, app.state.places = in_flight, places
     app.add_middleware(Entrance, tokens=tokens, limits=limits, in_flight=in_flight, places=places, metrics=metrics)
-    _Routes(serving, cards, limits, in_flight, metrics).add_to(app)
+    _Routes(serving, Catalogue(serving, aliases or {}), cards, limits, in_flight, metrics).add_to(app)
     app.add_exception_handler(RefusalError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(HungUpError, _nobody_there)
@@ -105,12 +113,16 @@ class _Routes:
     """The endpoints of one server."""
 
     def __init__(
-        self, serving: Serving, cards: _CostCards, limits: RequestLimits, in_flight: InFlight, metrics: ServerMetrics
+        self,
+        serving: Serving,
+        catalogue: Catalogue,
+        cards: _CostCards,
+        limits: RequestLimits,
+        in_flight: InFlight,
+        metrics: ServerMetrics,
     ) -> None:
-        self._serving, self._cards, self._limits = serving, cards, limits
+        self._serving, self._catalogue, self._cards, self._limits = serving, catalogue, cards, limits
         self._in_flight, self._metrics = in_flight, metrics
-        self._created = int(time.time())
-        self._names = frozenset(serving.names)
         # Costs and long texts wait for each other, never another request for an answer.
         self._quick, self._long, self._accountant = (
             ThreadTurns("quick"),
@@ -136,9 +148,11 @@ class _Routes:
             "/v1/chat/completions": self.chat,
             "/v1/classify": self.classify,
             "/v1/embeddings": self.embeddings,
+            "/v1/models": self.load,
         }
         for path, endpoint in posts.items():
             app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/models/{name:path}", self.unload, methods=["DELETE"], response_model=None)
 
     async def page(self) -> Response:
         """The page: the same for everybody."""
@@ -158,42 +172,80 @@ class _Routes:
 
     async def models(self, request: Request) -> Response:
         """The variants that the token may use."""
-        data = [self._entry(name) for name in self._allowed(request)]
+        data = self._catalogue.entries(_token(request))
         labels = {"labels": list(self._serving.labels)} if self._serving.labels else {}
         task = {"task": self._serving.task, "base_model": self._serving.model_name, **labels}
         return JSONResponse({"object": "list", "data": data, **task})
 
-    async def model(self, request: Request, name: str) -> Response:
+    async def model(self, request: Request) -> Response:
         """The card of a variant; with `?with=NAME,NAME`, also the cost of reading all of them together."""
+        token, name = _token(request), _name_in_path(request)
         others = [other for value in request.query_params.getlist("with") for other in value.split(",")]
-        for each in (name, *others):
-            self._check_allowed(request, each)
-        card = await self._computed(request, lambda: self._cards.card(name))
+        variant, *further = [self._catalogue.resolve(token, each) for each in (name, *others)]
+        card = {**self._catalogue.entry(name), **await self._card(request, variant)}
+        if others:
+            names = sorted({variant, *further})
+            card["together"] = {"models": names, **await self._together(request, names)}
+        return JSONResponse(card)
+
+    async def _card(self, request: Request, variant: str) -> Mapping[str, Any]:
+        if self._catalogue.is_base(variant):
+            return PUBLIC_BASE
+        card = await self._computed(request, lambda: self._cards.card(variant))
         # A base of a variant may be one that the token may not know of.
         bases = card["ancestors"]["bases"]
-        seen = {"bases": [base for base in bases if self._may(request, base)], "num_bases": len(bases)}
-        card = {**self._entry(name), **card, "ancestors": {**card["ancestors"], **seen}}
-        if others:
-            names = sorted({name, *others})
-            together = await self._computed(request, lambda: self._cards.together(names))
-            card["together"] = {"models": names, **together}
-        return JSONResponse(card)
+        seen = [base for base in bases if self._catalogue.may(_token(request), base)]
+        return {**card, "ancestors": {**card["ancestors"], "bases": seen, "num_bases": len(bases)}}
+
+    async def _together(self, request: Request, names: Sequence[str]) -> Mapping[str, Any]:
+        """The cost of reading these variants; the base adds nothing to it."""
+        trained = [name for name in names if not self._catalogue.is_base(name)]
+        if names and not trained:
+            return PUBLIC_BASE
+        return await self._computed(request, lambda: self._cards.together(trained))
 
     async def reader(self, request: Request) -> Response:
         """The cost of reading all variants that the token may use."""
-        names = self._allowed(request)
-        cost = await self._computed(request, lambda: self._cards.together(names))
+        names = self._catalogue.allowed(_token(request))
+        cost = await self._together(request, names)
         return JSONResponse({"object": "reader", "token": _token(request).name, "models": names, **cost})
+
+    async def load(self, request: Request) -> Response:
+        """A variant that the source holds is answered from now on."""
+        self._check_admin(request)
+        name = (await self._parsed(request, ModelRequest)).model
+        if self._catalogue.is_alias(name):
+            raise RefusalError(409, f"The model {shown(name)}: it is an alias.", code="not_now", param="model")
+        await self._changed(request, name, self._serving.load)
+        return JSONResponse(self._catalogue.entry(name))
+
+    async def unload(self, request: Request) -> Response:
+        """A variant is answered no more, once it has finished."""
+        self._check_admin(request)
+        name = _name_in_path(request)
+        await self._changed(request, name, self._serving.unload)
+        return JSONResponse({"id": name, "object": "model", "deleted": True})
+
+    async def _changed(self, request: Request, name: str, change: Callable[[str], None]) -> None:
+        def work() -> None:
+            change(name)
+            self._cards.forget()
+
+        try:
+            await self._computed(request, work)
+        except ServingError as error:
+            raise self._refusal(error, name) from None
+        log.info("token %s: %s of %s", _token(request).name, change.__name__, shown(name))
 
     async def classify(self, request: Request) -> Response:
         """Labels with probabilities, for each text."""
-        asked = await self._parsed(request, ClassifyRequest)
+        asked = await self._resolved(request, ClassifyRequest)
         found = await self._of_texts(request, asked, Classify, Classified)
         return JSONResponse(classified(asked.model, self._serving.labels, found.probabilities, found.num_tokens))
 
     async def embeddings(self, request: Request) -> Response:
         """A vector for each text."""
-        asked = await self._parsed(request, EmbeddingRequest)
+        asked = await self._resolved(request, EmbeddingRequest)
         return JSONResponse(
             embedded(asked.model, await self._of_texts(request, asked, Embed, Embedded), asked.encoding_format)
         )
@@ -202,7 +254,6 @@ class _Routes:
         self, request: Request, asked: ClassifyRequest, wanted: type[Classify | Embed], answer: type[_Of]
     ) -> _Of:
         self._check_inputs(len(asked.input), "input")
-        self._check_allowed(request, asked.model)
         self._check_task("SEQ_CLS")
         if wanted is Embed and not self._serving.embeds:
             message = "The models here pool no text into one vector: POST /v1/classify."
@@ -215,17 +266,16 @@ class _Routes:
 
     async def completions(self, request: Request) -> Response:
         """Prompts continued."""
-        asked = await self._parsed(request, CompletionRequest)
+        asked = await self._resolved(request, CompletionRequest)
         self._check_inputs(len(asked.prompt), "prompt")
         return await self._generated(request, asked)
 
     async def chat(self, request: Request) -> Response:
         """A chat's next turn."""
-        return await self._generated(request, await self._parsed(request, ChatRequest))
+        return await self._generated(request, await self._resolved(request, ChatRequest))
 
     async def _generated(self, request: Request, asked: Asked) -> Response:
         num_inputs = checked(asked, self._limits)
-        self._check_allowed(request, asked.model)
         self._check_task("CAUSAL_LM")
         request.scope["count_inputs"](num_inputs)
         said = [tuple(m.as_pair for m in asked.messages)] if isinstance(asked, ChatRequest) else asked.prompt
@@ -242,6 +292,11 @@ class _Routes:
     async def _parsed(self, request: Request, shape: type[Shape]) -> Shape:
         body = await request.body()
         return await self._quick.run(_token(request).name, lambda: parsed(shape, body))
+
+    async def _resolved(self, request: Request, shape: type[Shape]) -> Shape:
+        """The request in the body, with the name of the variant for which its model stands."""
+        asked = await self._parsed(request, shape)
+        return asked.model_copy(update={"model": self._catalogue.resolve(_token(request), asked.model)})
 
     async def _encoded(self, request: Request, name: str, said: Sequence[str | _Chat]) -> tuple[Encoded, ...]:
         """The tokens of texts or chats, each at a turn of the token's own; a short one waits for no long one."""
@@ -298,18 +353,9 @@ class _Routes:
     def _refusal(self, error: ServingError, name: str) -> RefusalError:
         return of_engine(error, name, is_open=self._in_flight.is_open)
 
-    def _entry(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "fedpriv"}
-
-    def _may(self, request: Request, name: str) -> bool:
-        return _token(request).allows(name) and name in self._names
-
-    def _allowed(self, request: Request) -> list[str]:
-        return [name for name in self._serving.names if self._may(request, name)]
-
-    def _check_allowed(self, request: Request, name: str) -> None:
-        if not self._may(request, name):
-            raise unknown_model(name)
+    def _check_admin(self, request: Request) -> None:
+        if not _token(request).admin:
+            raise RefusalError(403, "This token may not load or unload models.", code="no_admin")
 
     def _check_inputs(self, num_inputs: int, param: str) -> None:
         if num_inputs > (most := self._limits.num_inputs):
@@ -334,6 +380,12 @@ async def _first(answers: Answers, kind: type[_Of]) -> _Of:
 def _token(request: Request) -> Token:
     token: Token = request.scope["token"]
     return token
+
+
+def _name_in_path(request: Request) -> str:
+    """The model's name to its last character; the route's own pattern leaves out a line break at the end."""
+    path: str = request.scope["path"]
+    return path.removeprefix("/v1/models/")
 
 
 def _client(request: Request) -> str:
@@ -364,27 +416,3 @@ async def _nobody_there(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     """An error of this program. The server's own log has the traceback; the client learns that it happened."""
     return await _refused(request, RefusalError(500, "The server failed; its log says why.", code="internal_error"))
-
-
-@cache
-def page_content() -> bytes:
-    """The page; the same for everybody, so it tells a stranger nothing about the variants."""
-    return (resources.files("fedpriv.serving.http") / "page.html").read_bytes()
-
-
-@cache
-def page_policy() -> str:
-    """The Content-Security-Policy of the page: its own style and script, by digest, and requests to this server."""
-    text = page_content().decode()
-    style, script = (_digests(text, tag) for tag in ("style", "script"))
-    return (
-        f"default-src 'none'; style-src {style}; script-src {script}; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-
-
-def _digests(text: str, tag: str) -> str:
-    """The digests of what stands between the tags, as the policy writes them."""
-    inner = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in inner)
-    return " ".join(f"'sha256-{digest}'" for digest in digests)

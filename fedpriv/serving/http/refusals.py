@@ -13,7 +13,14 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import Message, Scope, Send
 
-from fedpriv.serving.requests import BusyError, DamagedVariantError, ServingError, TooLongError, UnknownVariantError
+from fedpriv.serving.requests import (
+    BusyError,
+    DamagedVariantError,
+    LoadedError,
+    ServingError,
+    TooLongError,
+    UnknownVariantError,
+)
 
 _SHOWN = 100
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -91,6 +98,8 @@ def of_engine(error: ServingError, name: str, *, is_open: bool) -> RefusalError:
             message = f"The model {shown(name)} is damaged in the store and is not served; others are."
             # Trying again changes nothing, and OpenAI's clients would.
             return RefusalError(503, message, code="model_damaged", param="model", headers={"X-Should-Retry": "false"})
+        case LoadedError():
+            return RefusalError(409, f"The model {shown(name)}: {error}.", code="not_now", param="model")
         case TooLongError():
             return RefusalError(400, str(error), code="context_length_exceeded")
         case BusyError():

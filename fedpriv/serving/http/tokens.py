@@ -5,6 +5,7 @@ name = "clinic"
 sha256 = "9f86d0..."
 variants = ["global", "round-*"]
 metrics = false
+admin = false
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Token:
         sha256: of the token, in hexadecimal digits.
         variants: names, or patterns with `*`, `?` and `[...]`, of the variants that it may use.
         metrics: whether it may read /metrics, which tells how much all others ask.
+        admin: whether it may load and unload variants, whichever it may use itself.
 
     Raises:
         InputError: one of them is malformed.
@@ -47,6 +49,7 @@ class Token:
     sha256: str
     variants: tuple[str, ...]
     metrics: bool = False
+    admin: bool = False
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -62,7 +65,7 @@ class Token:
         return any(fnmatchcase(variant, pattern) for pattern in self.variants)
 
 
-# Who asks a server without tokens.
+# Who asks a server without tokens; such a server keeps the variants that it has.
 ANYONE = Token(name="anyone", sha256="0" * 64, variants=("*",), metrics=True)
 
 
@@ -122,14 +125,14 @@ def read(path: Path) -> tuple[Token, ...]:
     return tokens
 
 
-def add_new(path: Path, name: str, variants: Sequence[str], *, metrics: bool = False) -> str:
+def add_new(path: Path, name: str, variants: Sequence[str], *, metrics: bool = False, admin: bool = False) -> str:
     """A new random token, whose digest is added to the file; it is written nowhere else.
 
     Args:
         path: of the file, which is created if it is missing; what else stands there stays as it is.
         name: of the token.
         variants: see `Token`.
-        metrics: see `Token`.
+        metrics, admin: see `Token`.
 
     Raises:
         InputError: see `Token` and `read`; or the file has a token of that name.
@@ -143,7 +146,7 @@ def add_new(path: Path, name: str, variants: Sequence[str], *, metrics: bool = F
         raise InputError(f"name = {name!r}: {path} has a token of that name; give another, or delete its entry")
     secret = f"fedpriv-{secrets.token_urlsafe(32)}"
     digest = hashlib.sha256(secret.encode()).hexdigest()
-    token = Token(name=name, sha256=digest, variants=tuple(variants), metrics=metrics)
+    token = Token(name=name, sha256=digest, variants=tuple(variants), metrics=metrics, admin=admin)
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     entry = tomli_w.dumps({"token": [{**asdict(token), "variants": list(variants)}]})
     # As one `[[token]]`, which may follow others; tomli_w writes a short list of tables as an inline array.
@@ -175,11 +178,11 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 def _token(path: Path, entry: dict[str, Any]) -> Token:
     """A token from its table; its digest is never repeated."""
-    types = {"name": str, "sha256": str, "variants": list, "metrics": bool}
+    types = {"name": str, "sha256": str, "variants": list, "metrics": bool, "admin": bool}
     if odd := sorted(set(entry) - set(types)):
         raise InputError(f"{path}: a token has {odd[0]!r}; it may have {', '.join(types)}")
     for key, kind in types.items():
-        if not isinstance(entry.get(key, False if key == "metrics" else None), kind):
+        if not isinstance(entry.get(key, False if kind is bool else None), kind):
             raise InputError(f"{path}: {key} of a token must be a {kind.__name__}")
     if not all(isinstance(pattern, str) for pattern in entry["variants"]):
         raise InputError(f"{path}: variants of token {entry['name']!r} must be names")
