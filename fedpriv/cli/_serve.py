@@ -111,7 +111,8 @@ def run(
         num_variants = len(serving.names) - serving.has_base
         values = {"url": url, "num_variants": num_variants, "task": serving.task, "tokens": known.are_required}
         needed = "tokens are required" if known.are_required else "no token is required"
-        show(values, [f"{url} serves {num_variants} variants of {serving.model_name}; {needed}"], as_json)
+        line = f"{url} serves {num_variants} variants of {serving.model_name} from {serving.origin}; {needed}"
+        show({**values, "origin": serving.origin}, [line], as_json)
         sys.stdout.flush()
 
     try:

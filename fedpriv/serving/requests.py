@@ -222,6 +222,7 @@ class Serving(Protocol):
         labels: of a classifier, in the order of its probabilities; none for a causal model.
         embeds: whether they turn texts into vectors.
         model_name: of the base.
+        origin: the folder that the variants are read from, for people.
         max_tokens: that a prompt and its answer may have together, or a text to classify.
         quick_characters: of a prompt or chat, up to which it is tokenised in a time that `max_tokens` bounds, and
             waits for no longer one.
@@ -233,6 +234,7 @@ class Serving(Protocol):
     labels: tuple[str, ...]
     embeds: bool
     model_name: str
+    origin: str
     max_tokens: int
     quick_characters: int
 

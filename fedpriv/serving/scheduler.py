@@ -74,7 +74,7 @@ class Scheduler:
         limits: of what it takes on.
 
     Attributes:
-        names, has_base, task, labels, embeds, model_name, max_tokens, quick_characters: see `Serving`.
+        names, has_base, task, labels, embeds, model_name, origin, max_tokens, quick_characters: see `Serving`.
     """
 
     def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits | None = None) -> None:
@@ -89,7 +89,7 @@ class Scheduler:
         if self.has_base:
             self._readers[BASE] = lambda: base.no_variant
         self.names = tuple(self._readers)
-        self.model_name = source.config.model
+        self.model_name, self.origin = source.config.model, source.origin
         self.max_tokens = _most_tokens(base, limits, loaded.tokenizer, self.task)
         self._tokenizing = Tokenizing(loaded.tokenizer, self.model_name, chat_format_of(source.config), self.max_tokens)
         self.quick_characters = self._tokenizing.quick_characters

@@ -44,12 +44,14 @@ class Source:
     Attributes:
         config: of the run, or what is known of it.
         readers: of each variant, by name, in the order in which they are listed.
+        origin: the folder that they are read from, for people.
         labels: of a classifier, in the order of its outputs.
         again: the same source as it is by then.
     """
 
     config: RunConfig
     readers: Mapping[str, _Read]
+    origin: str
     again: Callable[[], Source]
     labels: tuple[str, ...] = ()
 
@@ -72,8 +74,8 @@ class LoadedBase:
 def find(path: Path, *, base: str = "") -> Source:
     """The variants in the folder of a finished run, or in a store of them.
 
-    A run's variants are read from their own files, and from its store where it has no such file. A store alone belongs
-    to the run in whose folder it lies.
+    A run's variants are read from its store if there is one, and those that it does not hold from their own files. A
+    store alone belongs to the run in whose folder it lies.
 
     Args:
         path: of the run's folder or of the store.
@@ -97,7 +99,7 @@ def find(path: Path, *, base: str = "") -> Source:
         raise InputError(f"{path}: lies in no run's folder; name the base, a model or a run's folder")
     config = files.read_config(run) if run else _defaults(base, store)
     labels = _labels_of_run(run, config) if run else ()
-    return _source(store, _servable(config), labels or _numbered(_num_labels(store)), again)
+    return _source(store, _servable(config), labels or _numbered(_num_labels(store)), str(path), again)
 
 
 def load(source: Source) -> LoadedBase:
@@ -123,14 +125,18 @@ def _of_run(run: Path, again: Callable[[], Source]) -> Source:
     labels = _labels_of_run(run, config)
     if config.task == "SEQ_CLS" and not labels:
         raise InputError(f"{run}: none of its variants says in {CONVENTION_FILE} which labels there are")
-    own = set(kept.own.names)
-    return _source(kept, _servable(config), labels, again, check=lambda name: name in own)
+    num_own = sum(kept.reader(name) is kept.own for name in kept.names)
+    origin = str(run / (files.VARIANTS if num_own == len(kept.names) else files.STORE))
+    if 0 < num_own < len(kept.names):
+        origin += f", and {num_own} that it does not hold from {run / files.VARIANTS}"
+    return _source(kept, _servable(config), labels, origin, again, check=lambda name: kept.reader(name) is kept.own)
 
 
 def _source(
     kept: KeptVariants,
     config: RunConfig,
     labels: tuple[str, ...],
+    origin: str,
     again: Callable[[], Source],
     *,
     check: Callable[[str], bool] = lambda name: False,
@@ -139,7 +145,7 @@ def _source(
     scaling = config.alpha / config.rank
     # Requests are looked up among these names and nowhere else.
     readers = {name: partial(_read, kept, name, scaling if check(name) else None) for name in in_order(kept.names)}
-    return Source(config=config, readers=readers, labels=labels, again=again)
+    return Source(config=config, readers=readers, labels=labels, origin=origin, again=again)
 
 
 def _servable(config: RunConfig) -> RunConfig:

@@ -193,8 +193,8 @@ class VariantFolders:
         return False
 
 
-class OwnOrStored:
-    """Variants in folders of their own, and those in a store that have none.
+class StoredOrOwn:
+    """Variants in a store, and those in folders of their own that it does not hold.
 
     Args:
         own: the folders.
@@ -227,12 +227,10 @@ class OwnOrStored:
 
     def reader(self, name: str) -> KeptVariants:
         """The reader that has the variant."""
-        if self.stored is None or (self.own.path / name / folders.FILE).is_file() or name not in self.stored.names:
-            return self.own
-        return self.stored
+        return self.stored if self.stored is not None and name in self.stored.names else self.own
 
 
-def open_variants(own: Path, store: Path) -> OwnOrStored:
+def open_variants(own: Path, store: Path) -> StoredOrOwn:
     """The variants of a run.
 
     Args:
@@ -242,4 +240,4 @@ def open_variants(own: Path, store: Path) -> OwnOrStored:
     Raises:
         StoreError: the store is damaged as a whole.
     """
-    return OwnOrStored(VariantFolders(own), Store(store, read_only=True) if is_store(store) else None)
+    return StoredOrOwn(VariantFolders(own), Store(store, read_only=True) if is_store(store) else None)

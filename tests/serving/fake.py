@@ -74,6 +74,7 @@ class FakeServing:
     task: Literal["SEQ_CLS", "CAUSAL_LM"] = "CAUSAL_LM"
     names: tuple[str, ...] = NAMES
     model_name: str = "fake-base"
+    origin: str = "nowhere"
     has_base: bool = False
     kept: tuple[str, ...] = ()
     max_tokens: int = 512

@@ -19,7 +19,7 @@ import pytest
 
 from fedpriv.errors import InputError
 from fedpriv.serving.http.server import Address
-from fedpriv.serving.http.tokens import add_new
+from fedpriv.serving.http.tokens import add_new, read
 from server.deploy.certificates import make_ca, make_server_certificate
 from tests.cli.command_line import as_json, fedpriv
 from tests.serving.fake import FakeServing
@@ -130,6 +130,8 @@ def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
         ([tmp_path / "none"], "must be the folder of a run or a store"),
         ([tmp_path, "--host", "0.0.0.0"], "other machines could ask and listen in"),
         ([tmp_path, "--memory", "lots"], "must be a size such as"),
+        ([tmp_path, "--alias", "global"], "must be NAME=VARIANT"),
+        ([tmp_path, "--alias", "a=global", "--alias", "a=client-0"], "each name once"),
         ([tmp_path, "--tokens", tmp_path / "no.toml"], "it should hold tokens"),
         ([tmp_path, "--certificate", tmp_path / "no.pem"], "give both or neither"),
         ([tmp_path, "--certificate", tmp_path / "no.pem", "--key", tmp_path / "no.key"], "cannot be used"),
@@ -137,6 +139,16 @@ def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
         _, err = fedpriv("serve", *arguments, code=2)
         assert says in err
         assert err.count("\n") == 1
+
+
+def test_aliases_are_given_on_the_command_line_and_the_line_says_from_where_it_answers(tmp_path):
+    with served(tmp_path, "--alias", "gpt-4o=global", "--alias", "old=round-3") as (_, ready):
+        models = httpx.get(f"{ready['url']}/v1/models").json()["data"]
+    assert {model["id"]: model["alias_of"] for model in models if "alias_of" in model} == {
+        "gpt-4o": "global",
+        "old": "round-3",
+    }
+    assert (ready["origin"], ready["num_variants"]) == ("nowhere", 5)
 
 
 def test_a_missing_extra_is_one_line():
@@ -151,4 +163,6 @@ def test_new_token_prints_it_once(tmp_path):
     made = as_json("serve", "new-token", "clinic", "--tokens", file, "--variants", "global, round-*")
     assert made["variants"] == ["global", "round-*"]
     assert made["token"] not in file.read_text()
+    assert as_json("serve", "new-token", "chief", "--tokens", file, "--admin")["admin"]
+    assert [token.admin for token in read(file)] == [False, True]
     fedpriv("serve", "new-token", "nobody", "--tokens", file, code=2)

@@ -14,7 +14,7 @@ import torch
 from fedpriv.aggregation.rules import RULES
 from fedpriv.errors import InputError
 from fedpriv.serving._engine import Weights
-from fedpriv.serving.requests import DamagedVariantError, Failed, ServingError, UnknownVariantError
+from fedpriv.serving.requests import Classified, DamagedVariantError, Failed, ServingError, UnknownVariantError
 from fedpriv.serving.sources import VariantMemory, find
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.cache import NoRoomError
@@ -74,8 +74,29 @@ def flip(path, place=-1, bits=0x41):
     path.write_bytes(content)
 
 
+def test_a_run_answers_from_its_store_bit_for_bit_and_from_its_folders_what_that_does_not_hold(run):
+    expected = answers(run)
+    assert find(run).origin == str(run / "variants")
+    store_of(run, run / "store", names=NAMES[:2])
+    both = find(run)
+    assert both.origin == f"{run / 'store'}, and 1 that it does not hold from {run / 'variants'}"
+    for name in NAMES:
+        own = read_tensors(run / "variants" / name)
+        read = both.readers[name]()
+        assert read.keys() == own.keys()
+        assert all(read[tensor].numpy().tobytes() == own[tensor].tobytes() for tensor in own)
+    for name in NAMES[:2]:
+        (run / "variants" / name / "adapter_model.safetensors").write_bytes(b"\x08")
+    assert answers(run) == expected, "the files of stored variants are not read"
+    assert isinstance(answers(run, names=(NAMES[2],))[0], Classified)
+    shutil.rmtree(run / "store")
+    assert [type(answer) for answer in answers(run)] == [Failed, Failed, Classified]
+    store_of(shutil.copytree(run, run.parent / "whole"), run / "store", names=NAMES[2:])
+    assert find(run).origin.startswith(f"{run / 'store'}, and 2 that")
+
+
 def damage_store(run):
-    shutil.rmtree(run / "variants" / "client-2")
+    store_of(run, run / "store")
     store = Store(run / "store", read_only=True)
     row = int(store.rows(store.manifest("client-2").blocks)[0])
     flip(next((run / "store").glob("blocks.*.npy")), -1 - (len(store.blocks) - 1 - row) * 256)
@@ -112,7 +133,6 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_variant_is_refused_by_name_and_the_others_are_served(run, kind):
-    store_of(run, run / "store")
     DAMAGE[kind](run)
     one, damaged, other = answers(run)
     assert isinstance(damaged, Failed)

@@ -78,7 +78,7 @@ class Cards:
         `epsilon` is null where it is infinite or nothing is known, and `note` says which. `bases` holds names of other
         variants, which not everyone may see.
         """
-        described, stored = self._described(name), self._served_stored(name)
+        described, stored = self._described(name), self._stored.get(name)
         accuracy = stored.accuracy if stored and stored.accuracy is not None else described and described.utility
         ancestors = _ancestors(self._histories(self._consulted([name])))
         return {
@@ -95,11 +95,11 @@ class Cards:
     def _compute_cost(self, names: tuple[str, ...]) -> Mapping[str, Any]:
         consulted = self._consulted(names)
         described = [each for each in map(self._described, consulted) if each]
-        stated = [stored.stated if (stored := self._served_stored(name)) else None for name in names]
+        stated = [stored.stated if (stored := self._stored.get(name)) else None for name in names]
         by_store = _sum([each for each in stated if each]) if all(stated) else None
         # Neither what private validation released nor what a damaged manifest names is known from uploads.
         hidden = any(stored.is_private for name in consulted if (stored := self._stored.get(name)))
-        hidden |= any(name in self._damaged for name in consulted if name not in names or not self._has_file(name))
+        hidden |= any(name in self._damaged for name in consulted)
         units = {event.unit for each in described for event in _events(each.history)}
         note, method, guarantee, risk = "", "basic", by_store, None
         if len(described) == len(consulted) and not hidden and len(units) <= 1:
@@ -151,27 +151,15 @@ class Cards:
         return all(uploads is not None and {each.run for each in uploads} <= {run.get("run_id")} for uploads in known)
 
     def _consulted(self, names: Iterable[str]) -> list[str]:
-        """The variants and all whose blocks they may hold, directly or indirectly."""
+        """The variants and all whose blocks they may hold, directly or indirectly, as the store says if it has them."""
         found: dict[str, None] = dict.fromkeys(names)
-        # A variant of a run that is served from a file of its own holds nobody else's blocks, even if it is stored too.
-        waiting = [base for name in found if (stored := self._served_stored(name)) for base in stored.bases]
-        followed: set[str] = {name for name in found if not self._has_file(name)}
+        waiting = list(found)
         while waiting:
-            name = waiting.pop(0)
-            found[name] = None
-            if name not in followed:
-                followed.add(name)
-                stored = self._stored.get(name)
-                waiting += stored.bases if stored else ()
+            stored = self._stored.get(waiting.pop(0))
+            further = [base for base in (stored.bases if stored else ()) if base not in found]
+            found |= dict.fromkeys(further)
+            waiting += further
         return list(found)
-
-    def _served_stored(self, name: str) -> _Stored | None:
-        """The store's description of a variant that is restored from it; None if it is served from another file."""
-        return None if self._has_file(name) else self._stored.get(name)
-
-    def _has_file(self, name: str) -> bool:
-        """Whether `fedpriv.serving.sources` serves a variant of a run from its own file, not from the run's store."""
-        return self._store != self._source and (self._source / files.VARIANTS / name / folders.FILE).is_file()
 
     @property
     def _store(self) -> Path:
