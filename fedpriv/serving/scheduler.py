@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from fedpriv.errors import InputError, StoreError
 from fedpriv.serving import sources
 from fedpriv.serving._classification import Classification
 from fedpriv.serving._engine import SharedBase
+from fedpriv.serving._forms import JsonForm, JsonForms
 from fedpriv.serving._generation import Generation
 from fedpriv.serving._jobs import Desk, PassCounter, ServingJob, Waiting, tell
 from fedpriv.serving._texts import Tokenizing
@@ -93,6 +94,7 @@ class Scheduler:
         self.max_tokens = _most_tokens(base, limits, loaded.tokenizer, self.task)
         self._tokenizing = Tokenizing(loaded.tokenizer, self.model_name, chat_format_of(source.config), self.max_tokens)
         self.quick_characters = self._tokenizing.quick_characters
+        self._forms = JsonForms(loaded.tokenizer, loaded.ends)
         self._memory = VariantMemory(self._readers, base.weights, limits.memory_bytes)
         self._waiting = Waiting(limits.waiting)
         self._counter = PassCounter(base, self._memory, self._waiting, limits)
@@ -112,6 +114,10 @@ class Scheduler:
     def encode_chat(self, messages: tuple[tuple[str, str], ...]) -> Tokens:
         """See `Serving`."""
         return self._tokenizing.encode_chat(messages)
+
+    def form(self, schema: Mapping[str, Any]) -> JsonForm:
+        """See `Serving`."""
+        return self._forms.of(schema)
 
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> _Ticket:
         """See `Serving`.
