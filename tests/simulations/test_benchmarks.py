@@ -34,8 +34,9 @@ SMALL = {
     "prefix_cache": ["--repeats", "1"],
     "registered_clients": ["--registered", "20", "40", "--sampled", "5", "--rounds", "1"],
     "secure_aggregation": ["--clients", "5", "--dimension", "1000", "--repeats", "1"],
-    "serving": ["--variants", "4", "--requests", "8", "--repeats", "1", "--tokens", "12", "--generate", "2"],
+    "serving": ["--variants", "4", "--requests", "8", "--repeats", "1", "--tokens", "12"],
     "serving_hostile": ["--seconds", "1"],
+    "serving_language": ["--requests", "2", "--variants", "2", "--tokens", "2", "--repeats", "1"],
     "serving_soak": ["--minutes", "0.05", "--variants", "6"],
     "stacked_clients": ["--clients", "2", "--repeats", "1"],
 }
