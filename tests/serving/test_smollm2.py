@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from openai import BadRequestError, OpenAI
@@ -108,3 +110,42 @@ def test_stop_max_tokens_and_seed_do_what_they_say(client, expected):
     assert drawn[0] == drawn[1] != drawn[2]
     with pytest.raises(BadRequestError, match="at most 256"):
         ask(client, "global", "chat", max_tokens=257)
+
+
+def test_log_probabilities_are_those_of_plain_peft(client, run):
+    found = ask(client, "global", "completion", max_tokens=8, logprobs=3).choices[0].logprobs
+    tokenizer, plain = load_tokenizer(MODEL), adapters.load(MODEL, run / "variants" / "global").eval()
+    said = tokenizer(PROMPT)["input_ids"]
+    for text, value, alternatives in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        with torch.no_grad():
+            expected = plain(input_ids=torch.tensor([said])).logits[0, -1].log_softmax(dim=0)
+        values, tokens = expected.topk(3)
+        assert value == pytest.approx(float(values[0]), abs=1e-3)
+        assert list(alternatives.values()) == pytest.approx(values.tolist(), abs=1e-3)
+        assert list(alternatives) == [tokenizer.decode([token]) for token in tokens.tolist()]
+        assert text == tokenizer.decode([int(tokens[0])])
+        said.append(int(tokens[0]))
+
+
+def test_the_base_says_what_the_model_says_without_an_adapter(client):
+    plain, tokenizer = adapters.load_base(MODEL, task="CAUSAL_LM").model.eval(), load_tokenizer(MODEL)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    said = plain.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0
+    )
+    assert text_of(ask(client, "base", "completion"), "completion") == tokenizer.decode(said[0, ids.shape[1] :])
+
+
+def test_an_answer_keeps_to_a_schema(client):
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"organ": {"enum": ["heart", "lung"]}, "days": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["organ", "days"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "complaint", "schema": schema}}
+    for seed in range(4):
+        answer = ask(client, "global", "chat", temperature=1.5, seed=seed, response_format=form)
+        assert answer.choices[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(text_of(answer, "chat")), schema)
