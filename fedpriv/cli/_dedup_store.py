@@ -13,7 +13,7 @@ from fedpriv.errors import InputError
 
 _COLUMNS = (
     *("name", "bytes_own", "num_blocks", "num_shared", "epsilon_before", "epsilon_after"),
-    *("accuracy", "bases"),
+    *("accuracy", "perplexity", "bases"),
 )
 
 

@@ -19,7 +19,7 @@ from fedpriv.variants._manifests import CATALOGUE
 from fedpriv.variants._opening import is_store
 from fedpriv.variants.blocks import Tensors
 from fedpriv.variants.folders import Described
-from fedpriv.variants.outcomes import accuracy_after
+from fedpriv.variants.outcomes import accuracy_after, perplexity_after
 from fedpriv.variants.store import Store
 
 
@@ -34,7 +34,8 @@ class StoredModel:
         num_blocks: in the model.
         num_shared: of these, positions whose block another model uses too.
         epsilon_before, epsilon_after: see `fedpriv.dedup.work.Outcome`; None if it was not deduplicated.
-        accuracy: on the validation records; None if these are private, or it was not deduplicated.
+        accuracy, perplexity: on the validation records; None of what is not measured, if these are private, or if it
+            was not deduplicated.
         bases: whose blocks it may hold.
     """
 
@@ -45,6 +46,7 @@ class StoredModel:
     epsilon_before: float | None
     epsilon_after: float | None
     accuracy: float | None
+    perplexity: float | None
     bases: tuple[str, ...]
 
 
@@ -121,6 +123,7 @@ def _stored_model(store: Store, name: str, counts: NDArray[np.int64]) -> StoredM
         epsilon_before=outcome.get("epsilon_before"),
         epsilon_after=outcome.get("epsilon_after"),
         accuracy=accuracy_after(outcome),
+        perplexity=perplexity_after(outcome),
         bases=_bases_of(store, name),
     )
 

@@ -28,6 +28,12 @@ def accuracy_after(outcome: Mapping[str, Any]) -> float | None:
     return found[1] if found and is_accuracy(outcome) else None
 
 
+def perplexity_after(outcome: Mapping[str, Any]) -> float | None:
+    """The perplexity of responses of the variant as it is stored; None if it has an accuracy, or if it is unknown."""
+    found = utilities(outcome)
+    return perplexity(found[1]) if found and not is_accuracy(outcome) else None
+
+
 def perplexity(utility: float) -> float:
     """The perplexity of a mean log likelihood; infinite where that is none."""
     return math.exp(-utility) if utility > -700 else math.inf

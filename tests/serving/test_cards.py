@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fedpriv.variants import folders
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.composition import History, Upload, client_ancestors, global_ancestors
 from fedpriv.variants.folders import Described
+from fedpriv.variants.kept import stored_models
 from fedpriv.variants.store import Store
 from tests.stores import damage_index
 
@@ -57,14 +59,20 @@ def run(tmp_path: Path) -> Path:
 
 
 def store(
-    path: Path, privacy: dict[str, dict[str, object]], bases: dict[str, list[str]], correct: int | None = 7
+    path: Path,
+    privacy: dict[str, dict[str, object]],
+    bases: dict[str, list[str]],
+    correct: int | None = 7,
+    likelihood: float | None = None,
 ) -> Path:
     """A store of variants with what deduplication would have noted."""
     tensors = {"w": np.arange(8, dtype=np.float32)}
     layout = layout_of(tensors, 4)
     with Store(path) as opened:
         for name, costs in privacy.items():
-            outcome = {"correct_after": correct, "num_records": 10}
+            outcome: dict[str, object] = {"correct_after": correct, "num_records": 10}
+            if likelihood is not None:
+                outcome = {"utility": "log likelihood", "utility_before": -1.0, "utility_after": likelihood}
             provenance = {"bases": bases.get(name, []), "outcome": outcome}
             opened.add(name, layout, *layout.to_blocks(tensors), privacy=costs, provenance=provenance)
     return path
@@ -131,6 +139,17 @@ def test_a_stored_variant_that_took_blocks_of_another_descends_from_it_too(run):
     assert card["epsilon"] == pytest.approx(spent(3))
     assert card["ancestors"]["bases"] == ["client-A", "client-B"]
     assert card["accuracy"] == 0.7
+
+
+def test_a_causal_models_card_and_the_list_have_the_perplexity_of_its_responses(tmp_path):
+    path = store(tmp_path / "store", {"x": {"epsilon": 1.0, "delta": 1e-5}}, {}, likelihood=-2.0)
+    card = Cards(path).card("x")
+    assert (card["accuracy"], card["perplexity"]) == (None, pytest.approx(math.exp(2)))
+    with Store(path, read_only=True) as opened:
+        (listed,) = stored_models(opened)
+    assert (listed.accuracy, listed.perplexity) == (None, pytest.approx(math.exp(2)))
+    path = store(tmp_path / "broken", {"x": {"epsilon": 1.0, "delta": 1e-5}}, {}, likelihood=-math.inf)
+    assert Cards(path).card("x")["perplexity"] is None
 
 
 def test_a_store_alone_adds_up_what_it_states(tmp_path):

@@ -23,7 +23,7 @@ from fedpriv.texts import risk_in_words
 from fedpriv.variants import Manifest, folders, is_store
 from fedpriv.variants.composition import Guarantee, History, PublicationCost, events_on, publication_cost
 from fedpriv.variants.folders import Described
-from fedpriv.variants.outcomes import accuracy_after, utilities
+from fedpriv.variants.outcomes import accuracy_after, perplexity_after, utilities
 from fedpriv.variants.store import Store
 
 _RUN_KEYS = (
@@ -40,13 +40,14 @@ class _Stored:
     Attributes:
         bases: whose blocks it may hold.
         stated: what it cost, with whatever was spent on validation; None if the store does not say.
-        accuracy: on the validation records; None if these are private or there were none.
+        accuracy, perplexity: on the validation records; None of what is not measured, or if the records are private.
         is_private: validation was itself a release, which no upload tells of.
     """
 
     bases: tuple[str, ...]
     stated: Guarantee | None
     accuracy: float | None
+    perplexity: float | None
     is_private: bool
 
 
@@ -84,6 +85,7 @@ class Cards:
         return {
             **self.together([name]),
             "accuracy": accuracy,
+            "perplexity": _finite(stored.perplexity) if stored else None,
             "ancestors": {**ancestors, "bases": self._consulted([name])[1:]},
             "run": self._run,
         }
@@ -224,6 +226,7 @@ def _stored(manifest: Manifest) -> _Stored:
         bases=bases,
         stated=stated,
         accuracy=accuracy_after(outcome),
+        perplexity=perplexity_after(outcome),
         is_private=bool(bases) and bool(outcome) and utilities(outcome) is None,
     )
 
