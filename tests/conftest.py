@@ -27,7 +27,7 @@ TESTS = Path(__file__).parent
 # Their files take longest: their tests are whole runs, start processes of their own, or try many models.
 WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server", "adversary", "vault", "training")
 # Of the tests of deployed federations, of 3 to 10 minutes each.
-LONGEST = ("killed", "secure_aggregation", "life_cycle", "faults", "walkthrough")
+LONGEST = ("killed", "killed_coordinator", "secure_aggregation", "life_cycle", "walkthrough")
 
 # Tests of the plots, and runs whose pages have them.
 WITH_PLOTS = ("reports", "live")

@@ -108,3 +108,19 @@ def holders_run(tiny_bert: Path, table: Path) -> dict[str, object]:
         "comparison": False,
         "baselines": False,
     }
+
+
+@pytest.fixture(scope="module")
+def slow_pair(tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path) -> Iterator[DeployedFederation]:
+    """Two nodes that take seconds to reply, so that their processes can be killed before."""
+    folder = tmp_path_factory.mktemp("killed")
+    own = holdings(folder, table, num_nodes=2)
+    made = DeployedFederation(folder / "federation", num_nodes=2, holdings=own, model=tiny_bert, settings=SLOW)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def slow_run(holders_run: dict[str, object]) -> dict[str, object]:
+    """A run whose rounds end without a node that was killed; its steps take longer than it takes to kill a process."""
+    return {**holders_run, "num_clients": 2, "min_clients": 1, "local_steps": 60, "round_seconds": 40}

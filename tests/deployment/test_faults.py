@@ -117,7 +117,7 @@ def test_without_nodes_a_run_stops_in_time_and_goes_on_when_they_return(holders,
     assert {client["rounds"] for client in summary["clients"]} == {6}
 
 
-@pytest.mark.nightly  # test_killed.py ends each process of a coordinator and resumes its run
+@pytest.mark.nightly  # test_killed_coordinator.py ends each of its processes and resumes its run
 @pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
 def test_a_server_killed_at_any_instant_is_resumed_to_the_same_numbers(hospitals, corpus_run, tmp_path, seed):
     values = {**corpus_run, "rounds": NUM_ROUNDS, "seed": seed, "out": str(tmp_path / "deployed")}
