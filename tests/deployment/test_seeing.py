@@ -23,7 +23,7 @@ pytestmark = pytest.mark.deployment
 
 NODES = range(3)
 # Long enough for a line of the log while the round goes on.
-REPLY_SECONDS = 40
+REPLY_SECONDS = 60
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ "
 
 

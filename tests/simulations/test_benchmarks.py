@@ -25,6 +25,7 @@ SMALL = {
     "dedup_loading": ["--variants", "3", "--queries", "4", "--repeats", "1"],
     "deployed_round": ["--rounds", "2", "--setting", "lora_rounds=0", 'train="head"'],
     "discrete_gaussian": ["--repeats", "2"],
+    "lossless_store": ["--models", "MiniLM-bfloat16", "--steps", "1"],
     "dp_step": ["--steps", "4"],
     "end_to_end": ["--setting", "tiny", "--rounds", "1"],
     "engine_cost": ["--clients", "2", "--rounds", "1"],
