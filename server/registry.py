@@ -138,8 +138,7 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
     with Store(store_path) as store:
         outcomes = pipeline.deduplicate(described, read, evaluators, store, settings, evaluation=evaluation)
         answers = judge.answers_side_by_side(outcomes, read, store.tensors) if judge else []
-        if answers or (writer.path / files.STORED_ANSWERS).exists():
-            writer.write_answers(answers, files.STORED_ANSWERS)
+        writer.write_answers(answers, files.STORED_ANSWERS)
         log.info("%s variants in %s of %s bytes", len(outcomes), store.bytes_stored, store.bytes_logical)
         writer.journal.write(
             "deduplicated",

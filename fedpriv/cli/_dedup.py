@@ -193,7 +193,7 @@ def run(
     from fedpriv.dedup import pipeline
     from fedpriv.dedup.algorithms import LOSSLESS
     from fedpriv.runs import RunWriter
-    from fedpriv.runs.files import STORED_ANSWERS
+    from fedpriv.runs.files import STORE, STORED_ANSWERS
     from fedpriv.variants import folders
     from fedpriv.variants.store import Store
 
@@ -250,7 +250,7 @@ def run(
                 "answers": [asdict(answer) for answer in answers],
             }
     run_folder = folder.absolute().parent
-    if store.absolute() == run_folder / "store" and (answers or (run_folder / STORED_ANSWERS).exists()):
+    if store.absolute() == run_folder / STORE:
         RunWriter(run_folder).write_answers(answers, STORED_ANSWERS)
     lines = [_line(outcome, settings.algorithm) for outcome in outcomes]
     for each in answers:

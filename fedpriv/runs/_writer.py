@@ -123,8 +123,11 @@ class RunWriter:
         return path
 
     def write_answers(self, answers: Sequence[Sample] | Sequence[StoredAnswer], file: str = files.SAMPLES) -> None:
-        """Write prompts with the models' answers to one of the run's files, atomically."""
+        """Write prompts with the models' answers to one of the run's files, atomically; without any it goes."""
         path = self.path / file
+        if not answers:
+            path.unlink(missing_ok=True)
+            return
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(f"{json.dumps(asdict(each))}\n" for each in answers), encoding="utf-8")
         temporary.replace(path)

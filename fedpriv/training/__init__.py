@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from fedpriv.training._decoding import Tokens as Tokens
     from fedpriv.training._decoding import ends_of_turn as ends_of_turn
     from fedpriv.training._decoding import greedy_answers as greedy_answers
-    from fedpriv.training._decoding import prompt_and_response as prompt_and_response
     from fedpriv.training._decoding import with_adapter as with_adapter
     from fedpriv.training._live_bytes import peak_of_pass as peak_of_pass
     from fedpriv.training._losses import predictions as predictions

@@ -291,7 +291,7 @@ class Store:
             raise InputError(f"model {name!r}: privacy and provenance are plain JSON values ({error})") from None
         before = self._index.state
         if basis is None:
-            manifest = replace(manifest, blocks_sha256=array_sha256(self._values(layout, numbered)))
+            manifest = replace(manifest, blocks_sha256=array_sha256(self._values(layout, values, numbered)))
         after = replace(
             before,
             block_size=layout.block_size,
@@ -410,8 +410,10 @@ class Store:
             raise InputError(f"model {name!r}: {mismatch}")
         return numbered, extras, None
 
-    def _values(self, layout: BlockLayout, numbered: NumberedBlocks) -> NDArray[Any]:
-        """[num_blocks, block_size] The blocks of a model, of which some may be stored already."""
+    def _values(self, layout: BlockLayout, given: object, numbered: NumberedBlocks) -> NDArray[Any]:
+        """[num_blocks, block_size] The blocks of a model: as they were given, or stored ones, which are checked."""
+        if isinstance(given, np.ndarray) and given.ndim == 2:
+            return given
         next_block = self._index.state.next_block
         is_new = numbered.numbers >= next_block
         values = np.empty((len(is_new), layout.block_size), layout.dtype)
