@@ -20,11 +20,20 @@ def engine() -> FakeServing:
 
 
 @pytest.fixture(scope="module")
-def client(engine: FakeServing, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def clients(
+    engine: FakeServing, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[openai.OpenAI, openai.OpenAI]]:
+    """Two of one server, with a token each."""
     file = tmp_path_factory.mktemp("tokens") / "tokens.toml"
-    secret = add_new(file, "clinic", ["global", "client-*"])
+    secrets = [add_new(file, name, ["global", "client-*"]) for name in ("clinic", "practice")]
     with running(engine, tokens=Tokens(file)) as server:
-        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key=secret, max_retries=0)
+        first, second = (openai.OpenAI(base_url=f"{server.url}/v1", api_key=each, max_retries=0) for each in secrets)
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def client(clients: tuple[openai.OpenAI, openai.OpenAI]) -> openai.OpenAI:
+    return clients[0]
 
 
 def test_it_lists_the_models_that_the_token_may_use(client):
@@ -183,8 +192,9 @@ def test_n_answers_count_as_n_prompts_of_a_token(client, engine, monkeypatch):
         client.completions.create(**asked)
 
 
-def test_log_probabilities_count_as_inputs_of_a_token(client, engine, monkeypatch):
+def test_log_probabilities_count_as_inputs_of_a_token(clients, engine, monkeypatch):
     """Two answers that are told in full take most of what a token may have under way."""
+    client = clients[1]  # answers of the first one that nobody reads may still be under way
     asked = {"model": "global", "messages": ASKED, "max_tokens": 256, "logprobs": True, "top_logprobs": 20, "n": 3}
     monkeypatch.setattr(engine, "seconds", 0.01)
     with (

@@ -137,7 +137,7 @@ def test_synthetic_records_and_canaries_are_learned_whole(bench):
 
 
 def test_runs_with_other_prompts_do_not_share_their_records(bench):
-    config = bench()._config
+    config = bench().config
     others = {"system_prompt": "You are kind.", "prompt_template": "a {}", "max_records": 3, "response_column": "q"}
     for key, value in others.items():
         assert workbench._key(config, None) != workbench._key(replace(config, **{key: value}), None)
