@@ -1,6 +1,6 @@
 """The Gaussian mechanism on a Poisson sample: its Renyi curve, at all orders at once, and its privacy losses.
 
-dp-accounting has the same curve, term by term in Python; a calibration asks for it dozens of times.
+dp-accounting has the same, term by term and point by point in Python; a calibration asks for them dozens of times.
 """
 
 from __future__ import annotations
@@ -140,8 +140,41 @@ def composed_loss(sampling_probability: float, noise_multiplier: float, count: i
 @lru_cache(maxsize=64)
 def _single_loss(noise_multiplier: float, sampling_probability: float, value_interval: float) -> Any:
     """The privacy loss distribution of one release, as dp-accounting's own accountant builds it."""
-    from dp_accounting import pld
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
 
-    return pld.privacy_loss_distribution.from_gaussian_mechanism(
-        noise_multiplier, value_discretization_interval=value_interval, sampling_prob=sampling_probability
-    )
+    z, q = noise_multiplier, sampling_probability
+    removed = _masses(z, q, AdjacencyType.REMOVE, value_interval)
+    # Without sampling both neighbours have the same.
+    return PrivacyLossDistribution(removed, None if q == 1 else _masses(z, q, AdjacencyType.ADD, value_interval))
+
+
+def _masses(z: float, q: float, adjacency: Any, value_interval: float) -> Any:
+    """The probabilities of the losses that are multiples of the interval, by the divergence at each of them.
+
+    Source: Doroshenko et al. 2022, Algorithm 1.
+    """
+    from dp_accounting.pld.pld_pmf import create_pmf_pessimistic_connect_dots_fixed_gap
+    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+
+    mechanism = GaussianPrivacyLoss(z, sampling_prob=q, adjacency_type=adjacency)
+    bounds = mechanism.connect_dots_bounds()
+    lowest = math.floor(bounds.epsilon_lower / value_interval)
+    highest = math.ceil(bounds.epsilon_upper / value_interval)
+    losses = np.arange(lowest, highest + 1) * value_interval
+    # The loss of the mixture is above log(1 - q) if a record is removed, below -log(1 - q) if one is added.
+    sign = 1 if adjacency == AdjacencyType.REMOVE else -1
+    inside = sign * losses > (-math.inf if q == 1 else math.log1p(-q))
+    deltas = np.zeros(losses.shape)
+    if sign == 1:
+        deltas[~inside] = -np.expm1(losses[~inside])
+    # Where the loss equals each value; every set {x < cutoff} bounds the divergence, the right one attains it.
+    cutoffs = -sign * (_loss_without_sampling(sign * losses[inside], q) * z * z + 0.5)
+    shares_below = mechanism.mu_upper_cdf(cutoffs)
+    deltas[inside] = shares_below - np.exp(losses[inside] + mechanism.mu_lower_log_cdf(cutoffs))
+    return create_pmf_pessimistic_connect_dots_fixed_gap(value_interval, lowest, highest, np.clip(deltas, 0, 1))
+
+
+def _loss_without_sampling(losses: Array, q: float) -> Array:
+    """[losses] l with 1 - q + q e^l = e^loss, for losses > log(1 - q)."""
+    return losses if q == 1 else losses - math.log(q) + np.log1p(-np.exp(math.log1p(-q) - losses))

@@ -65,7 +65,8 @@ def test_pld_agrees_with_dp_accounting_in_random_settings_and_is_never_below_it(
     for event, delta in settings(num, seed=1, z=(2.0, 20), counts=(1, 60)):
         ours, theirs = epsilon_of([event], delta, "pld").epsilon, directly("pld", event).get_epsilon(delta)
         assert ours == pytest.approx(theirs, rel=1e-3), (event, delta)
-        assert ours >= theirs, (event, delta)
+        # Both have masses that are differences of divergences, rounded at 1e-16, tens of thousands of them.
+        assert ours >= theirs - 1e-9, (event, delta)
 
 
 @pytest.mark.parametrize(

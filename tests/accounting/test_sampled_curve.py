@@ -1,4 +1,4 @@
-"""The Renyi curve of the sampled Gaussian: dp-accounting's, and the integral that defines it."""
+"""The Renyi curve and the losses of the sampled Gaussian: those of dp-accounting, and the curve's defining integral."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import math
 
 import numpy as np
 import pytest
+from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from dp_accounting.rdp.rdp_privacy_accountant import _compute_rdp_poisson_subsampled_gaussian as by_dp_accounting
 from scipy.special import logsumexp
 
-from fedpriv.accounting._gaussian import sampled_curve
+from fedpriv.accounting._gaussian import _single_loss, sampled_curve
 from fedpriv.accounting.accountants import ORDERS
 
 # At 0.573 and z = 0.3, the thousandth term of order 1.3 is e^-29.99 of the sum.
@@ -62,3 +63,20 @@ def test_divergences_far_below_the_rounding_of_one_are_kept():
     np.testing.assert_allclose(
         sampled_curve(q, z, [2, 8]), [q * q * math.expm1(1), 4 * q * q * math.expm1(1)], rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("z", [0.05, 0.7, 1.0, 5.0, 500.0])
+@pytest.mark.parametrize("q", [1e-6, 1e-4, 0.01, 0.25, 0.999, 1.0])
+def test_the_losses_are_those_of_dp_accounting(q, z):
+    """Both neighbours, at every epsilon of the grid: losses above 709, whose exponential is infinite, too."""
+    interval = 1e-3 if z > 0.1 else 0.05
+    ours = _single_loss(z, q, interval)
+    theirs = from_gaussian_mechanism(z, value_discretization_interval=interval, sampling_prob=q)
+    for kind in ("_pmf_remove", "_pmf_add"):
+        one, other = (getattr(each, kind).to_dense_pmf() for each in (ours, theirs))
+        assert (one._lower_loss, one.size) == (other._lower_loss, other.size)
+        np.testing.assert_allclose(one._probs, other._probs, rtol=1e-9, atol=1e-11)
+        assert one._infinity_mass == pytest.approx(other._infinity_mass, rel=1e-9, abs=1e-30)
+    for delta in (1e-2, 1e-5, 1e-9):
+        expected = theirs.self_compose(3).get_epsilon_for_delta(delta)
+        assert ours.self_compose(3).get_epsilon_for_delta(delta) == pytest.approx(expected, rel=1e-7, abs=1e-7)
