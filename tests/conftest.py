@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 # Before any test imports torch, transformers or flwr. One thread for each worker: two of them share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +24,9 @@ from fedpriv.data.records import Records
 from simulations.tiny_bert import make_tiny_bert
 from tests.pages import without_plots
 from tests.tiny import LABELS, WORDS, move, random_records, tiny_causal, write_table
+
+if TYPE_CHECKING:
+    from fedpriv.training.model import TrainingModel
 
 TESTS = Path(__file__).parent
 # Their files take longest: their tests are whole runs, start processes of their own, or try many models.
@@ -82,6 +87,35 @@ def small_run(tiny_bert: Path, table: Path) -> dict[str, object]:
         "simulate": True,
         "comparison": False,
     }
+
+
+@pytest.fixture(scope="module")
+def quick_nodes() -> Iterator[None]:
+    """Nodes of this process get a copy of a model that was read once, and know what was rehearsed on it.
+
+    Both take longer than a request. A node that was asked before has them too.
+    """
+    # Deferred: few modules need them.
+    from fedpriv.training import rehearsal, workbench
+    from fedpriv.vault import _reply_times
+
+    read, rehearse, models, rehearsed = workbench.load_base, _reply_times.rehearse, {}, {}
+
+    def load_base(name: str, **options: Any) -> BaseModel:
+        key = (name, *sorted(options.items()))
+        if key not in models:
+            models[key] = read(name, **options)
+        return copy.deepcopy(models[key])
+
+    def rehearse_once(model: TrainingModel, **options: Any) -> rehearsal.Rehearsed:
+        key = (model.peft_model.name_or_path, model.peft_model.dtype)
+        rehearsal._rehearsed.setdefault(model, rehearsed.setdefault(key, {}))
+        return rehearse(model, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workbench, "load_base", load_base)
+        patch.setattr(_reply_times, "rehearse", rehearse_once)
+        yield
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fedpriv.training import workbench
 from fedpriv.training.workbench import load_model
 from tests.adversary import models
 from tests.adversary.nodes import run_config
@@ -30,21 +28,11 @@ def approved(tiny_bert, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _models_stay_in_memory():
-    """Reading a model's files takes longer than an exchange; every node gets a copy of its own."""
-    read, kept = workbench.load_base, {}
-
-    def load_base(name, **options):
-        key = (name, *sorted(options.items()))
-        if key not in kept:
-            kept[key] = read(name, **options)
-        return copy.deepcopy(kept[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workbench, "load_base", load_base)
-        logging.disable(logging.CRITICAL)  # what a node's operator reads would drown what failed
-        yield
-        logging.disable(logging.NOTSET)
+def _quiet(quick_nodes):
+    """What a node's operator reads would drown what failed."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def initial(approved, **changes):

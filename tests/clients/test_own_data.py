@@ -25,6 +25,8 @@ from simulations.engines.flower_private import task_identity
 from tests.tiny import LABELS
 from tests.vaults import make_vault, write_records
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
 
 @pytest.fixture(autouse=True)
 def _identity():

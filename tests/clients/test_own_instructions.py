@@ -21,6 +21,8 @@ from fedpriv.vault.holder import Holder, bench_of, run_of
 from tests.chats import chat_model
 from tests.vaults import make_vault, write_records
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
 ROWS = [(f"What is flu {'rash ' * i}?", ("negative", "positive")[i % 2]) for i in range(10)]
 PROMPTS = {"prompt_column": "note", "response_column": "department", "label_column": "", "labels": []}
 

@@ -25,6 +25,8 @@ from fedpriv.vault.holder import Holder
 from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
 NUM_RECORDS = 40
 
 

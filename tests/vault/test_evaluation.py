@@ -33,6 +33,8 @@ from tests.tiny import LABELS, WORDS
 from tests.vault.running import Running
 from tests.vaults import make_vault, write_records
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
 ROWS = [(f"{WORDS[i % len(WORDS)]} {WORDS[i % 7]} {i}", LABELS[i % 3]) for i in range(60)]
 Z = 4.0
 

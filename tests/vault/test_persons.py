@@ -19,6 +19,8 @@ from fedpriv.vault.holder import Holder, bench_of, run_of
 from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
 P_K = 12
 OF_PERSONS = {"person_column": "patient", "max_records_per_person": 4}
 

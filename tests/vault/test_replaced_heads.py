@@ -22,6 +22,8 @@ from tests.architectures import random_model
 from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault, write_records
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
 NUM = 60
 ROWS = [(f"{WORDS[i % 13]} {WORDS[i % 7]} {LABELS[i % 3]}", LABELS[i % 3]) for i in range(NUM)]
 POLICY = "min_effective_noise_multiplier = 1e-6\n"

@@ -19,6 +19,8 @@ from fedpriv.vault.holder import Holder, bench_of, run_of
 from tests.tiny import LABELS
 from tests.vaults import make_vault, write_records
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
 RUN = {
     **{"model": "tiny", "layers": "last-1", "rank": 4, "data": ON_NODES, "labels": list(LABELS), "num_clients": 3},
     **{"learning_rate": 0.5, "lora_learning_rate": 0.1, "lora_head_learning_rate": 0.2, "seed": 4},

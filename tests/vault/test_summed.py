@@ -27,6 +27,8 @@ from tests.tiny import LABELS, WORDS
 from tests.vault.sums import Coordinator, vector
 from tests.vaults import make_vault, write_records
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
 SIZES = {0: 30, 1: 42, 2: 54, 3: 66}
 DELTA = 1e-5
 

@@ -23,6 +23,8 @@ from tests.adversary.nodes import Node, ask, make_node, restart, run_config, tra
 from tests.chats import chat_tokenizer
 from tests.tiny import LABELS, WORDS
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
 ROWS = [(f"{WORDS[i % 13]} {WORDS[i % 7]}", LABELS[i % 2]) for i in range(12)]
 CHANGED = [("cough", LABELS[0]), *ROWS[1:]]
 MAX_LENGTH = 32

@@ -40,6 +40,8 @@ from fedpriv.vault.frames import (
 from fedpriv.vault.settings import FILE, VaultSettings
 from tests.vault.running import ROOT, Running
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
 # Noise of 1 on an update whose norm is at most 1000: one look tells which of the two a value holds.
 CLEAR = {"clip_norm": 1000.0, "noise_multiplier": 1e-3, "budget_epsilon": 1e12}
 COSTLY = {"clip_norm": 1.0, "noise_multiplier": 8.0, "budget_epsilon": 2.0}

@@ -28,6 +28,8 @@ from tests.adversary.nodes import Answer, Question, ask, registering, restart, r
 from tests.tiny import LABELS, WORDS
 from tests.vaults import write_records
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
 N_K = 20
 ROWS = [(f"{WORDS[i % 13]} {WORDS[i % 7]}", LABELS[i % 2]) for i in range(N_K)]
 NEW = [(f"fever {WORDS[i % 13]} {WORDS[i % 5]}", LABELS[i % 2]) for i in range(9)]
