@@ -49,8 +49,8 @@ COMMANDS = {
     "status begun": LIGHT | EPSILON | NUMBERS,
 }
 
-# One of each kind: nothing at all, an epsilon, a ledger, a folder of tables.
-EVERY_DAY = ("--help", " ".join(ACCOUNT), "ledger verify ledger.sqlite", "status begun")
+# One of each kind: nothing at all, an epsilon, a ledger, a folder of tables, a service.
+EVERY_DAY = ("--help", " ".join(ACCOUNT), "ledger verify ledger.sqlite", "status begun", "fedpriv.vault._service")
 
 MODULES = {
     "fedpriv.vault._service": LIGHT | EPSILON,
@@ -97,13 +97,17 @@ def test_a_command_loads_nothing_that_it_does_not_need(command, forbidden, input
     assert not loaded & forbidden
 
 
-@pytest.mark.parametrize(("module", "forbidden"), MODULES.items())
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [pytest.param(*each, marks=[] if each[0] in EVERY_DAY else pytest.mark.slow) for each in MODULES.items()],
+)
 def test_a_program_loads_nothing_before_it_needs_it(module, forbidden):
     loaded = loaded_by(f"import sys, {module}", folder=ROOT)
     assert module in loaded, "the check would be blind"
     assert not loaded & forbidden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "limit"), LIMITS.items())
 def test_a_command_starts_quickly(command, limit, inputs):
     def cpu_seconds() -> float:

@@ -113,7 +113,7 @@ def told(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
 SWEEP = ("sweep", "simulations/configs/sweeps/rank.toml")
 
 
-@pytest.mark.parametrize("command", [("run",), SWEEP])
+@pytest.mark.parametrize("command", [("run",), pytest.param(SWEEP, marks=pytest.mark.slow)])
 def test_neither_torch_nor_flower_is_loaded_before_a_wrong_column_is_told(command, table):
     done = told(*command, "-c", f"data={table}", "-c", "label_column=lable")
     code, *modules = done.stdout.split()

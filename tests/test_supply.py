@@ -117,6 +117,7 @@ def test_a_package_swapped_at_the_registry_is_not_installed(tmp_path: Path) -> N
     assert not (tmp_path / "site").exists()
 
 
+@pytest.mark.slow
 def test_a_package_that_the_lock_does_not_list_is_not_installed_with_one_that_it_does(tmp_path: Path) -> None:
     listed = wheel(tmp_path, "listed", "1.0", "", requires="unlisted")
     unlisted = wheel(tmp_path, "unlisted", "1.0", "STRANGER = True\n")

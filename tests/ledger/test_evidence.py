@@ -111,6 +111,7 @@ def test_the_evidence_of_a_run_is_confirmed(runs, name, tmp_path):
     assert any(line.startswith("left to you") and "seeded" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_the_evidence_of_a_sweep_has_a_folder_for_each_run(small_run, tmp_path):
     values = {key: value for key, value in small_run.items() if key != "noise_multiplier"} | {"rounds": 1}
     sweep_all(
@@ -199,7 +200,13 @@ def test_epsilons_agree_with_ours_on_random_histories():
             assert ours == pytest.approx(theirs, rel=tolerance)
 
 
-@pytest.mark.parametrize("others", [((1.0, 0.05),), ((0.8, 0.05), (0.5, 0.1)), ((1.0, 1.0),)])
+@pytest.mark.parametrize(
+    "others",
+    [
+        ((0.8, 0.05), (0.5, 0.1)),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (((1.0, 0.05),), ((1.0, 1.0),))),
+    ],
+)
 def test_the_sum_over_several_holders_of_a_person_costs_the_verifier_what_it_costs_us(others):
     event = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.05, count=20, unit="person")
     release = Release(event=event, rho_bar=1.0, aggregate_scale=1.5, other_holders=others)
@@ -415,10 +422,12 @@ def test_a_risk_may_be_stated_too_large_by_a_hundredth_and_never_too_small():
             assert bool(failures(findings)) == (not is_right), (key, factor)
 
 
-def test_risks_agree_with_ours_on_random_histories_and_for_every_rule():
+@pytest.mark.parametrize(
+    "probabilities", [(0.3, 0.02), pytest.param((1.0, 0.3, 0.02, 0.002, 0.02, 0.3), marks=pytest.mark.slow)]
+)
+def test_risks_agree_with_ours_on_random_histories_and_for_every_rule(probabilities):
     rng = random.Random(44)
-    for trial in range(6):
-        q = [1.0, 0.3, 0.02, 0.002, 0.02, 0.3][trial]
+    for q in probabilities:
         events = [
             SubsampledGaussian(noise_multiplier=rng.uniform(0.7, 4), sampling_probability=q, count=rng.randint(1, 40))
         ]

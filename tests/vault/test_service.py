@@ -176,6 +176,8 @@ def test_a_child_killed_while_it_works_on_records_means_noise_alone_and_a_closed
     assert not ask(settings.socket, train(run="next")).code
 
 
+# Every day a process without a service dies so, in test_updates.py, and deployment tests kill every process of a node.
+@pytest.mark.slow
 def test_a_vault_that_is_killed_and_restarted_answers_what_it_had_answered(settings, train, vault):
     request = train(run="restart")
     before = ask(settings.socket, request)
@@ -185,6 +187,7 @@ def test_a_vault_that_is_killed_and_restarted_answers_what_it_had_answered(setti
     assert same(ask(settings.socket, request), before)
 
 
+@pytest.mark.slow
 def test_a_vault_that_is_killed_leaves_no_child_with_the_records_and_its_request_gets_noise_alone(
     settings, train, vault
 ):
