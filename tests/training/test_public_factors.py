@@ -290,6 +290,7 @@ def test_a_user_who_names_answers_and_columns_gets_a_model_that_answers(folder, 
     keys = {"prompt_column": "text", "response_column": "label", "answers": list(ANSWERS), "model": str(folder)}
     keys |= {"data": str(tmp_path / "texts.csv"), "public_data": True, "max_length": 60, "seed": 0, "delta": 1e-3}
     keys |= {"num_clients": 3, "partition": "iid", "target_epsilon": 8, "generated_answers": 0, "comparison": False}
+    keys |= {"memory_limit_mb": 8, "evaluate_every": 10}
     config = parse(keys)
     assert config.prompt_template == "{}\n\nAnswer with one of: negative, positive."
     assert (config.aggregation, config.factors, config.learning_rate) == ("fed-sb", "answers", "auto")

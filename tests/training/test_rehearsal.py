@@ -56,12 +56,13 @@ def test_the_largest_passes_of_the_step_are_rehearsed(
 ):
     monkeypatch.setattr(rehearsal, "RECORDS_OF_A_STEP", records_of_a_step)
     model = TrainingModel(encoder(layers="last-1"), memory_limit=memory_limit, max_length=40)
+    # Before the layer is watched, since numbers of rows are tried for it.
+    items = make_records(num_registered, shortest=40, longest=40).items()
+    needed = {(p.shape.rows, p.shape.tokens) for p in model.passes(items, num_registered)}
     rows = []
     layer = model.peft_model.base_model.model.bert.encoder.layer[1]
     layer.register_forward_pre_hook(lambda _module, args: rows.append(tuple(args[0].shape[:2])))
     run(model, spec=changed(sampling_probability=1.0), num_registered=num_registered)
-    items = make_records(num_registered, shortest=40, longest=40).items()
-    needed = {(p.shape.rows, p.shape.tokens) for p in model.passes(items, num_registered)}
     assert max(needed) in rows
 
 
