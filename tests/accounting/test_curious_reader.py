@@ -31,6 +31,15 @@ SCALES = {
 SUMS = [(3, 3, 0), (5, 3, 0), (5, 5, 0), (5, 5, 1), (5, 5, 2)]
 
 
+def cases() -> list[object]:
+    """Every day each sum of the second scales, which all differ, with all records and with some."""
+    return [
+        pytest.param(threshold, colluding, scales, q, marks=[] if number == 1 else pytest.mark.slow)
+        for (num_clients, threshold, colluding), q in itertools.product(SUMS, (1.0, 0.3))
+        for number, scales in enumerate(SCALES[num_clients])
+    ]
+
+
 def law(sigma: float) -> np.ndarray:
     """P[N_Z(0, sigma^2) = x] for |x| <= 12 sigma."""
     steps = np.arange(-math.ceil(12 * sigma), math.ceil(12 * sigma) + 1)
@@ -71,11 +80,7 @@ def charged(client: int, scales: tuple[float, ...], threshold: int, colluding: i
     return epsilon_of([Release(event=event, rho_bar=1.0, aggregate_scale=scale).seen_by("aggregate")], DELTA).epsilon
 
 
-@pytest.mark.parametrize("probability", [1.0, 0.3])
-@pytest.mark.parametrize(
-    ("threshold", "colluding", "scales"),
-    [(t, c, scales) for k, t, c in SUMS for scales in SCALES[k]],
-)
+@pytest.mark.parametrize(("threshold", "colluding", "scales", "probability"), cases())
 def test_the_view_of_every_reader_costs_at_most_what_is_charged_and_that_of_the_worst_as_much(
     threshold, colluding, scales, probability
 ):

@@ -290,6 +290,16 @@ def test_a_plan_tells_of_all_its_slots():
 # --- many histories ---
 
 
+@pytest.fixture(params=[8, pytest.param(64, marks=pytest.mark.slow)])
+def most_shared(request, monkeypatch) -> int:
+    """How many histories are priced at most; every day an eighth of a run's numbers."""
+    assert (risk._FEW_HISTORIES, risk._MOST_SHARED, risk._NUM_NODES) == (32, 64, 16)
+    monkeypatch.setattr(risk, "_FEW_HISTORIES", request.param // 2)
+    monkeypatch.setattr(risk, "_MOST_SHARED", request.param)
+    monkeypatch.setattr(risk, "_NUM_NODES", request.param // 4)
+    return request.param
+
+
 def test_few_histories_have_their_own_risk():
     histories = {size: ([sampled(1.0, 30 / size, 20)], 1e-5) for size in (100, 200, 400)}
     assert {size: told.found for size, told in risks_of(histories).items()} == {
@@ -297,11 +307,12 @@ def test_few_histories_have_their_own_risk():
     }
 
 
-def test_many_histories_cost_a_few_and_none_is_told_less():
-    histories = {size: ([sampled(1.2, 60 / size, 20), sampled(8.0)], 1e-5) for size in range(120, 3000, 11)}
+def test_many_histories_cost_a_few_and_none_is_told_less(most_shared):
+    sizes = {8: range(120, 170), 64: range(120, 3000, 11)}[most_shared]
+    histories = {size: ([sampled(1.2, 60 / size, 20), sampled(8.0)], 1e-5) for size in sizes}
     told = risks_of(histories)
-    assert len(set(told.values())) <= 64
-    for size in (120, 637, 2991):
+    assert len(set(told.values())) <= most_shared
+    for size in (120, sizes[len(sizes) // 6], sizes[-1]):
         own = found_by(list(histories[size][0]))
         assert (np.array(told[size].found) >= own * (1 - 1e-9)).all()
         assert told[size].found[1] < 1.1 * own[1]
@@ -310,21 +321,21 @@ def test_many_histories_cost_a_few_and_none_is_told_less():
 
 
 @pytest.mark.parametrize("kinds", ["one", "many"])
-def test_histories_of_different_noise_share_bounds(kinds):
-    """Of one kind, less noise; of histories with one to 66 releases of different noise, Renyi curves."""
+def test_histories_of_different_noise_share_bounds(kinds, most_shared):
+    """Of one kind, less noise; of histories with one release, two and so on of different noise, Renyi curves."""
     rng = np.random.default_rng(2)
     histories = {
         who: ([sampled(float(z), 0.05, 4) for z in rng.uniform(0.8, 2.0, 2 if kinds == "one" else 1 + who)], 1e-5)
-        for who in range(66)
+        for who in range(most_shared + 2)
     } | {"bare": ([sampled(0.0)], 1e-5)}
     told = risks_of(histories)
     assert told["bare"].found == (1.0, 1.0, 1.0)
-    for who in (0, 41):
+    for who in (0, 5 * most_shared // 8 + 1):
         own = found_by(list(histories[who][0]))
         assert (np.array(told[who].found) >= own).all()
         if kinds == "one":
             assert told[who].found[1] < 1.5 * own[1]
-    assert len(set(told.values())) <= (64 if kinds == "one" else 17)
+    assert len(set(told.values())) <= (most_shared if kinds == "one" else most_shared // 4 + 1)
 
 
 # --- targets and words ---

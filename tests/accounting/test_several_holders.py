@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy import integrate
 from scipy.stats import norm
 
+from fedpriv.accounting import risk
 from fedpriv.accounting.accountants import ORDERS, delta_of, epsilon_of
 from fedpriv.accounting.events import SubsampledGaussian, SummedGaussian, from_json, group, to_json
 from fedpriv.accounting.filters import RenyiFilter
@@ -253,11 +254,13 @@ def test_of_many_different_holders_the_bound_is_never_below():
     assert made.largest_risk("local").advantage > risk_of(worst, DELTA).advantage
 
 
-def test_many_sums_with_coins_of_their_own_are_accounted_at_once():
-    sums = {i: [summed(4.0, (1.0, 1.0), (0.01, 0.01 + i / 1000), 1 + i % 7)] for i in range(34)}
+@pytest.mark.parametrize("few", [4, pytest.param(risk._FEW_HISTORIES, marks=pytest.mark.slow)])
+def test_many_sums_with_coins_of_their_own_are_accounted_at_once(monkeypatch, few):
+    monkeypatch.setattr(risk, "_FEW_HISTORIES", few)
+    sums = {i: [summed(4.0, (1.0, 1.0), (0.01, 0.01 + i / 1000), 1 + i % 7)] for i in range(few + 2)}
     bounds = epsilons([event for (event,) in sums.values()], [DELTA] * len(sums))
     risks = risks_of({i: (events, DELTA) for i, events in sums.items()})
-    for i in (0, 33):
+    for i in (0, few + 1):
         exact = epsilon_of(sums[i], DELTA).epsilon
         assert exact - 1e-9 <= bounds[i] <= 1.01 * exact
         assert risk_of(sums[i], DELTA).advantage <= risks[i].advantage + 1e-9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
@@ -21,15 +23,19 @@ CASES = {case.name: case for case in cases()}
 
 
 # A kind of each fault every day; these take longest.
-LONG = ("LMO under published accounting", "fixed batches claimed as Poisson")
+LONG = ("LMO under published accounting", "fixed batches claimed as Poisson", "noise on A only")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else []) for n in CASES])
+def every_day(names: Iterable[str]) -> list[object]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in LONG else []) for name in names]
+
+
+@pytest.mark.parametrize("name", every_day(CASES))
 def test_broken_mechanism_is_flagged_in_19_of_20_seeds(name):
     assert sum(finding(CASES[name], seed).flagged for seed in SEEDS) >= 19
 
 
-@pytest.mark.parametrize("name", {case.detect: name for name, case in CASES.items()}.values())
+@pytest.mark.parametrize("name", every_day({case.detect: name for name, case in CASES.items()}.values()))
 def test_correct_mechanism_passes(name):
     # A bound above the claim has probability 5 % at most, and in truth far less; the tests' false alarm is 1e-6.
     seeds = SEEDS if CASES[name].detector != "audit" else range(5)

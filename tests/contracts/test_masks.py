@@ -56,7 +56,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "gradients" else []) for kind in KINDS]
+)
 def test_masks_cancel_to_the_bit(values, tmp_path, kind):
     plain = run(values, tmp_path / "plain", **KINDS[kind])
     masked = run(values, tmp_path / "masked", secure_masks=True, **KINDS[kind])
@@ -103,12 +105,12 @@ class Deaf:
         return step
 
 
-@pytest.mark.parametrize("step", ["share", "mask", "confirm", "reveal"])
+@pytest.mark.parametrize("step", ["share", "mask", pytest.param("confirm", marks=pytest.mark.slow), "reveal"])
 def test_who_drops_out_before_its_vector_is_not_in_the_sum_and_who_drops_out_later_is(
     values, tmp_path, monkeypatch, step
 ):
     Deaf(monkeypatch, step, client=1, round_=2)
-    four = {"num_clients": 4, "client_column": "", "min_clients": 3}
+    four = {"num_clients": 4, "client_column": "", "min_clients": 3, "rounds": 2}
     folder = run(values, tmp_path / "run", secure_masks=True, sampling_probability=0.25, **four)
     rows = pd.read_csv(folder / "clients.csv").query("round == 2").set_index("client")
     others = dict.fromkeys((0, 2, 3), "ok")

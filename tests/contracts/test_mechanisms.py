@@ -240,6 +240,13 @@ def test_equal_events_are_grouped_and_compose_with_other_mechanisms(name):
     assert max(epsilon(event), epsilon(other)) <= total <= epsilon(event) + epsilon(other) + math.log(1 / DELTA)
 
 
+# Every day tests/accounting/test_calibration.py calibrates LMO noise, and tests/server/test_lmo_run.py that of a run.
+without_lmo_every_day = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "lmo" else []) for name in EXAMPLES], indirect=True
+)
+
+
+@without_lmo_every_day
 def test_calibration_meets_a_target_with_every_mechanism(name):
     def schedule(z):
         return [event_of(name, noise_multiplier=z, count=3)]
@@ -278,6 +285,7 @@ def test_a_run_charges_the_planned_event_to_every_ledger(small_run, tmp_path, na
             assert reported["epsilon_local"] == pytest.approx(epsilon_of(events, reported["delta"]).epsilon)
 
 
+@without_lmo_every_day
 def test_a_target_epsilon_is_met_by_scaling_the_noise(small_run, name):
     config = parse(values_of(small_run, name, target_epsilon=3.0, noise_multiplier=BY_RECIPE, rounds=2))
     initial = workbench(parse(small_run)).initial

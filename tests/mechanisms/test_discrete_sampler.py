@@ -129,7 +129,7 @@ def test_a_point_on_the_curve_is_decided_by_more_bits():
     assert discrete_gaussian(sigma, 1, ForcedWords(above))[0] == far
 
 
-@pytest.mark.parametrize("sigma", [1.0, 3.7, 2.0**20])
+@pytest.mark.parametrize("sigma", [1.0, pytest.param(3.7, marks=pytest.mark.slow), 2.0**20])
 def test_the_tail_has_its_law(sigma):
     stairs = discrete_sampler._staircase(sigma)
     source = SeededSource("tail")

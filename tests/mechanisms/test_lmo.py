@@ -123,7 +123,14 @@ def test_density_is_the_derivative_of_the_cdf_and_quantile_its_inverse(name):
     assert Columns.of(chosen).cdf(Columns.of(chosen).quantile(p)) == pytest.approx(p, rel=1e-9)
 
 
-@pytest.mark.parametrize("chosen", [EXAMPLE, LINEAR, parameters(gamma={"weight": 1, "shape": 6, "scale": 0.2})])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        EXAMPLE,
+        LINEAR,
+        pytest.param(parameters(gamma={"weight": 1, "shape": 6, "scale": 0.2}), marks=pytest.mark.slow),
+    ],
+)
 def test_moments_entropy_and_information_are_those_of_the_density(chosen):
     def over_line(function, pieces=((0, 20), (20, 400), (400, 1e5))):
         return 2 * sum(integrate.quad(function, *piece, limit=400, epsabs=1e-12)[0] for piece in pieces)

@@ -41,7 +41,11 @@ def fits(values, scale):
     return 2 * stats.norm.sf(abs(z_score)) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("scale", [Fraction(1, 3), Fraction(1), Fraction(5, 2), Fraction(43, 5)], ids=str)
+@pytest.mark.parametrize(
+    "scale",
+    [Fraction(1, 3), Fraction(5, 2), *(pytest.param(Fraction(n, 5), marks=pytest.mark.slow) for n in (5, 43))],
+    ids=str,
+)
 def test_noise_has_the_probabilities_of_the_closed_form(scale):
     source, num = SeededSource("closed form"), 20_000
     drawn = Counter(discrete_laplace(scale, source) for _ in range(num))
@@ -166,7 +170,7 @@ def possible(num, cutoff):
                 yield given
 
 
-@pytest.mark.parametrize("cutoff", [1, 2])
+@pytest.mark.parametrize("cutoff", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("queries", [(-3, 4, 0), (-8, -8, -8), (6, -6, 2)])
 def test_exact_probabilities_on_neighbouring_data_are_within_a_factor_e_to_the_epsilon(queries, cutoff):
     epsilon, worst = 1.0, 0.0

@@ -55,13 +55,13 @@ def adapted(**changes):
     ("name", "parameters"),
     [
         ("meta-llama/Llama-2-7b-hf", 6_738_415_616),
-        ("meta-llama/Llama-2-13b-hf", 13_015_864_320),
-        ("meta-llama/Meta-Llama-3-8B", 8_030_261_248),
+        pytest.param("meta-llama/Llama-2-13b-hf", 13_015_864_320, marks=pytest.mark.slow),
+        pytest.param("meta-llama/Meta-Llama-3-8B", 8_030_261_248, marks=pytest.mark.slow),
         ("mistralai/Mistral-7B-v0.1", 7_241_732_096),
         ("Qwen2.5-7B", 7_615_616_512),
         ("SmolLM2-135M-Instruct", 134_515_008),
-        ("smollm2-360m", 361_821_120),
-        ("HuggingFaceTB/SmolLM2-1.7B", 1_711_376_384),
+        pytest.param("smollm2-360m", 361_821_120, marks=pytest.mark.slow),
+        pytest.param("HuggingFaceTB/SmolLM2-1.7B", 1_711_376_384, marks=pytest.mark.slow),
     ],
 )
 def test_well_known_models_have_their_published_numbers_of_parameters(name, parameters):
@@ -116,7 +116,7 @@ def test_a_pass_without_values_takes_what_a_real_one_does(again):
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("tokens", [16, 128])
-@pytest.mark.parametrize("layers", [2, 6])
+@pytest.mark.parametrize("layers", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_what_bounds_the_rows_of_a_pass_is_no_less_than_it_takes(layers, tokens, again):
     """The generous estimate by which a run cuts a batch, against the count."""
     with torch.device("meta"):

@@ -87,7 +87,7 @@ def thresholds(num_clients: int) -> range:
 
 @pytest.mark.parametrize(
     ("num_clients", "threshold"),
-    [pytest.param(k, t, marks=pytest.mark.slow if k == 5 and t != 4 else []) for k in (3, 4, 5) for t in thresholds(k)],
+    [pytest.param(k, t, marks=pytest.mark.slow if k == 5 else []) for k in (3, 4, 5) for t in thresholds(k)],
 )
 def test_the_sum_of_the_survivors_is_exact_for_every_pattern_of_dropouts(num_clients, threshold):
     check_all_patterns(make_terms(num_clients, threshold=threshold, dimension=4))

@@ -69,7 +69,7 @@ def test_every_uploaded_tensor_has_lmo_noise_of_the_claimed_scale(model):
     by_tensor = uploads(model, SeededSource, dataclasses.replace(SPEC, mechanism="lmo", mechanism_parameters=parts))
     assert len(by_tensor) == 10
     for name, values in by_tensor.items():
-        sizes = values.double().numpy() / SCALE
+        sizes = values[:20_000].double().numpy() / SCALE
         assert stats.kstest(sizes, distribution).pvalue > FALSE_ALARM, name
         if len(sizes) > 2000:  # the bias's few values have no power at this false-alarm rate
             assert stats.kstest(sizes * 2 / 3, distribution).pvalue < FALSE_ALARM, name

@@ -30,7 +30,7 @@ def peft_model(kind, *, layers="all", trains="lora", normalize=False):
 
 
 def build(model, **options):
-    return partial(TrainingModel, model, memory_limit=2**30, max_length=40)(**options)
+    return partial(TrainingModel, model, memory_limit=2**22, max_length=40)(**options)
 
 
 def in_bfloat16(kind, **options):

@@ -27,7 +27,7 @@ WIDTH = 64
 
 @pytest.fixture
 def model(encoder):
-    return TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40)
+    return TrainingModel(encoder(layers="last-1"), memory_limit=2**22, max_length=40)
 
 
 def head_task(model, records, *, num_registered=40, **changes):
@@ -56,11 +56,11 @@ def passes(model):
 @pytest.mark.parametrize("room", ["kept", "reserved for some", "none"])
 def test_neither_the_cache_nor_other_records_change_a_bit(encoder, make_records, room, centred):
     records, chosen = make_records(40, longest=40), list(range(0, 40, 2))
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40)
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**22, max_length=40)
     expected = rows_of(model, records, chosen, centred=centred)
     assert len(expected) == 20
     assert (expected.norm(dim=1) > 0).all()
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40)
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**22, max_length=40)
     if room != "kept":
         model.features._memory_limit = {"reserved for some": 2**30, "none": 0}[room]
         model.features.reserve(11)

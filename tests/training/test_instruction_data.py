@@ -39,7 +39,8 @@ def bench(folder, tmp_path):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         keys = {"prompt_column": "q", "response_column": "a", "data": str(path), "test_data": str(path)}
         keys |= {"model": str(folder), "num_clients": 1, "sampling_probability": 0.5, "max_length": 60}
-        return Workbench(parse({**keys, "base_dtype": "float32", "device": "cpu", **changes}))
+        keys |= {"base_dtype": "float32", "device": "cpu", "memory_limit_mb": 8}
+        return Workbench(parse({**keys, **changes}))
 
     return build
 

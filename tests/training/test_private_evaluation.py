@@ -32,7 +32,7 @@ from fedpriv.training.private_evaluation import (
 from fedpriv.training.stacked import local_update, stacked_updates
 from tests.tiny import LABELS, WORDS, move, tiny_causal
 
-NUM = 30
+NUM = 12
 FAILING = "the record that cannot be read"
 
 

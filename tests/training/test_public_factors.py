@@ -58,6 +58,12 @@ def settings(**changes) -> LoraSettings:
     return LoraSettings(**values | changes)
 
 
+@pytest.fixture
+def few_prompts(monkeypatch):
+    """Of what holds whatever the number of public prompts."""
+    monkeypatch.setattr(public_factors, "_NUM_PROMPTS", 40)
+
+
 def attached(base, **changes):
     """The model with an R between the factors for the answers, and these."""
     found = {}
@@ -67,6 +73,13 @@ def attached(base, **changes):
         return found
 
     return attach(base, settings(**changes), factors=factors), found
+
+
+@pytest.fixture(scope="module")
+def answering(folder):
+    """A base, its model that nobody changes, and the factors."""
+    base = load_base(str(folder), task="CAUSAL_LM")
+    return base, *attached(base)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +106,9 @@ def test_the_inverse_root_is_that_of_the_second_moments_with_a_ridge(places):
     torch.testing.assert_close(_inverse_root(states), (vectors * values.rsqrt()) @ vectors.T)
 
 
-def test_a_whitens_what_the_layer_reads_on_public_prompts(base):
+def test_a_whitens_what_the_layer_reads_on_public_prompts(answering):
     """Oracle: the layer's inputs found by a hook of the test's own, one record at a time."""
-    model, found = attached(base)
+    base, model, found = answering
     seen = []
     hook = model.get_submodule(LAYER).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
     states = []
@@ -112,7 +125,7 @@ def test_a_whitens_what_the_layer_reads_on_public_prompts(base):
     assert eigenvalues[-1] / eigenvalues[len(eigenvalues) // 2] < 0.2 * before[-1] / before[len(before) // 2]
 
 
-@pytest.mark.parametrize("scaling", [1.0, 4.0])
+@pytest.mark.parametrize("scaling", [pytest.param(1.0, marks=pytest.mark.slow), 4.0])
 def test_a_unit_of_r_moves_its_own_answer_by_about_one(base, scaling):
     model, _found = attached(base, rank=2, alpha=2 * scaling)
     rows = _public_records(base.tokenizer, ChatFormat(), ANSWERS, 60)
@@ -137,8 +150,8 @@ def test_a_unit_of_r_moves_its_own_answer_by_about_one(base, scaling):
     torch.testing.assert_close(torch.stack(moved), torch.eye(len(tokens)), atol=0.05, rtol=0)
 
 
-def test_gradients_on_public_prompts_are_of_about_unit_length(base):
-    model, _found = attached(base)
+def test_gradients_on_public_prompts_are_of_about_unit_length(answering):
+    base, model, _found = answering
     inner = next(parameter for name, parameter in model.named_parameters() if ".R." in name)
     lengths = []
     for row in _public_records(base.tokenizer, ChatFormat(), ANSWERS, 60)[:50]:
@@ -148,8 +161,8 @@ def test_gradients_on_public_prompts_are_of_about_unit_length(base):
     assert 0.3 < np.median(lengths) < 2
 
 
-def test_rounding_on_another_machine_moves_the_factors_as_little(base, folder):
-    _, here = attached(base)
+def test_rounding_on_another_machine_moves_the_factors_as_little(answering, folder):
+    _, _, here = answering
     other = load_base(str(folder), task="CAUSAL_LM")
     with torch.no_grad():
         for parameter in other.model.parameters():
@@ -159,6 +172,7 @@ def test_rounding_on_another_machine_moves_the_factors_as_little(base, folder):
         assert (one - two).norm() < 1e-4 * one.norm()
 
 
+@pytest.mark.usefixtures("few_prompts")
 def test_what_is_saved_is_plain_lora_with_a_rank_of_as_many_as_tokens_decide(base, folder, tmp_path):
     model = move(attached(base)[0])
     ids = torch.tensor([[5, 9, 30, 41]])
@@ -244,6 +258,7 @@ def test_an_encoder_has_leading_directions_too():
     assert all(float(row.norm()) > 0 for row in rows)
 
 
+@pytest.mark.usefixtures("few_prompts")
 def test_a_layer_that_moves_no_answer_is_refused_by_name(base, monkeypatch):
     monkeypatch.setattr(public_factors, "_NUM_SLOPES", 2)
     with torch.no_grad():
@@ -271,10 +286,11 @@ def table(num: int) -> str:
 
 def test_a_user_who_names_answers_and_columns_gets_a_model_that_answers(folder, tmp_path):
     """Beside the commoner answer, and the model before."""
-    (tmp_path / "texts.csv").write_text(table(900))
+    (tmp_path / "texts.csv").write_text(table(450))
     keys = {"prompt_column": "text", "response_column": "label", "answers": list(ANSWERS), "model": str(folder)}
     keys |= {"data": str(tmp_path / "texts.csv"), "public_data": True, "max_length": 60, "seed": 0, "delta": 1e-3}
     keys |= {"num_clients": 3, "partition": "iid", "target_epsilon": 8, "generated_answers": 0, "comparison": False}
+    keys |= {"memory_limit_mb": 8, "evaluate_every": 10}
     config = parse(keys)
     assert config.prompt_template == "{}\n\nAnswer with one of: negative, positive."
     assert (config.aggregation, config.factors, config.learning_rate) == ("fed-sb", "answers", "auto")
@@ -283,6 +299,7 @@ def test_a_user_who_names_answers_and_columns_gets_a_model_that_answers(folder, 
     assert summary["accuracy"] > max(summary["majority_accuracy"], summary["accuracy_initial"]) + 0.2
 
 
+@pytest.mark.usefixtures("few_prompts")
 def test_the_base_may_be_in_4_bits(folder, tmp_path):
     pytest.importorskip("bitsandbytes", reason="the extra quantized is not installed")
     (tmp_path / "texts.csv").write_text(table(20))
@@ -296,6 +313,7 @@ def test_the_base_may_be_in_4_bits(folder, tmp_path):
     assert [tensor.shape for tensor in factors[0].values()] == [tensor.shape for tensor in factors[1].values()]
 
 
+@pytest.mark.usefixtures("few_prompts")
 def test_the_start_is_a_function_of_public_keys_alone(folder, tmp_path):
     """Attack: what is sent before any charge must not tell whose records a node holds."""
     starts = []

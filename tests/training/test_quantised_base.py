@@ -44,7 +44,7 @@ def peft_model(kind, *, in_nf4=True, layers="all"):
 
 def training_model(kind, **options):
     model = peft_model(kind, **options)
-    return in_format(model, "nf4", partial(TrainingModel, model, memory_limit=2**30, max_length=40))
+    return in_format(model, "nf4", partial(TrainingModel, model, memory_limit=2**23, max_length=40))
 
 
 def records_for(kind, num=6):

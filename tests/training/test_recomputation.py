@@ -31,7 +31,7 @@ def models(kind: str, *, bfloat16: bool = False, **settings) -> list[TrainingMod
         peft_model = move(attach(random_base(kind), settings))
         if bfloat16:
             to_bfloat16(peft_model)
-        found.append(TrainingModel(peft_model, memory_limit=2**30, max_length=40, activation_checkpointing=flag))
+        found.append(TrainingModel(peft_model, memory_limit=2**22, max_length=40, activation_checkpointing=flag))
     return found
 
 

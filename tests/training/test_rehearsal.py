@@ -18,10 +18,13 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.rehearsal import rehearse, synthetic_records
 from tests.training.test_local_update import SPEC, make_task
 
+# So little that the largest pass has few rows, each of which a rehearsal fills.
+LITTLE_MEMORY = 2**22
+
 
 @pytest.fixture
 def model(encoder):
-    return TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40)
+    return TrainingModel(encoder(layers="last-1"), memory_limit=LITTLE_MEMORY, max_length=40)
 
 
 def run(model, **changes):
@@ -40,21 +43,31 @@ def test_synthetic_records_fill_the_largest_pass_of_every_length(model, make_rec
     assert max(len(row) for row in records.features["input_ids"]) == 40
 
 
-@pytest.mark.parametrize("num_registered", [8, 400])
-def test_the_largest_passes_of_the_step_are_rehearsed(model, make_records, num_registered):
+# Every day a step of more records than fill the caches at once is one of few.
+@pytest.mark.parametrize(
+    ("num_registered", "records_of_a_step", "memory_limit"),
+    [
+        (8, 1, LITTLE_MEMORY),
+        *(pytest.param(num, rehearsal.RECORDS_OF_A_STEP, 2**30, marks=pytest.mark.slow) for num in (8, 400)),
+    ],
+)
+def test_the_largest_passes_of_the_step_are_rehearsed(
+    encoder, make_records, monkeypatch, num_registered, records_of_a_step, memory_limit
+):
+    monkeypatch.setattr(rehearsal, "RECORDS_OF_A_STEP", records_of_a_step)
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=memory_limit, max_length=40)
+    # Before the layer is watched, since numbers of rows are tried for it.
+    items = make_records(num_registered, shortest=40, longest=40).items()
+    needed = {(p.shape.rows, p.shape.tokens) for p in model.passes(items, num_registered)}
     rows = []
     layer = model.peft_model.base_model.model.bert.encoder.layer[1]
     layer.register_forward_pre_hook(lambda _module, args: rows.append(tuple(args[0].shape[:2])))
     run(model, spec=changed(sampling_probability=1.0), num_registered=num_registered)
-    items = make_records(num_registered, shortest=40, longest=40).items()
-    needed = {(p.shape.rows, p.shape.tokens) for p in model.passes(items, num_registered)}
     assert max(needed) in rows
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_a_failure_in_any_shape_is_raised(encoder, cached):
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40)
-
+def test_a_failure_in_any_shape_is_raised(model, cached):
     def fail(_module, args):
         if args[0].shape[1] == 40 and (model.cache is not None) == cached:
             raise MemoryError("too long")
@@ -199,7 +212,7 @@ def test_passes_follow_the_rank_that_is_trained(encoder):
     assert all(2 * 4 * num * values * factor <= 2**24 for num, factor in zip(rows[:3], factors, strict=False))
 
 
-@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("place", [0, pytest.param(-1, marks=pytest.mark.slow)])
 def test_the_pace_is_that_of_the_slowest_length(model, monkeypatch, place):
     """A trial may find no larger pass than one record at some lengths alone."""
     slow = model.lengths.padded(model.lengths.up_to(40)[place])[0]
