@@ -74,7 +74,9 @@ def test_a_target_epsilon_is_met_and_no_noise_is_wasted(small_run, view):
 
 def test_published_accounting_is_marked_as_no_guarantee_in_summary_report_log_and_ledger(small_run, tmp_path, caplog):
     folder, summary = run(
-        {**small_run, "simulate": False, "public_data": True}, tmp_path / "run", mechanism_parameters=PUBLISHED
+        {**small_run, "simulate": False, "public_data": True, "baselines": False},
+        tmp_path / "run",
+        mechanism_parameters=PUBLISHED,
     )
     assert summary["private"] is False
     assert summary["epsilon_local_max"] is None, "infinite"

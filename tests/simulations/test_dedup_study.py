@@ -345,6 +345,7 @@ def test_the_lines_of_models_say_whether_each_beats_its_start(tiny):
         assert line["accuracy"] == train.accuracies(out, model, folders.read_tensors(out / "models" / model.name))
 
 
+@pytest.mark.slow
 def test_targets_are_trained_anew_with_the_epsilon_after_deduplication(tiny, tmp_path, monkeypatch):
     (tiny, made), out = tiny, tmp_path / "out"
     shutil.copytree(made, out)
