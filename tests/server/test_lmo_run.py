@@ -61,7 +61,7 @@ def test_the_ledger_holds_lmo_noise_for_all_values_of_the_adapter_and_its_epsilo
 @pytest.mark.parametrize("view", ["local", pytest.param("rho", marks=pytest.mark.slow)])
 def test_a_target_epsilon_is_met_and_no_noise_is_wasted(small_run, view):
     config = parse({**small_run, **LMO, **TARGETED, "privacy_view": view})
-    initial, sizes = workbench(parse(small_run)).initial, [84, 56, 52]
+    initial, sizes = workbench(parse(small_run)).initial, [52, 52, 52]
     found = calibrated(config, sizes, initial)
     costs = []
     for size in sizes:

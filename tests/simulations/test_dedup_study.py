@@ -301,6 +301,7 @@ def tiny(tmp_path_factory):
         each.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_scenario_from_training_to_tables_and_a_tampered_bound_is_seen(tiny, tmp_path, capsys):
     (tiny, made), out, page = tiny, tmp_path / "out", tmp_path / "page.md"
     shutil.copytree(made, out)

@@ -190,7 +190,7 @@ def test_a_run_that_moved_nothing_says_so(small_run, tmp_path):
 
 
 def test_clients_are_sampled_by_partition_id_and_the_seed(small_run, tmp_path):
-    folders = [run(small_run, tmp_path / name, clients_per_round=2, rounds=3) for name in ("one", "two")]
+    folders = [run(small_run, tmp_path / name, clients_per_round=2, rounds=2) for name in ("one", "two")]
     chosen = [pd.read_csv(folder / "clients.csv")[["round", "client"]] for folder in folders]
     assert chosen[0].equals(chosen[1])
     assert (chosen[0].groupby("round").client.nunique() == 2).all()
