@@ -119,7 +119,7 @@ def test_another_round_would_have_passed_the_budget(on_local):
 
 
 def test_spending_accumulates_over_runs_on_one_ledger(budgeted, tmp_path):
-    shared = {"ledger": str(tmp_path / "shared.sqlite"), "rounds": 2, "noise_multiplier": 1.1}
+    shared = {"ledger": str(tmp_path / "shared.sqlite"), "rounds": 2}
     first, _ = run(budgeted, tmp_path / "first", **shared)
     second, notes = run(budgeted, tmp_path / "second", **shared, seed=5)
     one, two = (json.loads((folder / "summary.json").read_text())["clients"] for folder in (first, second))
