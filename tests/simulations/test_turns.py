@@ -189,7 +189,8 @@ def test_a_run_that_is_resumed_between_turns_ends_as_a_whole_one(run_of, small_r
     assert all(torch.equal(tensors[0][name], tensor) for name, tensor in tensors[1].items())
 
 
-@pytest.mark.parametrize("rule", ["rolora", pytest.param("fedsvd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", PARTIAL)
 def test_a_budget_stops_the_run_in_the_round_that_would_exceed_it(small_run, tmp_path, rule):
     """Both turns cost the same, so it is the round in which dp-lora would stop as well."""
     ends = {}
