@@ -8,7 +8,7 @@ from unittest import mock
 
 from fedpriv.runs.show import _plots
 
-_DRAWN = ("accuracy_plot", "loss_plot", "evaluation_plot", "epsilon_plot", "traffic_plot")
+_DRAWN = ("accuracy_plot", "loss_plot", "evaluation_plot", "epsilon_plot", "traffic_plot", "trade_off_plot")
 
 
 @contextmanager

@@ -112,7 +112,10 @@ def each(evaluator: DigitsEvaluator) -> dict[str, DigitsEvaluator]:
 SETTINGS = DedupSettings(block_size=64, options={"min_batch": 2}, fairness="outcome")
 
 
-@pytest.mark.parametrize("algorithm", ["drd", "dred", "greedy", "dedup", "mistique"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["drd", "greedy", *(pytest.param(each, marks=pytest.mark.slow) for each in ("dred", "dedup", "mistique"))],
+)
 def test_every_variant_is_within_its_bounds_by_an_independent_look_at_the_store(
     tmp_path, trained, described, algorithm
 ):
@@ -190,13 +193,13 @@ def privately(charged: list) -> PrivateQueries:
     )
 
 
-@pytest.mark.parametrize("data_set", ["validation", "clinic"])
+@pytest.mark.parametrize("data_set", [pytest.param("validation", marks=pytest.mark.slow), "clinic"])
 def test_private_validation_is_charged_before_it_asks_and_is_in_the_epsilons(described, trained, tmp_path, data_set):
     charged: list = []
     evaluator = NoisedDigits(PrivateRecords(data_set=data_set, delta=1e-5, saliency=SALIENCY))
     with Store(tmp_path / "store") as store:
         outcomes = deduplicate(
-            loosely(described),
+            loosely(described[3:]),
             trained.__getitem__,
             each(evaluator),
             store,
@@ -258,7 +261,7 @@ def test_private_validation_that_the_bound_has_no_room_for_is_never_asked(descri
 
 def test_under_cross_a_bases_own_validation_is_its_targets_too(described, trained, tmp_path):
     charged: list = []
-    loose = loosely(described, epsilon_bound=5.0)
+    loose = loosely(described[2:], epsilon_bound=5.0)
     evaluator = NoisedDigits(PrivateRecords(data_set="clinic", delta=1e-5))
     settings = replace(SETTINGS, strategy="cross")
     with Store(tmp_path / "store") as store:

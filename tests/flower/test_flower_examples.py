@@ -42,7 +42,7 @@ NOISE_OFF = {
 __all__ = ["flower_environment"]
 
 
-@pytest.fixture(params=NOISE_OFF)
+@pytest.fixture(params=[*list(NOISE_OFF)[:3], pytest.param("sums", marks=pytest.mark.slow)])
 def name(request) -> str:
     return request.param
 

@@ -67,6 +67,11 @@ KINDS: dict[str, Any] = {
 }
 
 
+def rarely(*values: str) -> list[Any]:
+    """Parameters of the slow series."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def base_folder(folder: Path, kind: str = "llama", tokenizer: Any = None, **values: Any) -> Path:
     """The folder of a random model with grouped-query attention, whose biases are not zero, and of its tokenizer."""
     tokenizer = tokenizer or chat_tokenizer()
@@ -115,7 +120,7 @@ def gap(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
     return float(np.abs(found - expected).max())
 
 
-@pytest.mark.parametrize("kind", ["llama", "biased", "wide", "llama-3", "mistral"])
+@pytest.mark.parametrize("kind", ["biased", "llama-3", *rarely("llama", "wide", "mistral")])
 def test_a_llama_and_its_lora_compute_what_peft_computes(kind, tmp_path):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model", kind))
     out = exported(run, tmp_path / "out", precision="float32")
@@ -127,7 +132,7 @@ def test_a_llama_and_its_lora_compute_what_peft_computes(kind, tmp_path):
     assert File(out / "model.gguf").kinds["blk.1.ffn_up.weight"] == "F32"
 
 
-@pytest.mark.parametrize("kind", ["llama", "wide", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["wide", "qwen3", *rarely("llama", "qwen2")])
 def test_transformers_reads_the_whole_model_back(kind, tmp_path):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model", kind))
     out = exported(run, tmp_path / "out", form="gguf-model", precision="float32")
@@ -190,7 +195,10 @@ def test_ranks_and_alphas_of_single_layers_are_in_the_factors(settings):
             torch.testing.assert_close(alpha / len(right) * left @ right, delta)
 
 
-@pytest.mark.parametrize(("precision", "kind", "bits"), [("float16", "F16", 11), ("bfloat16", "BF16", 8)])
+@pytest.mark.parametrize(
+    ("precision", "kind", "bits"),
+    [("float16", "F16", 11), pytest.param("bfloat16", "BF16", 8, marks=pytest.mark.slow)],
+)
 def test_matrices_are_rounded_once_and_vectors_never(precision, kind, bits, tmp_path):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model"))
     exact = File(exported(run, tmp_path / "exact", form="gguf-model", precision="float32") / "model.gguf")
@@ -359,7 +367,7 @@ def divided(name: str) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("name", ["smollm", "qwen2", *rarely("gpt-2", "llama-bpe")])
 def test_a_tokenizers_words_are_named_as_llama_cpp_names_them(name, tmp_path):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model", tokenizer=divided(name)))
     fields = File(exported(run, tmp_path / "out", form="gguf-model") / "model.gguf").fields
@@ -415,7 +423,7 @@ def beginning(*, begins: bool) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("begins", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_plain_text_begins_as_in_training_and_a_chat_as_its_template_says(begins, tmp_path):
     folder = base_folder(tmp_path / "model", tokenizer=beginning(begins=begins))
     out = exported(causal_run(tmp_path / "plain", folder, **PLAIN), tmp_path / "out")

@@ -5,14 +5,28 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.pages import without_plots
+
 BYTES = 307_232  # one adapter of 76,808 values in float32
 WriteRun = Callable[..., Path]
+
+
+@pytest.fixture
+def plots() -> None:
+    """Has the pages of a test drawn with their plots."""
+
+
+@pytest.fixture(autouse=True)
+def _pages_without_other_plots(request: pytest.FixtureRequest) -> Iterator[None]:
+    with nullcontext() if "plots" in request.fixturenames else without_plots():
+        yield
 
 
 @pytest.fixture

@@ -153,13 +153,15 @@ def test_failed_replies_are_counted_by_their_status(write_run: WriteRun) -> None
     assert "Failed replies: timeout 1." in report(write_run()).text
 
 
-@pytest.mark.parametrize("num_clients", [1, 5, 8, 9, 40])
+@pytest.mark.usefixtures("plots")
+@pytest.mark.parametrize("num_clients", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5, 8, 40))])
 def test_ids_are_unique_on_the_page(write_run: WriteRun, num_clients: int) -> None:
     ids = Counter(value for name, value in report(write_run(num_clients=num_clients)).attributes if name == "id")
     assert ids
     assert max(ids.values()) == 1
 
 
+@pytest.mark.usefixtures("plots")
 def test_nothing_is_loaded_from_anywhere(write_run: WriteRun) -> None:
     run_dir = write_run()
     page = report(run_dir)
@@ -187,6 +189,7 @@ def test_settings_are_text_never_markup(write_run: WriteRun) -> None:
     assert "Failed replies: <script> 50." in page.text
 
 
+@pytest.mark.usefixtures("plots")
 def test_infinity_is_shown_as_the_sign(write_run: WriteRun) -> None:
     run_dir = write_run(epsilon_rho_max="inf")
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -199,6 +202,7 @@ def test_infinity_is_shown_as_the_sign(write_run: WriteRun) -> None:
     assert not re.search(r"\b(inf|nan|None)\b", page.text)
 
 
+@pytest.mark.usefixtures("plots")
 def test_the_same_run_gives_the_same_bytes(write_run: WriteRun) -> None:
     run_dir = write_run()
     first = write_report(run_dir).read_bytes()
@@ -211,6 +215,7 @@ def test_a_run_without_comparison_shows_a_dash(write_run: WriteRun) -> None:
     assert "Without noise (z = 0, still clipped)–" in report(run_dir).text
 
 
+@pytest.mark.usefixtures("plots")
 def test_a_run_in_which_nobody_took_part_has_a_page(write_run: WriteRun) -> None:
     run_dir = write_run(clients=[])
     header = (run_dir / "clients.csv").read_text().splitlines()[0]
@@ -295,6 +300,7 @@ def untested(run_dir: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.usefixtures("plots")
 def test_an_estimate_is_shown_with_its_interval(write_run: WriteRun) -> None:
     page = write_report(untested(write_run(**EVALUATED))).read_text()
     words = " ".join(page.split())
@@ -350,6 +356,7 @@ RISK = {
 }
 
 
+@pytest.mark.usefixtures("plots")
 def test_it_says_and_draws_what_an_attacker_finds(write_run):
     page = Page(write_report(write_run(**RISK)).read_text())
     assert "wrongly accuses 1 % of outside records identifies at most 3.4 % of the records." in page.text
@@ -358,6 +365,7 @@ def test_it_says_and_draws_what_an_attacker_finds(write_run):
     assert ("aria-label", told) in page.attributes
 
 
+@pytest.mark.usefixtures("plots")
 def test_without_a_bound_it_says_so_and_draws_nothing(write_run):
     none = RISK | {"mu": None, "tpr_at_fpr": dict.fromkeys(RISK["tpr_at_fpr"], 1.0)}
     none |= {"trade_off": {"fpr": [0.01], "tpr": [1.0]}}

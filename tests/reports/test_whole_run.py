@@ -15,9 +15,12 @@ PRIVATE = {"simulate": False, "evaluation_noise_multiplier": 2.0}
 
 @pytest.mark.parametrize(
     ("changes", "measured"),
-    [({"comparison": True}, ["Test accuracy", "Test loss"]), (PRIVATE, ["Accuracy"])],
-    ids=["tested", "evaluated on private records"],
+    [
+        pytest.param({"comparison": True}, ["Test accuracy", "Test loss"], id="tested"),
+        pytest.param(PRIVATE, ["Accuracy"], id="evaluated on private records", marks=pytest.mark.slow),
+    ],
 )
+@pytest.mark.usefixtures("plots")
 def test_every_series_of_a_run_is_drawn(
     small_run: dict[str, object], tmp_path: Path, changes: dict[str, object], measured: list[str]
 ) -> None:

@@ -6,10 +6,7 @@ import contextlib
 import copy
 import ctypes
 import gc
-import json
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -48,7 +45,6 @@ from simulations.engines.grid import TRAIN, LocalGrid
 from simulations.tiny_bert import make_tiny_bert
 from tests.tiny import LABELS, WORDS, write_table
 
-ROOT = Path(__file__).resolve().parents[2]
 # (clients, rounds) of a run: two rounds more than the budgets last show that who retired is asked no more.
 SIZES = [(20, 5), pytest.param((200, 8), marks=pytest.mark.slow)]
 # The first ones keep ledgers of their own, and of these the first have a budget for so many rounds.
@@ -198,10 +194,9 @@ def expected_status(fates: dict[Place, str], place: Place) -> str:
 
 
 def run_rounds(folder: Path, num_clients: int, num_rounds: int) -> dict[str, Any]:
-    """All rounds of the real strategy and books over the grid: what a process of its own leaves beside its files."""
+    """All rounds of the real strategy and books over the grid: what they leave beside their files."""
     config, clock = configuration(folder, num_clients, num_rounds), Clock()
     fates = fates_of(1, num_clients, num_rounds)
-    exchange.time = clock
     bench = workbench(config)
     client_of = {id(bench.client(client)): client for client in range(num_clients)}
 
@@ -216,6 +211,7 @@ def run_rounds(folder: Path, num_clients: int, num_rounds: int) -> dict[str, Any
         )
 
     with (
+        pytest.MonkeyPatch.context() as patch,
         task_identity(federation.RUN_ID),
         ThreadPoolExecutor(8) as pool,
         Ledger(folder / "ledger.sqlite") as ledger,
@@ -244,6 +240,7 @@ def run_rounds(folder: Path, num_clients: int, num_rounds: int) -> dict[str, Any
             on_round=on_round,
         )
         clock.grid = grid
+        patch.setattr(exchange, "time", clock)
         strategy.start(grid, ArrayRecord(bench.initial), num_rounds=num_rounds, timeout=3600)
     moved = [strategy.model.adapter[name] - tensor for name, tensor in bench.initial.items()]
     return {
@@ -272,7 +269,7 @@ class Done:
     num_rounds: int
     fates: dict[Place, str]
     sent: list[Place]
-    resident: dict[str, int]
+    resident: dict[int, int]
     moved: list[tuple[float, float]]
     num_values: int
     num_releases: int
@@ -288,13 +285,7 @@ class Done:
 def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Done:
     num_clients, num_rounds = request.param
     folder = tmp_path_factory.mktemp("many")
-    code = "import json, pathlib, sys; from tests.server import test_many_clients as many; "
-    code += "print(json.dumps(many.run_rounds(pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:]))))"
-    command = [sys.executable, "-c", code, str(folder), str(num_clients), str(num_rounds)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    left = json.loads(result.stdout.splitlines()[-1])
-    left["sent"] = [tuple(place) for place in left["sent"]]
+    left = run_rounds(folder, num_clients, num_rounds)
     fates = fates_of(1, num_clients, num_rounds)
     return Done(folder=folder, num_clients=num_clients, num_rounds=num_rounds, fates=fates, **left)
 
@@ -370,4 +361,4 @@ def test_every_node_has_charged_what_it_computed_and_stored_what_the_server_has(
 
 def test_memory_does_not_grow_with_the_rounds(done: Done) -> None:
     """Keeping the replies of one more round, 200 kB of each client, would show."""
-    assert done.resident[str(done.num_rounds)] - done.resident["2"] < 0.75 * 200e3 * done.num_clients, done.resident
+    assert done.resident[done.num_rounds] - done.resident[2] < 0.75 * 200e3 * done.num_clients, done.resident

@@ -55,7 +55,7 @@ def skewed(small_run, table, tmp_path_factory):
 
 
 def test_persons_of_one_record_each_make_the_same_run_as_records(small_run, table, tmp_path):
-    values = small_run | {"data": str(with_persons(table, tmp_path / "t.csv", 1)), "table_checks": "warn"}
+    values = small_run | {"data": str(with_persons(table, tmp_path / "t.csv", 1)), "table_checks": "warn", "rounds": 1}
     one = run(values, tmp_path / "records")
     other = run(values | {"person_column": "patient"}, tmp_path / "persons")
     assert (one["unit"], other["unit"]) == ("record", "person")
@@ -134,7 +134,7 @@ def test_persons_at_more_clients_than_said_are_refused(shared):
         load(parse(shared | {"holders_per_person": 2}))
 
 
-@pytest.mark.parametrize("evaluation", [None, Z_EVALUATION])
+@pytest.mark.parametrize("evaluation", [pytest.param(None, marks=pytest.mark.slow), Z_EVALUATION])
 def test_the_target_is_kept_for_a_person_at_several_clients(shared, tmp_path, evaluation):
     changes = {"noise_multiplier": "by recipe", "target_epsilon": 3.0, "evaluation_noise_multiplier": evaluation}
     found = run(shared, tmp_path / "run", holders_per_person=3, **changes)
@@ -193,7 +193,7 @@ def test_there_are_as_many_clients_as_a_person_has_holders(shared, tmp_path):
 
 def test_the_evidence_of_persons_at_several_clients_is_confirmed_and_a_smaller_figure_is_not(shared, tmp_path):
     folder, bundle = tmp_path / "run", tmp_path / "run.zip"
-    run(shared, folder, holders_per_person=2, noise_multiplier=2.0, table_checks="warn")
+    run(shared, folder, holders_per_person=2, noise_multiplier=2.0, table_checks="warn", rounds=1)
     as_json("evidence", folder, "--out", bundle)
     code, lines = verified(bundle)
     assert code == 0, lines

@@ -134,7 +134,7 @@ def test_no_record_is_both_trained_on_and_evaluated(private):
     assert sum(len(plain.set_aside(c)) for c in range(3)) == 0
 
 
-@pytest.mark.parametrize("engine", ["in-process", "stacked"])
+@pytest.mark.parametrize("engine", [pytest.param("in-process", marks=pytest.mark.slow), "stacked"])
 def test_with_hardly_any_noise_the_estimate_is_the_accuracy_of_the_final_model(small_run, tmp_path, engine):
     settings = small_run | {"evaluation_noise_multiplier": 0.001, "engine": engine}
     folder, _ = run(settings, tmp_path / "run")
@@ -175,11 +175,11 @@ def test_an_evaluation_that_costs_the_whole_target_is_refused_beforehand(private
 @pytest.mark.parametrize("view", ["local", pytest.param("rho", marks=pytest.mark.slow)])
 def test_a_budget_keeps_what_the_evaluation_costs(private, tmp_path, view):
     budget = {"local": 3.6, "rho": 9.0}[view]
-    settings = {"rounds": 12, "budget_epsilon": budget, "privacy_view": view}
+    settings = {"rounds": 6, "budget_epsilon": budget, "privacy_view": view}
     plain = summary(run(private, tmp_path / "plain", **settings)[0])
     found = summary(run(private, tmp_path / "run", **settings, evaluation_noise_multiplier=Z)[0])
     fewer = [(c["rounds"], p["rounds"]) for c, p in zip(found["clients"], plain["clients"], strict=True)]
-    assert any(rounds < 12 and rounds < before for rounds, before in fewer)
+    assert any(rounds < 6 and rounds < before for rounds, before in fewer)
     assert all(rounds <= before for rounds, before in fewer)
     assert found["num_evaluated_clients"] == 3
     for client in found["clients"]:
@@ -200,7 +200,7 @@ def test_clients_whose_earlier_spending_leaves_no_room_are_not_asked(private, tm
 
 @pytest.mark.parametrize("ledger", [True, False], ids=["nodes that repeat their reply", "nodes without a ledger"])
 def test_a_run_that_died_after_its_evaluation_pays_again_only_for_a_new_release(private, tmp_path, ledger):
-    settings = private | {"evaluation_noise_multiplier": Z}
+    settings = private | {"evaluation_noise_multiplier": Z, "rounds": 1}
     if ledger:
         settings |= {"ledger": str(tmp_path / "ledger.sqlite")}
     folder, _ = run(settings, tmp_path / "run")

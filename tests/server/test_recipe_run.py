@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,10 @@ class _Stopped(LogObserver):
             raise KeyboardInterrupt
 
 
-@pytest.fixture(params=[{}, {"secure_aggregation": True, "min_clients": 3}], ids=["local", "sum"])
+SUMMED = {"secure_aggregation": True, "min_clients": 3}
+
+
+@pytest.fixture(params=[{}, SUMMED], ids=["local", "sum"])
 def of_r(request, recipe, monkeypatch):
     """Configuration values of a run of which so few records train R, but not a wide one."""
     monkeypatch.setattr(noise_plan, "LORA_PAYS", math.inf)
@@ -130,7 +134,10 @@ def of_r(request, recipe, monkeypatch):
     return own | {"train": "auto", "rounds": 9, "rank": 24, "alpha": 96.0, "layers": "all", **request.param}
 
 
-@pytest.mark.parametrize("by_folder", [True, False])
+@pytest.mark.parametrize(
+    "of_r", [pytest.param({}, id="local"), pytest.param(SUMMED, id="sum", marks=pytest.mark.slow)], indirect=True
+)
+@pytest.mark.parametrize("by_folder", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_that_trains_a_block_of_r_is_one_of_that_rank_throughout_and_resumes_so(of_r, tmp_path, by_folder):
     folders = [tmp_path / "whole", tmp_path / "stopped"]
     federation.run(parse(of_r | {"out": str(folders[0])}), LogObserver())
@@ -183,11 +190,14 @@ def test_a_round_that_was_lost_after_its_charges_is_the_same_release_when_the_ru
 
 
 # Every day each view at one target, and each target on one view.
+EVERY_DAY = [("local", 0.5), ("rho", 2.0), ("aggregate", 8.0)]
+
+
 @pytest.mark.parametrize(
     ("view", "target"),
     [
-        *[("local", 0.5), ("local", 2.0), ("local", 8.0), ("rho", 2.0), ("aggregate", 2.0)],
-        *(pytest.param(view, target, marks=pytest.mark.slow) for view in ("rho", "aggregate") for target in (0.5, 8.0)),
+        pytest.param(*each, marks=[] if each in EVERY_DAY else pytest.mark.slow)
+        for each in product(("local", "rho", "aggregate"), (0.5, 2.0, 8.0))
     ],
 )
 def test_noise_meets_the_target_on_every_view_and_wastes_little(recipe, view, target):

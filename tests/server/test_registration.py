@@ -23,6 +23,11 @@ def _identity():
         yield
 
 
+@pytest.fixture(autouse=True)
+def _quick_looks(monkeypatch):
+    monkeypatch.setattr("server.registration._POLL_SECONDS", 0.02)
+
+
 @pytest.fixture
 def node_keys(tmp_path):
     """A folder with the public keys of nodes 0 and 1; the private ones are beside it."""
@@ -113,7 +118,7 @@ def test_a_node_that_lies_about_its_identity_is_left_out_by_name_and_stops_nobod
     honest = {client: signed(replace(NODE, client=client), tmp_path / f"key-{client}") for client in (0, 2)}
     nodes = Nodes([honest[0], liar, honest[2]])
     folder = node_keys if admitted else None
-    registered = register_nodes(nodes, num_expected=3, wait=1.5, node_keys=folder, secure_aggregation=True)
+    registered = register_nodes(nodes, num_expected=3, wait=0.5, node_keys=folder, secure_aggregation=True)
     assert list(registered) == [0, 2]
     assert "does not take part: partition-id = 1: " in caplog.text
     for client, (_, node) in registered.items():
@@ -124,7 +129,7 @@ def test_of_two_nodes_with_one_identity_the_second_is_left_out_by_name(node_keys
     """Its own key may be admitted twice in a folder that somebody made by hand."""
     (node_keys / "1.pub").write_text(keys.public_line(tmp_path / "key-0"))
     nodes = Nodes([signed(replace(NODE, client=client), tmp_path / "key-0") for client in (0, 1)])
-    registered = register_nodes(nodes, num_expected=2, wait=1, node_keys=node_keys, secure_aggregation=True)
+    registered = register_nodes(nodes, num_expected=2, wait=0.5, node_keys=node_keys, secure_aggregation=True)
     assert list(registered) == [0]
     assert "partition-id = 1: its identity is that of partition 0" in caplog.text
 
@@ -174,11 +179,11 @@ def test_late_nodes_are_asked_and_refused_ones_do_not_count():
 
 
 def test_after_the_wait_the_run_goes_on_with_those_that_are_there(caplog):
-    registered = register_nodes(Nodes([NODE]), num_expected=3, wait=1)
+    registered = register_nodes(Nodes([NODE]), num_expected=3, wait=0.5)
     assert list(registered) == [0]
     assert "1 of 3 nodes registered" in caplog.text
     with pytest.raises(InputError, match="none of which can take part"):
-        register_nodes(Nodes([Error(100, "refused")]), num_expected=1, wait=1)
+        register_nodes(Nodes([Error(100, "refused")]), num_expected=1, wait=0.5)
 
 
 def test_a_node_that_left_is_not_waited_for(node_keys, tmp_path):

@@ -145,7 +145,7 @@ def test_a_runs_report_shows_a_shared_basis_as_one(small_run, tmp_path):
     assert "blocks" not in page[page.index("Stored variants") : page.index("What 6 variants take")]
 
 
-@pytest.mark.parametrize("rule", ["dp-lora", "fed-sb"])
+@pytest.mark.parametrize("rule", [pytest.param("dp-lora", marks=pytest.mark.slow), "fed-sb"])
 def test_a_run_stores_without_loss_what_nothing_validates(small_run, tmp_path, rule):
     folder = run(small_run, tmp_path / "run", dedup="lossless", aggregation=rule)
     with Store(folder / "store", read_only=True) as store:
@@ -176,11 +176,7 @@ def test_without_deduplication_the_command_line_does_it_later(small_run, tmp_pat
 # The evaluator refuses fed-sb by name: tests/simulations/test_rules.py.
 @pytest.mark.parametrize(
     "rule",
-    [
-        pytest.param(rule, marks=[] if rule in ("dp-lora", "flora", "fedsvd") else pytest.mark.slow)
-        for rule in RULES
-        if rule != "fed-sb"
-    ],
+    [pytest.param(rule, marks=[] if rule == "flora" else pytest.mark.slow) for rule in RULES if rule != "fed-sb"],
 )
 def test_the_evaluator_sees_what_the_server_saw_and_leaves_the_model_as_it_was(small_run, tmp_path, rule):
     changes = {"noise_multiplier": 0.0, "aggregation": rule, "relevance_threshold": 0.0, "batch_size": 16}

@@ -148,7 +148,12 @@ def of_float32(adapter) -> float:
 
 
 @pytest.mark.parametrize(
-    ("starts", "masks", "unit"), [(False, False, "record"), (True, True, "record"), (True, True, "person")]
+    ("starts", "masks", "unit"),
+    [
+        (True, True, "record"),
+        pytest.param(True, True, "person", marks=pytest.mark.slow),
+        pytest.param(False, False, "record", marks=pytest.mark.slow),
+    ],
 )
 def test_sums_train_what_central_steps_with_the_same_noise_do_up_to_the_grid(
     values, noises, tmp_path, starts, masks, unit

@@ -144,17 +144,18 @@ def test_without_the_right_nothing_is_loaded_or_told(clients, engine):
         assert httpx.delete(f"{server.url}/v1/models/global").status_code == 403
 
 
-@pytest.mark.parametrize("name", [*STRANGE_NAMES, "", "a" * 10_000, "..", "variants/global", "round-4/../global"])
-def test_a_hostile_name_loads_and_unloads_nothing(clients, engine, name):
+def test_a_hostile_name_loads_and_unloads_nothing(clients, engine):
     before = engine.names
     base = str(clients["admin"].base_url)
     headers = {"Authorization": f"Bearer {clients['admin'].api_key}", "Content-Type": "application/json"}
-    answers = [httpx.post(f"{base}models", content=json.dumps({"model": name}), headers=headers)]
-    answers.append(httpx.delete(f"{base}models/{quote(name, safe='')}", headers=headers))
-    for answer in answers:
-        assert 400 <= answer.status_code < 500, name
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-    assert engine.names == before
+    with httpx.Client(headers=headers) as client:
+        for name in (*STRANGE_NAMES, "", "a" * 10_000, "..", "variants/global", "round-4/../global"):
+            answers = [client.post(f"{base}models", content=json.dumps({"model": name}))]
+            answers.append(client.delete(f"{base}models/{quote(name, safe='')}"))
+            for answer in answers:
+                assert 400 <= answer.status_code < 500, name
+                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}, name
+            assert engine.names == before, name
 
 
 def test_cards_are_read_anew_when_a_variant_has_come(tmp_path):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,20 +79,39 @@ def test_what_does_not_end_in_time_is_given_up_and_the_server_still_ends_with_0(
     assert "not all requests were answered" in err
 
 
-def test_sighup_reads_the_tokens_again(tmp_path):
-    file = tmp_path / "tokens.toml"
-    add_new(file, "first", ["*"])
-    with served(tmp_path, "--tokens", file) as (process, ready):
-        assert ready["tokens"] is True
-        secret = add_new(file, "second", ["global"])
-        headers = {"Authorization": f"Bearer {secret}"}
-        assert httpx.get(f"{ready['url']}/v1/models", headers=headers).status_code == 401
-        process.send_signal(signal.SIGHUP)
-        end = time.monotonic() + 5
-        while httpx.get(f"{ready['url']}/v1/models", headers=headers).status_code == 401 and time.monotonic() < end:
-            time.sleep(0.05)
-        models = httpx.get(f"{ready['url']}/v1/models", headers=headers).json()
-    assert [model["id"] for model in models["data"]] == ["global"]
+@dataclass(frozen=True)
+class Guarded:
+    """A process that wants tokens and knows aliases, and what it printed."""
+
+    process: subprocess.Popen[str]
+    ready: dict[str, Any]
+    tokens: Path
+    secret: str
+
+    def get(self, secret: str) -> httpx.Response:
+        """Its models, for who has this secret."""
+        return httpx.get(f"{self.ready['url']}/v1/models", headers={"Authorization": f"Bearer {secret}"})
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("guarded")
+    file = folder / "tokens.toml"
+    secret = add_new(file, "first", ["*"])
+    aliases = ("--alias", "gpt-4o=global", "--alias", "old=round-3")
+    with served(folder, "--tokens", file, *aliases) as (process, ready):
+        yield Guarded(process, ready, file, secret)
+
+
+def test_sighup_reads_the_tokens_again(guarded):
+    assert guarded.ready["tokens"] is True
+    secret = add_new(guarded.tokens, "second", ["client-0"])
+    assert guarded.get(secret).status_code == 401
+    guarded.process.send_signal(signal.SIGHUP)
+    end = time.monotonic() + 5
+    while guarded.get(secret).status_code == 401 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert [model["id"] for model in guarded.get(secret).json()["data"]] == ["client-0"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "::", "example.org"])
@@ -141,9 +161,8 @@ def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
         assert err.count("\n") == 1
 
 
-def test_aliases_are_given_on_the_command_line_and_the_line_says_from_where_it_answers(tmp_path):
-    with served(tmp_path, "--alias", "gpt-4o=global", "--alias", "old=round-3") as (_, ready):
-        models = httpx.get(f"{ready['url']}/v1/models").json()["data"]
+def test_aliases_are_given_on_the_command_line_and_the_line_says_from_where_it_answers(guarded):
+    ready, models = guarded.ready, guarded.get(guarded.secret).json()["data"]
     assert {model["id"]: model["alias_of"] for model in models if "alias_of" in model} == {
         "gpt-4o": "global",
         "old": "round-3",

@@ -42,26 +42,31 @@ def run(values: dict[str, object], out: Path, **changes: object) -> tuple[float,
     return files.read_config(out).noise_multiplier, json.loads((out / "summary.json").read_text())
 
 
-def test_five_equal_clients_need_root_four_times_less_noise_in_a_sum_that_one_of_them_reads(summed, tmp_path):
-    noise = {}
-    for view in ("local", "aggregate"):
-        noise[view], found = run(summed, tmp_path / view, privacy_view=view, **TARGETED)
+@pytest.fixture(scope="module")
+def targeted(summed, tmp_path_factory) -> dict[str, tuple[float, dict]]:
+    """Of a run whose target is on each view: its noise multiplier and its summary."""
+    folder = tmp_path_factory.mktemp("targeted")
+    return {view: run(summed, folder / view, privacy_view=view, **TARGETED) for view in ("local", "aggregate")}
+
+
+def test_five_equal_clients_need_root_four_times_less_noise_in_a_sum_that_one_of_them_reads(targeted):
+    for view, (_, found) in targeted.items():
         assert 0.99 * TARGET < found[f"epsilon_{view}_max"] <= TARGET
         assert found["num_rounds"] == 3
-    assert noise["local"] / noise["aggregate"] == pytest.approx(math.sqrt(4), rel=1e-3)
+    assert targeted["local"][0] / targeted["aggregate"][0] == pytest.approx(math.sqrt(4), rel=1e-3)
     assert found["epsilon_local_max"] > TARGET
 
 
-def test_those_who_collude_and_a_lower_threshold_cost_noise(summed, tmp_path):
+def test_those_who_collude_and_a_lower_threshold_cost_noise(summed, targeted, tmp_path):
     changes = {"privacy_view": "aggregate", **TARGETED, "min_clients": 4, "colluding_clients": 1}
-    local, _ = run(summed, tmp_path / "local", privacy_view="local", **TARGETED)
+    local, _ = targeted["local"]
     noise, found = run(summed, tmp_path / "four", **changes)
     assert local / noise == pytest.approx(math.sqrt(3), rel=1e-3)
     assert 0.99 * TARGET < found["epsilon_aggregate_max"] <= TARGET, "whoever is in the sum, four less one count"
 
 
-def test_a_budget_on_the_sum_counts_on_the_threshold_alone(summed, tmp_path):
-    noise, _ = run(summed, tmp_path / "calibrated", privacy_view="aggregate", **TARGETED)
+def test_a_budget_on_the_sum_counts_on_the_threshold_alone(summed, targeted, tmp_path):
+    noise, _ = targeted["aggregate"]
     spend = {**summed, "privacy_view": "aggregate", "noise_multiplier": noise, "budget_epsilon": TARGET}
     _, found = run(spend, tmp_path / "kept")
     assert found["num_rounds"] == 3
@@ -71,6 +76,7 @@ def test_a_budget_on_the_sum_counts_on_the_threshold_alone(summed, tmp_path):
     assert found["num_rounds"] < 3, "of three the noise is less, and the budget is spent earlier"
 
 
+@pytest.mark.slow
 def test_a_model_that_answers_learns_from_the_sum_of_masked_updates(small_run, tmp_path):
     rows = [{"q": f"What is flu {'rash ' * (i % 7)}?", "a": f"A {'viral ' * (i % 5)}disease."} for i in range(60)]
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -55,6 +55,7 @@ def test_independent_noise_is_the_measure_and_no_correlation_beats_fewer_rounds(
     assert fewer < last < over_all < 0.85
 
 
+@pytest.mark.slow
 def test_main_prints_a_row_for_each_schedule_and_epsilon(monkeypatch, capsys):
     monkeypatch.setattr(banded_noise, "SCHEDULES", ((1 / 8, 16),))
     monkeypatch.setattr(sys, "argv", ["banded_noise"])

@@ -108,6 +108,6 @@ def test_benchmark_at_its_smallest_runs_to_its_claim(run, name):
     assert json.loads(run(name, *SMALLEST[name]).splitlines()[-1])["claim"]
 
 
-@pytest.mark.parametrize("name", ONE_ARM)
+@pytest.mark.parametrize("name", [pytest.param("dp_step", marks=pytest.mark.slow), "registered_clients"])
 def test_one_arm_of_a_benchmark_runs_to_its_figures(run, name):
     assert json.loads(run(name, *ONE_ARM[name]).splitlines()[-1])

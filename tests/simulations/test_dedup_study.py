@@ -301,6 +301,7 @@ def tiny(tmp_path_factory):
         each.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_scenario_from_training_to_tables_and_a_tampered_bound_is_seen(tiny, tmp_path, capsys):
     (tiny, made), out, page = tiny, tmp_path / "out", tmp_path / "page.md"
     shutil.copytree(made, out)
@@ -332,6 +333,7 @@ def test_a_scenario_from_training_to_tables_and_a_tampered_bound_is_seen(tiny, t
     assert "damaged" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_lines_of_models_say_whether_each_beats_its_start(tiny):
     tiny, out = tiny
     (reference,), models = lines(out / "references.jsonl"), lines(out / "models.jsonl")
@@ -345,6 +347,7 @@ def test_the_lines_of_models_say_whether_each_beats_its_start(tiny):
         assert line["accuracy"] == train.accuracies(out, model, folders.read_tensors(out / "models" / model.name))
 
 
+@pytest.mark.slow
 def test_targets_are_trained_anew_with_the_epsilon_after_deduplication(tiny, tmp_path, monkeypatch):
     (tiny, made), out = tiny, tmp_path / "out"
     shutil.copytree(made, out)
@@ -359,6 +362,7 @@ def test_targets_are_trained_anew_with_the_epsilon_after_deduplication(tiny, tmp
         train.retrain_all(tmp_path / "elsewhere")
 
 
+@pytest.mark.slow
 def test_blocks_of_a_variant_that_nobody_names_are_seen(tiny, tmp_path, capsys):
     tiny, made = tiny
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)

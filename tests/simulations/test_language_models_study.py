@@ -33,12 +33,12 @@ def config_of(cell: LanguageCell, tmp_path: Path) -> configuration.RunConfig:
 def test_every_cell_has_a_key_of_its_own_and_a_configuration(tmp_path):
     planned = list(cells())
     assert len({cell.key for cell in planned}) == len(planned)
-    for cell in planned:
-        if cell.method == PRIVATE:
-            config = config_of(cell, tmp_path)
-            assert config.seed == cell.seed
-            assert (config.target_epsilon or None, config.delta) == (cell.epsilon, cell.delta)
-            assert cell.epsilon or config.noise_multiplier == 0
+    # Cells that differ in their seed alone have one configuration, but for that seed.
+    for cell in {replace(cell, seed=0): cell for cell in planned if cell.method == PRIVATE}.values():
+        config = config_of(cell, tmp_path)
+        assert config.seed == cell.seed
+        assert (config.target_epsilon or None, config.delta) == (cell.epsilon, cell.delta)
+        assert cell.epsilon or config.noise_multiplier == 0
 
 
 @pytest.mark.parametrize("task", [REVIEWS, MESSAGES])

@@ -11,7 +11,13 @@ import tomli_w
 from simulations.studies import plain_lora
 
 
-@pytest.mark.parametrize("kind", [("--rate", "1e-2"), ("--weights", "--rate", "1e-2")], ids=["lora", "weights"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(("--rate", "1e-2"), id="lora"),
+        pytest.param(("--weights", "--rate", "1e-2"), id="weights", marks=pytest.mark.slow),
+    ],
+)
 def test_a_classifier_learns_its_pooled_records(kind, small_run, tmp_path, monkeypatch, capsys):
     """Tested on the records that it trains on: whether anything is learned, not how much of it holds elsewhere."""
     values = {key: small_run[key] for key in ("model", "data")} | {"public_data": True, "layers": "all"}

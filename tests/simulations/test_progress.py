@@ -57,7 +57,9 @@ def test_an_engine_tells_of_each_step_of_each_client_until_all_are_done(small_ru
     assert {READING, TESTING} <= {each.what for each in observer.seen}
 
 
-@pytest.mark.parametrize(("engine", "of_persons"), [("in-process", True), ("stacked", False)])
+@pytest.mark.parametrize(
+    ("engine", "of_persons"), [("in-process", True), pytest.param("stacked", False, marks=pytest.mark.slow)]
+)
 def test_records_are_read_once_over_all_clients_of_a_round(small_run, table, tmp_path, engine, of_persons):
     forget()
     of_the_paper = ("local_steps", "batch_size", "noise_multiplier")
@@ -84,7 +86,7 @@ class Failing(Kept):
             raise OSError(f"PRIVATE {progress.done}")
 
 
-@pytest.mark.parametrize("engine", ["in-process", "stacked"])
+@pytest.mark.parametrize("engine", [pytest.param("in-process", marks=pytest.mark.slow), "stacked"])
 def test_a_display_that_fails_makes_no_record_count_as_zero(small_run, tmp_path, engine, caplog):
     adapters = []
     for observer in (Kept(), Failing()):

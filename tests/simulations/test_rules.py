@@ -50,12 +50,18 @@ def clients(folder: Path) -> pd.DataFrame:
     return pd.read_csv(folder / "clients.csv")
 
 
-@pytest.mark.parametrize("rule", EACH_RULE)
-def test_saved_global_model_gives_the_accuracy_that_the_server_saw(small_run, tmp_path, rule):
+@pytest.fixture(scope="module", params=EACH_RULE)
+def trained(request, small_run, tmp_path_factory) -> Path:
+    """The folder of a run by each rule."""
+    rule = request.param
     ranks = [2, 5, 3] if rule == "flora" else []
     # Without noise and with much learning the models differ from the start by far more than rounding.
     changes = {"aggregation": rule, "client_ranks": ranks, "noise_multiplier": 0.0, "rounds": 3, "batch_size": 16}
-    folder = run(small_run, tmp_path / rule, **changes)
+    return run(small_run, tmp_path_factory.mktemp("rules") / rule, relevance_threshold=0.0, **changes)
+
+
+def test_saved_global_model_gives_the_accuracy_that_the_server_saw(small_run, trained):
+    folder = trained
     # A key's bias moves no softmax, so its gradient is zero.
     unmoved = [n for n in summary(folder)["unmoved_tensors"] if not n.endswith(".key.ln_tuning_layers.bias")]
     assert not unmoved
@@ -73,10 +79,8 @@ def test_saved_global_model_gives_the_accuracy_that_the_server_saw(small_run, tm
     assert abs(losses.iloc[-1] - losses.iloc[-2]) > 1e-4 * losses.iloc[-1], "the test would be blind"
 
 
-@pytest.mark.parametrize("rule", EACH_RULE)
-def test_variants_are_ordinary_peft_adapters(small_run, tmp_path, rule):
-    folder = run(small_run, tmp_path / rule, aggregation=rule, relevance_threshold=0.0)
-    for variant in sorted((folder / "variants").iterdir()):
+def test_variants_are_ordinary_peft_adapters(small_run, trained):
+    for variant in sorted((trained / "variants").iterdir()):
         base = AutoModelForSequenceClassification.from_pretrained(small_run["model"], num_labels=3)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing.*")
@@ -86,11 +90,17 @@ def test_variants_are_ordinary_peft_adapters(small_run, tmp_path, rule):
         for name, tensor in stored.items():
             key = name if name in found else name.replace(".classifier.", ".classifier.modules_to_save.")
             assert torch.equal(found[key], tensor), name
-    assert len(list((folder / "variants").iterdir())) == 4
+    assert len(list((trained / "variants").iterdir())) == 4
 
 
-def test_a_frozen_shared_factor_is_never_sent_and_never_moves(small_run, tmp_path):
-    folder = run(small_run, tmp_path / "ffa", aggregation="ffa-lora")
+@pytest.fixture(scope="module")
+def frozen_a(small_run, tmp_path_factory) -> Path:
+    """The folder of a run of which all share A."""
+    return run(small_run, tmp_path_factory.mktemp("runs") / "ffa", aggregation="ffa-lora")
+
+
+def test_a_frozen_shared_factor_is_never_sent_and_never_moves(small_run, frozen_a, tmp_path):
+    folder = frozen_a
     bench = workbench(parse(tomllib.loads((folder / "config.toml").read_text())))
     assert not [name for name in bench.initial if "lora_A" in name]
     saved = {v.name: load_file(v / "adapter_model.safetensors") for v in (folder / "variants").iterdir()}
@@ -101,7 +111,7 @@ def test_a_frozen_shared_factor_is_never_sent_and_never_moves(small_run, tmp_pat
     assert clients(folder).bytes_up.sum() < full
 
 
-def test_r_alone_is_sent_between_factors_that_never_move(small_run, tmp_path):
+def test_r_alone_is_sent_between_factors_that_never_move(small_run, frozen_a, tmp_path):
     folder = run(small_run, tmp_path / "sb", aggregation="fed-sb")
     bench = workbench(parse(tomllib.loads((folder / "config.toml").read_text())))
     inner = {name for name in bench.initial if name.endswith(INNER_SUFFIX)}
@@ -117,7 +127,7 @@ def test_r_alone_is_sent_between_factors_that_never_move(small_run, tmp_path):
             b = each[stem + ".lora_B.weight"]
             assert b.any()
             torch.testing.assert_close(outer @ (outer.T @ b), b, atol=1e-6, rtol=0)
-    less = clients(run(small_run, tmp_path / "ffa", aggregation="ffa-lora")).bytes_up.sum()
+    less = clients(frozen_a).bytes_up.sum()
     assert clients(folder).bytes_up.sum() < less
 
 
@@ -153,7 +163,7 @@ def test_ternary_weights_send_a_fourteenth_both_ways(small_run, tmp_path):
 @pytest.fixture(scope="module")
 def wide(small_run) -> dict[str, object]:
     """Adapters so large that little else is sent."""
-    return {**small_run, "rank": 64}
+    return {**small_run, "rank": 64, "rounds": 1}
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +172,14 @@ def uncoded(wide, tmp_path_factory) -> int:
     return clients(run(wide, tmp_path_factory.mktemp("runs") / "float32")).bytes_up.sum()
 
 
-@pytest.mark.parametrize(("codec", "share"), [("bfloat16", 0.52), ("int8", 0.27), ("ternary", 0.075)])
+@pytest.mark.parametrize(
+    ("codec", "share"),
+    [
+        pytest.param("bfloat16", 0.52, marks=pytest.mark.slow),
+        pytest.param("int8", 0.27, marks=pytest.mark.slow),
+        ("ternary", 0.075),
+    ],
+)
 def test_codecs_send_the_share_that_they_promise(wide, uncoded, tmp_path, codec, share):
     coded = clients(run(wide, tmp_path / codec, upload_codec=codec))
     assert coded.bytes_up.sum() <= share * uncoded

@@ -34,6 +34,8 @@ from server.observer import LogObserver
 from server.summary import unmoved_tensors
 from simulations.engines import federation
 
+SECURE = {"simulate": False, "public_data": True, "baselines": False, "rounds": 1}
+
 
 def run(values: dict[str, object], out: Path, **changes: object) -> Path:
     federation.run(parse({**values, **changes, "out": str(out)}), LogObserver())
@@ -64,7 +66,7 @@ def test_another_seed_gives_other_numbers(finished, small_run, tmp_path):
 
 
 def test_by_default_no_seed_fixes_noise_and_inclusion(small_run, tmp_path):
-    one, two = (run(small_run, tmp_path / name, simulate=False, public_data=True, rounds=1) for name in ("one", "two"))
+    one, two = (run(small_run, tmp_path / name, **SECURE) for name in ("one", "two"))
     assert rounds(one).test_loss[0] == rounds(two).test_loss[0], "the initial model does take its seed"
     assert rounds(one).test_loss[1] != rounds(two).test_loss[1]
 
@@ -73,7 +75,7 @@ def test_a_seeded_run_is_marked_not_private(finished, small_run, tmp_path):
     assert summary(finished)["private"] is False
     assert summary(finished)["noise_source"] == "seeded"
     assert "not private" in (finished / "report.html").read_text().lower()
-    secure = run(small_run, tmp_path / "secure", simulate=False, public_data=True, rounds=1)
+    secure = run(small_run, tmp_path / "secure", **SECURE)
     assert summary(secure)["private"] is True
     assert summary(secure)["noise_source"] == "secure"
 
@@ -188,7 +190,7 @@ def test_a_run_that_moved_nothing_says_so(small_run, tmp_path):
 
 
 def test_clients_are_sampled_by_partition_id_and_the_seed(small_run, tmp_path):
-    folders = [run(small_run, tmp_path / name, clients_per_round=2, rounds=3) for name in ("one", "two")]
+    folders = [run(small_run, tmp_path / name, clients_per_round=2, rounds=2) for name in ("one", "two")]
     chosen = [pd.read_csv(folder / "clients.csv")[["round", "client"]] for folder in folders]
     assert chosen[0].equals(chosen[1])
     assert (chosen[0].groupby("round").client.nunique() == 2).all()
@@ -201,7 +203,9 @@ def test_adamw_without_cache_runs_too(small_run, tmp_path):
     assert summary(adamw)["adapters_moved"] is True
 
 
-@pytest.mark.parametrize("rule", ["split", "per-tensor", "batch"])
+@pytest.mark.parametrize(
+    "rule", ["batch", *(pytest.param(each, marks=pytest.mark.slow) for each in ("split", "per-tensor"))]
+)
 def test_clipping_rules_change_what_is_spent(finished, small_run, tmp_path, rule):
     other = run(small_run, tmp_path / rule, clipping=rule)
     clients = pd.read_csv(other / "clients.csv")
@@ -227,7 +231,7 @@ def causal_folder(kind: str, tiny_bert: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", ["CAUSAL_LM", pytest.param("SEQ_CLS", marks=pytest.mark.slow)])
 def test_causal_models_run_and_reload(small_run, tmp_path, tiny_bert, kind, task):
     folder = causal_folder(kind, tiny_bert, tmp_path / kind)

@@ -86,6 +86,7 @@ def test_a_claim_that_is_missed_is_marked():
     assert [row.endswith("| **no** |") for row in tables.claims(found).splitlines()[2:5]] == [True] * 3
 
 
+@pytest.mark.slow
 def test_the_page_has_the_tables_of_its_lines():
     found = Results.read(RESULTS / "secure_aggregation.jsonl")
     page = (RESULTS / "secure_aggregation.md").read_text()

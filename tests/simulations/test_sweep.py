@@ -114,12 +114,12 @@ def test_every_study_that_is_shipped_expands(path):
 
 def test_finished_runs_stay_and_failures_are_recorded_and_not_fatal(write, base, tmp_path):
     out = tmp_path / "out"
-    path = write(**base, grid={"max_length": [32, 4000], "seed": [0, 1]})
+    path = write(**base, grid={"max_length": [32, 4000]})
     assert not run(path, out)
     frame = pd.read_csv(out / "sweep.csv")
-    assert frame["status"].tolist() == ["done", "done", "failed", "failed"]
-    assert "max_length = 4000" in frame["error"][2]
-    assert "Traceback" in (out / f"{frame['folder'][2]}.txt").read_text()
+    assert frame["status"].tolist() == ["done", "failed"]
+    assert "max_length = 4000" in frame["error"][1]
+    assert "Traceback" in (out / f"{frame['folder'][1]}.txt").read_text()
     assert pd.read_parquet(out / "sweep.parquet")["accuracy"][0] == frame["accuracy"][0]
     before = {p: p.stat().st_mtime_ns for p in out.glob("*/summary.json")}
     assert not run(path, out)
@@ -155,25 +155,26 @@ def test_runs_on_ray_give_what_they_give_in_this_process(write, base, tmp_path):
 
 def test_the_sum_composes_a_clients_releases_over_all_runs_and_attempts(write, base, tmp_path):
     out = tmp_path / "out"
-    path = write(**base, grid={"noise_multiplier": [1.0, 2.0]})
+    # Three equal clients, so that one of them is composed by hand.
+    path = write(
+        **{**base, "client_column": "", "partition": "iid"}, num_clients=3, grid={"noise_multiplier": [1.0, 2.0]}
+    )
     assert run(path, out)
     plan = read(path)
     lost = out / "unfinished" / "some-1"
     lost.mkdir(parents=True)
     for name in ("ledger.sqlite", "ledger.sqlite.head", "config.toml"):
         shutil.copy(out / plan.runs[0].key / name, lost)
-    found, expected = total(attempts(plan, out)), []
+    found = total(attempts(plan, out))
     assert found.num_runs == 3
     with reading(out / plan.runs[0].key / "ledger.sqlite") as db:
-        for data_set in db.data_sets():
-            (release,) = db.releases(data_set.id)
-            accountant = pld.PLDAccountant()
-            for z, count in ((1.0, 2), (2.0, 1)):
-                gaussian = dp_accounting.GaussianDpEvent(z)
-                event = dp_accounting.PoissonSampledDpEvent(release.event.sampling_probability, gaussian)
-                accountant.compose(event, count)
-            expected.append(accountant.get_epsilon(data_set.delta))
-    assert found.epsilon == pytest.approx(max(expected), rel=1e-3)
+        (delta,) = {data_set.delta for data_set in db.data_sets()}
+        ((release,),) = {tuple(each.event for each in db.releases(data_set.id)) for data_set in db.data_sets()}
+    accountant = pld.PLDAccountant()
+    for z, count in ((1.0, 2), (2.0, 1)):
+        gaussian = dp_accounting.GaussianDpEvent(z)
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(release.sampling_probability, gaussian), count)
+    assert found.epsilon == pytest.approx(accountant.get_epsilon(delta), rel=1e-3)
     assert found.epsilon > max(
         json.loads((out / r.key / "summary.json").read_text())["epsilon_local_max"] for r in plan.runs
     )
@@ -183,7 +184,11 @@ def test_the_sum_composes_a_clients_releases_over_all_runs_and_attempts(write, b
 
 
 @pytest.mark.parametrize(
-    "runs", [[{"num_clients": 2}, {"num_clients": 4}], [{"evaluation_noise_multiplier": 4.0}, {"simulate": True}]]
+    "runs",
+    [
+        [{"num_clients": 2}, {"num_clients": 4}],
+        pytest.param([{"evaluation_noise_multiplier": 4.0}, {"simulate": True}], marks=pytest.mark.slow),
+    ],
 )
 def test_groups_that_share_records_out_differently_add_up(write, base, tmp_path, runs):
     base = {**base, "client_column": "", "partition": "iid"}

@@ -54,6 +54,7 @@ def test_a_cell_is_a_federation_within_its_epsilon_and_is_run_once(tiny, tmp_pat
     assert (tmp_path / RUNS).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_kept_features_change_no_run(tiny, tmp_path):
     run.run_all(tmp_path / "first.jsonl", tmp_path / "first", tmp_path, [CELL])
     forget()
