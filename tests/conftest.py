@@ -86,6 +86,7 @@ def small_run(tiny_bert: Path, table: Path) -> dict[str, object]:
         "noise_multiplier": 1.0,
         "simulate": True,
         "comparison": False,
+        "memory_limit_mb": 8,  # a model tries all numbers of rows that its memory allows
     }
 
 
