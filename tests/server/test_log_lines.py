@@ -36,7 +36,7 @@ def test_a_round_is_told_on_the_view_of_its_target_first(caplog, monkeypatch) ->
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     target = {"privacy_view": "aggregate", "target_epsilon": 2.0, "secure_aggregation": True, "min_clients": 3}
     row = round_row(3, [client_row(3, client) for client in SIZES], epsilon_aggregate_max=1.234)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="flwr"):  # which a run before this test may have quietened
         for config in (parse({}), parse(target)):
             observer = LogObserver()
             observer.started(config, registrations(), None)
