@@ -31,8 +31,12 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parent
 # Their files take longest: their tests are whole runs, start processes of their own, or try many models.
 WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server", "adversary", "vault", "training")
-# Of the tests of deployed federations, of 3 to 10 minutes each.
-LONGEST = ("killed", "killed_coordinator", "secure_aggregation", "life_cycle", "walkthrough")
+# Of the tests of deployed federations, of 2 to 9 minutes each. Each of four workers takes one of the first four files
+# and one of the next four before any takes a third, so each of these pairs takes about as long.
+LONGEST = (
+    *("killed_coordinator", "killed", "secure_aggregation", "life_cycle"),
+    *("evidence", "budgets", "seeing", "walkthrough"),
+)
 
 # Tests of the plots, and runs whose pages have them.
 WITH_PLOTS = ("reports", "live")
@@ -41,9 +45,10 @@ WITH_PLOTS = ("reports", "live")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put what takes longest first, so that workers that take one file at a time end together."""
 
-    def place(item: pytest.Item) -> tuple[bool, bool]:
-        folder = item.path.relative_to(TESTS).parts[0]
-        return item.path.stem.removeprefix("test_") not in LONGEST, folder not in WHOLE_RUNS
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        folder, name = item.path.relative_to(TESTS).parts[0], item.path.stem.removeprefix("test_")
+        is_long = folder == "deployment" and name in LONGEST
+        return LONGEST.index(name) if is_long else len(LONGEST), folder not in WHOLE_RUNS
 
     items.sort(key=place)
 

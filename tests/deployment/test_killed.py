@@ -38,9 +38,9 @@ def test_a_node_of_which_any_process_is_killed_takes_part_again_by_itself_or_by_
 ):
     federation, out = slow_pair, tmp_path / "out"
     run = federation.start_run("node", {**slow_run, "rounds": 500, "out": str(out)})
+    charge(federation, run)
     for name, held in OF_A_NODE.items():
         service = federation.services[f"node-{HIT}"]
-        charge(federation, run)
         begin = time.monotonic()
         before = kill(service, name, held)
         if name in ("kit", "SuperNode"):
@@ -50,8 +50,8 @@ def test_a_node_of_which_any_process_is_killed_takes_part_again_by_itself_or_by_
             closed = federation.node(HIT) / "closed"
             wait_until(closed.is_file, "the node closes", AGAIN_SECONDS)
             assert "killed while it worked on records" in kit(CLIENT, "reopen", federation.node(HIT))
-        charge(federation, run)
         wait_until_gone(before, federation.services[f"node-{HIT}"])
+        charge(federation, run)  # so the next one is killed while the node works on records
         print(f"{name}: {time.monotonic() - begin:.0f} s until the next charge")
     assert run.process.poll() is None, run.text()
     run.stop()

@@ -31,7 +31,7 @@ OF_THE_COORDINATOR = {
 
 def test_a_coordinator_of_which_any_process_is_killed_says_so_and_its_run_is_resumed(slow_pair, slow_run, tmp_path):
     federation, out = slow_pair, tmp_path / "out"
-    values = {**slow_run, "rounds": 12}
+    values = {**slow_run, "rounds": 10}
     run = federation.start_run("coordinator", {**values, "out": str(out)})
     for name, held in OF_THE_COORDINATOR.items():
         service = federation.services["superlink"]
