@@ -69,7 +69,7 @@ test-all: $(VENV)/installed-all lint
 
 # SuperLink and SuperNodes as processes of their own, with TLS and authentication.
 test-deployment: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "deployment and not nightly" -n 4 --dist loadfile --no-loadscope-reorder --durations=10
+	$(BIN)/python -m pytest tests/deployment -m "deployment and not nightly" -n 4 --dist loadfile --no-loadscope-reorder --durations=10
 
 lint: style types
 

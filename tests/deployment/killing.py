@@ -61,7 +61,7 @@ def charge(federation: DeployedFederation, run: Service) -> None:
     """Wait until the node is charged once more: it then works on its records."""
     before = num_charges(federation, HIT)
     more = lambda: num_charges(federation, HIT) > before  # noqa: E731
-    wait_until(lambda: more() or run.process.poll() is not None, f"charge {before + 1}", AGAIN_SECONDS, every=0.01)
+    wait_until(lambda: more() or run.process.poll() is not None, f"charge {before + 1}", AGAIN_SECONDS, every=0.05)
     assert more(), run.text()
 
 
