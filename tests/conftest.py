@@ -34,8 +34,8 @@ WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server", "adver
 # Of the tests of deployed federations, of 2 to 9 minutes each. Each of four workers takes one of the first four files
 # and one of the next four before any takes a third, so each of these pairs takes about as long.
 LONGEST = (
-    *("killed_coordinator", "killed", "secure_aggregation", "life_cycle"),
-    *("evidence", "budgets", "seeing", "walkthrough"),
+    *("killed_coordinator", "killed", "walkthrough", "life_cycle"),
+    *("seeing", "budgets", "secure_aggregation", "strangers"),
 )
 
 # Tests of the plots, and runs whose pages have them.

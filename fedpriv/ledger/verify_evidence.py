@@ -226,12 +226,13 @@ def risk_of(events: Events, delta: float, order: int = 0) -> dict[str, float]:
         return {"mu": math.inf} | dict.fromkeys(("advantage", *RATES), 1.0)
     cost, exact = cost_of(events, order), not order and all(min(event.drawn) == 1 for event, _ in events)
     found = by_cost(cost, order) if order or exact else by_losses(events)
-    z = np.linspace(-37.0, 4.0, 1000)
-    beyond = stats.norm.ppf(np.clip(found(stats.norm.cdf(z)) - delta, 0, 1)) - z
-    mu = math.sqrt(cost) if exact else float(beyond[np.isfinite(beyond)].max(initial=0.0))
+    mu, z = math.sqrt(cost) if exact else 0.0, np.linspace(-37.0, 4.0, 1000)
+    for _ in range(0 if exact else 2):  # the second time about the largest, which is sharp at a Renyi order
+        beyond = np.nan_to_num(stats.norm.ppf(np.clip(found(stats.norm.cdf(z)) - delta, 0, 1)) - z, posinf=0, neginf=0)
+        mu, worst = float(beyond.max(initial=mu)), int(beyond[1:-1].argmax()) + 1
+        z = np.linspace(z[worst - 1], z[worst + 1], len(z))
     balanced = optimize.brentq(lambda x: float(found(np.array([max(x, 1e-300)]))[0]) + x - 1, -1.0, 0.5)
-    shares = dict(zip(RATES, found(np.array(RATES, float)).tolist(), strict=True))
-    return {"mu": mu, "advantage": 1 - 2 * balanced} | shares
+    return {"mu": mu, "advantage": 1 - 2 * balanced} | {at: float(found(np.array([float(at)]))[0]) for at in RATES}
 
 
 def by_losses(events: Events) -> Callable[[Any], Any]:

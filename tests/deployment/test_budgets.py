@@ -1,4 +1,4 @@
-"""A run that the nodes' own budgets would end is refused before any charge, and the rounds that it names do fit."""
+"""A run that budgets would end is refused before any charge; as many rounds as it names fit, as evidence confirms."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from simulations.sites import DeployedFederation
 from tests.deployment.conftest import QUICK, holdings
+from tests.deployment.test_evidence import confirmed
 
 pytestmark = pytest.mark.deployment
 
@@ -30,6 +31,12 @@ def test_no_run_is_begun_that_budgets_end_and_as_many_rounds_as_fit_are_done(tmp
         assert 1 < fitting < 30, "the test would prove nothing, or take long"
         federation.run({**values, "rounds": fitting, "out": str(tmp_path / "short")})
         assert [len(federation.charges(client)) for client in NODES] == [fitting] * len(NODES)
+        lines, _ = confirmed(tmp_path / "short", tmp_path / "run.zip")
+        assert sum("its registration is signed by ssh-ed25519" in line for line in lines) == len(NODES)
+        for client in NODES:
+            lines, _ = confirmed(federation.node(client), tmp_path / f"node-{client}.zip")
+            assert any(f"{fitting + 1} receipts of data set" in line for line in lines), lines
+            assert any("its budget is kept" in line for line in lines), lines
         output = federation.run({**values, "rounds": 1, "out": str(tmp_path / "more")}, code=1)
         assert "not one fits" in output
     finally:

@@ -16,12 +16,13 @@ from simulations.sites import DeployedFederation
 from tests.cli.command_line import as_json
 from tests.deployment.conftest import OF_A_PERSON, QUICK, holdings
 
-pytestmark = pytest.mark.deployment
+# test_budgets.py has the evidence of a run and of its nodes confirmed too.
+pytestmark = [pytest.mark.deployment, pytest.mark.nightly]
 
 NODES = range(2)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("record", marks=pytest.mark.nightly), "person"])
+@pytest.fixture(scope="module", params=["record", "person"])
 def unit(request) -> str:
     return request.param
 

@@ -434,6 +434,10 @@ def test_risks_agree_with_ours_on_random_histories_and_for_every_rule(probabilit
         check_risk_like_ours(events, 0, risk_of(events, 1e-5))
         rule = RenyiFilter(order=rng.randint(2, 40))
         check_risk_like_ours(events, rule.order, rule.risk(events, epsilon=None, delta=1e-5))
+    # A budget's rule has one order, at which the most that a test finds is a sharp peak.
+    events = [SubsampledGaussian(noise_multiplier=1.5, sampling_probability=20 / 103, count=4)]
+    for order in (5, 8, 12):
+        check_risk_like_ours(events, order, RenyiFilter(order=order).risk(events, epsilon=None, delta=1e-5))
     unsampled = [SubsampledGaussian(noise_multiplier=3.0, sampling_probability=1.0, count=7)]
     check_risk_like_ours(unsampled, 0, GaussianFilter().risk(unsampled, epsilon=None, delta=1e-5))
 
