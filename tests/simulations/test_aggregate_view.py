@@ -76,7 +76,6 @@ def test_a_budget_on_the_sum_counts_on_the_threshold_alone(summed, targeted, tmp
     assert found["num_rounds"] < 3, "of three the noise is less, and the budget is spent earlier"
 
 
-@pytest.mark.slow
 def test_a_model_that_answers_learns_from_the_sum_of_masked_updates(small_run, tmp_path):
     rows = [{"q": f"What is flu {'rash ' * (i % 7)}?", "a": f"A {'viral ' * (i % 5)}disease."} for i in range(60)]
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
