@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,10 @@ def with_fingerprints(command: str, home: Path) -> str:
 
 
 def test_the_first_round_takes_few_commands():
-    """At most five an institution, and three and two for each institution of the coordinator, until the run is over."""
+    """At most five an institution, and three and two for each institution of the coordinator, until the run is over.
+
+    Three files go from one to the other for each institution: its invitation, its application, and what all are given.
+    """
     found = blocks()
     until = next(place for place, block in enumerate(found) if "coordinator run" in block.text)
     lines = [(block.each, line) for block in found[: until + 1] for line in block.text.splitlines()]
@@ -131,10 +135,13 @@ def test_the_first_round_takes_few_commands():
     of_institution = [line for _, line in lines if "fedpriv node" in line]
     assert {each for each, line in lines if "fedpriv node" in line} == {True}
     assert (len(of_coordinator), len(of_institution)) == (5, 4)
+    handed_over = {file for _, line in lines for file in re.findall(r"(?:anna/|federation/)(\S+?\.toml)", line)}
+    assert handed_over == {"invitations/0.toml", "application.toml", "roster.toml"}
 
 
 def test_the_page_holds_as_it_stands(shell):
     assert [block.stays for block in blocks()].count(True) == 2
+    begin = time.monotonic()
     for block in blocks():
         for place in range(len(HOLDERS) if block.each else 1):
             text = for_holder(block.text, place) if block.each else block.text
@@ -142,6 +149,8 @@ def test_the_page_holds_as_it_stands(shell):
                 shell.open(text)
             else:
                 shell.run(text)
+        if "coordinator run" in block.text:
+            print(f"from empty folders to the end of the first run: {(time.monotonic() - begin) / 60:.1f} minutes")
         if block.stays:
             ready = "nodes online: 3 of 3" if block.each else "SuperLink answers"
             wait_until(lambda ready=ready: ready in shell.log.read_text(), ready, 120)
