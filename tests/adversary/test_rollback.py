@@ -44,6 +44,7 @@ from tests.adversary.nodes import (
     training,
     write_rows,
 )
+from tests.marks import slow
 from tests.tiny import LABELS
 
 LEDGER = ("ledger.sqlite", "ledger.sqlite.head")
@@ -281,7 +282,7 @@ def test_nothing_but_the_nodes_own_signature_closes_it_or_charges_it(node, start
         "[" * 10**5,
         '{"counter": 1e400}',
         7,
-        *(pytest.param(text, marks=pytest.mark.slow) for text in ("[]", "{}", "null", "x" * 10**5, True, "\ud800")),
+        *slow("[]", "{}", "null", "x" * 10**5, True, "\ud800"),
     ],
 )
 def test_malformed_receipts_are_refused_in_one_line_and_close_nothing(node, starts, text):

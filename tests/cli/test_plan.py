@@ -20,6 +20,7 @@ from fedpriv.training.noise_plan import _num_lora_values, calibrated, with_learn
 from fedpriv.training.schedule import RunSchedule
 from fedpriv.training.workbench import workbench
 from tests.cli.command_line import as_json, fedpriv
+from tests.marks import slow
 
 SIZES = (1200, 1000, 800, 600, 400)
 RECORDS = [word for size in SIZES for word in ("--records", size)]
@@ -105,7 +106,7 @@ def test_a_plan_has_the_noise_and_the_rates_that_a_run_computes(of_view, further
         }
 
 
-@pytest.mark.parametrize("num_clients", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (4, 5))])
+@pytest.mark.parametrize("num_clients", [3, *slow(4, 5)])
 def test_small_federations_have_a_plan_for_their_sum_and_its_alternatives(num_clients):
     setting = Setting.of(SIZES[:num_clients], epsilon=2.0, view="aggregate")
     planned = budget.plan(setting)

@@ -23,6 +23,7 @@ from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.variants.composition import History, Upload
 from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
+from tests.marks import slow
 
 DIGITS = load_digits()
 TEST = slice(1200, 1797)
@@ -114,7 +115,7 @@ SETTINGS = DedupSettings(block_size=64, options={"min_batch": 2}, fairness="outc
 
 @pytest.mark.parametrize(
     "algorithm",
-    ["drd", "greedy", *(pytest.param(each, marks=pytest.mark.slow) for each in ("dred", "dedup", "mistique"))],
+    ["drd", "greedy", *slow("dred", "dedup", "mistique")],
 )
 def test_every_variant_is_within_its_bounds_by_an_independent_look_at_the_store(
     tmp_path, trained, described, algorithm

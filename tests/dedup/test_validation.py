@@ -25,6 +25,7 @@ from fedpriv.dedup.validation import (
 )
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.mechanisms.svt import CutoffReached, noise_margin, noise_scales
+from tests.marks import slow
 
 
 class Answers:
@@ -112,7 +113,7 @@ def poisson_limit(count: int) -> float:
 
 
 @pytest.mark.parametrize(("rate", "size"), [(0.03, 3.0), (0.01, 5.0), (0.005, 5.0), (0.002, 10.0), (0.05, 0.6)])
-@pytest.mark.parametrize("num", [60, *(pytest.param(each, marks=pytest.mark.slow) for each in (20, 300, 700))])
+@pytest.mark.parametrize("num", [60, *slow(20, 300, 700)])
 def test_rare_large_losses_of_likelihoods_are_not_taken_for_none(num, rate, size):
     """Of losses that no sample shows, none that is larger than the limit is called proven more often than stated."""
     generator = np.random.default_rng(0)

@@ -37,6 +37,7 @@ from simulations.api import sweep_all
 from simulations.engines import federation
 from tests.cli.command_line import as_json
 from tests.ledger.test_recovery import Node
+from tests.marks import slow
 
 Files = dict[str, bytes]
 
@@ -204,7 +205,7 @@ def test_epsilons_agree_with_ours_on_random_histories():
     "others",
     [
         ((0.8, 0.05), (0.5, 0.1)),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (((1.0, 0.05),), ((1.0, 1.0),))),
+        *slow(((1.0, 0.05),), ((1.0, 1.0),)),
     ],
 )
 def test_the_sum_over_several_holders_of_a_person_costs_the_verifier_what_it_costs_us(others):

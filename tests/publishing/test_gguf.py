@@ -38,6 +38,7 @@ from fedpriv.publishing import _gguf_tensors as gguf_tensors
 from fedpriv.publishing import gguf_files, saved
 from tests.chats import INST, chat_tokenizer
 from tests.cli.command_line import as_json, fedpriv
+from tests.marks import slow
 from tests.publishing.llama_restated import File, logits
 from tests.publishing.runs import finished
 from tests.served import save_run
@@ -65,11 +66,6 @@ KINDS: dict[str, Any] = {
     "qwen2": lambda **sizes: Qwen2ForCausalLM(Qwen2Config(**sizes)),
     "qwen3": lambda **sizes: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=128)),
 }
-
-
-def rarely(*values: str) -> list[Any]:
-    """Parameters of the slow series."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def base_folder(folder: Path, kind: str = "llama", tokenizer: Any = None, **values: Any) -> Path:
@@ -120,7 +116,7 @@ def gap(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
     return float(np.abs(found - expected).max())
 
 
-@pytest.mark.parametrize("kind", ["biased", "llama-3", *rarely("llama", "wide", "mistral")])
+@pytest.mark.parametrize("kind", ["biased", "llama-3", *slow("llama", "wide", "mistral")])
 def test_a_llama_and_its_lora_compute_what_peft_computes(kind, tmp_path):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model", kind))
     out = exported(run, tmp_path / "out", precision="float32")
@@ -132,7 +128,7 @@ def test_a_llama_and_its_lora_compute_what_peft_computes(kind, tmp_path):
     assert File(out / "model.gguf").kinds["blk.1.ffn_up.weight"] == "F32"
 
 
-@pytest.mark.parametrize("kind", ["wide", "qwen3", *rarely("llama", "qwen2")])
+@pytest.mark.parametrize("kind", ["wide", "qwen3", *slow("llama", "qwen2")])
 def test_transformers_reads_the_whole_model_back(kind, tmp_path):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model", kind))
     out = exported(run, tmp_path / "out", form="gguf-model", precision="float32")
@@ -367,7 +363,7 @@ def divided(name: str) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("name", ["smollm", "qwen2", *rarely("gpt-2", "llama-bpe")])
+@pytest.mark.parametrize("name", ["smollm", "qwen2", *slow("gpt-2", "llama-bpe")])
 def test_a_tokenizers_words_are_named_as_llama_cpp_names_them(name, tmp_path):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model", tokenizer=divided(name)))
     fields = File(exported(run, tmp_path / "out", form="gguf-model") / "model.gguf").fields

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.runs.show._report_page import write_report
+from tests.marks import slow
 
 WriteRun = Callable[..., Path]  # the fixture in conftest.py
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -154,7 +155,7 @@ def test_failed_replies_are_counted_by_their_status(write_run: WriteRun) -> None
 
 
 @pytest.mark.usefixtures("plots")
-@pytest.mark.parametrize("num_clients", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5, 8, 40))])
+@pytest.mark.parametrize("num_clients", [9, *slow(1, 5, 8, 40)])
 def test_ids_are_unique_on_the_page(write_run: WriteRun, num_clients: int) -> None:
     ids = Counter(value for name, value in report(write_run(num_clients=num_clients)).attributes if name == "id")
     assert ids

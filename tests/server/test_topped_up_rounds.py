@@ -23,6 +23,7 @@ from fedpriv.training.evaluation import Evaluation
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import task_identity
+from tests.marks import slow
 from tests.server.test_strategy import SlowGrid
 
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
@@ -114,9 +115,7 @@ def run_of(config: RunConfig, fails) -> tuple[dict[int, list[float]], list[list]
 
 
 @pytest.mark.parametrize("num_rounds", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize(
-    "failing", [{1, 2}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({1}, {2}, {1, 3}, set()))], ids=str
-)
+@pytest.mark.parametrize("failing", [{1, 2}, *slow({1}, {2}, {1, 3}, set())], ids=str)
 def test_a_budget_on_rho_holds_in_rounds_that_ask_others(num_rounds, failing):
     """The budget is what some rounds of four equal clients cost and another one of two, but not one of three."""
     budget = epsilon_by_dp_accounting([math.sqrt(1 / 4)] * num_rounds + [math.sqrt(1 / 2)]) * 1.01

@@ -33,6 +33,7 @@ from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
 from server.summary import unmoved_tensors
 from simulations.engines import federation
+from tests.marks import slow
 
 SECURE = {"simulate": False, "public_data": True, "baselines": False, "rounds": 1}
 
@@ -203,9 +204,7 @@ def test_adamw_without_cache_runs_too(small_run, tmp_path):
     assert summary(adamw)["adapters_moved"] is True
 
 
-@pytest.mark.parametrize(
-    "rule", ["batch", *(pytest.param(each, marks=pytest.mark.slow) for each in ("split", "per-tensor"))]
-)
+@pytest.mark.parametrize("rule", ["batch", *slow("split", "per-tensor")])
 def test_clipping_rules_change_what_is_spent(finished, small_run, tmp_path, rule):
     other = run(small_run, tmp_path / rule, clipping=rule)
     clients = pd.read_csv(other / "clients.csv")

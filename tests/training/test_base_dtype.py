@@ -17,6 +17,7 @@ from fedpriv.training._admission import _records_are_independent, in_format
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from tests.architectures import DECODERS, ENCODERS, TARGETS, random_base
+from tests.marks import slow
 from tests.tiny import move, random_records
 
 # What no bfloat16 pass on a CPU can do: a Fourier transform, and experts' products, whose sizes depend on the records.
@@ -79,7 +80,7 @@ def test_no_other_record_changes_a_bit(kind, cached):
 
 @pytest.mark.parametrize(
     "trains",
-    ["lora", "head", *(pytest.param(each, marks=pytest.mark.slow) for each in ("lora-b", "lora-r", "weights"))],
+    ["lora", "head", *slow("lora-b", "lora-r", "weights")],
 )
 @pytest.mark.parametrize("normalize", [False, True], ids=["as it is", "normalised"])
 def test_only_the_frozen_base_is_converted(trains, normalize):

@@ -12,6 +12,7 @@ from fedpriv.adapters._base_formats import to_bfloat16
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, TARGETS, random_base
+from tests.marks import slow
 from tests.tiny import move, random_records
 from tests.training.test_independence import gradients, records_for
 
@@ -35,7 +36,7 @@ def models(kind: str, *, bfloat16: bool = False, **settings) -> list[TrainingMod
     return found
 
 
-@pytest.mark.parametrize("layers", ["all", *(pytest.param(each, marks=pytest.mark.slow) for each in ("last-1", "0"))])
+@pytest.mark.parametrize("layers", ["all", *slow("last-1", "0")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_have_the_same_bits(kind, layers):
     for cached in (False, True):

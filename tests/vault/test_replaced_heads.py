@@ -19,6 +19,7 @@ from fedpriv.vault.frames import REGISTER, TRAIN, Request
 from fedpriv.vault.holder import Holder, bench_of, run_of
 from tests import architectures
 from tests.architectures import random_model
+from tests.marks import slow
 from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault, write_records
 
@@ -30,7 +31,7 @@ POLICY = "min_effective_noise_multiplier = 1e-6\n"
 ROUNDS = {"start": 1, "head": 2, "all": 4}
 
 
-@pytest.fixture(params=["roberta", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bert", "distilbert"))])
+@pytest.fixture(params=["roberta", *slow("bert", "distilbert")])
 def model(request, tmp_path, tiny_bert):
     yield architectures.save(random_model(request.param), tmp_path / request.param, tokenizer_of=tiny_bert)
     workbench.forget()
