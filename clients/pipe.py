@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import logging
-from io import BytesIO
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
-from fedpriv.vault.frames import (
-    FAILED,
-    Request,
-    Response,
-    Scalar,
-    ask,
-    check_arrays,
-)
+from fedpriv.vault.frames import FAILED, Request, Response, Scalar, ask
+from fedpriv.wire import packed, unpacked
 
 log = logging.getLogger("flwr")
 
@@ -52,7 +44,7 @@ def request_of(kind: str, message: Message, context: Context) -> Request:
         ValueError: an array is malformed; names it.
     """
     content = message.content if message.has_content() else RecordDict()
-    arrays = {record: _arrays(named) for record, named in content.array_records.items()}
+    arrays = {name: unpacked(record) for name, record in content.array_records.items()}
     fields = dict(content.config_records[_INSTRUCTION]) if _INSTRUCTION in content.config_records else {}
     return Request(
         kind=kind,
@@ -71,10 +63,5 @@ def message_of(response: Response, message: Message) -> Message:
         response.record: ConfigRecord(dict(response.fields))
     }
     if response.arrays:
-        records[_ADAPTER] = ArrayRecord({name: Array(array) for name, array in response.arrays.items()})
+        records[_ADAPTER] = packed(response.arrays)
     return Message(RecordDict(records), reply_to=message)
-
-
-def _arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
-    check_arrays({name: array.data for name, array in record.items()})
-    return {name: np.load(BytesIO(array.data), allow_pickle=False) for name, array in record.items()}

@@ -56,7 +56,7 @@ REVEAL = "query.reveal"
 STEP = "step"
 MESSAGE = "message"
 
-VERSION = 9
+VERSION = 10
 
 # What a node is asked whether its budget allows it, and how long such a plan may be.
 _PLAN = "plan"

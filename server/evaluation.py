@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedpriv import protocol
@@ -18,7 +18,7 @@ from fedpriv.aggregation import GlobalModel
 from fedpriv.protocol import Broadcast, EvaluationRelease
 from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
 from server.bookkeeping import Books
-from server.exchange import Exchange, MalformedError, reason_of, wire_bytes
+from server.exchange import Exchange, MalformedError, reason_of, records_of, wire_bytes
 from server.registration import Nodes, label_of
 from server.round import Receipts
 
@@ -77,7 +77,7 @@ def evaluate_privately(
     """
     clients = [client for client in books.able_to_evaluate() if client not in skipped]
     broadcast = Broadcast(adapter=model.adapter, merged=model.merged)
-    arrays = {name: ArrayRecord(dict(tensors)) for name, tensors in protocol.pack_model(broadcast).items()}
+    arrays = records_of(protocol.pack_model(broadcast))
     instruction = protocol.pack_instruction(run, round_, spec)
     contents = {
         client: RecordDict(

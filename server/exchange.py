@@ -25,7 +25,7 @@ from fedpriv.adapters import Adapter, difference, norm
 from fedpriv.deployment.flower import seconds_to_pause
 from fedpriv.protocol import Broadcast, UploadRelease
 from fedpriv.training.local_update import UpdateSpec
-from fedpriv.vault.frames import check_arrays
+from fedpriv.wire import packed, unpacked
 
 log = logging.getLogger("flwr")
 
@@ -99,6 +99,11 @@ class Exchange:
         return num_late
 
 
+def records_of(arrays: protocol.Arrays) -> dict[str, ArrayRecord]:
+    """{record's name: record that carries its tensors}."""
+    return {name: packed({key: tensor.numpy() for key, tensor in tensors.items()}) for name, tensors in arrays.items()}
+
+
 def wire_bytes(content: RecordDict) -> int:
     """Bytes of all objects that Flower's link sends for these records: records, arrays and chunks of arrays.
 
@@ -165,8 +170,7 @@ def read_reply(reply: Message, expected: ExpectedReply) -> tuple[Adapter | None,
             return None, _digest(release, {})
         if records.keys() != {protocol.ADAPTER}:
             raise MalformedError(f"records {', '.join(records) or 'none'}, not {protocol.ADAPTER}")
-        check_arrays({name: array.data for name, array in records[protocol.ADAPTER].items()})
-        arrays = dict(records[protocol.ADAPTER].to_torch_state_dict())
+        arrays = {name: torch.from_numpy(array) for name, array in unpacked(records[protocol.ADAPTER]).items()}
         adapter = protocol.unpack_upload(arrays, expected.broadcast, expected.spec, expected.initial)
     for name, tensor in adapter.items():
         if not torch.isfinite(tensor).all():
@@ -192,11 +196,10 @@ def read_sum(reply: Message, expected: ExpectedReply, *, dimension: int, modulus
     with _malformed_by_name():
         release = _release_of(reply, expected)
         records = reply.content.array_records
-        if {name: list(record) for name, record in records.items()} != {protocol.ADAPTER: [protocol.SUM]}:
+        arrays = {name: unpacked(record) for name, record in records.items()}
+        if {name: list(named) for name, named in arrays.items()} != {protocol.ADAPTER: [protocol.SUM]}:
             raise MalformedError(f"records {', '.join(records) or 'none'}: must hold {protocol.SUM} alone")
-        array = records[protocol.ADAPTER][protocol.SUM]
-        check_arrays({protocol.SUM: array.data})
-        vector = array.numpy()
+        vector = arrays[protocol.ADAPTER][protocol.SUM]
     if vector.dtype != np.dtype(f"int{modulus_bits}") or vector.shape != (dimension,):
         raise MalformedError(f"{protocol.SUM}: {vector.dtype} {vector.shape}, must be int{modulus_bits} ({dimension},)")
     digest = _digest(release, {protocol.SUM: torch.from_numpy(vector)})

@@ -33,7 +33,7 @@ from fedpriv.training.summing import mean_of_sum, mean_upload
 from fedpriv.vault.frames import TRAIN
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
-from server.exchange import Exchange, ExpectedReply, Vector, read_reply, read_sum, wire_bytes
+from server.exchange import Exchange, ExpectedReply, Vector, read_reply, read_sum, records_of, wire_bytes
 from server.observer import Follow, answers
 from server.registration import Nodes
 from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Receipts, Round, RoundRequest, client_rows, round_row
@@ -219,8 +219,7 @@ class RuleStrategy(Strategy):
         whole = Broadcast(adapter=adapter, merged=model.merged, signs=signs)
         arrays = protocol.pack_broadcast(whole, self.spec, model.initial, rounding)
         broadcast = protocol.unpack_broadcast(arrays, self.spec, model.initial)
-        records = {name: ArrayRecord(dict(tensors)) for name, tensors in arrays.items()}
-        content = RecordDict({**records, protocol.INSTRUCTION: instruction})
+        content = RecordDict({**records_of(arrays), protocol.INSTRUCTION: instruction})
         return RoundRequest(broadcast, content, wire_bytes(content), protocol.request_digest(broadcast, self.spec))
 
     def aggregate_train(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from fedpriv.errors import InputError
 from fedpriv.vault import RefusedError, RetiredError
-from fedpriv.vault.frames import FAILED, MAX_ARRAYS_BYTES, REFUSED, RETIRED, Response, Scalar, check_arrays
+from fedpriv.vault.frames import FAILED, MAX_ARRAYS_BYTES, REFUSED, RETIRED, Response, Scalar
 
 log = logging.getLogger("flwr")
 
@@ -87,8 +88,7 @@ def parameters_of(content: RecordDict) -> Parameters:
         raise RefusedError(f"arrays: are in {len(content.array_records)} records; must be in exactly one")
     ((record, named),) = content.array_records.items()
     try:
-        check_arrays({name: array.data for name, array in named.items()})
-        arrays = {name: np.load(BytesIO(array.data), allow_pickle=False) for name, array in named.items()}
+        arrays = {name: read_array(name, array.data) for name, array in named.items()}
     except ValueError as error:
         raise RefusedError(f"arrays: {error}") from None
     for name, array in arrays.items():
@@ -102,6 +102,31 @@ def parameters_of(content: RecordDict) -> Parameters:
         raise RefusedError("arrays: hold no value")
     if not found.is_finite:
         raise RefusedError("arrays: hold a value that is not finite")
+    return found
+
+
+def read_array(name: str, data: bytes) -> np.ndarray:
+    """An array of NumPy's file format, as Flower's messages hold it.
+
+    Reading allocates what the header claims, so it is compared with what follows first.
+
+    Raises:
+        ValueError: it holds objects, or its header is malformed or claims more or fewer bytes than follow it.
+    """
+    stream = BytesIO(data)
+    read_header = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }.get(np.lib.format.read_magic(stream))
+    if read_header is None:
+        raise ValueError(f"{name}: unknown version of NumPy's format")
+    shape, _, dtype = read_header(stream)
+    if dtype.hasobject:
+        raise ValueError(f"{name}: holds objects")
+    claimed, actual = math.prod(shape) * dtype.itemsize, len(data) - stream.tell()
+    if claimed != actual:
+        raise ValueError(f"{name}: claims {claimed} bytes, but holds {actual}")
+    found: np.ndarray = np.load(BytesIO(data), allow_pickle=False)
     return found
 
 

@@ -13,7 +13,6 @@ import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +171,25 @@ def unpack_response(frame: bytes) -> Response:
     )
 
 
+def pack_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """The frame of arrays alone.
+
+    Raises:
+        FrameError: see `pack_request`.
+    """
+    return _pack({}, [("", name, array) for name, array in arrays.items()])
+
+
+def unpack_arrays(frame: bytes) -> dict[str, np.ndarray]:
+    """The arrays in a frame of them alone, in the order in which they were packed.
+
+    Raises:
+        FrameError: the frame is malformed or of another version.
+    """
+    _, named = _unpack(frame, {})
+    return {name: array for _, name, array in named}
+
+
 def frame_length(prefix: bytes) -> int:
     """The number of bytes that follow a frame's first `PREFIX_BYTES`.
 
@@ -182,33 +200,6 @@ def frame_length(prefix: bytes) -> int:
     if header > MAX_HEADER_BYTES or arrays > MAX_ARRAYS_BYTES:
         raise FrameError(f"frame: {header} + {arrays} bytes; at most {MAX_HEADER_BYTES} + {MAX_ARRAYS_BYTES}")
     return int(header + arrays)
-
-
-def check_arrays(arrays: Mapping[str, bytes]) -> None:
-    """Refuse arrays that hold objects, or whose header claims more or fewer bytes than follow it.
-
-    Reading an array allocates what its header claims, so check before reading.
-
-    Args:
-        arrays: {name: NumPy's file format, as Flower's messages hold it}.
-
-    Raises:
-        ValueError: names the array.
-    """
-    for name, data in arrays.items():
-        stream = BytesIO(data)
-        read_header = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }.get(np.lib.format.read_magic(stream))
-        if read_header is None:
-            raise ValueError(f"{name}: unknown version of NumPy's format")
-        shape, _, dtype = read_header(stream)
-        if dtype.hasobject:
-            raise ValueError(f"{name}: holds objects")
-        claimed, actual = math.prod(shape) * dtype.itemsize, len(data) - stream.tell()
-        if claimed != actual:
-            raise ValueError(f"{name}: claims {claimed} bytes, but holds {actual}")
 
 
 def _pack(header: dict[str, Any], named: list[tuple[str, str, np.ndarray]]) -> bytes:

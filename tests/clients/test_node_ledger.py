@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from clients import node as node_keys
 from clients.node import answered, prepare, reply
@@ -25,6 +25,7 @@ from fedpriv.vault import _charging, refused
 from fedpriv.vault.frames import FAILED, REFUSED, REGISTER, RETIRED
 from fedpriv.vault.settings import NodeLimits
 from simulations.engines.flower_private import task_identity
+from tests.wire import record, tensors_of
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ class Node:
     def message(self, round_: int = 1, *, run: str = "run", shift: float = 0.0, **changes: object) -> Message:
         adapter = {name: tensor + shift for name, tensor in workbench(self.config).initial.items()}
         fields = {**protocol.pack_instruction(run, round_, UpdateSpec.of(self.config)), **changes}
-        content = RecordDict({protocol.ADAPTER: ArrayRecord(adapter), protocol.INSTRUCTION: ConfigRecord(fields)})
+        content = RecordDict({protocol.ADAPTER: record(adapter), protocol.INSTRUCTION: ConfigRecord(fields)})
         return Message(content, 7, "train", group_id="1")
 
     def ask(self, message: Message) -> Message:
@@ -75,7 +76,7 @@ def node(small_run, tmp_path) -> Node:
 
 def uploaded(reply: Message) -> bytes:
     assert not reply.has_error(), reply.error
-    arrays = dict(reply.content.array_records[protocol.ADAPTER].to_torch_state_dict())
+    arrays = tensors_of(reply.content.array_records[protocol.ADAPTER])
     return protocol.pack_reply(
         protocol.unpack(protocol.UploadRelease, reply.content.config_records[protocol.RELEASE]), arrays
     )
@@ -248,15 +249,15 @@ def test_a_node_that_trusts_nobody_has_limits_without_a_policy_file(small_run, t
 @pytest.mark.parametrize("harm", ["shape", "extra layer", "missing"])
 def test_an_adapter_that_does_not_fit_is_refused_before_anything_is_charged(node, harm):
     message = node.message()
-    arrays = dict(message.content.array_records[protocol.ADAPTER].to_torch_state_dict())
+    arrays = tensors_of(message.content.array_records[protocol.ADAPTER])
     name = next(iter(arrays))
     if harm == "shape":
         arrays[name] = arrays[name].T.contiguous()
     elif harm == "missing":
         del arrays[name]
     else:
-        message.content[protocol.MERGED] = ArrayRecord({"no.such.layer.left": arrays[name]})
-    message.content[protocol.ADAPTER] = ArrayRecord(arrays)
+        message.content[protocol.MERGED] = record({"no.such.layer.left": arrays[name]})
+    message.content[protocol.ADAPTER] = record(arrays)
     assert node.ask(message).error.code == FAILED
     assert node.num_charged == 0
     assert not node.ask(node.message()).has_error()

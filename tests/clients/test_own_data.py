@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from clients import node
 from clients.app import app
@@ -24,6 +24,7 @@ from fedpriv.vault.settings import VaultSettings
 from simulations.engines.flower_private import task_identity
 from tests.tiny import LABELS
 from tests.vaults import make_vault, write_records
+from tests.wire import record
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
 
@@ -80,7 +81,7 @@ def test_it_trains_on_them_and_notes_what_it_did(context, settings):
     spec = UpdateSpec.of(parse(dict(context.run_config)))
     content = RecordDict(
         {
-            protocol.ADAPTER: ArrayRecord(dict(bench.initial)),
+            protocol.ADAPTER: record(bench.initial),
             protocol.INSTRUCTION: ConfigRecord(protocol.pack_instruction("run", 1, spec)),
         }
     )

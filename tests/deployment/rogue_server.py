@@ -8,14 +8,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+import torch
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import ServerApp
 
 from fedpriv import protocol
 from fedpriv.config import parse
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.workbench import workbench
-from server.exchange import wire_bytes
+from fedpriv.wire import unpacked
+from server.exchange import records_of, wire_bytes
 from server.registration import register_nodes
 
 app = ServerApp()
@@ -38,7 +40,7 @@ def main(grid, context):
 
     def message(node_id, spec):
         content = {
-            protocol.ADAPTER: ArrayRecord(dict(initial)),
+            protocol.ADAPTER: records_of({protocol.ADAPTER: dict(initial)})[protocol.ADAPTER],
             protocol.INSTRUCTION: ConfigRecord(protocol.pack_instruction("rogue", 1, spec)),
         }
         return Message(RecordDict(content), node_id, "train", group_id="1")
@@ -52,7 +54,7 @@ def main(grid, context):
     replies = list(grid.send_and_receive([message(first, honest) for _ in range(NUM_REPEATS)], timeout=400))
     for reply in replies:
         release = protocol.unpack(protocol.UploadRelease, reply.content.config_records[protocol.RELEASE])
-        arrays = reply.content.array_records[protocol.ADAPTER].to_torch_state_dict()
+        arrays = {key: torch.from_numpy(a) for key, a in unpacked(reply.content[protocol.ADAPTER]).items()}
         answers["replays"].append(
             {
                 "sha256": hashlib.sha256(protocol.pack_reply(release, arrays)).hexdigest(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from scipy.stats import norm
 from fedpriv.accounting import SubsampledGaussian, epsilon_of
 from fedpriv.errors import InputError
 from fedpriv.flower import Account, LedgerMod, UpdateMod, local_dp_event
+from fedpriv.flower._messages import read_array
 from fedpriv.ledger import reading
 from fedpriv.vault import RefusedError
 from fedpriv.vault.frames import FAILED, REFUSED, RETIRED
@@ -313,3 +315,22 @@ def test_the_event_of_an_opacus_loader_costs_what_opacus_says():
     event = SubsampledGaussian(noise_multiplier=1.1, sampling_probability=1 / 20, count=60)
     # Both convert the best of many orders; ours has fewer of them.
     assert epsilon_of([event], 1e-5, "rdp").epsilon == pytest.approx(accountant.get_epsilon(1e-5), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"(3,), }" + b" " * 12, b"(1000000000000,), }", "claims 4000000000000 bytes, but holds 12"),
+        (b"<f4", b"|O8", "holds objects"),
+        (b"\x93NUMPY\x01", b"\x93NUMPY\x09", "unknown version"),
+    ],
+)
+def test_an_array_with_a_wrong_header_is_refused_before_memory_is_allocated(old, new, message):
+    stream = BytesIO()
+    np.save(stream, np.zeros(3, dtype=np.float32))
+    data = stream.getvalue()
+    assert read_array("a", data).tolist() == [0.0, 0.0, 0.0]
+    damaged = data.replace(old, new)
+    assert damaged != data
+    with pytest.raises(ValueError, match=f"a: .*{message}"):
+        read_array("a", damaged)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from clients import node
 from clients import node as node_keys
@@ -38,6 +38,7 @@ from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
+from tests.wire import record, tensors_of
 
 # A child is killed at a random instant after it sent a random number of replies, at most so many: an instant counted
 # from its start alone would come before its first reply on a busy machine.
@@ -47,7 +48,7 @@ MOST_REPLIES = 8
 def sent(wire: int, client: int, round_: int, reply: Message) -> None:
     """Tell the parent what left the node: from here on it counts as released."""
     records = reply.content.array_records
-    arrays = dict(records[protocol.ADAPTER].to_torch_state_dict()) if records else {}
+    arrays = tensors_of(records[protocol.ADAPTER]) if records else {}
     release = reply.content.config_records[protocol.RELEASE]
     digest = hashlib.sha256(protocol.pack_reply(protocol.unpack(protocol.UploadRelease, release), arrays)).hexdigest()
     os.write(wire, (json.dumps([client, round_, digest, release["event"]]) + "\n").encode())
@@ -87,7 +88,7 @@ def one_node(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
         for round_ in range(int(seen.read_text()) if seen.exists() else 1, 10**6):
             spec = replace(UpdateSpec.of(config), num_rounds=10**6)
             instruction = ConfigRecord(protocol.pack_instruction("run", round_, spec))
-            content = RecordDict({protocol.ADAPTER: ArrayRecord(bench.initial), protocol.INSTRUCTION: instruction})
+            content = RecordDict({protocol.ADAPTER: record(bench.initial), protocol.INSTRUCTION: instruction})
             message = Message(content, 7, "train", group_id="1")
             reply = node.prepare(message, context)
             if not isinstance(reply, Message):

@@ -25,6 +25,7 @@ from server.registration import NO_NODE
 from server.round import Absences
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import set_message_id, task_identity
+from tests.wire import record
 
 SIZES = {0: 600, 1: 300, 2: 100}
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
@@ -107,7 +108,7 @@ class Nodes:
             return error
         honest = {"round": self.round, "event": self.strategy.event(client), "num_records": SIZES[client]}
         release = ConfigRecord(protocol.pack(UploadRelease(**honest)))
-        adapter = ArrayRecord({name: torch.ones_like(t) for name, t in ADAPTER.items()})
+        adapter = record({name: torch.ones_like(t) for name, t in ADAPTER.items()})
         return Message(RecordDict({protocol.RELEASE: release, protocol.ADAPTER: adapter}), reply_to=message)
 
     def run(self, secrets, num_rounds: int, nodes=None, **changes) -> Absences:

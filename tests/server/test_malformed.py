@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapters.codecs import CODECS
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.protocol import UploadRelease
+from fedpriv.wire import packed, unpacked
 from simulations.engines.flower_private import task_identity
 from tests.server.test_strategy import ADAPTER, SIZES, ask, make_strategy
+from tests.wire import record
 
 
 @pytest.fixture(autouse=True)
@@ -25,51 +28,68 @@ def _identity():
         yield
 
 
-def harmed_array(rng: random.Random, array: Array) -> Array:
-    """An array whose header, data or both are wrong."""
-    good = array.numpy()
-    kind = rng.choice(["dtype", "shape", "truncated", "garbage", "object", "huge", "empty", "lying", "nan", "scalar"])
-    match kind:
+def harmed_array(rng: random.Random, good: np.ndarray) -> np.ndarray:
+    """An array of another type or shape, or with a value that is no number."""
+    match rng.choice(["dtype", "shape", "nan", "scalar", "empty"]):
         case "dtype":
-            return Array.from_numpy_ndarray(
-                good.astype(rng.choice(["float64", "float16", "int64", "complex64", "bool"]))
-            )
+            return good.astype(rng.choice(["float64", "float16", "int64", "bool"]))
         case "shape":
-            return Array.from_numpy_ndarray(np.zeros((good.size + rng.randint(1, 9),), dtype=good.dtype))
-        case "truncated":
-            return Array(array.dtype, array.shape, array.stype, array.data[: rng.randrange(len(array.data))])
-        case "garbage":
-            data = bytes(rng.randrange(256) for _ in range(len(array.data)))
-            return Array(array.dtype, array.shape, array.stype, data)
-        case "object":
-            header = array.data.replace(b"<f4", b"|O8").replace(b"|u1", b"|O8").replace(b"|i1", b"|O8")
-            return Array(array.dtype, array.shape, array.stype, header.replace(b"<i2", b"|O8"))
-        case "huge":  # a header that asks for terabytes
-            text = str(array.shape).encode()
-            claim = b"(1000000000000,)"
-            pad = b" " * max(0, len(claim) - len(text))
-            return Array(array.dtype, array.shape, array.stype, array.data.replace(pad, b"").replace(text, claim, 1))
-        case "empty":
-            return Array(array.dtype, array.shape, array.stype, b"")
-        case "lying":
-            return Array(array.dtype, array.shape, rng.choice(["torch", "pickle", ""]), array.data)
+            return np.zeros((good.size + rng.randint(1, 9),), dtype=good.dtype)
         case "nan":
             wrong = good.astype(np.float32)
             wrong.flat[rng.randrange(good.size)] = rng.choice([math.nan, math.inf, -math.inf])
-            return Array.from_numpy_ndarray(wrong)
+            return wrong
+        case "empty":
+            return good.reshape(-1)[:0]
         case _:
-            return Array.from_numpy_ndarray(np.array(3.0, dtype=np.float32))
+            return np.array(3.0, dtype=np.float32)
+
+
+def harmed_bytes(rng: random.Random, array: Array) -> Array:
+    """The bytes that carry all arrays, with a header, data or name of a format that is wrong."""
+    kind = rng.choice(["truncated", "garbage", "type", "huge", "empty", "longer", "lying", "crowd", "names", "lengths"])
+    content, formatted = array.data, array.stype
+    match kind:
+        case "truncated":
+            content = content[: rng.randrange(len(content))]
+        case "garbage":
+            content = bytes(rng.randrange(256) for _ in range(len(content)))
+        case "type":
+            content = re.sub(rb'"dtype":"[A-Z0-9]+"', rb'"dtype":"O8"', content)
+        case "huge":  # a header that asks for terabytes, as long as before
+            content = re.sub(
+                rb'"shape":\[[0-9,]+\]', lambda found: b'"shape":[' + b"9" * (len(found[0]) - 10) + b"]", content
+            )
+        case "empty":
+            content = b""
+        case "longer":
+            content += b"\0" * rng.randint(1, 9)
+        case "lying":
+            formatted = rng.choice(["numpy.ndarray", "torch", "pickle", ""])
+        case "crowd":
+            content = b"[" * 10**5 + content
+        case "names":
+            content = content.replace(b'"A"', b'"B"') if b'"A"' in content else content[:-1]
+        case "lengths":
+            content = b"\xff" * 8 + content[8:]
+    return Array(array.dtype, (len(content),), formatted, content)
 
 
 def harmed(rng: random.Random, message: Message, good: RecordDict) -> Message:
     """The reply with something wrong in it."""
     records = dict(good)
-    arrays = dict(records[protocol.ADAPTER])
+    arrays = unpacked(records[protocol.ADAPTER])
+    carried = None
     release = dict(records[protocol.RELEASE])
     name = rng.choice(sorted(arrays))
-    match rng.choice(["array"] * 6 + ["missing", "extra", "renamed", "record", "field", "value", "silent"]):
+    match rng.choice(
+        ["array"] * 3 + ["bytes"] * 4 + ["missing", "extra", "renamed", "record", "field", "value", "silent"]
+    ):
         case "array":
             arrays[name] = harmed_array(rng, arrays[name])
+        case "bytes":
+            ((key, array),) = records[protocol.ADAPTER].items()
+            carried = ArrayRecord({key: harmed_bytes(rng, array)})
         case "missing":
             del arrays[name]
         case "extra":
@@ -77,7 +97,7 @@ def harmed(rng: random.Random, message: Message, good: RecordDict) -> Message:
         case "renamed":
             arrays[f"{name}x"] = arrays.pop(name)
         case "record":
-            records["metrics" if rng.random() < 0.5 else "more"] = ArrayRecord(arrays)
+            records["metrics" if rng.random() < 0.5 else "more"] = packed(arrays)
         case "field":
             release.pop(rng.choice(sorted(release)))
         case "value":
@@ -85,9 +105,9 @@ def harmed(rng: random.Random, message: Message, good: RecordDict) -> Message:
             release[key] = rng.choice([9999, -1, 2**62, 3.5, "", "{}", "[" * 1000, b"x", [1, 2]])
         case "silent":
             release["silent"] = True
+    carried = carried or packed(arrays)
     return Message(
-        RecordDict({**records, protocol.ADAPTER: ArrayRecord(arrays), protocol.RELEASE: ConfigRecord(release)}),
-        reply_to=message,
+        RecordDict({**records, protocol.ADAPTER: carried, protocol.RELEASE: ConfigRecord(release)}), reply_to=message
     )
 
 
@@ -110,7 +130,7 @@ def test_many_malformed_replies(codec, num):
             encoded = protocol.pack_upload(moved, broadcast, strategy.spec, ADAPTER, SeededSource(round_, client))
             good = RecordDict(
                 {
-                    protocol.ADAPTER: ArrayRecord(encoded),
+                    protocol.ADAPTER: record(encoded),
                     protocol.RELEASE: ConfigRecord(protocol.pack(release)),
                 }
             )
@@ -131,7 +151,7 @@ def test_an_event_that_costs_less_is_malformed_too():
     message = ask(strategy)[0]
     cheap = SubsampledGaussian(noise_multiplier=50.0, sampling_probability=1e-6)
     release = protocol.pack(UploadRelease(round=1, event=cheap, num_records=SIZES[0]))
-    content = {protocol.ADAPTER: ArrayRecord(ADAPTER), protocol.RELEASE: ConfigRecord(release)}
+    content = {protocol.ADAPTER: record(ADAPTER), protocol.RELEASE: ConfigRecord(release)}
     strategy.aggregate_train(1, [Message(RecordDict(content), reply_to=message)])
     assert strategy._rows[0].status == "malformed"
     assert "the instruction costs" in strategy._rows[0].detail

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, Context, Message
 
 from clients.app import app as client_app
 from clients.node import BUDGET_KEY, LEDGER_KEY
@@ -35,6 +35,7 @@ from fedpriv.runs._writer import RunWriter
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateTask, planned_event
 from fedpriv.training.workbench import workbench
+from fedpriv.wire import packed, unpacked
 from server import exchange
 from server.bookkeeping import Books
 from server.registration import register_nodes
@@ -122,9 +123,9 @@ class UnreliableGrid(LocalGrid):
 
 
 def _spoil(reply: Message) -> None:
-    arrays = reply.content.array_records[protocol.ADAPTER]
-    name, array = next(iter(arrays.items()))
-    arrays[name] = Array.from_numpy_ndarray(np.full(array.shape, np.nan, dtype=np.float32))
+    arrays = unpacked(reply.content.array_records[protocol.ADAPTER])
+    next(iter(arrays.values())).fill(np.nan)
+    reply.content[protocol.ADAPTER] = packed(arrays)
 
 
 class Clock:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from safetensors.torch import load_file
 
 from clients import node
@@ -34,6 +34,7 @@ from server.bookkeeping import Books
 from server.observer import LogObserver, described
 from simulations.engines import federation
 from simulations.engines.flower_private import task_identity
+from tests.wire import record
 
 TARGET, SIZES = 3.0, [84, 56, 52]
 ROUNDS = {"rounds": 8, "lora_rounds": 3, "target_epsilon": TARGET, "delta": 1e-5, "baselines": False}
@@ -315,7 +316,7 @@ def test_the_start_is_in_the_node_s_ledger_before_it_is_computed(recipe, tmp_pat
     context = Context(1, 7, keys, RecordDict(), to_flower(values))
     spec = RunSchedule.of(config).spec(1)
     content = {
-        protocol.ADAPTER: ArrayRecord(workbench(values).initial),
+        protocol.ADAPTER: record(workbench(values).initial),
         protocol.INSTRUCTION: ConfigRecord(protocol.pack_instruction("run", 1, spec)),
     }
     with task_identity(1):

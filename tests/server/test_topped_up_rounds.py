@@ -25,6 +25,7 @@ from server.strategy import RuleStrategy
 from simulations.engines.flower_private import task_identity
 from tests.marks import slow
 from tests.server.test_strategy import SlowGrid
+from tests.wire import record
 
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
 SIZES = {0: 400, 1: 400, 2: 400, 3: 400, 4: 150, 5: 900}
@@ -100,7 +101,7 @@ def run_of(config: RunConfig, fails) -> tuple[dict[int, list[float]], list[list]
         claims = UploadRelease(round=round_, event=strategy.event(client), num_records=SIZES[client])
         content = {
             protocol.RELEASE: ConfigRecord(protocol.pack(claims)),
-            protocol.ADAPTER: ArrayRecord(ADAPTER),
+            protocol.ADAPTER: record(ADAPTER),
         }
         return Message(RecordDict(content), reply_to=message), 0
 

@@ -19,6 +19,7 @@ from fedpriv.training.summing import client_masses, record_weights
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import task_identity
+from tests.wire import record
 
 SIZES = {0: 400, 1: 100, 2: 225, 3: 900}
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
@@ -116,7 +117,7 @@ def test_a_round_costs_its_worst_case_whoever_replied(uploads):
 def answered(strategy: RuleStrategy, message: Message) -> Message:
     client = message.metadata.dst_node_id - 100
     release = UploadRelease(round=1, event=strategy.event(client), num_records=SIZES[client])
-    vector = ArrayRecord({protocol.SUM: torch.full((10,), 2**20, dtype=torch.int32)})
+    vector = record({protocol.SUM: torch.full((10,), 2**20, dtype=torch.int32)})
     content = {protocol.RELEASE: ConfigRecord(protocol.pack(release)), protocol.ADAPTER: vector}
     return Message(RecordDict(content), reply_to=message)
 

@@ -18,8 +18,10 @@ from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
 from fedpriv.vault.frames import FAILED, REFUSED
+from fedpriv.wire import unpacked
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
+from tests.wire import record
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def grid(config):
 
 def train_message(config, node_id, **changes):
     fields = {**protocol.pack_instruction("run", 1, UpdateSpec.of(config)), **changes}
-    adapter = ArrayRecord(workbench(config).initial)
+    adapter = record(workbench(config).initial)
     content = RecordDict({protocol.ADAPTER: adapter, protocol.INSTRUCTION: ConfigRecord(fields)})
     return Message(content, node_id, "train", group_id="1")
 
@@ -59,16 +61,16 @@ def test_every_message_gets_its_own_nodes_reply(grid, config):
 
 def test_messages_are_copied(grid, config):
     message = train_message(config, 10)
-    before = message.content.array_records[protocol.ADAPTER].to_numpy_ndarrays()
+    before = unpacked(message.content.array_records[protocol.ADAPTER])
     grid.send_and_receive([message])
-    after = message.content.array_records[protocol.ADAPTER].to_numpy_ndarrays()
-    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    after = unpacked(message.content.array_records[protocol.ADAPTER])
+    assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
 def test_one_failing_task_is_one_error_reply_and_tells_nothing(grid, config):
     secret = "SECRET RECORD"
     messages = [train_message(config, node) for node in (10, 11, 12)]
-    messages[1].content[protocol.ADAPTER] = ArrayRecord({secret: torch.zeros(2)})
+    messages[1].content[protocol.ADAPTER] = record({secret: torch.zeros(2)})
     replies = list(grid.send_and_receive(messages))
     assert [reply.has_error() for reply in replies] == [False, True, False]
     assert replies[1].error.code == FAILED

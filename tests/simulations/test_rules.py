@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from flwr.app import ArrayRecord
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
@@ -31,6 +30,7 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
 from simulations.engines import federation
+from tests.wire import record, tensors_of
 
 # Every day one of each kind that is saved: an adapter, weights, a merged base with adapters, inner matrices.
 EVERY_DAY = ("dp-lora", "fedavg", "flora", "fed-sb")
@@ -212,9 +212,9 @@ def test_a_client_that_sends_nonsense_is_named_in_the_table_and_the_run_goes_on(
     def poisoned(response, message):
         reply = honest(response, message)
         if message.metadata.dst_node_id == 3 and protocol.ADAPTER in reply.content:
-            arrays = dict(reply.content[protocol.ADAPTER].to_torch_state_dict())
+            arrays = tensors_of(reply.content[protocol.ADAPTER])
             next(iter(arrays.values())).fill_(float("nan"))
-            reply.content[protocol.ADAPTER] = ArrayRecord(arrays)
+            reply.content[protocol.ADAPTER] = record(arrays)
         return reply
 
     monkeypatch.setattr(node, "message_of", poisoned)

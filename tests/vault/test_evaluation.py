@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from clients.app import app
 from clients.pipe import VAULT_KEY
@@ -32,6 +32,7 @@ from simulations.engines.flower_private import task_identity
 from tests.tiny import LABELS, WORDS
 from tests.vault.running import Running
 from tests.vaults import make_vault, write_records
+from tests.wire import record
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
 
@@ -317,7 +318,7 @@ def test_an_evaluation_passes_the_pipe_and_the_socket(make):
         asked = node.request()
         content = RecordDict(
             {
-                protocol.ADAPTER: ArrayRecord(dict(node.initial)),
+                protocol.ADAPTER: record(node.initial),
                 protocol.INSTRUCTION: ConfigRecord(dict(asked.fields)),
             }
         )
