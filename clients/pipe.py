@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 from typing import cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
 from fedpriv.vault.frames import FAILED, Request, Response, Scalar, ask
-from fedpriv.wire import packed, unpacked
+from fedpriv.wire import CARRIER, packed, unpacked
 
 log = logging.getLogger("flwr")
 
@@ -63,5 +63,5 @@ def message_of(response: Response, message: Message) -> Message:
         response.record: ConfigRecord(dict(response.fields))
     }
     if response.arrays:
-        records[_ADAPTER] = packed(response.arrays)
+        records[_ADAPTER] = ArrayRecord({CARRIER: Array(**packed(response.arrays))})
     return Message(RecordDict(records), reply_to=message)

@@ -25,7 +25,7 @@ from fedpriv.adapters import Adapter, difference, norm
 from fedpriv.deployment.flower import seconds_to_pause
 from fedpriv.protocol import Broadcast, UploadRelease
 from fedpriv.training.local_update import UpdateSpec
-from fedpriv.wire import packed, unpacked
+from fedpriv.wire import CARRIER, packed, unpacked
 
 log = logging.getLogger("flwr")
 
@@ -101,7 +101,8 @@ class Exchange:
 
 def records_of(arrays: protocol.Arrays) -> dict[str, ArrayRecord]:
     """{record's name: record that carries its tensors}."""
-    return {name: packed({key: tensor.numpy() for key, tensor in tensors.items()}) for name, tensors in arrays.items()}
+    named = {name: {key: tensor.numpy() for key, tensor in tensors.items()} for name, tensors in arrays.items()}
+    return {name: ArrayRecord({CARRIER: Array(**packed(each))}) for name, each in named.items()}
 
 
 def wire_bytes(content: RecordDict) -> int:

@@ -141,7 +141,7 @@ FLOORS = (
     ("plan",),
     ("runs/show",),
     ("serving/http",),
-    ("adapter_variants.py", "flower", "publishing", "serving"),
+    ("adapter_variants.py", "flower", "publishing", "serving", "wire.py"),
     ("runs", "vault"),
     ("audit", "dedup", "integral", "protocol.py"),
     ("training", "variants"),

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
-from fedpriv.wire import packed, unpacked
+from fedpriv.wire import CARRIER, packed, unpacked
 
 
 def record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
     """The record that carries these tensors."""
-    return packed({name: tensor.numpy() for name, tensor in tensors.items()})
+    return carried({name: tensor.numpy() for name, tensor in tensors.items()})
 
 
-def tensors_of(carried: ArrayRecord) -> dict[str, Tensor]:
+def carried(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+    """The record that carries these arrays."""
+    return ArrayRecord({CARRIER: Array(**packed(arrays))})
+
+
+def tensors_of(record: ArrayRecord) -> dict[str, Tensor]:
     """The tensors that a record carries."""
-    return {name: torch.from_numpy(array) for name, array in unpacked(carried).items()}
+    return {name: torch.from_numpy(array) for name, array in unpacked(record).items()}

@@ -16,10 +16,10 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapters.codecs import CODECS
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.protocol import UploadRelease
-from fedpriv.wire import packed, unpacked
+from fedpriv.wire import unpacked
 from simulations.engines.flower_private import task_identity
 from tests.server.test_strategy import ADAPTER, SIZES, ask, make_strategy
-from tests.wire import record
+from tests.wire import carried, record
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def harmed(rng: random.Random, message: Message, good: RecordDict) -> Message:
     """The reply with something wrong in it."""
     records = dict(good)
     arrays = unpacked(records[protocol.ADAPTER])
-    carried = None
+    carrier = None
     release = dict(records[protocol.RELEASE])
     name = rng.choice(sorted(arrays))
     match rng.choice(
@@ -89,7 +89,7 @@ def harmed(rng: random.Random, message: Message, good: RecordDict) -> Message:
             arrays[name] = harmed_array(rng, arrays[name])
         case "bytes":
             ((key, array),) = records[protocol.ADAPTER].items()
-            carried = ArrayRecord({key: harmed_bytes(rng, array)})
+            carrier = ArrayRecord({key: harmed_bytes(rng, array)})
         case "missing":
             del arrays[name]
         case "extra":
@@ -97,7 +97,7 @@ def harmed(rng: random.Random, message: Message, good: RecordDict) -> Message:
         case "renamed":
             arrays[f"{name}x"] = arrays.pop(name)
         case "record":
-            records["metrics" if rng.random() < 0.5 else "more"] = packed(arrays)
+            records["metrics" if rng.random() < 0.5 else "more"] = carried(arrays)
         case "field":
             release.pop(rng.choice(sorted(release)))
         case "value":
@@ -105,9 +105,9 @@ def harmed(rng: random.Random, message: Message, good: RecordDict) -> Message:
             release[key] = rng.choice([9999, -1, 2**62, 3.5, "", "{}", "[" * 1000, b"x", [1, 2]])
         case "silent":
             release["silent"] = True
-    carried = carried or packed(arrays)
+    carrier = carrier or carried(arrays)
     return Message(
-        RecordDict({**records, protocol.ADAPTER: carried, protocol.RELEASE: ConfigRecord(release)}), reply_to=message
+        RecordDict({**records, protocol.ADAPTER: carrier, protocol.RELEASE: ConfigRecord(release)}), reply_to=message
     )
 
 

@@ -35,7 +35,7 @@ from fedpriv.runs._writer import RunWriter
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import ClientUpdate, UpdateTask, planned_event
 from fedpriv.training.workbench import workbench
-from fedpriv.wire import packed, unpacked
+from fedpriv.wire import unpacked
 from server import exchange
 from server.bookkeeping import Books
 from server.registration import register_nodes
@@ -45,6 +45,7 @@ from simulations.engines.flower_private import set_message_id, task_identity
 from simulations.engines.grid import TRAIN, LocalGrid
 from simulations.tiny_bert import make_tiny_bert
 from tests.tiny import LABELS, WORDS, write_table
+from tests.wire import carried
 
 # (clients, rounds) of a run: two rounds more than the budgets last show that who retired is asked no more.
 SIZES = [(20, 5), pytest.param((200, 8), marks=pytest.mark.slow)]
@@ -125,7 +126,7 @@ class UnreliableGrid(LocalGrid):
 def _spoil(reply: Message) -> None:
     arrays = unpacked(reply.content.array_records[protocol.ADAPTER])
     next(iter(arrays.values())).fill(np.nan)
-    reply.content[protocol.ADAPTER] = packed(arrays)
+    reply.content[protocol.ADAPTER] = carried(arrays)
 
 
 class Clock:
