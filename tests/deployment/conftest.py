@@ -11,8 +11,12 @@ import pytest
 from simulations.sites import DeployedFederation
 from tests.tiny import LABELS
 
+# A worker tries all numbers of rows that its memory allows when it starts, and so does the server for its test set.
+MEMORY_LIMIT_MB = 8
+LITTLE_MEMORY = f"memory_limit_mb = {MEMORY_LIMIT_MB}\n"
+
 # What replies take is no matter here, and public times would be those of the largest samples.
-QUICK = "reply_seconds = 0.1\n"
+QUICK = f"reply_seconds = 0.1\n{LITTLE_MEMORY}"
 
 # Of the federations that many tests share: as few as say something, since a node is five processes.
 NUM_NODES = 2
@@ -23,7 +27,9 @@ OF_A_PERSON = 3
 @pytest.fixture(scope="module")
 def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedFederation]:
     """A SuperLink and nodes of the synthetic corpus."""
-    federation = DeployedFederation(tmp_path_factory.mktemp("hospitals") / "federation", num_nodes=NUM_NODES)
+    federation = DeployedFederation(
+        tmp_path_factory.mktemp("hospitals") / "federation", num_nodes=NUM_NODES, settings=LITTLE_MEMORY
+    )
     yield federation
     federation.stop()
 
@@ -56,7 +62,7 @@ def holdings(folder: Path, table: Path, *more: str, num_nodes: int = 3, persons:
 
 
 # Replies that take a while without work for the machine: a node that is killed then has not answered yet.
-SLOW = "reply_seconds = 5\n"
+SLOW = f"reply_seconds = 5\n{LITTLE_MEMORY}"
 
 
 @pytest.fixture(scope="module", params=[QUICK], ids=["quick"])
@@ -85,6 +91,7 @@ def corpus_run(tiny_bert: Path) -> dict[str, object]:
         "rounds": 2,
         "local_steps": 1,
         "simulate": True,
+        "memory_limit_mb": MEMORY_LIMIT_MB,
         "comparison": False,
         "baselines": False,
     }
@@ -105,6 +112,7 @@ def holders_run(tiny_bert: Path, table: Path) -> dict[str, object]:
         "local_steps": 2,
         "batch_size": 4,
         "noise_multiplier": 1.0,
+        "memory_limit_mb": MEMORY_LIMIT_MB,
         "comparison": False,
         "baselines": False,
     }

@@ -16,7 +16,7 @@ from fedpriv.runs import RunFolder, spent_on_view, status_of
 from fedpriv.runs.show._terminal import state_of
 from server.deploy.folder import Coordinator
 from simulations.sites import DeployedFederation, wait_until
-from tests.deployment.conftest import holdings
+from tests.deployment.conftest import LITTLE_MEMORY, holdings
 from tests.monitoring import Samples, firing, names, scraped, value
 
 pytestmark = pytest.mark.deployment
@@ -31,7 +31,7 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ "
 def site(tmp_path_factory, table, tiny_bert) -> Iterator[DeployedFederation]:
     folder = tmp_path_factory.mktemp("seeing")
     own = holdings(folder, table, "--budget-view", "aggregate")
-    settings = f"reply_seconds = {REPLY_SECONDS}\n"
+    settings = f"reply_seconds = {REPLY_SECONDS}\n{LITTLE_MEMORY}"
     federation = DeployedFederation(
         folder / "federation", holdings=own, model=tiny_bert, settings=settings, metrics=True
     )
