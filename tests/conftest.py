@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parent
 # Their files take longest: their tests are whole runs, start processes of their own, or try many models.
 WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server", "adversary", "vault", "training")
-# Of the tests of deployed federations, of 2 to 9 minutes each. Each of four workers takes one of the first four files
-# and one of the next four before any takes a third, so each of these pairs takes about as long.
+# Of the tests of deployed federations, of 1 to 9 minutes each. Each of four workers takes one of the first four files
+# and one of the next four before any takes a third, so the longest are paired with the shortest of these.
 LONGEST = (
-    *("killed_coordinator", "killed", "walkthrough", "life_cycle"),
-    *("seeing", "secure_aggregation", "budgets", "strangers"),
+    *("walkthrough", "killed_coordinator", "killed", "life_cycle"),
+    *("budgets", "strangers", "seeing", "secure_aggregation"),
+    *("who_gets_in", "rogue_coordinator", "full_run", "kits"),
 )
 
 # Tests of the plots, and runs whose pages have them.

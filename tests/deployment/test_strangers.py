@@ -26,7 +26,7 @@ from simulations.sites import ROOT, SERVER, DeployedFederation, free_port, kit, 
 pytestmark = pytest.mark.deployment
 
 # So many that the run outlasts all attempts.
-_ROUNDS = 20
+_ROUNDS = 12
 
 _APP = """\
 [build-system]
