@@ -184,11 +184,11 @@ class DeployedFederation:
         """Let a bundle run on a node."""
         kit(CLIENT, "approve", self.node(client), digest)
 
-    def admit(self, client: int) -> None:
+    def admit(self, client: int, *more: str) -> None:
         """Admit a node, whose operator has read the fingerprint of its vault's key to the coordinator's."""
         application = self.application(client)
         told = keys.fingerprint(joining.read(joining.Application, application).vault_key)
-        kit(SERVER, "admit", self.coordinator, application, "--fingerprint", told)
+        kit(SERVER, "admit", self.coordinator, application, "--fingerprint", told, *more)
 
     def approve_peers(self, client: int, *more: object) -> None:
         """Let a node add up with all others that are admitted, whose operators read it their fingerprints."""

@@ -1,4 +1,4 @@
-"""A federation over the years: a coordinator that is lost, a new authority, a node that leaves, two on one machine."""
+"""A federation over the years: a coordinator that is lost, new keys, a node that leaves, two on one machine."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ def site(tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path)
     site.stop()
 
 
-def follow(site: DeployedFederation) -> None:
+def follow(site: DeployedFederation, *, with_new_keys: tuple[int, ...] = ()) -> None:
     """Invite everyone again, and let the nodes follow."""
     site.invite(len(NODES))
     for client in NODES:
         site.services[f"node-{client}"].kill()
         kit(CLIENT, "move", site.node(client), *site.invitation(client))
+        if client in with_new_keys:
+            kit(CLIENT, "new-key", site.node(client), "--node")
+            kit(CLIENT, "new-key", site.node(client))
+            site.admit(client, "--replace")
         site.start_node(client)
     site.wait_for_nodes(len(NODES))
 
@@ -58,10 +62,11 @@ def test_nothing_is_lost_but_who_left(site, holders_run, tmp_path):
     site.run({**one_round, "out": str(tmp_path / "moved")})
     assert charged_rounds(site) == [2, 2, 2]
 
-    # The authority's key was lost: nodes trust both, then the server's certificate is the new one's.
+    # The authority's key was lost: nodes trust both, then the server's certificate is the new one's. So were both keys
+    # of a node, whose ledger goes on.
     told = kit(SERVER, "new-authority", site.coordinator)
     (tmp_path / "passphrase").write_text(re.search("shown this once: (.*)", told)[1])
-    follow(site)
+    follow(site, with_new_keys=(0,))
     kit(SERVER, "renew", site.coordinator, "--ca-passphrase-file", tmp_path / "passphrase")
     site.services["superlink"].kill()
     site.start_superlink()

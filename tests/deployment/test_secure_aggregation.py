@@ -1,4 +1,4 @@
-"""A sum under masks over three SuperNodes outlives the death of one between any two exchanges, or ends by name."""
+"""A sum under masks over SuperNodes outlives the death of one between any two exchanges, or ends by name."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from tests.deployment.conftest import QUICK, holdings
 
 pytestmark = pytest.mark.deployment
 
-NODES = range(4)
-
 
 class Summing(DeployedFederation):
-    """Four nodes with records of their own that have approved each other, and a coordinator that halts when asked."""
+    """Nodes with records of their own that have approved each other, and a coordinator that halts when asked."""
 
-    def __init__(self, folder: Path, table: Path, model: Path) -> None:
-        own = holdings(folder, table, "--budget-view", "aggregate", num_nodes=len(NODES))
-        super().__init__(folder / "federation", num_nodes=len(NODES), holdings=own, model=model, settings=QUICK)
+    def __init__(self, folder: Path, table: Path, model: Path, num_nodes: int) -> None:
+        own = holdings(folder, table, "--budget-view", "aggregate", num_nodes=num_nodes)
+        super().__init__(folder / "federation", num_nodes=num_nodes, holdings=own, model=model, settings=QUICK)
+        self.nodes = range(num_nodes)
         self.halts, self.checkout = folder / "halts", folder / "checkout"
         self.halts.mkdir()
         halting_checkout(self.checkout, self.halts)
         digest = bundle_digest(self.checkout)
-        for client in NODES:
+        for client in self.nodes:
             self.approve(client, digest)
             self.approve_peers(client)
 
@@ -75,17 +74,17 @@ def halting_checkout(checkout: Path, halts: Path) -> None:
     (checkout / "server" / "app.py").write_text(text.replace("FOLDER", str(halts)))
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory, table, tiny_bert) -> Iterator[Summing]:
-    federation = Summing(tmp_path_factory.mktemp("summing"), table, tiny_bert)
+@pytest.fixture(scope="module", params=[3])
+def site(request, tmp_path_factory, table, tiny_bert) -> Iterator[Summing]:
+    federation = Summing(tmp_path_factory.mktemp("summing"), table, tiny_bert, num_nodes=request.param)
     yield federation
     federation.stop()
 
 
 @pytest.fixture(scope="module")
-def summed_run(holders_run) -> dict[str, object]:
+def summed_run(site, holders_run) -> dict[str, object]:
     sums = {"secure_aggregation": True, "local_steps": 1, "optimizer": "sgd", "learning_rate": 0.1}
-    return {**holders_run, **sums, "noise_multiplier": 4.0, "round_seconds": 60, "num_clients": len(NODES)}
+    return {**holders_run, **sums, "noise_multiplier": 4.0, "round_seconds": 60, "num_clients": len(site.nodes)}
 
 
 def charges(entries: list[Entry], client: int, run: str) -> list[tuple[object, ...]]:
@@ -100,7 +99,7 @@ def run_id(out: Path) -> str:
 
 def scales(site: Summing, threshold: int) -> dict[int, float]:
     """sqrt(sum v_j^2) / v_k over the client and the t - 2 others with the least noise, v_j in proportion to N_j."""
-    sizes = {client: site.entries(client)[0].num_records for client in NODES}
+    sizes = {client: site.entries(client)[0].num_records for client in site.nodes}
     others = {k: sorted(n for j, n in sizes.items() if j != k)[: threshold - 2] for k in sizes}
     return {client: math.hypot(size, *others[client]) / size for client, size in sizes.items()}
 
@@ -112,11 +111,11 @@ def statuses(out: Path, round_: int) -> dict[int, str]:
 
 def test_a_peer_that_is_not_approved_ends_the_run_by_name_without_a_charge(site, summed_run, tmp_path):
     (site.node(0) / "peers" / "1.pub").unlink()
-    values = {**summed_run, "rounds": 1, "min_clients": 4, "out": str(tmp_path / "out")}
+    values = {**summed_run, "rounds": 1, "min_clients": len(site.nodes), "out": str(tmp_path / "out")}
     output = site.run(values, code=1, checkout=site.checkout)
-    assert re.search(r"came from 3 clients, must come from at least 4; client 0: refused: client 1: this", output)
+    assert re.search(r"came from 2 clients, must come from at least 3; client 0: refused: client 1: this", output)
     assert not [entry for entry in read_ledger(tmp_path / "out" / "ledger.sqlite") if entry.phase == "charged"]
-    assert [site.charges(client) for client in NODES] == [[]] * 4
+    assert [site.charges(client) for client in site.nodes] == [[]] * len(site.nodes)
     site.approve_peers(0)  # without a restart
 
 
@@ -125,29 +124,34 @@ def test_with_all_needed_a_death_ends_the_run_by_name_and_the_resumed_run_pays_f
 ):
     out = tmp_path / "out"
     site.halt_before(1, "confirm")
-    run = site.start_run("all-needed", {**summed_run, "rounds": 2, "min_clients": 4, "out": str(out)}, site.checkout)
+    run = site.start_run(
+        "all-needed", {**summed_run, "rounds": 2, "min_clients": len(site.nodes), "out": str(out)}, site.checkout
+    )
     with site.halted(run, 1, "confirm"):
         site.kill_worker(2)
     assert run.process.wait(timeout=240) == 1
     assert re.search(
-        r"signatures: came from 3 clients, must come from at least 4; client 2: refused: .*; resume", run.text()
+        r"signatures: came from 2 clients, must come from at least 3; client 2: refused: .*; resume", run.text()
     )
     name = run_id(out)
-    before = {client: charges(site.entries(client), client, name) for client in NODES}
-    assert [[charge[0] for charge in each] for each in before.values()] == [[1]] * 4, "what was sent is charged"
+    before = {client: charges(site.entries(client), client, name) for client in site.nodes}
+    assert [[charge[0] for charge in each] for each in before.values()] == [[1]] * len(site.nodes), (
+        "what was sent is charged"
+    )
 
     site.run({"resume": str(out)}, checkout=site.checkout)
     server = read_ledger(out / "ledger.sqlite")
-    for client, scale in scales(site, 4).items():
+    for client, scale in scales(site, len(site.nodes)).items():
         own = charges(site.entries(client), client, name)
         assert own == charges(server, client, name)
         assert [charge[0] for charge in own] == [1, 2]
         assert [charge[2] for charge in own] == pytest.approx([scale] * 2, rel=1e-9)
-    assert statuses(out, 2) == dict.fromkeys(NODES, "ok")
+    assert statuses(out, 2) == dict.fromkeys(site.nodes, "ok")
 
 
 # tests/vault/test_summed.py and tests/server/test_sums.py lose nodes at each exchange; the test above ends a process.
 @pytest.mark.nightly
+@pytest.mark.parametrize("site", [4], indirect=True)
 def test_with_three_survivors_needed_each_round_goes_on_without_the_dead(site, summed_run, tmp_path):
     """Round 1 is untouched; in rounds 2 to 5 node 2 dies after it advertised, shared, uploaded, and confirmed."""
     out = tmp_path / "out"
@@ -161,7 +165,7 @@ def test_with_three_survivors_needed_each_round_goes_on_without_the_dead(site, s
             kill(2)
     assert run.process.wait(timeout=240) == 0, run.text()
 
-    everybody = dict.fromkeys(NODES, "ok")
+    everybody = dict.fromkeys(site.nodes, "ok")
     assert [statuses(out, round_) for round_ in (1, 4, 5)] == [everybody] * 3, "the vector had arrived"
     assert statuses(out, 2) == {**everybody, 2: "left out"}
     assert statuses(out, 3) == {**everybody, 2: "refused"}
@@ -172,8 +176,8 @@ def test_with_three_survivors_needed_each_round_goes_on_without_the_dead(site, s
     assert "Round 2 without Clinic 2; Round 3 without Clinic 2." in (out / "report.html").read_text()
 
     name, server = run_id(out), read_ledger(out / "ledger.sqlite")
-    asked = {client: charges(server, client, name) for client in NODES}
-    own = {client: charges(site.entries(client), client, name) for client in NODES}
+    asked = {client: charges(server, client, name) for client in site.nodes}
+    own = {client: charges(site.entries(client), client, name) for client in site.nodes}
     # A server pays before it asks, so for the node that refused, too.
     assert own == {**asked, 2: [charge for charge in asked[2] if charge[0] != 3]}
     assert [[charge[0] for charge in asked[client]] for client in (0, 1, 3)] == [[*range(1, 6)]] * 3
