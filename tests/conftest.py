@@ -36,7 +36,7 @@ WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server", "adver
 LONGEST = (
     *("walkthrough", "killed_coordinator", "killed", "life_cycle"),
     *("budgets", "secure_aggregation", "who_gets_in", "seeing"),
-    *("rogue_coordinator", "full_run", "kits"),
+    *("rogue_coordinator", "kits"),
 )
 
 # Tests of the plots, and runs whose pages have them.

@@ -153,7 +153,7 @@ def test_the_page_holds_as_it_stands(shell):
             if "node init" in text:
                 # Its first start tries the passes that its memory allows, which the page does not speak of.
                 with (shell.home / HOLDERS[place][0] / FILE).open("a") as file:
-                    file.write("memory_limit_mb = 8\n")
+                    file.write("memory_limit_mb = 32\n")
         if "coordinator run" in block.text:
             print(f"from empty folders to the end of the first run: {(time.monotonic() - begin) / 60:.1f} minutes")
         if block.stays:

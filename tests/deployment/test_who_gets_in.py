@@ -30,6 +30,7 @@ from server.deploy.certificates import make_ca, make_server_certificate
 from server.deploy.folder import Coordinator
 from simulations.sites import CLIENT, ROOT, SERVER, DeployedFederation, Service, free_port, kit, wait_until
 from tests.deployment.conftest import NUM_NODES
+from tests.deployment.test_full_run import check_against_in_process
 
 pytestmark = pytest.mark.deployment
 
@@ -230,7 +231,8 @@ def test_strangers_get_nothing_through_while_nodes_and_operator_work(hospitals, 
     stranger = Stranger(tmp_path, hospitals.coordinator / "ca.crt", hospitals.port, hospitals.coordinator / "ca.key")
     planted = plant(hospitals, stranger.marker)
     out = tmp_path / "out"
-    run = hospitals.start_run("operators", {**corpus_run, "rounds": _ROUNDS, "out": str(out)})
+    values = {**corpus_run, "rounds": _ROUNDS}
+    run = hospitals.start_run("operators", {**values, "out": str(out)})
     run.wait_for(r"run \d+ writes", 60)
     number = re.search(r"run (\d+) writes", run.text())[1]
     wait_until(lambda: has_lines(hospitals.flwr("log", number, "federation", "--show")), "the run's log", 60)
@@ -239,6 +241,7 @@ def test_strangers_get_nothing_through_while_nodes_and_operator_work(hospitals, 
     wait_until(lambda: run.process.poll() is not None, "the operator's run", 300)
     assert run.process.returncode == 0, run.text()[-3000:]
     assert json.loads((out / "summary.json").read_text())["num_rounds"] == _ROUNDS
+    assert check_against_in_process(hospitals, values, out) != 0
     assert len(json.loads(hospitals.flwr("supernode", "list", "federation", "--format", "json"))["nodes"]) == NUM_NODES
     assert not stranger.marker.exists()
     assert [file.read_text() for file in planted] == [
