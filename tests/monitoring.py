@@ -6,6 +6,7 @@ a figure or its magnitude, against a number or another figure. `for` is left out
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 import urllib.request
@@ -47,12 +48,15 @@ def text_of(*sources: metrics.Measured) -> str:
 
 
 def scraped(port: int) -> Samples:
-    """All samples at a port of this machine; `up` is 0, and alone, if nothing answers, as in Prometheus."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    """All samples at a port of this machine; `up` is 0, and alone, if nothing answers, as in Prometheus.
+
+    Asks three times: a busy machine may not answer within ten seconds, and Prometheus asks again too.
+    """
+    url = f"http://127.0.0.1:{port}/metrics"
+    for _ in range(3):
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
             return {**parsed(answer.read().decode()), ("up", frozenset()): 1.0}
-    except OSError:
-        return {("up", frozenset()): 0.0}
+    return {("up", frozenset()): 0.0}
 
 
 def value(samples: Samples, name: str, **labels: str) -> float:
