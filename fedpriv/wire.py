@@ -44,4 +44,4 @@ def unpacked(record: Mapping[str, Carrier]) -> dict[str, np.ndarray]:
     """
     if list(record) != [CARRIER] or record[CARRIER].stype != _FORMAT:
         raise ValueError(f"arrays: must be one array, {CARRIER!r}, in the format {_FORMAT!r}")
-    return {name: array.copy() for name, array in unpack_arrays(record[CARRIER].data).items()}
+    return unpack_arrays(record[CARRIER].data)

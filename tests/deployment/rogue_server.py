@@ -40,7 +40,7 @@ def main(grid, context):
 
     def message(node_id, spec):
         content = {
-            protocol.ADAPTER: records_of({protocol.ADAPTER: dict(initial)})[protocol.ADAPTER],
+            **records_of({protocol.ADAPTER: initial}),
             protocol.INSTRUCTION: ConfigRecord(protocol.pack_instruction("rogue", 1, spec)),
         }
         return Message(RecordDict(content), node_id, "train", group_id="1")
