@@ -146,7 +146,7 @@ def _independent(model: TrainingModel, num_expected: float, *, cached: bool) -> 
 
 def _synthetic(model: TrainingModel, num_expected: float, *, seed: int) -> Records:
     classes = 0 if lora.is_causal(model.peft_model) else model.peft_model.config.num_labels
-    longest = min(_LONGEST, model.lengths.longest or _LONGEST)
+    longest = min(_LONGEST, model.longest or _LONGEST)
     return synthetic_records(model, max_length=longest, num_labels=classes, seed=seed, num_expected=num_expected)
 
 
@@ -253,7 +253,7 @@ def _seconds_of_a_pass(peft_model: Any, build: Callable[..., TrainingModel]) -> 
     """The least time of one pass for per-sample gradients; the first pass, which warms up, is not counted."""
     model = build(prefix_cache=False)
     classes = 0 if lora.is_causal(peft_model) else peft_model.config.num_labels
-    tokens = min(_TOKENS, model.lengths.longest or _TOKENS)
+    tokens = min(_TOKENS, model.longest or _TOKENS)
     records = synthetic_records(model, max_length=tokens, num_labels=classes)
     *_, longest = model.passes(records.items())
     items = [records.items()[position] for position in longest.positions]

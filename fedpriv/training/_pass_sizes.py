@@ -40,8 +40,10 @@ RECORDS_OF_A_STEP = 64
 # A larger activation no longer fits in a CPU's caches.
 _MOST_ACTIVATION_FLOATS = 2**21
 
-# Records of the shortest padded length in a pass on a CPU, at least.
-_LENGTHS_AT_ONCE = 16
+# Tokens of a pass on a CPU, in a step of 64 records, over the best multiple of record lengths. Padding costs in
+# proportion to the multiple and to the records; a further length costs a pass that is not full, which takes as long as
+# the root of the records. So the best multiple falls with their fourth root. Measured: results/benchmarks.md.
+_TOKENS_PER_MULTIPLE = 34
 
 # Records of a pass through the head alone.
 _FEATURES_AT_ONCE = 1024
@@ -117,12 +119,16 @@ class Footprint:
         tokens = _TOKENS_TIMES_ROOT_OF_WIDTH * math.sqrt(num_expected / RECORDS_OF_A_STEP / self.widest_activation)
         return int(min(tokens, _MOST_ACTIVATION_FLOATS / self.widest_activation))
 
-    @property
-    def multiple(self) -> int:
-        """The multiple of record lengths: for a small model a further pass costs more than further padding."""
+    def multiple(self, num_expected: float) -> int:
+        """The multiple of record lengths in a step of so many records, taken for 64 if they are fewer: a power of two.
+
+        A rehearsal is of 64 records at least, and so meets every length.
+        """
         if not self.on_cpu:
             return MULTIPLE
-        return max(MULTIPLE, 1 << ((self.tokens_at_once(RECORDS_OF_A_STEP) // _LENGTHS_AT_ONCE).bit_length() - 1))
+        best = self.tokens_at_once(RECORDS_OF_A_STEP) / _TOKENS_PER_MULTIPLE
+        best *= (RECORDS_OF_A_STEP / max(RECORDS_OF_A_STEP, num_expected)) ** 0.25
+        return 1 << round(math.log2(max(MULTIPLE, best)))
 
     def most_rows(self, tokens: int, num_values: int, memory_limit: int) -> int:
         """The most rows of a pass of records of this length that fit in memory and in a CPU's caches, >= 1."""

@@ -138,7 +138,7 @@ class TrainingModel:
             recomputes=bool(self.recomputed),
         )
         self.memory_limit = memory_limit
-        self.lengths = Lengths(longest=_longest(peft_model.config, max_length), multiple=self._footprint.multiple)
+        self.longest = _longest(peft_model.config, max_length)
         self.records_share_passes = True
         self.cache = None
         if prefix and prefix_cache:
@@ -391,7 +391,11 @@ class TrainingModel:
             rank: of this adapter; None stands for the model's.
         """
         sizes = partial(self.sizes, num_expected=num_expected, num_values=num_values, rank=rank)
-        return passes(items, self.lengths, sizes, filled=self._footprint.on_cpu)
+        return passes(items, self.lengths(num_expected), sizes, filled=self._footprint.on_cpu)
+
+    def lengths(self, num_expected: float = RECORDS_OF_A_STEP) -> Lengths:
+        """The lengths to which records are padded in passes; `num_expected` as for `passes`."""
+        return Lengths(longest=self.longest, multiple=self._footprint.multiple(num_expected))
 
     def body_passes(self, items: Sequence[Item], body: Body) -> Iterator[Pass]:
         """Split records as `passes` does, for a body whose rank may not be the model's."""
@@ -426,7 +430,7 @@ class TrainingModel:
         # No larger than a step needs: a rehearsal fills the largest.
         needed = [size for size in candidates(min(most, _MOST_TOKENS // tokens)) if size < 2 * max(num_expected, 2)]
         rank = rank_of(self.shapes(None)) if rank is None else rank
-        formats = (False, True) if tokens == self.lengths.longest else (False,)
+        formats = (False, True) if tokens == self.longest else (False,)
 
         def bits(rows: int) -> Hashable | None:
             found = tuple(bits_of_pass(self, rows, tokens, full=full, rank=rank) for full in formats)
@@ -444,8 +448,7 @@ class TrainingModel:
             num_records: >= 1, the registered number: public numbers alone decide where the states go. Records beyond
                 it are not cached.
         """
-        longest = self.lengths.longest
-        if self.cache and (longest is None or not self.cache.reserve(num_records, longest)):
+        if self.cache and (self.longest is None or not self.cache.reserve(num_records, self.longest)):
             self.cache = None
 
 

@@ -192,7 +192,7 @@ def _pace(model: TrainingModel, task: UpdateTask) -> Pace:
     num_values = sum(tensor.numel() for tensor in task.adapter.values())
     tokens = [num_tokens(item) for item in records.items()]
     of_length = [[i for i, number in enumerate(tokens) if number == length] for length in sorted(set(tokens))]
-    lengths = [model.lengths.padded(number)[0] for number in sorted(set(tokens))]
+    lengths = [model.lengths(size).padded(number)[0] for number in sorted(set(tokens))]
     sizes = [model.sizes(length, size, num_values, _rank(task.adapter)) for length in lengths]
 
     def seconds(data: RecordSet) -> float:
@@ -242,10 +242,11 @@ def synthetic_records(
         num_expected, num_values, rank: as for `TrainingModel.passes`.
     """
     generator = torch.Generator().manual_seed(seed)
+    shapes = model.lengths(num_expected)
     lengths = [
         length
-        for length in model.lengths.up_to(max_length)
-        for _ in range(model.sizes(model.lengths.padded(length)[0], num_expected, num_values, rank)[-1])
+        for length in shapes.up_to(max_length)
+        for _ in range(model.sizes(shapes.padded(length)[0], num_expected, num_values, rank)[-1])
     ]
     vocabulary = model.peft_model.config.vocab_size
     columns = {name: tuple(torch.zeros(length, dtype=torch.int64) for length in lengths) for name in features}

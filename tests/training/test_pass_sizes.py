@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -162,6 +163,15 @@ def test_a_frozen_head_is_tried_too(encoder):
         pytest.skip("this machine's product of a vector depends on the row")
     head.__class__ = Crooked
     assert bits_of_pass(model, 8, 8, full=False, rank=4) is None
+
+
+def test_the_more_records_a_step_has_the_less_it_pads_and_a_rehearsal_meets_each_length(model):
+    steps = (1, 64, 1000, 10**4, 10**5, math.inf)
+    padded = [[model.lengths(num).padded(tokens)[0] for tokens in range(1, 41)] for num in steps]
+    assert padded[0] == padded[1]  # a rehearsal is of 64 records at least
+    assert all(sum(after) <= sum(before) for before, after in pairwise(padded))
+    assert padded[-1] == [min(8 * (tokens // 8 + 1), 40) for tokens in range(1, 41)] != padded[0]
+    assert set(padded[1]) < set(padded[-1])  # so do the caches of larger steps
 
 
 def test_what_is_found_is_remembered_for_a_number_of_threads():

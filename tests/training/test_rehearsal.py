@@ -215,7 +215,8 @@ def test_passes_follow_the_rank_that_is_trained(encoder):
 @pytest.mark.parametrize("place", [0, pytest.param(-1, marks=pytest.mark.slow)])
 def test_the_pace_is_that_of_the_slowest_length(model, monkeypatch, place):
     """A trial may find no larger pass than one record at some lengths alone."""
-    slow = model.lengths.padded(model.lengths.up_to(40)[place])[0]
+    lengths = model.lengths()
+    slow = lengths.padded(lengths.up_to(40)[place])[0]
     honest, sizes = TrainingModel.predictions, TrainingModel.sizes
     monkeypatch.setattr(
         TrainingModel, "sizes", lambda self, tokens, *a, **k: (1,) if tokens == slow else sizes(self, tokens, *a, **k)
