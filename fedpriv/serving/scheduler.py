@@ -88,7 +88,7 @@ class Scheduler:
         self._again, self._readers, self._leaving = source.again, dict(source.readers), set[str]()
         self.has_base = BASE not in self._readers and (self.embeds or self.task == "CAUSAL_LM")
         if self.has_base:
-            self._readers[BASE] = lambda: base.no_variant
+            self._readers[BASE] = lambda _: base.no_variant
         self.names = tuple(self._readers)
         self.model_name, self.origin = source.config.model, source.origin
         self.max_tokens = _most_tokens(base, limits, loaded.tokenizer, self.task)

@@ -169,17 +169,20 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=key)
 
 
-def _read(kept: KeptVariants, name: str, scaling: float | None) -> Mapping[str, Tensor]:
-    """The tensors of a variant, checked against their digests.
+def _read(kept: KeptVariants, name: str, scaling: float | None, most_bytes: int) -> Mapping[str, Tensor]:
+    """The tensors of a variant, checked against their digests; see `_Read`.
 
     Args:
         kept: has it.
         name: of the variant.
         scaling: of the run, which its description must agree with; None does not read that.
+        most_bytes: of its tensors.
 
     Raises:
+        ServingError: they take more memory than that.
         Exception: they are not those that were described, or scaled in another way than the run's.
     """
+    _check_room(name, kept.memory_bytes(name), most_bytes)
     if scaling is not None:
         described = kept.describe(name)
         if described is None or described.name != name:
@@ -235,8 +238,9 @@ def _defaults(model: str, store: Store) -> RunConfig:
 
 log = logging.getLogger(__name__)
 
-_Read = Callable[[], Mapping[str, Tensor]]
-"""The tensors of a variant, from the disk; raises an exception of any kind if they are damaged."""
+_Read = Callable[[int], Mapping[str, Tensor]]
+"""The tensors of a variant from the disk, given the most bytes that they may take: a small store may hold models of any
+size. Raises ServingError before it reads more, and any other exception if they are damaged."""
 
 
 class VariantMemory:
@@ -276,7 +280,7 @@ class VariantMemory:
         Raises:
             UnknownVariantError: there is none of this name.
             DamagedVariantError: it is not as it was written.
-            ServingError: it needs more memory than there is.
+            ServingError: as of `fitted`.
             NoRoomError: it needs more than the variants in use leave.
         """
         held, read = self._cache.get(name), 0
@@ -313,23 +317,28 @@ class VariantMemory:
 
         Raises:
             DamagedVariantError: it is not as it was written, or does not fit.
+            ServingError: it needs more memory than there is for all.
         """
         try:
-            return self._weights(name, read())
+            return self._weights(name, read(self._memory_bytes))
+        except ServingError:
+            raise
         except Exception as error:  # a damaged file may raise anything in its reader
             log.warning("variant %s is not served: %s", name, error)
             raise DamagedVariantError(f"variant {name!r} is damaged and not served; the others are") from None
 
     def _make_room(self, new: Weights) -> None:
-        if new.num_bytes > self._memory_bytes:
-            raise ServingError(
-                f"variant {new.variant!r} needs {new.num_bytes} bytes, but the server has {self._memory_bytes} for all"
-            )
+        _check_room(new.variant, new.num_bytes, self._memory_bytes)
         in_use = _bytes_of([held for held in self._cache.held if held.variant in self._uses])
         if in_use + new.num_bytes > self._memory_bytes:  # others would make room in vain
             raise NoRoomError(new.variant)
         left = self._memory_bytes - new.num_bytes
         self._cache.make_room(lambda: new if _bytes_of(self._cache.held) <= left else None, in_use=self._uses)
+
+
+def _check_room(name: str, num_bytes: int, most_bytes: int) -> None:
+    if num_bytes > most_bytes:
+        raise ServingError(f"variant {name!r} needs {num_bytes} bytes, but the server has {most_bytes} for all")
 
 
 def _bytes_of(variants: Iterable[Weights]) -> int:

@@ -313,7 +313,7 @@ class Index:
         content = self._content(f"SELECT {column} FROM models WHERE name = ?", name)
         if column == "manifest":
             try:
-                content = zlib.decompress(content)
+                content = zlib.decompressobj().decompress(content, MOST_BYTES)
             except zlib.error:
                 content = b""
         if hashlib.sha256(content).hexdigest() != sha256:

@@ -74,13 +74,24 @@ class Manifest:
 
     @classmethod
     def from_json(cls, content: bytes) -> Manifest:
-        """The manifest that `to_json` wrote."""
-        values = json.loads(content)
-        layout = values.pop("layout")
-        tensors = tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in layout.pop("tensors"))
-        blocks = np.array(values.pop("blocks"), np.int64)
-        blocks.flags.writeable = False
-        return cls(**values, layout=BlockLayout(**layout, tensors=tensors), blocks=blocks)
+        """The manifest that `to_json` wrote.
+
+        Raises:
+            ValueError: it did not; one line.
+        """
+        try:
+            values = json.loads(content)
+            specs = values.pop("layout")
+            tensors = tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in specs.pop("tensors"))
+            layout = BlockLayout(**specs, tensors=tensors)
+            blocks = np.array(values.pop("blocks"), np.int64)
+            blocks.flags.writeable = False
+            found = cls(**values, layout=layout, blocks=blocks)
+        except (TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"no manifest ({type(error).__name__}: {error})") from None
+        if blocks.shape != (0 if found.basis else layout.num_blocks,):
+            raise ValueError(f"no manifest: blocks {list(blocks.shape)} for a layout of {layout.num_blocks}")
+        return found
 
 
 def array_sha256(array: NDArray[Any]) -> str:

@@ -68,7 +68,7 @@ class BlockLayout:
         tensors: in the order of their names.
 
     Raises:
-        InputError: block_size or a dtype cannot be used.
+        InputError: block_size, a dtype or a shape cannot be used.
 
     Source: Guan et al. 2025, section 4.5.
     """
@@ -83,6 +83,9 @@ class BlockLayout:
         for name, dtype in [("dtype", self.dtype), *((f"tensor {t.name!r}", t.dtype) for t in self.tensors)]:
             if dtype not in DTYPES:
                 raise InputError(f"{name}: values of type {dtype} cannot be stored; use one of {', '.join(DTYPES)}")
+        for tensor in self.tensors:
+            if not all(isinstance(size, int) and size >= 0 for size in tensor.shape):
+                raise InputError(f"tensor {tensor.name!r}: {list(tensor.shape)} is no shape")
 
     @cached_property
     def blocked(self) -> dict[str, range]:

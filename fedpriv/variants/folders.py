@@ -127,6 +127,21 @@ def read_tensors(folder: Path) -> dict[str, NDArray[Any]]:
     return tensors
 
 
+def num_bytes(folder: Path) -> int:
+    """The bytes of a variant's tensors, as the heads of their files say.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return sum(_num_bytes_in(file) for file in _tensor_files(folder))
+
+
+def _num_bytes_in(file: Path) -> int:
+    """The bytes of a safetensors file after its head, which begins with its own length in eight bytes."""
+    with file.open("rb") as opened:
+        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+
+
 def _use_of(path: Path) -> dict[str, Any]:
     """The keys and values of a file that says how a variant is used."""
     try:

@@ -149,6 +149,13 @@ class KeptVariants(Protocol):
             InputError, StoreError: there is no such variant, or it is damaged.
         """
 
+    def memory_bytes(self, name: str) -> int:
+        """The memory that a variant's tensors take, which is told before they are read.
+
+        Raises:
+            InputError, StoreError, OSError: there is no such variant, or it is damaged.
+        """
+
     def sources(self, name: str) -> list[str]:
         """The variant itself, and all whose values it may hold.
 
@@ -187,6 +194,10 @@ class VariantFolders:
         """See `KeptVariants`."""
         return folders.read_tensors(self.path / name)
 
+    def memory_bytes(self, name: str) -> int:
+        """See `KeptVariants`."""
+        return folders.num_bytes(self.path / name)
+
     def sources(self, name: str) -> list[str]:
         """See `KeptVariants`; a variant in a folder of its own holds its own values alone."""
         return [name]
@@ -219,6 +230,10 @@ class StoredOrOwn:
     def tensors(self, name: str) -> Tensors:
         """See `KeptVariants`."""
         return self.reader(name).tensors(name)
+
+    def memory_bytes(self, name: str) -> int:
+        """See `KeptVariants`."""
+        return self.reader(name).memory_bytes(name)
 
     def sources(self, name: str) -> list[str]:
         """See `KeptVariants`."""

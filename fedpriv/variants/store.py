@@ -206,6 +206,15 @@ class Store:
         with self._one_line_errors(name):
             return self._index.description(manifest)
 
+    def memory_bytes(self, name: str) -> int:
+        """The memory that a model's tensors take, as its layout says; nothing of them is read.
+
+        Raises:
+            InputError: there is no such model.
+            StoreError: its manifest is damaged.
+        """
+        return self.manifest(name).layout.num_bytes
+
     def sources(self, name: str) -> list[str]:
         """The model itself, and all whose values it may hold, directly or indirectly, as its provenance says.
 

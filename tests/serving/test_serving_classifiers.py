@@ -59,7 +59,7 @@ def base(run):
 
 def weights_of(base, name, scaled=1.0):
     shared, source = base
-    return shared.weights(name, {tensor: scaled * values for tensor, values in source.readers[name]().items()})
+    return shared.weights(name, {tensor: scaled * values for tensor, values in source.readers[name](2**30).items()})
 
 
 def tokens(seed: int, length: int) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ def test_a_row_does_not_depend_on_what_shares_its_pass(base):
 
 def test_variants_of_different_ranks_share_a_pass(base):
     shared, source = base
-    given = dict(source.readers["client-1"]())
+    given = dict(source.readers["client-1"](2**30))
     higher = {}
     for name, values in given.items():
         side = {".lora_A.weight": 0, ".lora_B.weight": 1}.get(name[name.rfind(".lora_") :])
@@ -114,7 +114,7 @@ def test_variants_of_different_ranks_share_a_pass(base):
 
 def test_weights_that_do_not_fit_are_named(base):
     shared, source = base
-    tensors = dict(source.readers["global"]())
+    tensors = dict(source.readers["global"](2**30))
     name = next(name for name in tensors if "lora_A" in name)
     for wrong, message in (
         ({**tensors, "x": tensors[name]}, "x is one too many"),

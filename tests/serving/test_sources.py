@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import tracemalloc
 from collections import OrderedDict
 
 import numpy as np
@@ -82,7 +83,7 @@ def test_a_run_answers_from_its_store_bit_for_bit_and_from_its_folders_what_that
     assert both.origin == f"{run / 'store'}, and 1 that it does not hold from {run / 'variants'}"
     for name in NAMES:
         own = read_tensors(run / "variants" / name)
-        read = both.readers[name]()
+        read = both.readers[name](2**30)
         assert read.keys() == own.keys()
         assert all(read[tensor].numpy().tobytes() == own[tensor].tobytes() for tensor in own)
     for name in NAMES[:2]:
@@ -175,11 +176,28 @@ def test_variants_of_every_rule_but_whole_weights_are_adapters(run):
         find(run)
 
 
+def test_a_model_of_one_block_over_and_over_is_refused_before_it_fills_the_memory(run):
+    block = np.zeros((1, 1024), np.float32)
+    layout = layout_of({"large": np.broadcast_to(block, (2**15, 1024))}, 1024)  # 128 MiB
+    with Store(run / "store") as store:
+        store.add("one", layout_of({"small": block}, 1024), block, {})
+        store.add("large", layout, np.zeros(2**15, np.int64), {})
+    assert sum(file.stat().st_size for file in (run / "store").iterdir()) < 2**19
+    read = find(run).readers["large"]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ServingError, match=f"'large' needs {2**27} bytes, but the server has {2**26} for all"):
+            read(2**26)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+
+
 def memory(sizes: dict[str, int], total: int) -> VariantMemory:
     def weights(name, tensors):
         return Weights(variant=name, rank=1, flat=tensors["x"], active=frozenset())
 
-    readers = {name: (lambda size=size: {"x": torch.zeros(size // 4)}) for name, size in sizes.items()}
+    readers = {name: (lambda _, size=size: {"x": torch.zeros(size // 4)}) for name, size in sizes.items()}
     return VariantMemory(readers, weights, total)
 
 

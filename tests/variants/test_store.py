@@ -373,6 +373,29 @@ def test_damage_in_the_index_is_named_with_model_and_tensor(two, table, column, 
     assert said in found(two)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda made: made["layout"]["tensors"][0].update(shape=[2**40, -(2**20)]),
+        lambda made: made["layout"]["tensors"][0].update(shape="all"),
+        lambda made: made["layout"].update(tensors=None),
+        lambda made: made.update(blocks=made["blocks"] * 2**10),
+        lambda made: made.update(blocks=[made["blocks"]]),
+        lambda made: made.update(blocks=[2**70] * len(made["blocks"])),
+        lambda made: made.update(basis="0" * 64),
+        lambda made: made.pop("extras"),
+        lambda made: made.update(more=1),
+    ],
+)
+def test_a_stranger_s_manifest_that_no_store_writes_is_refused_in_one_line(two, change):
+    with Store(two, read_only=True) as store:
+        content = store.manifest("base").to_json()
+    assert _manifests.Manifest.from_json(content).to_json() == content
+    change(made := json.loads(content))
+    with pytest.raises(ValueError, match=r"\A.+\Z"):
+        _manifests.Manifest.from_json(json.dumps(made).encode())
+
+
 def test_truncated_extras_are_named_with_all_that_they_hold(two):
     with closing(sqlite3.connect(two / "index.sqlite")) as db, db:
         db.execute("UPDATE models SET extras = substr(extras, 1, 9) WHERE name = 'base'")
