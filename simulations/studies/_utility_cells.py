@@ -17,13 +17,14 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.data import TextData
 from fedpriv.data.records import Records
 from fedpriv.errors import InputError
+from fedpriv.runs import files
 from fedpriv.training import Body, baselines
 from fedpriv.training.noise_plan import calibrated, derived_learning_rate
 from fedpriv.training.workbench import Workbench, workbench
 from simulations.studies import corpora
 from simulations.studies.corpora import CORPORA
-from simulations.studies.federations import federated, run_federations
-from simulations.studies.harness import Line
+from simulations.studies.federations import federated, results_of, run_federations
+from simulations.studies.harness import Line, run_missing
 from simulations.studies.plain_lora import PlainCell
 from simulations.studies.plain_lora import configured as plain_configured
 from simulations.studies.plain_lora import measure as plain_measure
@@ -40,6 +41,7 @@ FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 
 BASELINES, RECIPE, AUTO, PROBES = "baselines", "recipe", "auto", "averaged probes"
 NARROW = "auto, rank 16"
+SECURE = "auto, secure noise"
 CENTRAL, LOCAL_STEPS = "central", "3 local steps"
 CURVE = "head, tested every round"
 PLAIN_LORA, PLAIN_WEIGHTS = "LoRA, AdamW in one place", "all weights, AdamW in one place"
@@ -66,6 +68,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "head": _HEAD,
     RECIPE: _TESTED_AT_THE_END,
     AUTO: _AUTO,
+    # As `fedpriv run` does it.
+    SECURE: {**_AUTO, "simulate": False},
     # What it trains where noise is larger.
     NARROW: {**_AUTO, "rank": 16, "alpha": 64, "rounds": 53},
     "paper": {**_TESTED_AT_THE_END, "recipe": "dp-lora-paper"},
@@ -166,7 +170,8 @@ def _in_order(seeds: Sequence[int]) -> Iterator[UtilityCell]:
     yield from _all(NAMED[-1:], [BASELINES], (None,), seeds=seeds)
     yield from _all(NAMED[-1:], list(RATES), private, seeds=seeds)
     yield from _all(NAMED[-1:], ["head", AUTO], (8.0,), ("local", "sum"), seeds=seeds)
-    yield from _all(NAMED[-1:], ["head", AUTO], (2.0,), ("sum",), seeds=seeds)
+    yield from _all(NAMED[-1:], ["head", AUTO, SECURE], (2.0,), ("sum",), seeds=seeds)
+    yield from _all(NAMED[-1:], [SECURE], (8.0,), ("local", "sum"), seeds=seeds)
     yield from _all(NAMED[-1:], [NARROW], (8.0,), seeds=seeds[:1])
     yield from _all(SIZES, ["head", AUTO], (8.0,), ("sum",), seeds=seeds)
     yield from _all(SIZES[-1:], [NARROW], (8.0,), ("sum",), seeds=seeds)
@@ -197,6 +202,41 @@ def _all(
     for corpus, seed, view, method, epsilon in product(corpora, seeds, views, methods, epsilons):
         epsilon = None if method in NOT_PRIVATE else epsilon
         yield UtilityCell(corpus=corpus, method=method, epsilon=epsilon, view=view, seed=seed)
+
+
+def keep_finished(runs: Path, folders: Sequence[Path]) -> None:
+    """Append the lines of finished runs whose cells have none.
+
+    Args:
+        runs: file of the lines.
+        folders: of the runs.
+
+    Raises:
+        InputError: as of `of_folder`; nothing was appended.
+    """
+    found = dict(map(of_folder, folders))
+    run_missing(runs, found, found.__getitem__, lambda line: f"{line['accuracy']:.4f}")
+
+
+def of_folder(folder: Path) -> tuple[UtilityCell, Line]:
+    """The cell that a finished `fedpriv run` of all rows of SST-2 is, and its results.
+
+    Raises:
+        InputError: it is another run, or is not finished.
+    """
+    config = files.read_config(folder)
+    view = "sum" if config.secure_aggregation else "local"
+    cell = UtilityCell(corpus=NAMED[-1], method=SECURE, epsilon=config.target_epsilon, view=view, seed=config.seed)
+    expected = {"max_records": 0, "partition": "iid", "num_clients": 5, "train": "auto", "delta": DELTA}
+    expected |= {"simulate": False, "max_length": 64, "model": RunConfig().model}
+    differing = [name for name, value in expected.items() if getattr(config, name) != value]
+    if not str(config.data).endswith("sst2_train.csv.gz"):
+        differing.append("data")
+    if cell not in set(cells()):
+        differing.append("target_epsilon")
+    if differing:
+        raise InputError(f"{folder}: another run than the study's {cell.key}; it differs in {', '.join(differing)}")
+    return cell, results_of(folder)
 
 
 def run_all(runs: Path, out: Path, data: Path, chosen: Sequence[UtilityCell], *, until: float | None = None) -> None:

@@ -23,14 +23,14 @@ from fedpriv.adapters import B_SUFFIX, INNER_SUFFIX
 from fedpriv.config import RunConfig
 from fedpriv.data.records import BatchShape, Item
 from fedpriv.protocol import Registration
-from fedpriv.runs import RoundRow
+from fedpriv.runs import RoundRow, RunFolder
 from fedpriv.training import Body, FeatureCache
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
 from server.observer import RunProgress
 from simulations.engines import federation
 from simulations.studies.corpora import missing_file
-from simulations.studies.harness import Line, run_missing
+from simulations.studies.harness import Line, run_missing, software
 
 # Of a run's summary.
 _KEPT = (
@@ -95,6 +95,19 @@ def federated(config: RunConfig) -> Line:
     federation.run(config, observer)
     kept = {name: observer.summary[name] for name in _KEPT}
     return {**kept, **observer.noise, "accuracies": observer.accuracies}
+
+
+def results_of(folder: Path) -> Line:
+    """The same results, and the versions that made them, from the folder of a finished run.
+
+    Raises:
+        InputError: it is not finished, or a file is missing or damaged.
+    """
+    run = RunFolder(folder).checked()
+    noise = {name: run.config[name] for name in ("noise_multiplier", "start_noise_multiplier")}
+    accuracies = [row["test_accuracy"] for row in run.round_rows() if row["test_accuracy"] is not None]
+    results = {name: run.summary[name] for name in _KEPT}
+    return {**results, **noise, "accuracies": accuracies, "software": software(run.environment)}
 
 
 def run_federations(

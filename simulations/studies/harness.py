@@ -86,8 +86,8 @@ def run_missing(
     Args:
         path: file of the lines.
         cells: in the order in which they are run.
-        run: gives a cell's results. The line holds them with `key`, `cell`, `seconds`, unless the results have
-            seconds of their own, and `software`.
+        run: gives a cell's results. The line holds them with `key` and `cell`, and with `seconds` and `software`
+            unless they have their own.
         tell: a line in words.
         key: of a line; studies whose older lines hold no `key` derive it.
         jobs: processes, one thread each; `run` is pickled if there are several.
@@ -105,9 +105,13 @@ def _line(run: Callable[[C], Line], cell: C) -> Line:
     began = time.perf_counter()
     results = run(cell)
     values = asdict(cell)  # type: ignore[call-overload]
-    software = {name: version for name, version in environment().items() if name in _SOFTWARE}
     seconds = time.perf_counter() - began
-    return {"key": cell.key, "cell": values, "seconds": seconds, **results, "software": software}
+    return {"key": cell.key, "cell": values, "seconds": seconds, "software": software(environment()), **results}
+
+
+def software(known: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of an environment that lines keep: the versions and the GPU that made them."""
+    return {name: value for name, value in known.items() if name in _SOFTWARE}
 
 
 def in_processes(function: Callable[[_Item], _Result], items: Iterable[_Item], jobs: int) -> Iterator[_Result]:

@@ -1,9 +1,10 @@
 """The accuracy of private models, compared with what a user would do without a federation: results/utility.md.
 
-    python -m simulations.studies.utility run|tables [--data FOLDER] [--runs results/utility.jsonl]
+    python -m simulations.studies.utility run|tables [--data FOLDER] [--runs results/utility.jsonl] [--finished RUN ...]
 
 `run` runs one federation for each cell of the study and keeps a line of each; cells that have one are not run again.
-`tables` writes results/utility.md from the lines. The data folder holds sst2_train.csv.gz, sst2_dev.csv.gz,
+With `--finished` it runs none and keeps a line of each of these folders, which `fedpriv run` has written. `tables`
+writes results/utility.md from the lines. The data folder holds sst2_train.csv.gz, sst2_dev.csv.gz,
 medquad.csv.gz and adult.csv.gz; corpora that it lacks are skipped. Several processes may add to one file of runs if
 their corpora differ; each has a folder of its own for `--out`.
 """
@@ -34,11 +35,13 @@ from simulations.studies._utility_cells import (
     PROBES,
     RATES,
     RECIPE,
+    SECURE,
     SEEDS,
     SIZES,
     UNNAMED,
     UtilityCell,
     cells,
+    keep_finished,
     run_all,
 )
 from simulations.studies.corpora import CORPORA
@@ -78,9 +81,9 @@ def _targets(results: Results) -> Iterator[Sequence[str]]:
         if found:  # within one standard error of the difference, which a single seed has none of
             met = found.mean + (found.standard_error or 0.0) >= least
             yield claim, f">= {least:g}", found.text(sign=True), verdict(met)
-    for view, epsilon, target in _WITH_LORA:
-        found = _estimate(results, NAMED[-1], AUTO, epsilon, view)
-        claim = f"{NAMED[-1]}, {view}, epsilon {epsilon:g}: {AUTO}"
+    for (view, epsilon, target), method in product(_WITH_LORA, (AUTO, SECURE)):
+        found = _estimate(results, NAMED[-1], method, epsilon, view)
+        claim = f"{NAMED[-1]}, {view}, epsilon {epsilon:g}: {method}"
         yield claim, f">= {target:g}", shown(found), verdict(found and found.mean >= target)
     for name in SIZES:
         found = difference(*(_by_seed(results, name, method, 8.0, "sum") for method in (AUTO, "head")))
@@ -272,11 +275,15 @@ def main() -> None:
     own.add_argument("--epsilons", type=listed(","), default=[], help="or none; default all")
     own.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=SEEDS)
     own.add_argument("--views", type=listed(","), default=["local", "sum"])
+    own.add_argument("--finished", type=Path, nargs="+", metavar="RUN", help="folders of runs that are done")
     arguments = own.parse_args()
     if unknown := [name for name in arguments.corpora if name not in CORPORA]:
         own.error(f"corpora = {unknown[0]}: known are {', '.join(CORPORA)}")
     if arguments.step == "tables":
         write(arguments.page, arguments.runs)
+        return
+    if arguments.finished:
+        keep_finished(arguments.runs, arguments.finished)
         return
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.WARNING)

@@ -11,6 +11,8 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.training._caches import Body
 from fedpriv.training.workbench import forget, workbench
+from server.observer import LogObserver
+from simulations.engines import federation
 from simulations.studies import _utility_cells as run
 from simulations.studies import corpora
 from simulations.studies import utility as tables
@@ -52,6 +54,25 @@ def test_a_cell_is_a_federation_within_its_epsilon_and_is_run_once(tiny, tmp_pat
     before = (tmp_path / RUNS).read_bytes()
     run.run_all(tmp_path / RUNS, tmp_path, tmp_path, chosen)
     assert (tmp_path / RUNS).read_bytes() == before
+
+
+def test_a_finished_run_is_a_line_if_it_is_the_run_of_a_cell(tmp_path, tiny_bert, table):
+    values = {"model": str(tiny_bert), "layers": "last-1", "rank": 4, "max_length": 16, "rounds": 2, "train": "auto"}
+    values |= {"data": str(table), "partition": "iid", "num_clients": 5, "delta": 1e-5, "target_epsilon": 8.0}
+    values |= {"comparison": False, "baselines": False, "public_data": True, "out": str(tmp_path / "run"), "seed": 1}
+    federation.run(parse(values), LogObserver())
+    with pytest.raises(InputError, match=r"differs in max_length, model, data$"):
+        run.keep_finished(tmp_path / RUNS, [tmp_path / "run"])
+    config = tmp_path / "run" / "config.toml"
+    text = config.read_text().replace(str(tiny_bert), "all-MiniLM-L6-v2").replace("max_length = 16", "max_length = 64")
+    config.write_text(text.replace(str(table), "sst2_train.csv.gz"))
+    for _ in range(2):
+        run.keep_finished(tmp_path / RUNS, [tmp_path / "run"])
+    (line,) = lines(tmp_path / RUNS)
+    assert line["key"] == "SST-2 all rows/auto, secure noise/8/local/1"
+    assert 7.5 < line["epsilon_local_max"] <= 8
+    assert line["accuracies"][-1] == line["accuracy"]
+    assert line["software"].keys() >= {"fedpriv", "torch"}
 
 
 @pytest.mark.slow
