@@ -1,12 +1,18 @@
 """Federated LoRA fine-tuning of language models under differential privacy."""
 
 import logging
+import os
 import warnings
 from typing import TYPE_CHECKING
 
 from fedpriv.exports import lazy_exports
 
 __version__ = "0.1.0"
+
+# Threads of torch's pool that spin while they wait take cores that others need, and the pool's own threads too. So they
+# spin briefly, unless the user says how they wait. GNU's OpenMP reads this when torch is loaded.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Where bitsandbytes is installed, peft imports it, and it warns of a missing kernel that is not used here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

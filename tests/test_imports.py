@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -120,3 +121,15 @@ def test_a_command_starts_quickly(command, limit, inputs):
         subprocess.run([sys.executable, "-c", RUN, *command.split()], cwd=inputs, capture_output=True, check=True)
         taken.append(cpu_seconds() - before)
     assert min(taken) <= limit, taken
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_torchs_threads_are_told_to_spin_briefly_before_it_is_loaded(given, expected):
+    code = "import os, sys, fedpriv; print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
+    inherited = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=inherited | given, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", expected]
