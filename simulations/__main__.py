@@ -7,7 +7,9 @@ click's as soon as a line begins with `python -m simulations`, and otherwise lea
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -199,15 +201,38 @@ def sweep(
 
 @contextlib.contextmanager
 def _failures_in_one_line(interrupted: str) -> Iterator[None]:
-    """Report a failure in one line on stderr, and end with its exit code."""
+    """Report a failure in one line on stderr, and end with its exit code.
+
+    SIGTERM, with which batch systems end what runs too long, ends it as Ctrl-C does.
+    """
+    numbers = [signal.SIGINT]
+
+    def terminate(number: int, _frame: object) -> None:
+        numbers.append(signal.Signals(number))
+        raise KeyboardInterrupt
+
     try:
-        yield
+        with _on_sigterm(terminate):
+            yield
     except (InputError, DiskFullError, LedgerError, TooFewClientsError) as error:
         typer.echo(f"error: {printable(error)}", err=True)
         raise typer.Exit(2 if isinstance(error, InputError) else 1) from None
     except KeyboardInterrupt as error:
         typer.echo(printable(error) or interrupted, err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(128 + numbers[-1]) from None
+
+
+@contextlib.contextmanager
+def _on_sigterm(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Give SIGTERM to a handler while the block runs; in the main thread, since no other may."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _keys(pairs: list[str] | None, **options: str | None) -> dict[str, Any]:

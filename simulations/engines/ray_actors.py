@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -264,6 +266,7 @@ def connect(address: str = "", *, num_cpus: int | None = None) -> Any:
         import ray
     except ModuleNotFoundError:
         raise InputError("Ray is not installed: pip install 'fedpriv[ray]'; or use one process") from None
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
@@ -280,6 +283,8 @@ def connect(address: str = "", *, num_cpus: int | None = None) -> Any:
             ray.init("local", num_cpus=num_cpus, include_dashboard=False, runtime_env=environment, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"ray_address = {address!r}: no Ray cluster to join ({str(error).splitlines()[0]})") from None
+    if threading.current_thread() is threading.main_thread():  # in the place of Ray's handlers, which exit or abort
+        signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
     return ray
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,10 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 import tomli_w
 
-from simulations.sites import free_port
+from fedpriv.runs import resume_command
+from simulations.sites import free_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -93,6 +96,29 @@ def test_the_ray_engine_gives_the_results_of_one_machine(
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("alone", "cluster")]
     assert [summary["engine"] for summary in summaries] == ["stacked", "ray"]
     assert summaries[0]["epsilon_local_max"] == summaries[1]["epsilon_local_max"]
+
+
+def test_a_run_that_a_batch_system_ends_says_how_to_go_on_and_leaves_no_process(
+    small_run: Mapping[str, object], tmp_path: Path
+) -> None:
+    config, out = tmp_path / "run.toml", tmp_path / "run"
+    config.write_text(tomli_w.dumps({**small_run, "rounds": 10_000}))
+    command = [sys.executable, "-m", "simulations", "run", config, "--engine", "ray", "--out", out]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    wait_until(lambda: run.poll() is not None or "\n2," in text_of(out / "rounds.csv"), "two rounds", 300)
+    of_ray = psutil.Process(run.pid).children(recursive=True)
+    assert len(of_ray) > 3
+    run.terminate()
+    _, told = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM, told
+    assert told.decode().splitlines()[-1].endswith(f"resume it: {resume_command(out, 'ray')}")
+    _, alive = psutil.wait_procs(of_ray, timeout=60)
+    assert not alive
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def test_a_sweep_gives_the_results_of_one_machine(

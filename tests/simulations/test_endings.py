@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,10 @@ def test_an_interrupted_run_prints_its_folder_and_the_command_that_resumes_it(sm
     (line,) = stopped.stderr.strip().splitlines()
     assert line.startswith(f"interrupted; {tmp_path / 'run'} holds the run")
     assert line.endswith(resume_command(tmp_path / "run", "in-process"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Books, "settle", lambda *_: signal.raise_signal(signal.SIGTERM))
+        assert resumed(tmp_path / "run").exit_code == 143
+    assert resumed(tmp_path / "run").exit_code == 0
     monkeypatch.setattr(federation, "run", lambda *_: fail(KeyboardInterrupt()))
     assert "interrupted; nothing was written" in simulate(small_run, tmp_path / "none").stderr
     with pytest.raises(KeyboardInterrupt, match="nothing was written"):
