@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +16,7 @@ import typer
 
 from fedpriv import config as configuration
 from fedpriv.config import KEYS, RECIPES, schema
+from fedpriv.deployment.processes import signals_handled_by
 from fedpriv.errors import DiskFullError, InputError, LedgerError, TooFewClientsError
 from fedpriv.texts import printable
 from simulations import api
@@ -212,7 +212,7 @@ def _failures_in_one_line(interrupted: str) -> Iterator[None]:
         raise KeyboardInterrupt
 
     try:
-        with _on_sigterm(terminate):
+        with signals_handled_by(terminate, [signal.SIGTERM]):
             yield
     except (InputError, DiskFullError, LedgerError, TooFewClientsError) as error:
         typer.echo(f"error: {printable(error)}", err=True)
@@ -220,19 +220,6 @@ def _failures_in_one_line(interrupted: str) -> Iterator[None]:
     except KeyboardInterrupt as error:
         typer.echo(printable(error) or interrupted, err=True)
         raise typer.Exit(128 + numbers[-1]) from None
-
-
-@contextlib.contextmanager
-def _on_sigterm(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Give SIGTERM to a handler while the block runs; in the main thread, since no other may."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _keys(pairs: list[str] | None, **options: str | None) -> dict[str, Any]:

@@ -30,9 +30,8 @@ from fedpriv.deployment.flower import (
     python_path,
     run_and_explain,
     seconds_to_pause,
-    signals_handled_by,
 )
-from fedpriv.deployment.processes import only_start, start_child
+from fedpriv.deployment.processes import only_start, signals_handled_by, start_child
 from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import FlowerError, InputError
 from fedpriv.files import replace_file

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedpriv.deployment.checks import LOOPBACK
-from fedpriv.deployment.processes import start_child
+from fedpriv.deployment.processes import signals_handled_by, start_child
 from fedpriv.deployment.users import User
 from fedpriv.errors import FlowerError
 
@@ -203,17 +201,6 @@ class _SignalForwarder:
         self._child = child
         for number in self.received:
             child.send_signal(number)
-
-
-@contextmanager
-def signals_handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Give SIGINT and SIGTERM to a handler while the block runs."""
-    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, previous_handler in previous.items():
-            signal.signal(number, previous_handler)
 
 
 def _one_line(text: str) -> str:

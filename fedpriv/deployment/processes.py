@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from fedpriv.deployment.users import User
 from fedpriv.errors import FlowerError, InputError
@@ -35,6 +36,19 @@ _LOOK_SECONDS = 0.1
 _RESTART_SECONDS = 1.0
 
 _NAME_CHARACTERS = 100
+
+
+@contextmanager
+def signals_handled_by(
+    handler: Callable[[int, Any], None], numbers: Collection[int] = (signal.SIGINT, signal.SIGTERM)
+) -> Iterator[None]:
+    """Give these signals to a handler while the block runs, in the main thread."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous_handler in previous.items():
+            signal.signal(number, previous_handler)
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from fedpriv.deployment.flower import (
     environment,
     plain,
     program_folder,
-    signals_handled_by,
 )
+from fedpriv.deployment.processes import signals_handled_by
 from fedpriv.errors import FlowerError
 from fedpriv.runs.files import CONFIG, SUMMARY, is_finished, run_folder_of
 from fedpriv.runs.show import check_installed
