@@ -174,6 +174,14 @@ def test_the_more_records_a_step_has_the_less_it_pads_and_a_rehearsal_meets_each
     assert set(padded[1]) < set(padded[-1])  # so do the caches of larger steps
 
 
+def test_a_record_has_its_length_whatever_is_drawn_beside_it(model, make_records):
+    items = make_records(1, shortest=9, longest=9).items()
+    for num_expected in (64, 10**5):
+        lengths = {p.shape.tokens for n in (1, 10**4) for p in model.passes(items * n, num_expected)}
+        assert lengths == {model.lengths(num_expected).padded(9)[0]}
+    assert model.lengths(64).padded(9) != model.lengths(10**5).padded(9), "no drawn number could have told"
+
+
 def test_what_is_found_is_remembered_for_a_number_of_threads():
     tried = []
 

@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -394,6 +394,15 @@ def test_a_stranger_s_manifest_that_no_store_writes_is_refused_in_one_line(two, 
     change(made := json.loads(content))
     with pytest.raises(ValueError, match=r"\A.+\Z"):
         _manifests.Manifest.from_json(json.dumps(made).encode())
+
+
+def test_a_manifest_that_unpacks_to_more_than_an_index_holds_is_refused(two, monkeypatch):
+    with Store(two, read_only=True) as store:
+        size = len(store.manifest("base").to_json())
+    for most, refusal in ((size, nullcontext()), (size - 1, pytest.raises(StoreError, match="its manifest in"))):
+        monkeypatch.setattr(_index, "MOST_BYTES", most)
+        with refusal, Store(two, read_only=True) as store:
+            store.manifest("base")
 
 
 def test_truncated_extras_are_named_with_all_that_they_hold(two):
