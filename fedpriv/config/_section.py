@@ -20,13 +20,16 @@ from fedpriv.accounting.sensitivity import clipping_rule
 class Fact(Flag):
     """A fact about a key, declared with its type: `Annotated[str, Fact.PATH]`; `keys_with` finds the keys."""
 
-    HIDDEN = 0b1
+    # Each bit has a name, since Python 3.11.2 drops others when flags are joined.
+    HIDDEN = 1 << 0
     """It names a machine, or a place on one, so trackers do not show it."""
 
-    OUTSIDE = 0b11
+    _BESIDE_RESULTS = 1 << 1
+    OUTSIDE = HIDDEN | _BESIDE_RESULTS
     """No result depends on it, so a run's digest leaves it out, and trackers too."""
 
-    LOCATION = 0b111
+    _OF_FILES = 1 << 2
+    LOCATION = OUTSIDE | _OF_FILES
     """It only says where a run's files are."""
 
     PATH = 1 << 3
