@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -30,7 +31,6 @@ from fedpriv.data import federated
 from fedpriv.data.records import BatchShape, Item, Records, num_tokens, tokenize
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import Pass, PoissonSampler
-from fedpriv.training._shapes import Lengths
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update
@@ -89,7 +89,7 @@ def measure(
         "free": patch.object(model, "passes", lambda items, *_: free_passes(items, widest)),
     }
     for multiple in multiples:
-        lengths = Lengths(longest=model.longest, multiple=multiple)
+        lengths = replace(model.lengths(), multiple=multiple)
         arms[str(multiple)] = patch.object(model, "lengths", lambda *_, lengths=lengths: lengths)
     times: dict[str, list[float]] = {name: [] for name in arms}
     for repeat in range(repeats + 1):
