@@ -43,7 +43,7 @@ _MOST_ACTIVATION_FLOATS = 2**21
 # Tokens of a pass on a CPU, in a step of 64 records, over the best multiple of record lengths. Padding costs in
 # proportion to the multiple and to the records; a further length costs a pass that is not full, which takes as long as
 # the root of the records. So the best multiple falls with their fourth root. Measured: results/benchmarks.md.
-_TOKENS_PER_MULTIPLE = 34
+_TOKENS_PER_MULTIPLE = 26
 
 # Records of a pass through the head alone.
 _FEATURES_AT_ONCE = 1024
