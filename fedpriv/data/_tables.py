@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import sys
 import tempfile
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,12 +110,13 @@ def separator_asked(path: Path, separator: Separator) -> Separator:
 
 def _from_fields(source: str, path: Path, separator: Separator, encoding: Encoding) -> Table:
     import datasets  # deferred, here and below: the embedded corpus and most nodes read no table
+    import pyarrow as pa
 
     with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
         fields = split(decoded(file.read(), encoding), separator)
-    features = datasets.Features({name: datasets.Value("string") for name in fields.names})
-    columns = dict(zip(fields.names, fields.columns, strict=True))
-    records = datasets.Dataset.from_dict(columns, features=features)
+    columns = {name: pa.array(column, pa.string()) for name, column in zip(fields.names, fields.columns, strict=True)}
+    # A fingerprint of the content, which nothing asks for, would take several times the table's memory.
+    records = datasets.Dataset(pa.table(columns), fingerprint=uuid.uuid4().hex)
     return Table(source, records, fields.lines, fields.separator)
 
 
@@ -145,6 +148,14 @@ def _from_hub(source: str, key: str) -> datasets.Dataset:
     except Exception as error:  # the library raises errors of many types
         reason = str(error).splitlines()[0]
         raise InputError(f"{key} = {source!r}: neither a file nor a data set on the Hub ({reason})") from None
+
+
+def release_memory() -> None:
+    """Give back what tables that are no longer used took: their library keeps it for further ones."""
+    if "pyarrow" in sys.modules:
+        import pyarrow as pa
+
+        pa.default_memory_pool().release_unused()
 
 
 def require_columns(table: datasets.Dataset, columns: Sequence[tuple[str, str]], source: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from fedpriv.config import Encoding, Separator
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TextData:
     """Texts of one holder.
 

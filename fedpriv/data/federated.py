@@ -1,6 +1,6 @@
 """The data of a run: the clients' records, the server's test set, and the labels; and how records are split.
 
-Splits among clients are as the configuration's `partition` key selects; those that are drawn are of flwr-datasets.
+Splits among clients are as the configuration's `partition` key selects; `dirichlet` is that of flwr-datasets.
 Within a client, each record that is set aside for evaluation is so by a coin of its own. Where persons are the unit,
 these are split, dealt out and set aside with all their records.
 """
@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -23,7 +23,16 @@ from fedpriv.config import EMBEDDED, ON_NODES, DataSection, Fact, RunConfig
 from fedpriv.data import _own as own
 from fedpriv.data import hospital
 from fedpriv.data._mistakes import check_table
-from fedpriv.data._tables import instructions, labels_of, load_table, read_table, require_columns, to_text, values_of
+from fedpriv.data._tables import (
+    instructions,
+    labels_of,
+    load_table,
+    read_table,
+    release_memory,
+    require_columns,
+    to_text,
+    values_of,
+)
 from fedpriv.data._text import DataSource, FederatedData, TextData, response_of
 from fedpriv.data.persons import by_person
 from fedpriv.errors import InputError
@@ -39,8 +48,8 @@ log = logging.getLogger(__name__)
 
 _NO_RECORDS = TextData((), ())
 
-# A column that numbers persons while these are dealt out.
-_UNIT = "fedpriv: number of the person"
+# A column that numbers the units while these are dealt out.
+_UNIT = "fedpriv: number of the unit"
 
 
 def holdings(config: RunConfig) -> tuple[object, ...]:
@@ -72,9 +81,13 @@ def load(config: RunConfig) -> FederatedData:
             batch size exceeds a client's records.
     """
     if config.data == ON_NODES:
-        test = to_text(_test_table(config, _columns(config)), config) if config.has_test_set else _NO_RECORDS
+        test = _NO_RECORDS
+        if config.has_test_set:
+            table, rows = _test_table(config, _columns(config))
+            test = to_text(table, config).part(rows)
         return FederatedData((), (), test, _label_names((), test, config))
     data = _embedded(config) if config.data == EMBEDDED else _from_table(config)
+    release_memory()
     data = replace(
         data, clients=tuple(_at_most(records, client, config) for client, records in enumerate(data.clients))
     )
@@ -181,12 +194,12 @@ def _embedded(config: RunConfig) -> FederatedData:
     if config.partition not in ("auto", "natural"):
         from datasets import Dataset
 
-        # Partitioned again among any number of clients, by index, so that every message stays whole.
-        columns = {"index": list(range(len(train))), "patient": [message.patient for message in train]}
-        table = Dataset.from_dict(columns | {config.label_column: [message.department for message in train]})
+        # Partitioned again among any number of clients, so that every message stays whole.
+        departments = [message.department for message in train]
+        table = Dataset.from_dict({"patient": [m.patient for m in train], config.label_column: departments})
         named = replace(config, person_column="patient") if config.most_of_a_person else config
-        parts, labels = _partition(table, named)
-        holders, names = [[train[index] for index in values_of(part, "index")] for part in parts], tuple(labels)
+        parts, labels = _partition(table, range(len(train)), named)
+        holders, names = [[train[row] for row in part] for part in parts], tuple(labels)
 
     def text_of(messages: list[hospital.Message]) -> TextData:
         return TextData(tuple(m.text for m in messages), tuple(m.department for m in messages))
@@ -217,27 +230,29 @@ def _from_table(config: RunConfig) -> FederatedData:
     require_columns(table, columns + others, config.data)
     warned = check_table(read, config)
     holders = _holders(table, config) if config.partition_rule == "natural" else set()
-    table = _usable(_about_persons(table, config), config, config.data)
+    # Rows are chosen by their numbers: to select them from a table and read them there takes far longer.
+    records = replace(to_text(table, config), persons=_persons_of(table, config))
+    rows = _usable(table, config, config.data, among=_about_persons(records))
+    test_table, train, test_rows = table, rows, cast("Sequence[int]", ())
     if config.test_data:
-        train, test_table = table, _test_table(config, columns)
-    elif not config.has_test_set:
-        train, test_table = table, table.select([])
-    else:
-        train, test_table = _split(table, config)
-    test = to_text(test_table, config)
-    empty = sorted(map(str, holders - set(values_of(train, config.client_column)))) if holders else []
-    if empty:
+        test_table, test_rows = _test_table(config, columns)
+    elif config.has_test_set:
+        train, test_rows = _split(rows, records.persons, config)
+    test = (records if test_table is table else to_text(test_table, config)).part(test_rows)
+    column = values_of(table, config.client_column) if config.partition_rule == "natural" else []
+    if empty := sorted(map(str, holders - {column[row] for row in train})) if holders else []:
         raise InputError(
             f"client_column = {config.client_column!r}: client {empty[0]!r} has no training records: all of "
             "them lack a label, have one that is not in labels, or fell into the test split; drop the client, or set "
             "test_data"
         )
-    parts, names = _partition(train, config)
-    clients = tuple(replace(to_text(part, config), persons=_persons_of(part, config)) for part in parts)
+    parts, names = _partition(table, train, config)
+    clients = tuple(records.part(part) for part in parts)
     own = config.partition_rule == "natural" and config.client_column in test_table.column_names
-    test_holders = _numbers(values_of(test_table, config.client_column), names) if own else ()
+    test_column = values_of(test_table, config.client_column) if own else []
+    test_holders = _numbers((test_column[row] for row in test_rows), names) if own else ()
     label_names = _label_names(clients, test, config)
-    return FederatedData(clients, tuple(names), test, label_names, test_holders, tuple(warned))
+    return FederatedData(clients, tuple(names), replace(test, persons=None), label_names, test_holders, tuple(warned))
 
 
 def _persons_of(table: datasets.Dataset, config: DataSection) -> tuple[str, ...] | None:
@@ -247,12 +262,11 @@ def _persons_of(table: datasets.Dataset, config: DataSection) -> tuple[str, ...]
     return tuple(name or "" for name in labels_of(table, config.person_column))
 
 
-def _about_persons(table: datasets.Dataset, config: DataSection) -> datasets.Dataset:
+def _about_persons(records: TextData) -> Sequence[int]:
     """The records that name a person, if that is the unit: any other could be about anyone."""
-    persons = _persons_of(table, config)
-    if persons is None or all(name.strip() for name in persons):
-        return table
-    return table.select([row for row, name in enumerate(persons) if name.strip()])
+    if records.persons is None:
+        return range(len(records))
+    return [row for row, name in enumerate(records.persons) if name.strip()]
 
 
 def _columns(config: RunConfig) -> list[tuple[str, str]]:
@@ -264,10 +278,11 @@ def _columns(config: RunConfig) -> list[tuple[str, str]]:
     return [*columns, ("label_column", config.label_column)] if config.task == "SEQ_CLS" else columns
 
 
-def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> datasets.Dataset:
+def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> tuple[datasets.Dataset, Sequence[int]]:
+    """The table of `test_data`, and its usable rows."""
     table = load_table(config.test_data, key="test_data", separator=config.separator, encoding=config.encoding)
     require_columns(table, columns, config.test_data)
-    return _usable(table, config, config.test_data)
+    return table, _usable(table, config, config.test_data)
 
 
 def _holders(table: datasets.Dataset, config: DataSection) -> set[object]:
@@ -286,45 +301,55 @@ def _holders(table: datasets.Dataset, config: DataSection) -> set[object]:
     return set(column)
 
 
-def _usable(table: datasets.Dataset, config: RunConfig, source: str) -> datasets.Dataset:
+def _usable(
+    table: datasets.Dataset, config: RunConfig, source: str, *, among: Sequence[int] | None = None
+) -> Sequence[int]:
     """The records that have a label, or answer, and one of the configured if there are any; there must be some.
+
+    Args:
+        table: of records.
+        config: of the run.
+        source: of the table, for errors.
+        among: the records that count; None for all.
 
     Raises:
         InputError: there are none.
     """
+    rows = range(len(table)) if among is None else among
     if config.answers:
-        return _answered(table, config, source)
+        responses = [response for _, response in instructions(table, config)]
+        usable = [row for row in rows if responses[row]]
+        if not usable:
+            expected = ",".join(config.labels or config.answers)
+            column = config.response_column or config.messages_column
+            raise InputError(f"answers = {','.join(config.answers)}: {column!r} of {source} has none of {expected}")
+        return usable
     if config.task != "SEQ_CLS":
-        return table
+        return rows
     labels = labels_of(table, config.label_column)
     classes = set(config.labels or labels) - {None}
-    usable = table.select([row for row, label in enumerate(labels) if label in classes])
-    if not len(usable):
+    usable = [row for row in rows if labels[row] in classes]
+    if not usable:
         expected = f"none of labels = {','.join(config.labels)}" if config.labels else "no label at all"
         raise InputError(f"label_column = {config.label_column!r}: {source} has {expected}")
     return usable
 
 
-def _answered(table: datasets.Dataset, config: DataSection, source: str) -> datasets.Dataset:
-    """The records with one of the allowed answers; there must be some."""
-    responses = [response for _, response in instructions(table, config)]
-    usable = table.select([row for row, response in enumerate(responses) if response])
-    if not len(usable):
-        expected = ",".join(config.labels or config.answers)
-        column = config.response_column or config.messages_column
-        raise InputError(f"answers = {','.join(config.answers)}: {column!r} of {source} has none of {expected}")
-    return usable
+def _split(rows: Sequence[int], persons: Sequence[str | None] | None, config: RunConfig) -> tuple[list[int], list[int]]:
+    """The training records, and a random test set, a `test_fraction` of the units, that the seed determines.
 
-
-def _split(table: datasets.Dataset, config: RunConfig) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """The training records, and a random test set, a `test_fraction` of the units, that the seed determines."""
-    units = _units(_persons_of(table, config), len(table))
+    Args:
+        rows: of the records.
+        persons: whom each record of the table is about; None where the unit is the record.
+        config: of the run.
+    """
+    units = _units(None if persons is None else [persons[row] for row in rows], len(rows))
     order = np.random.default_rng(config.seed).permutation(len(units)).tolist()
     num_test = max(1, round(config.test_fraction * len(units)))
     if num_test >= len(units):
         raise InputError(f"test_fraction = {config.test_fraction}: leaves no training {config.unit}s of {len(units)}")
-    train, test = (_of_units(units, part) for part in (order[num_test:], order[:num_test]))
-    return table.select(train), table.select(test)
+    train, test = ([rows[at] for at in _of_units(units, part)] for part in (order[num_test:], order[:num_test]))
+    return train, test
 
 
 def _label_names(clients: tuple[TextData, ...], test: TextData, config: RunConfig) -> tuple[str, ...]:
@@ -344,97 +369,89 @@ def _label_names(clients: tuple[TextData, ...], test: TextData, config: RunConfi
     return names
 
 
-def _partition(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets.Dataset], list[str]]:
-    """The table split among the clients, and the clients' names.
+def _partition(table: datasets.Dataset, rows: Sequence[int], config: RunConfig) -> tuple[list[list[int]], list[str]]:
+    """The rows of each client, and the clients' names.
 
     Args:
-        table: the training records.
+        table: of records.
+        rows: of the training records.
         config: whose partition rule is `natural`: by `client_column`, in sorted order; `iid`: evenly, at random;
             `dirichlet`: by label, with concentration `dirichlet_alpha`; or `sizes`: at random into `client_sizes`.
+            Where the unit is the person, persons are dealt out, each with all records, as its first record would be.
 
     Raises:
         InputError: flwr-datasets is not installed, the split is impossible, or a client would have no record.
     """
     if config.partition_rule == "natural":
-        rows: dict[str, list[int]] = {}
-        for row, value in enumerate(values_of(table, config.client_column)):
-            rows.setdefault(str(value), []).append(row)
-        names = sorted(rows)
-        return [table.select(rows[name]) for name in names], names
-    if (persons := _persons_of(table, config)) is not None:
-        return _partition_of_persons(table, _units(persons, len(table)), config)
-    return _dealt(table, config)
+        column, held = values_of(table, config.client_column), dict[str, list[int]]()
+        for row in rows:
+            held.setdefault(str(column[row]), []).append(row)
+        names = sorted(held)
+        return [held[name] for name in names], names
+    persons = _persons_of(table, config)
+    units = _units(None if persons is None else [persons[row] for row in rows], len(rows))
+    labels = values_of(table, config.label_column) if config.partition_rule == "dirichlet" else None
+    dealt = _dealt(len(units), labels and [labels[rows[unit[0]]] for unit in units], config)
+    parts = [[rows[at] for at in _of_units(units, part)] if persons else [rows[at] for at in part] for part in dealt]
+    return parts, [f"client {client}" for client in range(len(parts))]
 
 
-def _partition_of_persons(
-    table: datasets.Dataset, units: Sequence[Sequence[int]], config: RunConfig
-) -> tuple[list[datasets.Dataset], list[str]]:
-    """The persons split among the clients, each with all records, as its first record would be.
+def _dealt(num_units: int, labels: Sequence[Any] | None, config: RunConfig) -> list[list[int]]:
+    """The units that a rule which draws gives each client.
 
     Args:
-        table: the training records.
-        units: the rows of each person.
+        num_units: of them all.
+        labels: of their first records; None where the rule asks for none.
         config: as for `_partition`.
     """
-    first = table.select([rows[0] for rows in units]).add_column(_UNIT, list(range(len(units))))
-    parts, names = _dealt(first, config)
-    return [table.select(_of_units(units, values_of(part, _UNIT))) for part in parts], names
-
-
-def _dealt(table: datasets.Dataset, config: RunConfig) -> tuple[list[datasets.Dataset], list[str]]:
-    """`_partition` by a rule that draws."""
-    shuffled = table.shuffle(seed=config.seed)
-    if config.partition_rule == "sizes" and sum(config.client_sizes) > len(table):
+    if config.partition_rule == "sizes" and sum(config.client_sizes) > num_units:
         raise InputError(
             f"client_sizes = {list(config.client_sizes)}: sum to {sum(config.client_sizes)}, but there are "
-            f"{len(table)} training {config.unit}s"
+            f"{num_units} training {config.unit}s"
         )
-    if config.partition_rule != "sizes" and config.num_clients > len(table):
-        raise InputError(f"num_clients = {config.num_clients}: only {len(table)} training {config.unit}s to share")
-    if config.partition_rule == "sizes":
-        shuffled = shuffled.select(range(sum(config.client_sizes)))
-    parts = _parts(shuffled, config)
+    if config.partition_rule != "sizes" and config.num_clients > num_units:
+        raise InputError(f"num_clients = {config.num_clients}: only {num_units} training {config.unit}s to share")
+    order = np.random.default_rng(config.seed).permutation(num_units)
+    if labels is not None:
+        parts = _by_label(order.tolist(), labels, config)
+    elif config.partition_rule == "iid":
+        parts = [part.tolist() for part in np.array_split(order, config.num_clients)]
+    else:
+        parts = [part.tolist() for part in np.split(order, np.cumsum(config.client_sizes))][:-1]  # the rest is nobody's
     for client, part in enumerate(parts):
-        if not len(part):
+        if not part:
             raise InputError(
                 f"partition = {config.partition_rule}: client {client} has no records; use fewer clients, or a larger "
                 "dirichlet_alpha"
             )
-    return parts, [f"client {client}" for client in range(len(parts))]
+    return parts
 
 
-def _parts(table: datasets.Dataset, config: RunConfig) -> list[datasets.Dataset]:
-    partitioner = _partitioner(config)
+def _by_label(order: Sequence[int], labels: Sequence[Any], config: RunConfig) -> list[list[int]]:
+    """The units of each client by the rule `dirichlet`, which takes them in this order."""
+    import datasets  # deferred, as in `_tables`
+
+    try:
+        from flwr_datasets.partitioner import DirichletPartitioner
+    except ImportError:
+        raise InputError("partition = dirichlet: needs flwr-datasets; pip install 'fedpriv[partition]'") from None
+    table = datasets.Dataset.from_dict({_UNIT: order, config.label_column: [labels[unit] for unit in order]})
+    partitioner = DirichletPartitioner(
+        num_partitions=config.num_clients,
+        partition_by=config.label_column,
+        alpha=config.dirichlet_alpha,
+        min_partition_size=1,
+        self_balancing=False,
+        seed=config.seed,
+    )
     try:
         # The partitioners' progress bars cannot be turned off, and every redraw of a Dirichlet split is a warning.
         with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore", category=UserWarning):
             partitioner.dataset = table
-            return [partitioner.load_partition(client) for client in range(partitioner.num_partitions)]
+            parts = [partitioner.load_partition(client) for client in range(config.num_clients)]
     except ValueError as error:
-        raise InputError(f"partition = {config.partition_rule}: {str(error).splitlines()[0]}") from None
-
-
-def _partitioner(config: RunConfig) -> Any:
-    try:
-        from flwr_datasets import partitioner
-    except ImportError:
-        raise InputError(
-            f"partition = {config.partition_rule}: needs flwr-datasets; pip install 'fedpriv[partition]'"
-        ) from None
-    match config.partition_rule:
-        case "iid":
-            return partitioner.IidPartitioner(num_partitions=config.num_clients)
-        case "sizes":
-            return partitioner.SizePartitioner(partition_sizes=list(config.client_sizes))
-        case _:
-            return partitioner.DirichletPartitioner(
-                num_partitions=config.num_clients,
-                partition_by=config.label_column,
-                alpha=config.dirichlet_alpha,
-                min_partition_size=1,
-                self_balancing=False,
-                seed=config.seed,
-            )
+        raise InputError(f"partition = dirichlet: {str(error).splitlines()[0]}") from None
+    return [values_of(part, _UNIT) for part in parts]
 
 
 def held_out(data: Held, *, fraction: float, key: bytes) -> tuple[Held, Held]:

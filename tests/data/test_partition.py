@@ -26,9 +26,9 @@ RULES = {
 
 
 def texts(rule, table=TABLE, **changes):
-    parts, names = _partition(table, parse(RULES[rule] | changes))
+    parts, names = _partition(table, range(len(table)), parse(RULES[rule] | changes))
     assert len(names) == len(parts)
-    return [part["text"][:] for part in parts], names
+    return [table.select(part)["text"][:] for part in parts], names
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -69,8 +69,8 @@ def mixing(alpha):
     """Mean distance of a client's share of label a from one half, over 20 seeds."""
     distances = []
     for seed in range(20):
-        parts, _ = _partition(TABLE, parse(RULES["dirichlet"] | {"dirichlet_alpha": alpha, "seed": seed}))
-        distances += [abs(part["label"][:].count("a") / len(part) - 0.5) for part in parts]
+        parts, _ = _partition(TABLE, range(NUM), parse(RULES["dirichlet"] | {"dirichlet_alpha": alpha, "seed": seed}))
+        distances += [abs(TABLE.select(part)["label"][:].count("a") / len(part) - 0.5) for part in parts]
     return sum(distances) / len(distances)
 
 
