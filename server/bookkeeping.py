@@ -20,7 +20,7 @@ from fedpriv.accounting.views import Release, View
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.ledger.accounts import Accounts, Part
-from fedpriv.ledger.entries import RELEASED, Charge, Key
+from fedpriv.ledger.entries import RELEASED, Charge, DataSet, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.texts import holder_label
@@ -69,10 +69,12 @@ class Books:
         self._charged: dict[int, Charge] = {}
         self.retired: dict[int, str] = {}
         self.sizes = {registration.client: registration.num_records for registration in registrations}
-        self._earlier = {c: ledger.releases(d, excluding_run=run) if ledger else [] for c, d in self._data_sets.items()}
-        self.earlier_runs = {
-            c: sum(known.run != run for known in ledger.runs(d)) if ledger else 0 for c, d in self._data_sets.items()
-        }
+        charged = ledger.charged_data_sets() if ledger else set[str]()
+        used = {client: id_ for client, id_ in self._data_sets.items() if id_ in charged}
+        self._earlier = {c: ledger.releases(id_, excluding_run=run) for c, id_ in used.items()} if ledger else {}
+        self.earlier_runs = Counter(
+            {c: sum(known.run != run for known in ledger.runs(id_)) for c, id_ in used.items()} if ledger else {}
+        )
         self.accounts = Accounts(self.sizes, config.delta, self._earlier, config.holders_per_person)
         self.costs = RoundCosts(config, self.sizes, initial)
         self.num_evaluations: Counter[int] = Counter()
@@ -80,9 +82,10 @@ class Books:
         self._round = 0
         self._after = resumed_after or 0
         self._earlier_charges = EarlierCharges()
+        # The epsilons so far, of each view and part of the accounts, by client, until the client releases something.
+        self._known: dict[tuple[View, Part], dict[int, float | None]] = {}
         if ledger is not None:
-            for client in self.sizes:
-                self._register(ledger, client)
+            self._register(ledger)
             if resumed_after is not None:
                 # Each attempt at a sum has terms of its own, so no request for a part in one is ever made again.
                 repeats = {
@@ -91,8 +94,9 @@ class Books:
                     if (r.keeps_replies or config.noise_source == "seeded") and not config.secure_aggregation
                 }
                 self._resume(ledger, resumed_after, repeats)
-        self._num_before = {client: self.accounts.num_releases(client) for client in self.sizes}
-        self._history_before = {client: self.accounts.history(client, "local") for client in self.sizes}
+        spenders = self.accounts.spenders()
+        self._num_before = Counter({client: self.accounts.num_releases(client) for client in spenders})
+        self._history_before = {client: self.accounts.history(client, "local") for client in spenders}
 
     def _resume(self, ledger: Ledger, after: int, repeats: set[int]) -> None:
         """Account for what the ledger holds of this run, except for charges that later rounds can use again.
@@ -102,26 +106,31 @@ class Books:
             after: the last finished round.
             repeats: the clients that repeat their reply to the byte when they are asked again.
         """
-        for client, data_set in self._data_sets.items():
-            for key, release in ledger.releases_of(data_set, self._run):
-                reusable = key.round > after and client in repeats
-                self._earlier_charges.add(key, release, reusable=reusable)
-                if not reusable:
-                    self.accounts.record(client, release)
+        for key, release in ledger.releases_of(None, self._run):
+            client = int(key.client)
+            reusable = key.round > after and client in repeats
+            self._earlier_charges.add(key, release, reusable=reusable)
+            if not reusable:
+                self.accounts.record(client, release)
 
-    def _register(self, ledger: Ledger, client: int) -> None:
-        size, delta = self.sizes[client], self.accounts.deltas[client]
-        known = ledger.data_set(self._data_sets[client])
-        if known is None:
-            ledger.register(str(client), size, delta, data_set=self._data_sets[client])
-            return
-        check_registered(known, client, size, delta)
+    def _register(self, ledger: Ledger) -> None:
+        """Register the data sets that the ledger does not know, and check the others."""
+        known = {data_set.id: data_set for data_set in ledger.data_sets()}
         (unit,) = self.costs.units
-        if any(release.event.unit != unit for release in self._earlier[client]):
-            raise InputError(
-                f"noise_on = {self._config.noise_on}: {ledger.path} holds releases of another unit than {unit} on the "
-                f"data of client {client}; the two have no common epsilon"
-            )
+        new = []
+        for client, id_ in self._data_sets.items():
+            size, delta = self.sizes[client], self.accounts.deltas[client]
+            if id_ not in known:
+                new.append(DataSet(id=id_, client=str(client), num_records=size, delta=delta))
+                continue
+            check_registered(known[id_], client, size, delta)
+            if any(release.event.unit != unit for release in self._earlier.get(client, ())):
+                raise InputError(
+                    f"noise_on = {self._config.noise_on}: {ledger.path} holds releases of another unit than {unit} on "
+                    f"the data of client {client}; the two have no common epsilon"
+                )
+        if new:
+            ledger.register_all(new)
 
     @overload
     def epsilon_so_far(self, client: int, view: Literal["local", "rho"]) -> float: ...
@@ -139,6 +148,12 @@ class Books:
 
     def _so_far(self, client: int, view: View, part: Part) -> float | None:
         """`epsilon_so_far` of a part of the client's account."""
+        known = self._known.setdefault((view, part), {})
+        if client not in known:
+            known[client] = self._bounded(client, view, part)
+        return known[client]
+
+    def _bounded(self, client: int, view: View, part: Part) -> float | None:
         cost = self.accounts.epsilon_of(client, view, "rdp", part=part)
         if cost is None:
             return None
@@ -188,8 +203,8 @@ class Books:
 
     def _largest(self, view: View, part: Part) -> float | None:
         if self._config.holders_per_person == 1:
-            costs = [self._so_far(client, view, part) for client in self.sizes]
-            return None if None in costs else max(cost for cost in costs if cost is not None)
+            costs = [self._so_far(client, view, part) for client in self.accounts.spenders(part)]
+            return None if None in costs else max((cost for cost in costs if cost is not None), default=0.0)
         cost = self.accounts.largest_bound(view, part=part)
         if cost is None or view != self._config.privacy_view or part == "before":
             return cost.epsilon if cost else None
@@ -200,11 +215,7 @@ class Books:
         """The rounds of this run that a client was charged for more than once, each time for another release."""
         if self._ledger is None:
             return []
-        rounds = Counter(
-            (client, key.round)
-            for client, data_set in self._data_sets.items()
-            for key, _ in self._ledger.releases_of(data_set, self._run)
-        )
+        rounds = Counter((key.client, key.round) for key, _ in self._ledger.releases_of(None, self._run))
         return sorted({round_ for (_, round_), num_charges in rounds.items() if num_charges > 1})
 
     @cached_property
@@ -239,7 +250,7 @@ class Books:
     def within_budget(self, round_: int, selected: Iterable[int]) -> list[int]:
         """The clients whose budget allows this round, whichever clients survive it; the others are retired."""
         selected = [client for client in selected if client not in self.retired]
-        worst = self._at_worst(round_, selected)
+        worst = self._at_worst(round_, (client for client in selected if self._budgets[client] is not None))
         for client, release in worst.items():
             if not self._fits(client, release, round_):
                 self.retire(client, f"budget_epsilon = {self._budgets[client]:g} allows no further round")
@@ -256,6 +267,8 @@ class Books:
             requests: {client: digest of its request}.
         """
         beside = self._earlier_charges.beside(requests, round_)
+        if not beside:
+            return []
         worst = self._at_worst(round_, beside)
         view, retired = self._config.privacy_view, []
         for client, others in beside.items():
@@ -288,7 +301,7 @@ class Books:
         A number of releases does not tell: after a resume a costly round may be charged twice, and a cheap one missed.
         """
         planned = self.costs.events(client, self._after, num_rounds)
-        return self.accounts.is_part_of(client, [*self._history_before[client], *planned])
+        return self.accounts.is_part_of(client, [*self._history_before.get(client, ()), *planned])
 
     def able_to_evaluate(self) -> list[int]:
         """The clients whose budgets allow the evaluation; also those that have retired, since it was kept for them."""
@@ -363,8 +376,8 @@ class Books:
         Raises:
             LedgerError: it cannot be written.
         """
-        releases = {client: self.costs.as_settled(client, c.release, replies) for client, c in self._charged.items()}
-        self._settle(releases, replies)
+        charged = {client: charge.release for client, charge in self._charged.items()}
+        self._settle(self.costs.settled(charged, replies), replies)
 
     def settle_evaluation(self, replies: Mapping[int, str]) -> None:
         """Record the evaluation that was charged, as `settle` does for a round."""
@@ -375,7 +388,7 @@ class Books:
         done = []
         for client, release in releases.items():
             charge = self._charged[client]
-            self.accounts.record(client, release)
+            self._record(client, release)
             if self._ledger is not None and (
                 charge.key not in self._earlier_charges or self._ledger.phase(charge.key) != RELEASED
             ):
@@ -388,7 +401,12 @@ class Books:
     def count_unused(self, up_to: int) -> None:
         """Account for charges of rounds up to this one that an interrupted attempt made and no round used again."""
         for client, release in self._earlier_charges.pop_unused(up_to):
-            self.accounts.record(client, release)
+            self._record(client, release)
+
+    def _record(self, client: int, release: Release) -> None:
+        self.accounts.record(client, release)
+        for known in self._known.values():
+            known.pop(client, None)
 
     def _at_worst(self, round_: int, clients: Iterable[int]) -> dict[int, Release]:
         """The cost of a round in the worst case over all that may still be asked.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from fedpriv.accounting.views import Release, num_readers, rho_bar, smallest_agg
 from fedpriv.aggregation import weights_by_size
 from fedpriv.config import RunConfig
 from fedpriv.ledger.entries import Key
-from fedpriv.secure_aggregation.grid import SumGrid
+from fedpriv.secure_aggregation.grid import ClientGrid, SumGrid
 from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.noise_plan import view_scale
 from fedpriv.training.private_evaluation import EvaluationSpec
@@ -41,11 +41,13 @@ class RoundCosts:
         self._schedule = RunSchedule.of(config)
         self._masses = client_masses(config, sizes)
         self._grids = grids = {spec: grid_of(config, spec, sizes) for spec in self._schedule.totals}
+
+        @cache
+        def planned(spec: UpdateSpec, num_records: int, part: ClientGrid | None) -> Event:
+            return planned_event(spec, spec.probability(num_records), initial, part)
+
         self._events = {
-            client: {
-                spec: planned_event(spec, spec.probability(n), initial, grid.of(client) if grid else None)
-                for spec, grid in grids.items()
-            }
+            client: {spec: planned(spec, n, grid.of(client) if grid else None) for spec, grid in grids.items()}
             for client, n in sizes.items()
         }
         evaluation = EvaluationSpec.of(config)
@@ -176,12 +178,25 @@ class RoundCosts:
             colluding=self._config.colluding_clients,
         )
 
-    def as_settled(self, client: int, charged: Release, uploads: Iterable[int]) -> Release:
-        """A charged release once it is known which uploads are in the sum, the client's own counted among them.
+    def settled(self, charged: Mapping[int, Release], uploads: Iterable[int]) -> dict[int, Release]:
+        """Charged releases once it is known which uploads are in the sum, each client's own counted among them.
 
-        On the `aggregate` view it stays what was charged: for exactly as many survivors as a sum needs.
+        On the `aggregate` view they stay what was charged: for exactly as many survivors as a sum needs.
+
+        Args:
+            charged: {client: its release}.
+            uploads: the clients whose uploads are in the sum.
         """
-        return replace(charged, rho_bar=rho_bar(self.weights({*uploads, client}).values()))
+        uploads = set(uploads)
+
+        @cache
+        def bar(beside: int | None) -> float:
+            return rho_bar(self.weights(uploads if beside is None else {*uploads, beside}).values())
+
+        return {
+            client: replace(release, rho_bar=bar(None if client in uploads else client))
+            for client, release in charged.items()
+        }
 
 
 class EarlierCharges:

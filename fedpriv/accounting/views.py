@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -135,19 +136,20 @@ def smallest_rho_bars(
     """
     wanted = sizes.keys() if of is None else set(of)
     floor = 0.0 if most is None else 1 / math.sqrt(most)
-    ordered = sorted(sizes, key=lambda client: sizes[client])
-    values = np.array([float(sizes[client]) for client in ordered])
+    values = np.sort(np.fromiter(sizes.values(), dtype=float, count=len(sizes)))
     sums, squares = np.cumsum(values), np.cumsum(values**2)
-    smallest = {}
-    for i, client in enumerate(ordered):
-        if client not in wanted:
-            continue
-        own = values[i]
-        # Prefixes that contain the client, and shorter ones, to which it is added.
-        ratios = np.append(squares[i:] / sums[i:] ** 2, (squares[:i] + own**2) / (sums[:i] + own) ** 2)
+    of_whole = np.minimum.accumulate((squares / sums**2)[::-1])[::-1]
+
+    @cache
+    def smallest(own: float) -> float:
+        # Prefixes that contain a client of this size, and shorter ones, to which it is added.
+        i = int(np.searchsorted(values, own))
+        added = (squares[:i] + own**2) / (sums[:i] + own) ** 2
+        ratio = min(of_whole[i], added.min(initial=1.0))
         # Slightly less, so that the rho_bar of the actual round never rounds to below it.
-        smallest[client] = min(1.0, max(floor, math.sqrt(ratios.min()))) * (1 - 1e-12)
-    return smallest
+        return min(1.0, max(floor, math.sqrt(ratio))) * (1 - 1e-12)
+
+    return {client: smallest(float(sizes[client])) for client in wanted}
 
 
 def num_readers(colluding: int) -> int:

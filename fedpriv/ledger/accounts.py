@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 
 from fedpriv.accounting.accountants import PrivacySpent, check_delta, epsilon_of, stays_within
 from fedpriv.accounting.composition.law import Accountant
@@ -17,6 +18,8 @@ from fedpriv.accounting.views import VIEWS, Release, View, default_delta
 
 # Up to this many different histories are each accounted by pld, at about 0.3 s.
 _MAX_PLD_HISTORIES = 32
+
+_NOTHING: frozenset[Event] = frozenset()
 
 Part = Literal["whole", "this run", "before"]
 """The part of an account: all of it, the releases of this run alone, or those of earlier runs alone."""
@@ -36,17 +39,18 @@ class Accounts:
         self,
         num_records: Mapping[int, int],
         delta: float | None = None,
-        earlier: Mapping[int, Iterable[Release]] | None = None,
+        earlier: Mapping[int, Sequence[Release]] | None = None,
         holders: int = 1,
     ) -> None:
         if delta is not None:
             check_delta(delta)
         self.deltas = {client: delta or default_delta(size) for client, size in num_records.items()}
-        self._earlier = {client: _History((earlier or {}).get(client, ())) for client in num_records}
-        self._own = {client: _History() for client in num_records}
+        # Of the clients that have released anything: of many that are registered, a round asks few.
+        self._earlier = {client: _History(releases) for client, releases in (earlier or {}).items() if releases}
+        self._own: dict[int, _History] = {}
         self._holders = holders
         # An epsilon is read more often than it changes.
-        self._cache: dict[tuple[int, View, Accountant, Part], PrivacySpent] = {}
+        self._cache: dict[int, dict[tuple[View, Accountant, Part], PrivacySpent]] = {}
         self._final: dict[tuple[View, Part], dict[int, PrivacySpent | None]] = {}
         self._risks: dict[View, dict[int, Risk | None]] = {}
 
@@ -56,13 +60,20 @@ class Accounts:
         Raises:
             KeyError: the client is not registered.
         """
-        self._own[client].add(release)
-        self._cache = {key: cost for key, cost in self._cache.items() if key[0] != client}
+        if client not in self.deltas:
+            raise KeyError(client)
+        self._own.setdefault(client, _History()).add(release)
+        self._cache.pop(client, None)
         self._final, self._risks = {}, {}
 
     def num_releases(self, client: int) -> int:
         """The number of releases of this run that the client was charged for."""
-        return self._own[client].num_releases
+        return self._own[client].num_releases if client in self._own else 0
+
+    def spenders(self, part: Part = "whole") -> set[int]:
+        """The clients that have released something in a part of their accounts; all others have spent nothing."""
+        before = set[int]() if part == "this run" else set(self._earlier)
+        return before if part == "before" else before | self._own.keys()
 
     def epsilon_of(
         self, client: int, view: View, accountant: Accountant, *, part: Part = "whole"
@@ -71,13 +82,14 @@ class Accounts:
 
         None on the `aggregate` view if it does not hold for one of them. Composed first, converted once.
         """
-        key = (client, view, accountant, part)
-        if key not in self._cache:
+        known, key = self._cache.get(client, {}), (view, accountant, part)
+        if key not in known:
             histories = self._histories(client, part)
             if not all(history.holds[view] for history in histories):
                 return None
-            self._cache[key] = epsilon_of(_events(histories, view), self.deltas[client], accountant)
-        return self._cache[key]
+            known[key] = _cost(group(_events(histories, view)), self.deltas[client], accountant)
+            self._cache[client] = known
+        return known[key]
 
     def final(self, view: View, *, part: Part = "whole") -> dict[int, PrivacySpent | None]:
         """The cost of a part of every client's account by pld, to be reported once, at the end.
@@ -89,15 +101,18 @@ class Accounts:
         """
         if (view, part) in self._final:
             return self._final[view, part]
-        histories = {client: self._histories(client, part) for client in self._own}
+        spenders = self.spenders(part)
+        histories = {client: self._histories(client, part) for client in spenders}
         keys = {
             client: (frozenset(group(_events(several, view))), self.deltas[client])
             for client, several in histories.items()
             if all(history.holds[view] for history in several)
         }
-        too_many = len(set(keys.values())) > _MAX_PLD_HISTORIES
-        costs = _in_bulk(set(keys.values())) if too_many else {key: epsilon_of(*key) for key in set(keys.values())}
-        found = {client: costs[keys[client]] if client in keys else None for client in self._own}
+        keys |= {client: (_NOTHING, delta) for client, delta in self.deltas.items() if client not in spenders}
+        distinct = set(keys.values())
+        too_many = len(distinct) > _MAX_PLD_HISTORIES
+        costs = _in_bulk(distinct) if too_many else {key: epsilon_of(*key) for key in distinct}
+        found = {client: costs[keys[client]] if client in keys else None for client in self.deltas}
         self._final[view, part] = found
         return found
 
@@ -108,14 +123,16 @@ class Accounts:
         """
         if view in self._risks:
             return self._risks[view]
-        histories = {client: self._histories(client, "whole") for client in self._own}
-        known = {
+        spenders = self.spenders()
+        histories = {client: self._histories(client, "whole") for client in spenders}
+        known: dict[Any, tuple[list[Event], float]] = {
             client: (_events(several, view), self.deltas[client])
             for client, several in histories.items()
             if all(history.holds[view] for history in several)
         }
-        found = risks_of(known)
-        self._risks[view] = {client: found.get(client) for client in self._own}
+        others = {client: ("no release", delta) for client, delta in self.deltas.items() if client not in spenders}
+        found = risks_of(known | {name: ([], delta) for name, delta in {(n, n[1]) for n in others.values()}})
+        self._risks[view] = {client: found.get(others.get(client, client)) for client in self.deltas}
         return self._risks[view]
 
     def largest(self, view: View, *, part: Part = "whole") -> PrivacySpent | None:
@@ -125,7 +142,7 @@ class Accounts:
         """
         if self._holders == 1:
             costs = [cost for cost in self.final(view, part=part).values() if cost is not None]
-            return max(costs, key=lambda cost: cost.epsilon) if len(costs) == len(self._own) else None
+            return max(costs, key=lambda cost: cost.epsilon) if len(costs) == len(self.deltas) else None
         histories = self._all_events(view, part)
         return None if histories is None else cost_of_person(histories, self._holders, min(self.deltas.values()))
 
@@ -147,7 +164,7 @@ class Accounts:
 
     def _all_events(self, view: View, part: Part) -> dict[int, list[Event]] | None:
         """{client: the events of a part of its account}; None where the view does not hold for one."""
-        histories = {client: self._histories(client, part) for client in self._own}
+        histories = {client: self._histories(client, part) for client in self.deltas}
         if not all(history.holds[view] for several in histories.values() for history in several):
             return None
         return {client: _events(several, view) for client, several in histories.items()}
@@ -155,7 +172,7 @@ class Accounts:
     @property
     def has_earlier(self) -> bool:
         """Whether an earlier run has released anything of a client."""
-        return any(history.num_releases for history in self._earlier.values())
+        return bool(self._earlier)
 
     @property
     def num_readers(self) -> int | None:
@@ -182,7 +199,7 @@ class Accounts:
             part: of the account.
         """
         histories = self._histories(client, part)
-        if min(history.smallest_scales[view] for history in histories) < scale * (1 - 1e-9):
+        if any(history.smallest_scales[view] < scale * (1 - 1e-9) for history in histories):
             return False
         released: Counter[Event] = Counter()
         for event in _events(histories, "local"):
@@ -197,8 +214,21 @@ class Accounts:
         return _events(self._histories(client, "whole"), view)
 
     def _histories(self, client: int, part: Part) -> list[_History]:
-        before = [] if part == "this run" else [self._earlier[client]]
-        return before if part == "before" else [*before, self._own[client]]
+        """Those of the client's releases; none where it has made none.
+
+        Raises:
+            KeyError: the client is not registered.
+        """
+        if client not in self.deltas:
+            raise KeyError(client)
+        parts = {"whole": (self._earlier, self._own), "this run": (self._own,), "before": (self._earlier,)}[part]
+        return [known[client] for known in parts if client in known]
+
+
+@lru_cache(maxsize=4096)
+def _cost(events: tuple[Event, ...], delta: float, accountant: Accountant) -> PrivacySpent:
+    """`epsilon_of`, kept: of many clients, few histories differ."""
+    return epsilon_of(events, delta, accountant)
 
 
 def _events(histories: Iterable[_History], view: View) -> list[Event]:

@@ -109,7 +109,7 @@ class Entry:
 
     def chained_digest(self, previous: str) -> str:
         """The digest that this entry must have, given that of the previous one."""
-        return chained_digest(previous, {name: value for name, value in asdict(self).items() if name != "digest"})
+        return chained_digest(previous, {name: getattr(self, name) for name in COLUMNS if name != "digest"})
 
 
 def chained_digest(previous: str, content: Mapping[str, Any]) -> str:
@@ -224,8 +224,9 @@ _RELEASES = """
     FROM entries AS charged LEFT JOIN entries AS released ON released.phase = 'released'
         AND released.run = charged.run AND released.client = charged.client
         AND released.round = charged.round AND released.request = charged.request
-    WHERE charged.phase IN ('charged', 'recovered') AND charged.event IS NOT NULL AND charged.data_set = ?
+    WHERE charged.phase IN ('charged', 'recovered') AND charged.event IS NOT NULL
 """
+_ON_DATA_SET = " AND charged.data_set = ?"
 
 
 class LedgerConnection(sqlite3.Connection):
@@ -282,6 +283,11 @@ class LedgerConnection(sqlite3.Connection):
         row = self.execute("SELECT number FROM entries WHERE digest = ?", (digest,)).fetchone()
         return None if row is None else row[0]
 
+    def charged_data_sets(self) -> set[str]:
+        """The ids of the data sets on which anything was charged."""
+        rows = self.execute(f"SELECT DISTINCT data_set FROM entries WHERE phase IN ('{CHARGED}', '{RECOVERED}')")
+        return {id_ for (id_,) in rows}
+
     def data_sets(self) -> list[DataSet]:
         """All registered data sets, in the order of their registration."""
         return [_data_set(row) for row in self.execute(f"{_REGISTRATIONS} ORDER BY number")]
@@ -295,6 +301,7 @@ class LedgerConnection(sqlite3.Connection):
     def releases(self, data_set: str, *, excluding_run: str = "") -> list[Release]:
         """Everything charged on a data set in all runs but one; equal releases are merged and their counts summed."""
         counted = _RELEASES.replace("FROM", ", count(*) FROM", 1)
+        counted += _ON_DATA_SET
         rows = self.execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3, 4, 5", (data_set, excluding_run))
         merged = []
         for *columns, num in rows:
@@ -304,19 +311,21 @@ class LedgerConnection(sqlite3.Connection):
 
     def releases_in_order(self, data_set: str) -> list[Release]:
         """Everything charged on a data set, one by one, in the order of the charges."""
-        rows = self.execute(f"SELECT {_RELEASES} ORDER BY charged.number", (data_set,))
+        rows = self.execute(f"SELECT {_RELEASES}{_ON_DATA_SET} ORDER BY charged.number", (data_set,))
         known = lru_cache(_release)
         return [known(*columns) for columns in rows]
 
-    def releases_of(self, data_set: str, run: str) -> list[tuple[Key, Release]]:
-        """The releases that one run was charged on a data set, each with its key, in order."""
+    def releases_of(self, data_set: str | None, run: str) -> list[tuple[Key, Release]]:
+        """The releases that one run was charged on a data set, or on all, each with its key, in order."""
+        condition, values = ("", (run,)) if data_set is None else (_ON_DATA_SET, (data_set, run))
         rows = self.execute(
-            f"SELECT charged.client, charged.round, charged.request, {_RELEASES} AND charged.run = ? "
+            f"SELECT charged.client, charged.round, charged.request, {_RELEASES}{condition} AND charged.run = ? "
             "ORDER BY charged.number",
-            (data_set, run),
+            values,
         )
+        known = lru_cache(_release)
         return [
-            (Key(run=run, client=client, round=round_, request=request), _release(*columns))
+            (Key(run=run, client=client, round=round_, request=request), known(*columns))
             for client, round_, request, *columns in rows
         ]
 

@@ -177,10 +177,13 @@ class Ledger:
             bound: how its budget is enforced, see `bound`; None leaves that open until the first charge.
         """
         registered = DataSet(id=data_set or secrets.token_hex(16), client=client, num_records=num_records, delta=delta)
-        entry = {"phase": REGISTERED, "data_set": registered.id, "client": client, "note": note}
-        lines: list[dict[str, Any]] = [entry | {"num_records": num_records, "delta": delta}]
+        lines: list[dict[str, Any]] = [_registration(registered) | {"note": note}]
         self._append_bounded(lines, registered, bound)
         return registered
+
+    def register_all(self, data_sets: Sequence[DataSet]) -> None:
+        """Register data sets whose ids another ledger has assigned, all or none of them, as `register` does one."""
+        self._append([_registration(data_set) for data_set in data_sets])
 
     def bound(self, data_set: DataSet, note: str) -> None:
         """Record how the budget of a data set is enforced; `fedpriv.vault._charging` decides whether that may be.
@@ -208,6 +211,10 @@ class Ledger:
     def data_set(self, data_set: str | None = None) -> DataSet | None:
         """The data set with the given id, or the last one registered; None if there is none."""
         return self._db.data_set(data_set)
+
+    def charged_data_sets(self) -> set[str]:
+        """The ids of the data sets on which anything was charged."""
+        return self._db.charged_data_sets()
 
     def data_sets(self) -> list[DataSet]:
         """All registered data sets, in the order of their registration."""
@@ -366,8 +373,8 @@ class Ledger:
         """Everything charged on a data set, one by one, in the order of the charges."""
         return self._db.releases_in_order(data_set)
 
-    def releases_of(self, data_set: str, run: str) -> list[tuple[Key, Release]]:
-        """The releases that one run was charged on a data set, each with its key, in order."""
+    def releases_of(self, data_set: str | None, run: str) -> list[tuple[Key, Release]]:
+        """The releases that one run was charged on a data set, or on all, each with its key, in order."""
         return self._db.releases_of(data_set, run)
 
     def runs(self, data_set: str) -> list[RunRecord]:
@@ -427,6 +434,12 @@ class Ledger:
         """Write the head, after the commit: a crash in between leaves the ledger ahead of its head, never behind."""
         with as_ledger_errors(self.path):
             _head.write(self._head, *self.last)
+
+
+def _registration(data_set: DataSet) -> dict[str, Any]:
+    """The fields of a data set's entry of phase `registered`."""
+    fields = {"client": data_set.client, "num_records": data_set.num_records, "delta": data_set.delta}
+    return {"phase": REGISTERED, "data_set": data_set.id, **fields}
 
 
 def _key_values(key: Key) -> tuple[str, str, int, str]:

@@ -96,3 +96,18 @@ def test_nobody_spent_nothing():
     assert Accounts({}).final("local") == {}
     with pytest.raises(KeyError):
         Accounts({}).epsilon_of(0, "local", "pld")
+
+
+def test_clients_that_released_nothing_cost_nothing_and_take_no_time():
+    accounts = Accounts({client: 40 + client % 3 for client in range(100_000)}, earlier={7: [release()], 8: []})
+    accounts.record(5, release())
+    assert accounts.spenders() == {5, 7}
+    assert (accounts.spenders("this run"), accounts.spenders("before")) == ({5}, {7})
+    costs = accounts.final("local")
+    assert min(costs[5].epsilon, costs[7].epsilon) > 0
+    assert {costs[client].epsilon for client in (0, 1, 2, 6, 99_999)} == {0.0}
+    assert accounts.risks("local")[6].mu == 0 < accounts.risks("local")[5].mu
+    assert accounts.epsilon_of(6, "local", "rdp").epsilon == 0
+    assert accounts.num_releases(6) == accounts.num_releases(7) == 0
+    with pytest.raises(KeyError):
+        accounts.record(100_000, release())
