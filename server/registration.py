@@ -21,6 +21,8 @@ from server.exchange import reason_of
 log = logging.getLogger("flwr")
 
 _POLL_SECONDS = 0.5
+# Nodes that are asked before their answers are read, which all at once would take more memory than the run.
+_MOST_AT_ONCE = 1000
 
 Nodes = dict[int, tuple[int, Registration]]
 
@@ -51,9 +53,16 @@ class Inquiry:
         """
         asked = {*leave_out, *self._waiting.values()}
         new = [node_id for node_id in grid.get_node_ids() if node_id not in asked]
-        messages = [Message(_question(), node_id, protocol.REGISTER, group_id="0") for node_id in new]
-        grid.push_messages(messages)
-        self._waiting |= {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+        for start in range(0, max(1, len(new)), _MOST_AT_ONCE):
+            messages = [
+                Message(_question(), node_id, protocol.REGISTER, group_id="0")
+                for node_id in new[start : start + _MOST_AT_ONCE]
+            ]
+            grid.push_messages(messages)
+            self._waiting |= {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+            yield from self._pulled(grid)
+
+    def _pulled(self, grid: Grid) -> Iterator[tuple[int, Message]]:
         for reply in list(grid.pull_messages(list(self._waiting))) if self._waiting else ():
             node_id = self._waiting.pop(reply.metadata.reply_to_message_id)
             if reply.has_error() and reply.metadata.src_node_id != node_id:

@@ -201,7 +201,8 @@ class Absences:
 
     def __init__(self, nodes: Nodes, *, node_keys: Path | None = None, on_change: OnChange = lambda *_: None) -> None:
         self._nodes, self._node_keys, self._on_change = nodes, node_keys, on_change
-        self._missed = {client: ROUNDS_WITHOUT_ANSWER for client, (node_id, _) in nodes.items() if node_id == NO_NODE}
+        gone = (client for client, (node_id, _) in nodes.items() if node_id == NO_NODE)
+        self._missed = Counter(dict.fromkeys(gone, ROUNDS_WITHOUT_ANSWER))
         self._inquiry = Inquiry()
 
     @property
@@ -213,7 +214,9 @@ class Absences:
         """Count a finished round."""
         before = self.skipped
         for client in round_.statuses:
-            self._missed[client] = 0 if client in round_.heard else self._missed.get(client, 0) + 1
+            self._missed[client] += 1
+            if client in round_.heard:
+                del self._missed[client]
         for client in self.skipped:
             if client not in before:
                 self._on_change("skipped", client, round_.number)
@@ -236,7 +239,7 @@ class Absences:
             except ValueError as error:
                 log.warning("node %s stays out: %s", node_id, error)
                 continue
-            self._missed[client] = 0
+            del self._missed[client]
             self._on_change("returned", client, round_)
 
     def _returned(self, node_id: int, reply: Message) -> int:

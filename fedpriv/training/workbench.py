@@ -54,6 +54,9 @@ from fedpriv.training.stacked import local_update
 
 log = logging.getLogger(__name__)
 
+# The tokens of so many clients stay, or of those asked in four rounds; of more, the first go, which are seldom asked.
+_LEAST_KEPT = 1000
+
 
 def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, TrainingModel]:
     """The frozen base with its tokenizer, and the same base with an adapter, on the configured device.
@@ -222,8 +225,13 @@ class Workbench:
             encode: gives what `encoder` would.
         """
         if client not in self._clients:
-            self._clients[client] = self.tokenize(self._split(client)[0], encode)
-            self._warn(client, self._clients[client])
+            found = self.tokenize(self._split(client)[0], encode)
+            self._warn(client, found)
+            self._clients[client] = found
+            if self.config.clients_per_round and len(self._clients) > max(
+                _LEAST_KEPT, 4 * self.config.clients_per_round
+            ):
+                del self._clients[next(iter(self._clients))]
         return self._clients[client]
 
     def _warn(self, client: int, records: Records) -> None:
@@ -309,12 +317,17 @@ def workbench(config: RunConfig, source: DataSource | None = None) -> Workbench:
     Raises:
         InputError: the model is a program's own, and this process has none of this name.
     """
-    if _key(config, source) not in _last:
-        _last.clear()
+    if (id(config), id(source)) in _asked:  # every client of a simulated round asks with the same objects
+        return _asked[id(config), id(source)][0]
+    if (key := _key(config, source)) not in _last:
+        forget()
         bench = _made(config, source)
         settled = replace(config, base_dtype=bench.model.base_dtype_name)
-        _last[_key(config, source)] = _last[_key(settled, source)] = bench
-    return _last[_key(config, source)]
+        _last[key] = _last[_key(settled, source)] = bench
+    _asked.clear()
+    # With the objects, so that no others get their ids.
+    _asked[id(config), id(source)] = _last[key], config, source
+    return _last[key]
 
 
 def _key(config: RunConfig, source: DataSource | None) -> Hashable:
@@ -352,10 +365,13 @@ def providing(model: str, make: Callable[[RunConfig], Workbench]) -> Iterator[No
 def forget() -> None:
     """Free the last workbench; the next one reads data and model again."""
     _last.clear()
+    _asked.clear()
 
 
 # The last workbench, by what it depends on; with `base_dtype = auto` also by what that came to.
 _last: dict[Hashable, Workbench] = {}
+# The one that was last asked for.
+_asked: dict[tuple[int, int], tuple[Workbench, RunConfig, DataSource | None]] = {}
 _own: dict[str, Callable[[RunConfig], Workbench]] = {}
 
 _NUM_LABELS = 8
