@@ -44,10 +44,11 @@ RECURRING = "integral-mean"
 
 def uploads_in(ledger: Ledger, run: str, registrations: Iterable[Registration]) -> list[Upload]:
     """All uploads that the run was charged for: whatever was charged may have been uploaded."""
+    data_sets = {str(registration.client): registration.data_set for registration in registrations}
     return [
         upload
-        for registration in registrations
-        for upload in uploads_of(registration.data_set, ledger.releases_of(registration.data_set, run))
+        for key, release in ledger.releases_of(None, run)
+        for upload in uploads_of(data_sets[key.client], [(key, release)])
     ]
 
 
@@ -84,10 +85,10 @@ def keep(
     for name, round_ in rounds.items():
         ancestors = global_ancestors(uploads, outcome.run_id, round_)
         _describe(config, writer.variant(name), ancestors, deltas, accuracies[round_])
-    if not config.variant_clients:
+    if not config.keeps_uploads_of(len(by_client)):
         return
     # The last round that used an upload of the client; an upload that no round used is not a variant.
-    last_used = {row.client: row.round for row in outcome.client_rows if row.status == "ok"}
+    last_used = outcome.totals.last_used
     for client, (adapter, merged) in sorted(strategy.uploads.items()):
         path = writer.variant(f"client-{client}")
         _save(bench, path, adapter, merged)
@@ -212,7 +213,7 @@ def _recurring(config: RunConfig, outcome: SeriesOutcome) -> list[RecurringVaria
     if config.integral_epsilon is None:
         return []
     last = outcome.rows[-1].round
-    clients = sorted(row.client for row in outcome.client_rows if row.round == last and row.status == "ok")
+    clients = sorted(client for client, round_ in outcome.totals.last_used.items() if round_ == last)
     uploads = outcome.strategy.uploads
     adapters: dict[str, Adapter] = {f"client-{client}": uploads[client][0] for client in clients if client in uploads}
     if not adapters:

@@ -238,9 +238,7 @@ def push(
 
 
 def _holders(found: Any) -> list[dict[str, Any]]:
-    from fedpriv.runs import files
-
-    clients = files.read_values(found.run / files.SUMMARY)["clients"]
+    clients = found.run.summary["clients"]
     keys = ("client", "epsilon_local", "epsilon_rho", "epsilon_aggregate", "delta")
     return [{key: client.get(key) for key in keys} for client in clients]
 

@@ -10,6 +10,9 @@ from pydantic import Field
 from fedpriv.aggregation.rules import RULES, Rule
 from fedpriv.config._section import ConfigSection, Count, Fact, Maybe, NonNegative, Positive, Sizes
 
+# Each variant lists all uploads before its own, and a coordinator holds the kept ones in memory and in checkpoints.
+_MOST_KEPT = 100
+
 
 @dataclass(frozen=True, kw_only=True)
 class FederationSection(ConfigSection, title="Federation"):
@@ -118,8 +121,8 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
 
     variant_rounds: Sizes = ()
     """rounds whose global models are kept as variants, such as `[5, 10]`, in addition to the final one"""
-    variant_clients: bool = True
-    """whether each client's last upload is kept as a variant"""
+    variant_clients: Annotated[bool | None, Maybe] = None
+    """whether each client's last upload is kept as a variant; by default in a run of at most 100 clients"""
     dedup: Annotated[
         Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis", "lossless"], Fact.TEXTS
     ] = ""
@@ -142,6 +145,10 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
     """compares the clients' uploads of the last round by what they add to the model: finds those that agree within this
     distance in every weight, and keeps their mean as a variant ([docs/integral.md](integral.md)). This is not
     differential privacy; empty compares none"""
+
+    def keeps_uploads_of(self, num_clients: int) -> bool:
+        """Whether the last upload of each of so many clients is kept as a variant."""
+        return num_clients <= _MOST_KEPT if self.variant_clients is None else self.variant_clients
 
     @property
     def validates_variants(self) -> bool:

@@ -20,8 +20,8 @@ from fedpriv.files import replace_file
 from fedpriv.ledger.statement import adjacency_of, not_covered
 from fedpriv.publishing import _card_texts
 from fedpriv.publishing._card_texts import Form, GgufForm, markdown
-from fedpriv.publishing.saved import GLOBAL, SavedVariant, find, names_in
-from fedpriv.runs import RunFolder, files
+from fedpriv.publishing.saved import GLOBAL, SavedVariant, all_in
+from fedpriv.runs import RunFolder
 from fedpriv.runs.figures import figures, format_delta, risk_figures, risk_sentences
 
 FILE = "README.md"
@@ -41,7 +41,7 @@ _DEDUPLICATED = (
 
 def write(run: Path) -> list[Path]:
     """Write the card of every variant of a finished run beside it; returns the files."""
-    return [write_one(find(run, variant=name)) for name in names_in(run)]
+    return [write_one(saved) for saved in all_in(run)]
 
 
 def write_one(saved: SavedVariant, *, license: str = "") -> Path:
@@ -64,12 +64,11 @@ def text(saved: SavedVariant, *, form: Form = "adapter", license: str = "") -> s
     Raises:
         InputError: the variant's run is not here, or is not finished.
     """
-    if saved.run is None or not files.is_finished(saved.run):
+    if saved.run is None or not saved.run.is_finished:
         raise InputError(
             f"variant = {saved.name!r}: a card says what the run cost, so it needs the folder of a finished run"
         )
-    run = RunFolder(saved.run)
-    return "\n".join([*_metadata(saved, run.summary, form, license), *_body(saved, run, form), ""])
+    return "\n".join([*_metadata(saved, saved.run.summary, form, license), *_body(saved, saved.run, form), ""])
 
 
 def why_not_private(saved: SavedVariant, summary: Mapping[str, Any]) -> str:

@@ -27,7 +27,6 @@ from fedpriv.files import new_folder
 from fedpriv.publishing import _card_texts, card
 from fedpriv.publishing._card_texts import Form
 from fedpriv.publishing.saved import LoadedVariant, SavedVariant, ends_of
-from fedpriv.runs import files
 
 _NAMES = "sentence_transformers.models"
 _IDENTITY = "torch.nn.modules.linear.Identity"
@@ -109,7 +108,7 @@ def whole_folder(out: Path, saved: SavedVariant, form: Form) -> Iterator[Path]:
 
 
 def _readme(saved: SavedVariant, form: Form) -> str:
-    if saved.run is not None and files.is_finished(saved.run):
+    if saved.run is not None and saved.run.is_finished:
         return card.text(saved, form=form)
     return "\n".join(
         [

@@ -119,12 +119,12 @@ def why_publishable(saved: SavedVariant, *, ledger: Path | None = None, public_d
         InputError: it may not be, or the ledger that the configuration names cannot be read; one line that says why.
         LedgerError: the ledger is damaged, or is not that of the run.
     """
-    run, config = saved.run, saved.config
-    if run is None or config is None or not files.is_finished(run):
+    if saved.run is None or saved.config is None or not saved.run.is_finished:
         raise InputError(
             f"variant = {saved.name!r}: only a variant in the folder of its finished run, or in its store, can be "
             f"pushed, with the run's ledger"
         )
+    run, config = saved.run.path, saved.config
     if saved.folder is not None and saved.folder.resolve().parent.parent != run.resolve():
         raise InputError(f"{saved.folder}: leads out of its run's folder; name the variant where it is")
     if saved.kept.is_chosen_privately(saved.name):

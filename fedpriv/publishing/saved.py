@@ -24,7 +24,7 @@ from fedpriv.data import TextData, records
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import TextReading, collate, tokenize, usable
 from fedpriv.errors import InputError
-from fedpriv.runs import files
+from fedpriv.runs import RunFolder, files
 from fedpriv.training import Lengths, Tokens, ends_of_turn, greedy_answers, passes
 from fedpriv.training.evaluation import text_of
 from fedpriv.variants import is_store
@@ -44,8 +44,7 @@ class SavedVariant:
         name: the variant's name in its run.
         folder: with its files; None where only a store has it.
         kept: reads it, by its name.
-        run: the folder of its run; None for a variant that was copied elsewhere.
-        config: of the run; None without one.
+        run: its run; None for a variant that was copied elsewhere.
         model: where its base is, as `load_base` takes it.
         task: `SEQ_CLS` or `CAUSAL_LM`.
         settings: what its adapter_config.json says.
@@ -56,13 +55,17 @@ class SavedVariant:
     name: str
     folder: Path | None
     kept: KeptVariants
-    run: Path | None
-    config: RunConfig | None
+    run: RunFolder | None
     model: str
     task: str
     settings: dict[str, Any]
     convention: dict[str, Any]
     reading: TextReading
+
+    @property
+    def config(self) -> RunConfig | None:
+        """The configuration of the run; None without one."""
+        return self.run.settings if self.run else None
 
     @property
     def base(self) -> str:
@@ -112,6 +115,16 @@ def names_in(run: Path) -> list[str]:
     return sorted(found, key=lambda name: name != GLOBAL)
 
 
+def all_in(run: Path) -> list[SavedVariant]:
+    """The variants in a run's folder that are complete, `global` first.
+
+    Raises:
+        InputError: one of its files is damaged.
+    """
+    folder = RunFolder(run)
+    return [_in_folder(run / files.VARIANTS / name, folder, "") for name in names_in(run)]
+
+
 def find(path: Path, *, variant: str = "", model: str = "") -> SavedVariant:
     """The variant in a folder of its own, or else in a store.
 
@@ -130,7 +143,7 @@ def find(path: Path, *, variant: str = "", model: str = "") -> SavedVariant:
         name, known = variant or GLOBAL, names_in(path)
         folder, store = path / files.VARIANTS / name, path / files.STORE
         if name in known:
-            return _in_folder(folder, path, model)
+            return _in_folder(folder, RunFolder(path), model)
         if files.read_config(path).is_own_model:
             raise InputError(
                 f"{path}: the run's model is a program's own; load the model.safetensors of a variant into its module"
@@ -138,7 +151,7 @@ def find(path: Path, *, variant: str = "", model: str = "") -> SavedVariant:
     elif (path / lora.CONVENTION_FILE).is_file():
         if variant:
             raise InputError(f"variant = {variant!r}: {path} is one variant already; give the folder of its run")
-        return _in_folder(path, path.resolve().parent.parent, model)
+        return _in_folder(path, RunFolder(path.resolve().parent.parent), model)
     elif is_store(path):
         name, known, run = variant or GLOBAL, [], path.resolve().parent
     else:
@@ -149,18 +162,18 @@ def find(path: Path, *, variant: str = "", model: str = "") -> SavedVariant:
     if is_store(store):
         stored = Store(store, read_only=True)
         if name in stored.names:
-            return _in_store(stored, name, run, model)
+            return _in_store(stored, name, RunFolder(run), model)
         known += [other for other in stored.names if other not in known]
     raise InputError(f"variant = {name!r}: {folder.parent} has {', '.join(known[:20]) or 'none'}")
 
 
-def _in_folder(folder: Path, run: Path, model: str) -> SavedVariant:
+def _in_folder(folder: Path, run: RunFolder, model: str) -> SavedVariant:
     settings, convention = files.read_values(folder / ADAPTER_CONFIG), lora.read_convention(folder)
     own = folder.resolve()
     return _saved(own.name, folder, VariantFolders(own.parent), run, model, (settings, convention), folder)
 
 
-def _in_store(store: Store, name: str, run: Path, model: str) -> SavedVariant:
+def _in_store(store: Store, name: str, run: RunFolder, model: str) -> SavedVariant:
     described = store.describe(name)
     if described is None or not {ADAPTER_CONFIG, lora.CONVENTION_FILE} <= described.files.keys():
         raise InputError(
@@ -176,19 +189,18 @@ def _saved(
     name: str,
     folder: Path | None,
     kept: KeptVariants,
-    run: Path,
+    run: RunFolder,
     model: str,
     use: tuple[dict[str, Any], dict[str, Any]],
     where: Path,
 ) -> SavedVariant:
     settings, convention = use
-    config = files.read_config(run) if (run / files.CONFIG).is_file() else None
+    config = run.settings if (run.path / files.CONFIG).is_file() else None
     return SavedVariant(
         name=name,
         folder=folder,
         kept=kept,
         run=run if config else None,
-        config=config,
         model=model or (config.model if config else _base_of(where, convention)),
         task=_task_of(where, settings),
         settings=settings,

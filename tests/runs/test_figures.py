@@ -59,7 +59,7 @@ def told(folder: Path) -> dict[str, float]:
 def test_a_new_figure_is_declared_once_and_every_page_shows_it(
     folder: Path, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = replace(find(finished(tmp_path / "saved", tiny_bert)), run=folder)
+    saved = replace(find(finished(tmp_path / "saved", tiny_bert)), run=RunFolder(folder))
 
     def pages() -> dict[str, str]:
         return {
@@ -91,7 +91,7 @@ def test_the_holders_own_models_are_shown_with_the_largest_class_on_every_page(
     }
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | alone))
-    saved = replace(find(finished(tmp_path / "saved", tiny_bert)), run=folder)
+    saved = replace(find(finished(tmp_path / "saved", tiny_bert)), run=RunFolder(folder))
     pages = [shown(status(folder), 120), write_report(folder).read_text(), LivePage(folder).read()["figures"]]
     for page in (*pages, card.text(saved)):
         assert "70.2% on average, 61.0% to 80.2%; largest class 60.0%" in page
