@@ -71,8 +71,10 @@ def strict_json(value: Any, *, indent: int | None = None) -> str:
     Raises:
         TypeError: the value holds something that JSON cannot express.
     """
-    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
-    return json.dumps(finite, indent=indent, allow_nan=False)
+    text = json.dumps(value)
+    if indent is None and "NaN" not in text and "Infinity" not in text:
+        return text
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=indent, allow_nan=False)
 
 
 # What is outside, and what is found, by unit.

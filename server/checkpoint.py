@@ -13,7 +13,8 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,9 @@ from fedpriv.runs import RunWriter, files
 from fedpriv.training.workbench import workbench
 from server.registration import NO_NODE, Nodes, check_same
 
-VERSION = 4
+VERSION = 5
 _KEPT = 2
-_STATE, _TENSORS = "state.json", "tensors.safetensors"
+_STATE, _TENSORS, _REGISTRATIONS = "state.json", "tensors.safetensors", "registrations.json"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,13 +79,14 @@ def write(run_folder: Path, checkpoint: Checkpoint) -> None:
     temporary.mkdir(parents=True)
     bases = _Bases(checkpoint)
     tensors = safetensors.torch.save({name: t.contiguous().clone() for name, t in _tensors(checkpoint, bases)})
+    registrations = _text_of(checkpoint.registrations)
     state = {
         "version": VERSION,
         "run": checkpoint.run,
         "round": checkpoint.round,
         "digest": checkpoint.digest,
         "ledger": list(checkpoint.ledger),
-        "registrations": [asdict(registration) for registration in checkpoint.registrations],
+        "registrations": hashlib.sha256(registrations).hexdigest(),
         "skipped": list(checkpoint.skipped),
         "retired": {str(client): reason for client, reason in checkpoint.retired.items()},
         "uploads": {str(client): bases.index(base) for client, (_, base) in checkpoint.uploads.items()},
@@ -94,7 +96,8 @@ def write(run_folder: Path, checkpoint: Checkpoint) -> None:
     }
     text = json.dumps(state, indent=2).encode()
     try:
-        for name, content in ((_TENSORS, tensors), (_STATE, text), (f"{_STATE}.sha256", _digest_line(text))):
+        contents = {_TENSORS: tensors, _REGISTRATIONS: registrations, _STATE: text}
+        for name, content in (contents | {f"{_STATE}.sha256": _digest_line(text)}).items():
             with (temporary / name).open("wb") as file:
                 file.write(content)
                 file.flush()
@@ -108,6 +111,13 @@ def write(run_folder: Path, checkpoint: Checkpoint) -> None:
     _sync(parent)
     for older in sorted(parent.glob("round-[0-9]*"))[:-_KEPT]:
         shutil.rmtree(older)
+
+
+@lru_cache(maxsize=1)
+def _text_of(registrations: tuple[Registration, ...]) -> bytes:
+    """The registrations as JSON, by field: they stay the same for all of a run's checkpoints."""
+    names = [field.name for field in fields(Registration)]
+    return json.dumps({name: [getattr(each, name) for each in registrations] for name in names}).encode()
 
 
 def read_last(run_folder: Path, initial: Adapter) -> Checkpoint:
@@ -137,11 +147,7 @@ class _DamagedError(InputError):
 
 
 def _read(path: Path, initial: Adapter) -> Checkpoint:
-    try:
-        text, digest = (path / _STATE).read_bytes(), (path / f"{_STATE}.sha256").read_bytes()
-        content = (path / _TENSORS).read_bytes()
-    except OSError as error:
-        raise _DamagedError(f"checkpoint {path}: damaged: {error.strerror or error}") from None
+    text, digest = _bytes_of(path, _STATE), _bytes_of(path, f"{_STATE}.sha256")
     if digest != _digest_line(text):
         raise _DamagedError(f"checkpoint {path}: damaged: {_STATE} was changed after it was written")
     state = json.loads(text)
@@ -153,15 +159,32 @@ def _read(path: Path, initial: Adapter) -> Checkpoint:
     for package, installed in _packages().items():
         if (writer := state["packages"].get(package)) != installed:
             raise InputError(f"checkpoint {path}: was written with {package} {writer}; {installed} is installed")
-    if hashlib.sha256(content).hexdigest() != state["tensors"]:
-        raise _DamagedError(f"checkpoint {path}: damaged: {_TENSORS} was changed after it was written")
+    contents = {name: _bytes_of(path, name) for name in (_TENSORS, _REGISTRATIONS)}
+    for name, content in contents.items():
+        if hashlib.sha256(content).hexdigest() != state[Path(name).stem]:
+            raise _DamagedError(f"checkpoint {path}: damaged: {name} was changed after it was written")
     try:
-        return _from(state, safetensors.torch.load(content), initial)
+        columns = json.loads(contents[_REGISTRATIONS])
+        rows = zip(*columns.values(), strict=True)
+        registrations = tuple(Registration(**dict(zip(columns, row, strict=True))) for row in rows)
+        return _from(state, registrations, safetensors.torch.load(contents[_TENSORS]), initial)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise _DamagedError(f"checkpoint {path}: damaged: {error}") from None
 
 
-def _from(state: Mapping[str, Any], tensors: Mapping[str, Tensor], initial: Adapter) -> Checkpoint:
+def _bytes_of(path: Path, name: str) -> bytes:
+    try:
+        return (path / name).read_bytes()
+    except OSError as error:
+        raise _DamagedError(f"checkpoint {path}: damaged: {error.strerror or error}") from None
+
+
+def _from(
+    state: Mapping[str, Any],
+    registrations: tuple[Registration, ...],
+    tensors: Mapping[str, Tensor],
+    initial: Adapter,
+) -> Checkpoint:
     model = GlobalModel(
         initial=initial,
         # In the order of the initial tensors, so that sums over tensors are the same to the bit.
@@ -180,7 +203,7 @@ def _from(state: Mapping[str, Any], tensors: Mapping[str, Tensor], initial: Adap
         round=state["round"],
         digest=state["digest"],
         ledger=(state["ledger"][0], state["ledger"][1]),
-        registrations=tuple(Registration(**registration) for registration in state["registrations"]),
+        registrations=registrations,
         skipped=tuple(state["skipped"]),
         retired={int(client): reason for client, reason in state["retired"].items()},
         model=model,

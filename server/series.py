@@ -148,7 +148,7 @@ class Series:
         return SeriesOutcome(
             run_id=self.run_id,
             rows=writer.rounds,
-            client_rows=writer.clients,
+            totals=writer.totals,
             strategy=strategy,
             names=self.names,
             seconds=time.monotonic() - started,

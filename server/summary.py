@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.ledger.accounts import Part
 from fedpriv.plan.preflight import objections_to_aggregate
-from fedpriv.runs import ClientRow, RoundRow
+from fedpriv.runs import ClientTotals, RoundRow
 from fedpriv.training import class_figures, log_perplexity_change
 from fedpriv.training.evaluation import Evaluation
 from fedpriv.training.local_update import trained_names
@@ -49,7 +50,7 @@ class SeriesOutcome:
 
     run_id: str
     rows: list[RoundRow]
-    client_rows: list[ClientRow]
+    totals: ClientTotals
     strategy: RuleStrategy
     names: Mapping[int, str]
     seconds: float
@@ -75,10 +76,16 @@ def summarize(
     risks = accounts.risks(config.privacy_view)
     # That of a client without a release, too, whose risk names no unit of its own.
     unit = {"unit": next(iter(outcome.strategy.books.costs.units))}
-    clients = [
-        _client(client, costs, outcome) | tested[client] | _risk(risks[client]) | unit
-        for client in outcome.strategy.books.sizes
-    ]
+    bytes_up, bytes_down = Counter(outcome.totals.bytes_up), Counter(outcome.totals.bytes_down)
+    if outcome.evaluation:
+        bytes_up.update(outcome.evaluation.bytes_up)
+        bytes_down.update(outcome.evaluation.bytes_down)
+    risk_of = cache(_risk)  # which few histories have
+
+    def entry(client: int) -> dict[str, Any]:
+        sent = {"bytes_up": bytes_up[client], "bytes_down": bytes_down[client]}
+        return _client(client, costs, outcome) | sent | tested(client) | risk_of(risks[client]) | unit
+
     labels = bench.data.label_names or (config.answers if outcome.test else ())
     num_outcomes = len(labels) or bench.num_outcomes
     asked = outcome.strategy.schedule.totals
@@ -127,29 +134,51 @@ def summarize(
         "aggregation": config.aggregation,
         "upload_codec": outcome.strategy.spec.codec,
         "num_silent": sum(row.num_silent for row in rows),
-        "num_refused": sum(row.status == "malformed" for row in outcome.client_rows),
+        "num_refused": outcome.totals.num_malformed,
         "base_model_bytes": 4 * bench.model.num_frozen_values,  # as float32
-        "num_clients": len(clients),
+        "num_clients": len(accounts.deltas),
         "num_rounds": rows[-1].round,
-        "bytes_up": sum(client["bytes_up"] for client in clients),
-        "bytes_down": sum(client["bytes_down"] for client in clients),
+        "bytes_up": bytes_up.total(),
+        "bytes_down": bytes_down.total(),
         "seconds": outcome.seconds + (comparison.seconds if comparison else 0.0),
         "engine": config.engine,
         "run_id": outcome.run_id,
         "configuration_digest": config.digest,
-        "clients": clients,
+        "clients": _Entries(entry, tuple(outcome.strategy.books.sizes)),
     }
+
+
+class _Entries(Sequence[dict[str, Any]]):
+    """The clients' entries, each made when it is asked for: those of many would take more memory than their run."""
+
+    def __init__(self, entry: Callable[[int], dict[str, Any]], clients: Sequence[int]) -> None:
+        self._entry, self._clients = entry, clients
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    @overload
+    def __getitem__(self, position: int) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, position: slice) -> list[dict[str, Any]]: ...
+
+    def __getitem__(self, position: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(position, slice):
+            return [self._entry(client) for client in self._clients[position]]
+        return self._entry(self._clients[position])
 
 
 def _tests_of_holders(
     bench: Workbench, test: Evaluation | None, baselines: Baselines | None
-) -> defaultdict[int, dict[str, Any]]:
-    """{client: keys of summary.json} What its own model and the federation's get right, in all and on its own records.
+) -> Callable[[int], dict[str, Any]]:
+    """A client's keys of summary.json for what its own model and the federation's get right, in all and on its records.
 
     Accuracies are None where the model, or which test records are whose, is not known.
     """
     keys = ("alone_accuracy", "num_own_test_records", "own_alone_accuracy", "own_accuracy")
-    found: defaultdict[int, dict[str, Any]] = defaultdict(lambda: dict.fromkeys(keys))
+    nothing: dict[str, Any] = dict.fromkeys(keys)
+    found: defaultdict[int, dict[str, Any]] = defaultdict(nothing.copy)
     for key, by_client in (
         ("alone_accuracy", baselines.alone if baselines else {}),
         ("own_alone_accuracy", baselines.alone_on_own if baselines else {}),
@@ -161,13 +190,11 @@ def _tests_of_holders(
         holders = np.array(bench.data.test_holders)
         for client in set(bench.data.test_holders):
             found[client]["own_accuracy"] = float(test.right[holders == client].mean())
-    return found
+    return lambda client: found.get(client, nothing)
 
 
 def _client(client: int, costs: _CostsByView, outcome: SeriesOutcome) -> dict[str, Any]:
-    books, evaluation = outcome.strategy.books, outcome.evaluation
-    up = evaluation.bytes_up.get(client, 0) if evaluation else 0
-    down = evaluation.bytes_down.get(client, 0) if evaluation else 0
+    books = outcome.strategy.books
     return {
         "client": client,
         "name": outcome.names[client],
@@ -177,8 +204,6 @@ def _client(client: int, costs: _CostsByView, outcome: SeriesOutcome) -> dict[st
         "delta": books.accounts.deltas[client],
         "earlier_runs": books.earlier_runs[client],
         "retired": books.retired.get(client),
-        "bytes_up": up + sum(row.bytes_up for row in outcome.client_rows if row.client == client),
-        "bytes_down": down + sum(row.bytes_down for row in outcome.client_rows if row.client == client),
     }
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fedpriv.runs._status import resume_command as resume_command
     from fedpriv.runs._status import spent_on_view as spent_on_view
     from fedpriv.runs._status import status_of as status_of
+    from fedpriv.runs._writer import ClientTotals as ClientTotals
     from fedpriv.runs._writer import RunWriter as RunWriter
     from fedpriv.runs._writer import environment as environment
     from fedpriv.runs.figures import format_bound as format_bound

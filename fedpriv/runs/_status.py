@@ -158,7 +158,7 @@ def _status_of(folder: RunFolder) -> RunStatus:
     checkpoint_round, checkpoint = folder.checkpoint
     rounds, rows = folder.round_rows(ROUND_COLUMNS), folder.client_rows(CLIENT_COLUMNS)
     try:
-        registrations = folder.registrations.values() or checkpoint.get("registrations", ())
+        registrations = folder.registrations.values()
         clients = _clients(rows, registrations, summary, checkpoint)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{run_dir}: what it says about its clients is damaged ({error!r})") from None

@@ -10,7 +10,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -29,6 +30,30 @@ from fedpriv.runs.files import write_json
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "dp-accounting", "numpy", "datasets", "cryptography")
 
 
+class ClientTotals:
+    """Sums over the rows of clients.csv; of many clients and rounds the rows themselves are on disk alone.
+
+    Attributes:
+        bytes_up, bytes_down: {client: of all its rounds}.
+        last_used: {client: the last round that used its upload}.
+        num_malformed: replies that were refused.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_up, self.bytes_down = Counter[int](), Counter[int]()
+        self.last_used: dict[int, int] = {}
+        self.num_malformed = 0
+
+    def add(self, rows: Iterable[ClientRow]) -> None:
+        """Count further rows, of rounds in their order."""
+        for row in rows:
+            self.bytes_up[row.client] += row.bytes_up
+            self.bytes_down[row.client] += row.bytes_down
+            self.num_malformed += row.status == "malformed"
+            if row.status == "ok":
+                self.last_used[row.client] = row.round
+
+
 class RunWriter:
     """Writes a run's files; tables grow by a row at a time, so that a stopped run keeps what it did.
 
@@ -39,7 +64,7 @@ class RunWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rounds: list[RoundRow] = []
-        self.clients: list[ClientRow] = []
+        self.totals = ClientTotals()
         self.journal = Journal(path / files.EVENTS)
         self._progress: dict[str, Any] = {}
         self._progress_written = -math.inf
@@ -73,24 +98,25 @@ class RunWriter:
         except (OSError, InputError) as error:
             raise InputError(f"resume = {str(path)!r}: its tables cannot be read ({error})") from None
         writer.rounds = [row for row in rounds if row.round <= round_]
-        writer.clients = [row for row in clients if row.round <= round_]
+        clients = [row for row in clients if row.round <= round_]
+        writer.totals.add(clients)
         if [row.round for row in writer.rounds] != list(range(round_ + 1)):
             raise InputError(f"resume = {str(path)!r}: {files.ROUNDS} does not hold rounds 0 to {round_}")
-        writer._write_tables()
+        writer._write_tables(clients)
         return writer
 
-    def _write_tables(self) -> None:
+    def _write_tables(self, clients: Sequence[ClientRow] = ()) -> None:
         _write_table(self.path / files.ROUNDS, RoundRow, self.rounds)
-        _write_table(self.path / files.CLIENTS, ClientRow, self.clients)
+        _write_table(self.path / files.CLIENTS, ClientRow, clients)
 
     def write_registrations(self, registrations: Sequence[Registration]) -> None:
         """Write what the nodes registered, with their signatures, so that anyone can check them later."""
-        write_json(self.path / files.REGISTRATIONS, {str(r.client): asdict(r) for r in registrations})
+        write_json(self.path / files.REGISTRATIONS, {str(r.client): vars(r) for r in registrations})
 
     def add(self, round_: RoundRow, clients: Sequence[ClientRow]) -> None:
         """Append a finished round."""
         self.rounds.append(round_)
-        self.clients.extend(clients)
+        self.totals.add(clients)
         _append(self.path / files.ROUNDS, [round_])
         _append(self.path / files.CLIENTS, clients)
         for row in clients:

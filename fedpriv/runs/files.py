@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,26 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file atomically; NaN and infinities become null, since JSON has none."""
     temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(texts.strict_json(content, indent=2) + "\n")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(_json_parts(content))
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _json_parts(content: Mapping[str, Any]) -> Iterator[str]:
+    """The text, piece by piece: a line for each key, and for each entry of a list of objects, such as a client."""
+    before = "{"
+    for key, value in content.items():
+        yield f"{before}\n  {json.dumps(key)}: "
+        if isinstance(value, Sequence) and len(value) and isinstance(value[0], Mapping):
+            for position, entry in enumerate(value):
+                yield f"{',' if position else '['}\n    {texts.strict_json(entry)}"
+            yield "\n  ]"
+        else:
+            yield texts.strict_json(value)
+        before = ","
+    yield "\n}\n" if content else "{}\n"
 
 
 def missing(path: Path) -> InputError:

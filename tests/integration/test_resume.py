@@ -75,3 +75,17 @@ def test_runs_killed_at_random_instants_end_as_if_nobody_had_killed_them(small_r
     if "person_column" in values:
         values["data"] = str(with_persons(table, tmp_path / "persons.csv", 3))
     kill_and_resume(values, tmp_path, KILLS[kind])
+
+
+@pytest.mark.slow
+def test_runs_of_ten_thousand_clients_end_as_if_nobody_had_killed_them(small_run, tmp_path):
+    rows = [f"w{k % 97} w{k % 89} w{k % 7},{'ab'[k % 2]}" for k in range(10_200)]
+    table = tmp_path / "many.csv"
+    table.write_text("\n".join(["text,label", *rows, ""]))
+    values = {
+        **{key: value for key, value in small_run.items() if key != "client_column"},
+        **{"data": str(table), "partition": "iid", "num_clients": 10_000, "test_fraction": 200 / 10_200},
+        **{"clients_per_round": 50, "batch_size": 1, "rounds": 6, "local_steps": 1, "engine": "stacked"},
+        "table_checks": "warn",
+    }
+    kill_and_resume(values, tmp_path, kills=8)

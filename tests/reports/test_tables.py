@@ -14,7 +14,7 @@ from fedpriv.runs.figures import (
     format_percent,
     format_seconds,
 )
-from fedpriv.runs.show._tables import format_range
+from fedpriv.runs.show._tables import client_table, format_range, spread_table
 
 
 def test_an_epsilon_is_shown_with_its_delta_and_rounded_up() -> None:
@@ -93,3 +93,44 @@ def test_durations_read_as_clocks_do(seconds: float, shown: str) -> None:
 def test_a_range_of_one_value_is_that_value() -> None:
     assert format_range(pd.Series([0.04, 0.04])) == "0.04"
     assert format_range(pd.Series([0.04, 0.05, math.nan])) == "0.04 to 0.05"
+
+
+def entries(num_clients: int) -> list[dict[str, object]]:
+    """Clients of which number k has spent k / 1000; on the aggregate view nobody's cost is known."""
+    return [
+        {
+            "client": k,
+            "num_records": 40,
+            "rounds": k % 4,
+            "epsilon_local": k / 1000,
+            "epsilon_rho": None if k == 7 else k / 500,
+            "epsilon_aggregate": None,
+            "delta": 1e-5,
+            "bytes_up": 1000 * k,
+            "bytes_down": 0,
+        }
+        for k in range(num_clients)
+    ]
+
+
+def test_of_many_clients_those_that_spent_most_are_listed_and_the_others_counted() -> None:
+    table = client_table(entries(1001), "pld", view="local")
+    assert [row[0] for row in table.rows[:2]] == ["client 1000", "client 999"]
+    assert (len(table.rows), table.caption.split(",")[0]) == (50, "The 50 of 1")
+    assert client_table(entries(1001), "pld", view="rho").rows[0][0] == "client 7", "no figure is no small one"
+    spread = spread_table(entries(1001), view="local")
+    assert spread is not None
+    assert spread.rows == (
+        ("rounds", "0", "1", "3", "3", "3"),
+        ("ε local", "0.000", "0.500", "0.900", "0.990", "1.00"),
+        ("ε rho", "0.000", "1.01", "1.81", "1.99", "∞"),
+        ("sent", "0 B", "500 kB", "900 kB", "990 kB", "1 MB"),
+        ("received", "0 B", "0 B", "0 B", "0 B", "0 B"),
+    )
+
+
+def test_a_few_clients_are_all_listed() -> None:
+    assert spread_table(entries(200), view="local") is None
+    assert [row[0] for row in client_table(entries(200), "pld", view="local").rows] == [
+        f"client {k}" for k in range(200)
+    ]

@@ -88,7 +88,7 @@ def test_a_reopened_folder_keeps_its_bytes_and_drops_later_rounds_and_half_lines
     with (folder / "rounds.csv").open("a", newline="") as file:
         file.write(ROUNDS_CSV.splitlines()[1].replace("0,", "1,", 1) + "\r\n2,3")
     again = RunWriter.reopened(folder, round_=0)
-    assert (again.rounds, again.clients) == ([ROUND], [CLIENT])
+    assert (again.rounds, again.totals.bytes_up) == ([ROUND], {CLIENT.client: CLIENT.bytes_up})
     test_tables_are_written_to_the_byte(folder)
 
 

@@ -17,6 +17,7 @@ from fedpriv.protocol import Registration
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._rows import ClientRow, RoundRow
 from fedpriv.runs._status import RunStatus, status_of
+from fedpriv.runs._writer import RunWriter
 from fedpriv.runs.show._terminal import show_status
 from server import checkpoint
 from server.checkpoint import Checkpoint
@@ -86,6 +87,7 @@ def write_checkpoint(folder: Path, round_: int, retired: Mapping[int, str], skip
         model=model,
         uploads={},
     )
+    RunWriter(folder).write_registrations(registrations())
     checkpoint.write(folder, made)
 
 

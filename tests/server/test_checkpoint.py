@@ -117,8 +117,8 @@ def test_checkpoint_of_another_version_or_package_is_refused(tmp_path, monkeypat
     monkeypatch.setattr(checkpoint, "_packages", lambda: {"flwr": "9.9"})
     with pytest.raises(InputError, match=r"was written with flwr \d\S*; 9\.9 is installed"):
         read_last(tmp_path, INITIAL)
-    monkeypatch.setattr(checkpoint, "VERSION", 5)
-    with pytest.raises(InputError, match="version 4, but this fedpriv reads version 5"):
+    monkeypatch.setattr(checkpoint, "VERSION", 6)
+    with pytest.raises(InputError, match="version 5, but this fedpriv reads version 6"):
         read_last(tmp_path, INITIAL)
 
 
@@ -246,3 +246,10 @@ def test_the_command_line_resumes_with_the_run_s_own_configuration(interrupted):
     assert done.exit_code == 0, done.output
     assert "resumes after round 2" in " ".join(done.output.split())
     assert json.loads((folder / "summary.json").read_text())["num_rounds"] == 4
+
+
+def test_a_checkpoint_without_its_registrations_is_damaged(tmp_path):
+    write(tmp_path, make())
+    (tmp_path / "checkpoint" / "round-000003" / "registrations.json").unlink()
+    with pytest.raises(InputError, match="round-000003: damaged: No such file"):
+        read_last(tmp_path, INITIAL)

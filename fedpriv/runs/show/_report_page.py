@@ -119,6 +119,7 @@ def render(
             stored_variants=tables.variant_table(run.stored) if run.stored else None,
             stored_answers=tables.stored_answer_table(run.stored_answers) if run.stored else None,
             stored_sizes=tables.size_table(run.stored, summary.get("base_model_bytes")) if run.stored else None,
+            spread=tables.spread_table(summary["clients"], view=summary["privacy_view"]),
             clients=tables.client_table(
                 summary["clients"], accountant, view=summary["privacy_view"], unit=summary.get("unit")
             ),

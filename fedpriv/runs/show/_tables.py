@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from fedpriv.runs import StoredVariants
 
 
+# A table of more clients helps nobody; all of them are in summary.json.
+_MOST_LISTED, _LISTED_OF_MANY = 200, 50
+_QUANTILES = {"least": 0.0, "half": 0.5, "90 %": 0.9, "99 %": 0.99, "most": 1.0}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextTable:
     """A caption, column headers and rows of text; every row has one cell for each header."""
@@ -52,6 +57,8 @@ def client_table(
 ) -> TextTable:
     """The final figures of each client, from `summary.json`: what it sent, received and spent.
 
+    Of more than 200 clients they are those of the 50 that spent most on the view.
+
     Args:
         clients: entries with client, num_records, rounds, epsilon_local, epsilon_rho, delta, bytes_up and
             bytes_down; with epsilon_aggregate, if that view holds for all of them.
@@ -60,8 +67,12 @@ def client_table(
         unit: that the epsilons protect, as in `summary.json`; None of an older run.
     """
     clients = list(clients)
+    of_all = len(clients)
     has_aggregate = bool(clients) and all(client.get("epsilon_aggregate") is not None for client in clients)
     views = [name for name in asked_first(view) if name != "aggregate" or has_aggregate]
+    if of_all > _MOST_LISTED:
+        # The sort is stable, so that of equal ones the first are listed.
+        clients = sorted(clients, key=lambda client: -_spent(client, views[0]))[:_LISTED_OF_MANY]
     # Shorter than `aggregate`, so that 80 columns hold the table.
     epsilons = ("ε sum" if name == "aggregate" else f"ε {name}" for name in views)
     headers = ("client", what_is_counted(unit), "rounds", *epsilons, "δ", "sent", "received")
@@ -77,8 +88,43 @@ def client_table(
         )
         for client in clients
     )
-    caption = f"Per client, final figures ({accountant}), ε{of_whom(unit)} at the row's δ"
+    whose = "Per client" if len(rows) == of_all else f"The {len(rows)} of {of_all:,} clients that spent most"
+    caption = f"{whose}, final figures ({accountant}), ε{of_whom(unit)} at the row's δ"
     return TextTable(caption=caption, headers=headers, rows=rows)
+
+
+def spread_table(clients: Sequence[Mapping[str, Any]], *, view: str) -> TextTable | None:
+    """Quantiles over more clients than `client_table` lists; None for fewer.
+
+    Args:
+        clients: entries of `summary.json`, as for `client_table`.
+        view: that was asked for, which comes first.
+    """
+    if len(clients) <= _MOST_LISTED:
+        return None
+    rows = []
+    for name, key, show in (
+        ("rounds", "rounds", lambda value: f"{value:,.0f}"),
+        *((f"ε {name}", f"epsilon_{name}", format_bound) for name in asked_first(view)),
+        ("sent", "bytes_up", format_bytes),
+        ("received", "bytes_down", format_bytes),
+    ):
+        values = sorted(math.inf if client[key] is None else float(client[key]) for client in clients)
+        if key == "epsilon_aggregate" and math.isinf(values[-1]):
+            continue  # it does not hold for all
+        found = (values[math.ceil(share * (len(values) - 1))] for share in _QUANTILES.values())
+        rows.append((name, *map(show, found)))
+    return TextTable(
+        caption=f"Over all {len(clients):,} clients: that many spent or sent at most so much",
+        headers=("", *_QUANTILES),
+        rows=tuple(rows),
+    )
+
+
+def _spent(client: Mapping[str, Any], view: str) -> float:
+    """The epsilon on a view, which is infinite where none is stated."""
+    value = client[f"epsilon_{view}"]
+    return math.inf if value is None else float(value)
 
 
 def joining_table(summary: Mapping[str, Any]) -> TextTable | None:
