@@ -91,3 +91,14 @@ def test_impossible_split_is_one_line(rule, changes, message):
     with pytest.raises(InputError, match=message) as caught:
         texts(rule, **changes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "peer"), [("iid", {"num_partitions": 4}), ("sizes", {"partition_sizes": [50, 30, 10]})]
+)
+def test_parts_are_those_of_flowers_own_partitioners(rule, peer):
+    partitioners = pytest.importorskip("flwr_datasets.partitioner")
+    partitioner = {"iid": partitioners.IidPartitioner, "sizes": partitioners.SizePartitioner}[rule](**peer)
+    partitioner.dataset = TABLE.shuffle(seed=7)
+    parts, _ = texts(rule, seed=7)
+    assert parts == [partitioner.load_partition(k)["text"][:] for k in range(len(parts))]
