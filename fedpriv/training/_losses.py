@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from fedpriv.adapters import lora
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.training._shapes import split
+from fedpriv.training._transfers import to_device
 
 IGNORED = -100
 
@@ -155,13 +156,15 @@ def sliced_predictions(
     Args:
         hidden: [rows, tokens, width], what the layer reads; gradients flow to it alone.
         layer: frozen, with vocabulary x width weights.
-        targets: int64 [rows, tokens - 1], from `next_token_targets`.
+        targets: int64 [rows, tokens - 1], from `next_token_targets`, on the CPU, as their places are.
         places: from `places_of`.
         blocks: numbers of targets that a block may have, ascending, >= 1.
     """
     losses, hits = _Sliced.apply(hidden, layer, targets, places, blocks)  # type: ignore[no-untyped-call]
     return Predictions(
-        losses=losses, hits=hits, num_targets=torch.tensor([len(own) for own in places], device=hidden.device)
+        losses=losses,
+        hits=hits,
+        num_targets=to_device(torch.tensor([len(own) for own in places]), hidden.device),
     )
 
 
@@ -176,14 +179,16 @@ class _Sliced(torch.autograd.Function):
         gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         rows = torch.cat([own.new_full((len(own),), row) for row, own in enumerate(places)])
         columns = torch.cat(list(places))
-        shares = torch.tensor(counts, device=hidden.device)[rows]
+        shares = to_device(torch.tensor(counts)[rows], hidden.device)
+        wanted_of_all = to_device(targets[rows, columns], hidden.device)
+        rows, columns = to_device(rows, hidden.device), to_device(columns, hidden.device)
         # The first is there for batches without targets.
         of_losses, of_hits = [torch.zeros(0, device=hidden.device)], [torch.zeros(0, device=hidden.device)]
         begin = 0
         for size in split(len(rows), blocks):
             at = rows[begin : begin + size], columns[begin : begin + size]
             num = len(at[0])
-            states, wanted = _filled(hidden[at], size), _filled(targets[at], size)
+            states, wanted = _filled(hidden[at], size), _filled(wanted_of_all[begin : begin + size], size)
             divisors = _filled(shares[begin : begin + size], size).clamp_min_(1) if gradient is not None else None
             found = block_losses(states, layer, wanted, divisors)
             of_losses.append(found[0][:num])

@@ -135,6 +135,10 @@ def _finite_rows_and_scales(rows: Tensor, clip_norm: float, parts: Parts) -> tup
 def _finite_rows(rows: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
     """The rows, with zeros for those whose norm is not finite, and which norms are finite, bool [records]."""
     finite = torch.isfinite(norms).all(dim=0)
-    if bool(finite.all()):
+    if _is_on_cpu(rows) and bool(finite.all()):  # a GPU would have to be waited for
         return rows, finite
     return torch.where(finite.unsqueeze(1), rows, torch.zeros_like(rows)), finite
+
+
+def _is_on_cpu(rows: Tensor) -> bool:
+    return rows.device.type == "cpu"

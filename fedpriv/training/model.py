@@ -56,6 +56,7 @@ from fedpriv.training._pass_sizes import (
     structure,
 )
 from fedpriv.training._shapes import MULTIPLE, Lengths, Pass, passes
+from fedpriv.training._transfers import to_device
 from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.training.progress import Tell, silent
 
@@ -260,7 +261,7 @@ class TrainingModel:
         return self._run(items, batch, cached=cached).logits.float(), batch
 
     def _batch(self, items: Sequence[Item], shape: BatchShape | None) -> dict[str, Tensor]:
-        return {name: tensor.to(self.device) for name, tensor in collate(items, shape).items()}
+        return {name: to_device(tensor, self.device) for name, tensor in collate(items, shape).items()}
 
     def _run(self, items: Sequence[Item], batch: Mapping[str, Tensor], *, cached: bool) -> Any:
         inputs: dict[str, Any] = _inputs(batch)
@@ -294,13 +295,14 @@ class TrainingModel:
         """The model's predictions of the given records; rows beyond them are dummies'."""
         if self.output_layer is None:
             return predictions(*self.logits(items, cached=cached, shape=shape))
-        batch = self._batch(items, shape)
+        batch = collate(items, shape)
+        # On the CPU: how many targets there are decides shapes, for which a GPU would be waited for.
+        targets = next_token_targets(batch)
+        targets[len(items) :] = IGNORED
         if cached and self.cache is not None:
             self.cache.fill(items)
         with input_of(self.output_layer) as captured:
-            self._run(items, batch, cached=cached)
-        targets = next_token_targets(batch)
-        targets[len(items) :] = IGNORED
+            self._run(items, {name: to_device(each, self.device) for name, each in batch.items()}, cached=cached)
         return sliced_predictions(captured[0], self.output_layer, targets, places_of(targets), self._target_blocks)
 
     @cached_property

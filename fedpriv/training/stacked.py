@@ -28,6 +28,7 @@ from fedpriv.training._coordinates import Coordinates, VectorLayout, scaled, tra
 from fedpriv.training._isolation import isolated
 from fedpriv.training._losses import class_sum_losses, predictions
 from fedpriv.training._sampling import PoissonSampler
+from fedpriv.training._transfers import to_device
 from fedpriv.training.clipping import add_clipped, add_finite, add_in_turn, clipped_rows
 from fedpriv.training.local_update import (
     COUNTS,
@@ -249,7 +250,7 @@ class _Clients:
     def expected_batch_sizes(self) -> Tensor:
         """[clients, 1], float64, of the samplers that draw the batches."""
         sizes = [task.sampler.expected_batch_size for task in self.tasks]
-        return torch.tensor(sizes, dtype=torch.float64, device=self.model.device).unsqueeze(1)
+        return to_device(torch.tensor(sizes, dtype=torch.float64).unsqueeze(1), self.model.device)
 
 
 def _charged_event(events: Sequence[Event], planned: Event) -> Event:
@@ -394,7 +395,8 @@ def _gradient_rows(clients: _Clients, parameters: Tensor, drawn: _Drawn) -> Iter
             run = partial(_pass_gradients, clients, stacked, items, owners, cached, together.shape)
             for positions, rows in isolated(run, together.positions):
                 if rows is not None:
-                    yield rows, torch.tensor([sampled[position][2] for position in positions], device=rows.device)
+                    targets = torch.tensor([sampled[position][2] for position in positions], dtype=torch.int64)
+                    yield rows, to_device(targets, rows.device)
             num_done += len(together.positions)
             clients.tell(num_done / (1 + num_drawn))  # noise and step are still to come
 
@@ -413,7 +415,7 @@ def _pass_gradients(
     batch = [items[position] for position in positions]
     # Dummies use the first client's adapter, whichever others are in the pass.
     rows_owners = [owners[position] for position in positions] + [0] * (shape.rows - len(positions))
-    stack = Stack(parameters=stacked, owners=torch.tensor(rows_owners, device=model.device))
+    stack = Stack(parameters=stacked, owners=to_device(torch.tensor(rows_owners), model.device))
 
     gradients, _ = per_sample_gradients(
         model.layers,
@@ -444,7 +446,7 @@ def _head_gradient_rows(
         for begin in range(0, len(inputs), at_once):
             for positions, rows in isolated(run, range(begin, min(begin + at_once, len(inputs)))):
                 if rows is not None:
-                    yield rows, targets[positions].to(rows.device)
+                    yield rows, to_device(targets[positions], rows.device)
 
 
 def _by_body(clients: _Clients) -> list[tuple[Body, bool, list[int]]]:
@@ -475,9 +477,9 @@ def _head_pass(
     model = clients.model
     assert model.head is not None
     layer, padding = model.layers[model.head], num_rows - len(positions)
-    inputs = F.pad(features[positions], (0, 0, 0, padding)).to(model.device)
-    batch = {"labels": F.pad(labels[positions], (0, padding)).to(model.device)}
-    stack = Stack(parameters=stacked, owners=F.pad(owners[positions], (0, padding)).to(model.device))
+    inputs = to_device(F.pad(features[positions], (0, 0, 0, padding)), model.device)
+    batch = {"labels": to_device(F.pad(labels[positions], (0, padding)), model.device)}
+    stack = Stack(parameters=stacked, owners=to_device(F.pad(owners[positions], (0, padding)), model.device))
     if clients.centres is not None:
         inputs = inputs - clients.centres[stack.owners]
     gradients, _ = per_sample_gradients(
