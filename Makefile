@@ -86,10 +86,10 @@ docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore::DeprecationWarning -m mkdocs build --strict
 	@echo "open site/index.html, or for its search: $(BIN)/python -m http.server --directory site --bind 127.0.0.1"
 
+# Every benchmark with its defaults, a line each in results/benchmarks.jsonl, and the page of them; hours, on an idle machine.
 bench: $(VENV)/installed-dev
-	@for file in simulations/benchmarks/[a-z]*.py; do \
-		$(BIN)/python -m simulations.benchmarks.$$(basename $$file .py) || exit 1; \
-	done
+	$(BIN)/python -m simulations.studies.benchmarks run
+	$(BIN)/python -m simulations.studies.benchmarks tables
 
 # What is made of the configuration's keys: the table for Flower, the page's tables and the types for editors.
 keys: $(VENV)/installed-run

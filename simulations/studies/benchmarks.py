@@ -1,0 +1,131 @@
+"""Every benchmark's figures as a line of a file, and the page made of them.
+
+    python -m simulations.studies.benchmarks run [NAME [ARGUMENTS ...]]
+    python -m simulations.studies.benchmarks tables
+
+`run` runs one benchmark, with its arguments, or every one with its defaults, each in a process of its own, and appends
+a line: its command, what it printed, the claims, machine, versions, commit and date. `tables` writes the page from the
+newest line of each benchmark. Nothing else should be at work meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedpriv.errors import InputError
+from fedpriv.runs import environment
+from simulations.studies.harness import Line, append, fill, lines, software, table, verdict
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+NAMES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
+
+
+def main() -> None:
+    """Run benchmarks, or make the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=("run", "tables"))
+    parser.add_argument("benchmark", nargs="?", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the benchmark")
+    parser.add_argument("--lines", type=Path, default=Path("results/benchmarks.jsonl"))
+    parser.add_argument("--page", type=Path, default=Path("results/benchmarks.md"))
+    arguments = parser.parse_args()
+    if arguments.step == "tables":
+        write_page(arguments.page, newest(lines(arguments.lines)))
+        return
+    for name in [arguments.benchmark] if arguments.benchmark else NAMES:
+        append(arguments.lines, measured(name, arguments.arguments))
+
+
+def measured(name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The line of a benchmark, which is run now; what it prints is shown as it comes.
+
+    Raises:
+        InputError: it failed, or made no claim.
+    """
+    command, began = ["-m", f"simulations.benchmarks.{name}", *arguments], time.perf_counter()
+    printed: list[str] = []
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            printed.append(line.rstrip("\n"))
+    claims = [json.loads(line) for line in printed if line.startswith('{"claim"')]
+    if process.returncode or not claims:
+        raise InputError(f"{name}: exit code {process.returncode}, {len(claims)} claims; nothing is kept of it")
+    return {
+        "name": name,
+        "command": f"python {' '.join(command)}",
+        "claims": claims,
+        "output": [line for line in printed if not line.startswith('{"claim"')],
+        "seconds": time.perf_counter() - began,
+        "date": datetime.now(UTC).date().isoformat(),
+        "software": software(environment()),
+        "machine": machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores that this process may use, and the memory in GiB."""
+    model = platform.machine()
+    if Path("/proc/cpuinfo").is_file():
+        named = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        model = named[0].partition(":")[2].strip() if named else model
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {"processor": model, "cores": len(os.sched_getaffinity(0)), "gib": round(memory)}
+
+
+def newest(found: Iterable[Line]) -> dict[str, Line]:
+    """{benchmark: its last line}."""
+    return {line["name"]: line for line in found}
+
+
+def write_page(page: Path, found: dict[str, Line]) -> None:
+    """Write what was measured between the page's markers: a table of all claims, and what each benchmark printed."""
+    fill(page, {"summary": _summary(found), "measured": _measured(found)})
+
+
+def _summary(found: dict[str, Line]) -> str:
+    rows = [
+        (claim["claim"], *_figure_and_target(claim), "" if "met" not in claim else verdict(claim["met"]), f"`{name}`")
+        for name, line in sorted(found.items())
+        for claim in line["claims"]
+    ]
+    missing = ", ".join(f"`{name}`" for name in NAMES if name not in found)
+    left = f"\n\nWithout a line yet: {missing}." if missing else ""
+    return table(("claim", "figure", "target", "met", "benchmark"), rows) + left
+
+
+def _figure_and_target(claim: Line) -> tuple[str, str]:
+    """What was measured, with its unit, and what was asked for; empty where there is none."""
+    unit = next((name for name in ("ratio", "seconds", "mebibytes", "value") if name in claim), None)
+    if unit is None:
+        return str(claim.get("skipped", "")), ""
+    shown = "" if unit in ("ratio", "value") else f" {unit}"
+    target = claim.get("target")
+    return f"{claim[unit]:.3g}{shown}", "" if target is None else f"{target:g}{shown}"
+
+
+def _measured(found: dict[str, Line]) -> str:
+    parts = []
+    for name, line in sorted(found.items()):
+        on, by = line["machine"], line["software"]
+        made = (
+            f"{on['processor']}, {on['cores']} cores, {on['gib']} GiB; torch {by['torch']}; commit {by['commit'][:8]}"
+        )
+        printed = "\n".join(line["output"])
+        parts.append(f"### {name}\n\n`{line['command']}`, {line['date']}, {made}.\n\n```\n{printed}\n```")
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    main()

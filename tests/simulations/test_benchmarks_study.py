@@ -1,0 +1,76 @@
+"""Lines of benchmarks hold what was printed with what made it, and the page is made of the newest of each."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from fedpriv.errors import InputError
+from simulations.studies import benchmarks
+
+CLAIM = {"claim": "one over other", "ratio": 1.2345, "target": 1.1, "met": False}
+MADE = {"date": "2026-11-27", "machine": {"processor": "P", "cores": 2, "gib": 23}}
+SOFTWARE = {"torch": "2.13.0", "commit": "0123456789"}
+
+
+def line(name: str, *claims: dict, output: tuple[str, ...] = ()) -> dict:
+    command = f"python -m simulations.benchmarks.{name}"
+    return {
+        "name": name,
+        "command": command,
+        "claims": list(claims),
+        "output": list(output),
+        "software": SOFTWARE,
+    } | MADE
+
+
+def test_a_benchmark_leaves_a_line_and_the_page_shows_it(tmp_path, monkeypatch, capsys):
+    lines, page = tmp_path / "lines.jsonl", tmp_path / "page.md"
+    page.write_text(
+        "# Mine\n<!-- summary:begin -->\n<!-- summary:end -->\n<!-- measured:begin -->\n<!-- measured:end -->\n"
+    )
+    places = ["--lines", str(lines), "--page", str(page)]
+    for step in ([*places, "run", "discrete_gaussian", "--repeats", "2"], [*places, "tables"]):
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *step])
+        benchmarks.main()
+    (made,) = map(json.loads, lines.read_text().splitlines())
+    assert made["command"] == "python -m simulations.benchmarks.discrete_gaussian --repeats 2"
+    assert made["claims"][0]["claim"] in capsys.readouterr().out, "shown as it comes"
+    assert {"date", "machine", "software", "seconds"} <= made.keys()
+    text = page.read_text()
+    assert text.startswith("# Mine\n")
+    assert f"| {made['claims'][0]['claim']} | {made['claims'][0]['ratio']:.3g} |" in text
+    assert f"`{made['command']}`, {made['date']}, {made['machine']['processor']}, " in text
+
+
+def test_the_newest_line_of_each_counts_and_the_others_are_named(tmp_path):
+    older, newer = (line("dp_step", CLAIM | {"ratio": ratio}, output=(f"{ratio} so far",)) for ratio in (2.0, 1.2345))
+    page = tmp_path / "page.md"
+    benchmarks.write_page(page, benchmarks.newest([older, newer]))
+    text = page.read_text()
+    assert "| one over other | 1.23 | 1.1 | **no** | `dp_step` |" in text
+    assert "2.0 so far" not in text
+    assert "Without a line yet: `accounting_scale`, " in text
+
+
+@pytest.mark.parametrize(
+    ("claim", "shown"),
+    [
+        ({"seconds": 61.0, "target": 60.0, "met": False}, ("61 seconds", "60 seconds")),
+        ({"mebibytes": 1200.0, "target": 1228.8, "met": True}, ("1.2e+03 mebibytes", "1228.8 mebibytes")),
+        ({"ratio": 4.0, "target": None, "met": True}, ("4", "")),
+        ({"value": 0, "of": 6, "met": True}, ("0", "")),
+        ({"met": True, "skipped": "`make llm`"}, ("`make llm`", "")),
+    ],
+)
+def test_figures_have_their_unit(claim, shown):
+    assert benchmarks._figure_and_target(claim) == shown
+
+
+def test_a_benchmark_that_fails_leaves_no_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--lines", str(tmp_path / "l"), "run", "dp_step", "--no-such"])
+    with pytest.raises(InputError, match="dp_step: exit code 2, 0 claims; nothing is kept of it"):
+        benchmarks.main()
+    assert not (tmp_path / "l").exists()
