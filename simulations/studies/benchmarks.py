@@ -1,4 +1,4 @@
-"""Every benchmark's figures as a line of a file, and the page made of them.
+"""Keeps the figures of every benchmark, a line of a file each, and makes the page of them.
 
     python -m simulations.studies.benchmarks run [NAME [ARGUMENTS ...]]
     python -m simulations.studies.benchmarks tables
@@ -106,13 +106,14 @@ def _summary(found: dict[str, Line]) -> str:
 
 
 def _figure_and_target(claim: Line) -> tuple[str, str]:
-    """What was measured, with its unit, and what was asked for; empty where there is none."""
+    """The figure of a claim with its unit, and its target; empty where there is none."""
     unit = next((name for name in ("ratio", "seconds", "mebibytes", "value") if name in claim), None)
     if unit is None:
         return str(claim.get("skipped", "")), ""
     shown = "" if unit in ("ratio", "value") else f" {unit}"
     target = claim.get("target")
-    return f"{claim[unit]:.3g}{shown}", "" if target is None else f"{target:g}{shown}"
+    figure = f"{claim[unit]:.3g}" if abs(claim[unit]) < 1000 else f"{claim[unit]:,.0f}"
+    return f"{figure}{shown}", "" if target is None else f"{target:,g}{shown}"
 
 
 def _measured(found: dict[str, Line]) -> str:

@@ -59,7 +59,7 @@ def test_the_newest_line_of_each_counts_and_the_others_are_named(tmp_path):
     ("claim", "shown"),
     [
         ({"seconds": 61.0, "target": 60.0, "met": False}, ("61 seconds", "60 seconds")),
-        ({"mebibytes": 1200.0, "target": 1228.8, "met": True}, ("1.2e+03 mebibytes", "1228.8 mebibytes")),
+        ({"mebibytes": 1200.0, "target": 1228.8, "met": True}, ("1,200 mebibytes", "1,228.8 mebibytes")),
         ({"ratio": 4.0, "target": None, "met": True}, ("4", "")),
         ({"value": 0, "of": 6, "met": True}, ("0", "")),
         ({"met": True, "skipped": "`make llm`"}, ("`make llm`", "")),
