@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
 from fedpriv.errors import InputError
 from simulations.studies import benchmarks
+from simulations.studies.harness import lines
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 CLAIM = {"claim": "one over other", "ratio": 1.2345, "target": 1.1, "met": False}
 MADE = {"date": "2026-11-27", "machine": {"processor": "P", "cores": 2, "gib": 23}}
@@ -27,15 +32,15 @@ def line(name: str, *claims: dict, output: tuple[str, ...] = ()) -> dict:
 
 
 def test_a_benchmark_leaves_a_line_and_the_page_shows_it(tmp_path, monkeypatch, capsys):
-    lines, page = tmp_path / "lines.jsonl", tmp_path / "page.md"
+    kept, page = tmp_path / "lines.jsonl", tmp_path / "page.md"
     page.write_text(
         "# Mine\n<!-- summary:begin -->\n<!-- summary:end -->\n<!-- measured:begin -->\n<!-- measured:end -->\n"
     )
-    places = ["--lines", str(lines), "--page", str(page)]
+    places = ["--lines", str(kept), "--page", str(page)]
     for step in ([*places, "run", "discrete_gaussian", "--repeats", "2"], [*places, "tables"]):
         monkeypatch.setattr(sys, "argv", ["benchmarks", *step])
         benchmarks.main()
-    (made,) = map(json.loads, lines.read_text().splitlines())
+    (made,) = map(json.loads, kept.read_text().splitlines())
     assert made["command"] == "python -m simulations.benchmarks.discrete_gaussian --repeats 2"
     assert made["claims"][0]["claim"] in capsys.readouterr().out, "shown as it comes"
     assert {"date", "machine", "software", "seconds"} <= made.keys()
@@ -67,6 +72,12 @@ def test_the_newest_line_of_each_counts_and_the_others_are_named(tmp_path):
 )
 def test_figures_have_their_unit(claim, shown):
     assert benchmarks._figure_and_target(claim) == shown
+
+
+def test_the_page_is_that_of_its_stored_lines(tmp_path):
+    page = Path(shutil.copy(RESULTS / "benchmarks.md", tmp_path))
+    benchmarks.write_page(page, benchmarks.newest(lines(RESULTS / "benchmarks.jsonl")))
+    assert page.read_text() == (RESULTS / "benchmarks.md").read_text()
 
 
 def test_a_benchmark_that_fails_leaves_no_line(tmp_path, monkeypatch):

@@ -104,7 +104,16 @@ def test_only_what_is_between_a_blocks_markers_changes(tmp_path):
 
 
 def test_every_page_of_a_study_has_its_lines_or_says_that_it_has_not():
-    studies = {"audit", "dedup", "integral", "language_models", "persons", "secure_aggregation", "utility"}
+    studies = {
+        "audit",
+        "benchmarks",
+        "dedup",
+        "integral",
+        "language_models",
+        "persons",
+        "secure_aggregation",
+        "utility",
+    }
     assert {page.stem for page in PAGES} == studies
     for page in PAGES:
         stored = page.with_suffix(".jsonl").is_file()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # A table of more clients helps nobody; all of them are in summary.json.
 _MOST_LISTED, _LISTED_OF_MANY = 200, 50
-_QUANTILES = {"least": 0.0, "half": 0.5, "90 %": 0.9, "99 %": 0.99, "most": 1.0}
+_QUANTILES = {"least": 0.0, "50 %": 0.5, "90 %": 0.9, "99 %": 0.99, "most": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def spread_table(clients: Sequence[Mapping[str, Any]], *, view: str) -> TextTabl
         found = (values[math.ceil(share * (len(values) - 1))] for share in _QUANTILES.values())
         rows.append((name, *map(show, found)))
     return TextTable(
-        caption=f"Over all {len(clients):,} clients: that many spent or sent at most so much",
+        caption=f"Spread over all {len(clients):,} clients: shares of them have at most this",
         headers=("", *_QUANTILES),
         rows=tuple(rows),
     )
