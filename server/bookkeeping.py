@@ -33,6 +33,9 @@ log = logging.getLogger("flwr")
 # Up to this many clients, the rounds that a budget allows are counted by pld; beyond, by rdp, which allows fewer.
 _MAX_COUNTED_BY_PLD = 32
 
+# Clients whose budgets end early that a notice names.
+_MOST_NAMED = 20
+
 
 class Books:
     """Charges clients before they compute, and records afterwards what happened.
@@ -436,7 +439,9 @@ def announce_budgets(books: Books, config: RunConfig, names: Mapping[int, str], 
             f"min_clients = {config.min_clients}; use more noise, or a larger budget"
         )
     if short:
-        each = ", ".join(f"{holder_label(client, names[client])}: {rounds}" for client, rounds in sorted(short.items()))
+        listed = [f"{holder_label(client, names[client])}: {rounds}" for client, rounds in sorted(short.items())]
+        more = f" and {len(listed) - _MOST_NAMED:,} more, the least {min(short.values())}"
+        each = ", ".join(listed[:_MOST_NAMED]) + (more if len(listed) > _MOST_NAMED else "")
         observer.notice(
             f"budget_epsilon allows fewer than the {config.rounds} rounds of this run, on the {config.privacy_view} "
             f"view and whichever clients drop out: {each}; these clients then retire"

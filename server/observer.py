@@ -26,6 +26,8 @@ log = logging.getLogger("flwr")
 # A log has at most one line in this time about what is going on, and with a heartbeat at least one.
 _PAUSE_SECONDS = 10.0
 _MOST_NAMES = 5
+# Clients whose sizes a run's first line names.
+_MOST_SIZES = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +163,10 @@ class LogObserver:
         self._config, self._delta = config, max(config.delta or default_delta(r.num_records) for r in registrations)
         kind = f"z = {config.noise_multiplier}" if config.noise_multiplier else "comparison, z = 0"
         self._names = {r.client: r.name for r in registrations}
-        sizes = ", ".join(f"{holder_label(r.client, r.name)}: {r.num_records}" for r in registrations)
-        log.info("run with %s; %s: %s", kind, what_is_counted(config.unit), sizes)
+        listed = [f"{holder_label(r.client, r.name)}: {r.num_records}" for r in registrations[:_MOST_SIZES]]
+        if (num_more := len(registrations) - len(listed)) > 0:
+            listed.append(f"{num_more:,} more, {sum(r.num_records for r in registrations):,} in all")
+        log.info("run with %s; %s: %s", kind, what_is_counted(config.unit), ", ".join(listed))
         if learning_rate is not None:
             log.info("%s", described(learning_rate))
 
