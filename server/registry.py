@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpriv.accounting.views import Release
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.adapters import Adapter, Merged
 from fedpriv.aggregation import GlobalModel
@@ -26,6 +27,7 @@ from fedpriv.dedup.planning import DedupSettings
 from fedpriv.dedup.work import Evaluators
 from fedpriv.errors import InputError, StoreError
 from fedpriv.integral.adapters import RecurringVariants, recurring_adapters
+from fedpriv.ledger.entries import Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.runs import RunWriter, files
@@ -44,12 +46,10 @@ RECURRING = "integral-mean"
 
 def uploads_in(ledger: Ledger, run: str, registrations: Iterable[Registration]) -> list[Upload]:
     """All uploads that the run was charged for: whatever was charged may have been uploaded."""
-    data_sets = {str(registration.client): registration.data_set for registration in registrations}
-    return [
-        upload
-        for key, release in ledger.releases_of(None, run)
-        for upload in uploads_of(data_sets[key.client], [(key, release)])
-    ]
+    charged: dict[str, list[tuple[Key, Release]]] = {}
+    for key, release in ledger.releases_of(None, run):
+        charged.setdefault(key.client, []).append((key, release))
+    return [upload for r in registrations for upload in uploads_of(r.data_set, charged.get(str(r.client), ()))]
 
 
 def keep_round(bench: Workbench, writer: RunWriter, round_: int, model: GlobalModel) -> None:

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -120,6 +121,11 @@ class Round:
         self.heard: set[int] = set()
         self.bytes_up: Counter[int] = Counter()
         self.bytes_down: Counter[int] = Counter()
+
+    @cached_property
+    def client_of(self) -> dict[int, int]:
+        """{node id: client} of the run, as the round found them."""
+        return {node_id: client for client, (node_id, _) in self._nodes.items()}
 
     @property
     def num_usable(self) -> int:

@@ -99,7 +99,6 @@ class RuleStrategy(Strategy):
         self._round = Round(0, nodes)
         self._rows: list[ClientRow] = []
         self._link: Grid
-        self._client_of: dict[int, int] = {}
 
     def select(self, round_: int, exclude: Iterable[int] = ()) -> list[int]:
         """The partition ids of a round's clients, fixed by the seed, the round, the budgets, who answers and `exclude`.
@@ -134,7 +133,6 @@ class RuleStrategy(Strategy):
         """One message to each selected client, with the model and the instruction, once all of them are charged."""
         self.model = replace(self.model, adapter=dict(arrays.to_torch_state_dict()))
         self._round, self._link, self._no_sum = Round(server_round, self._nodes), grid, None
-        self._client_of = {node_id: client for client, (node_id, _) in self._nodes.items()}
         return self._charged_messages(config)
 
     def _charged_messages(self, config: ConfigRecord) -> list[Message]:
@@ -241,7 +239,7 @@ class RuleStrategy(Strategy):
 
     def _told(self, kind: str, asked: Collection[int], silent: Collection[int]) -> None:
         """Tell the follower what each node that was asked does: that, and no more, is what it learns of answers."""
-        known = self._client_of
+        known = self._round.client_of
         until = "training" if kind == TRAIN else "asked"
         doing = {known[node_id]: until if node_id in silent else "replied" for node_id in asked if node_id in known}
         self._follow(answers(self._round.number, len(asked) - len(silent), len(asked), doing))

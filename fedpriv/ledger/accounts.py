@@ -19,8 +19,6 @@ from fedpriv.accounting.views import VIEWS, Release, View, default_delta
 # Up to this many different histories are each accounted by pld, at about 0.3 s.
 _MAX_PLD_HISTORIES = 32
 
-_NOTHING: frozenset[Event] = frozenset()
-
 Part = Literal["whole", "this run", "before"]
 """The part of an account: all of it, the releases of this run alone, or those of earlier runs alone."""
 
@@ -49,8 +47,6 @@ class Accounts:
         self._earlier = {client: _History(releases) for client, releases in (earlier or {}).items() if releases}
         self._own: dict[int, _History] = {}
         self._holders = holders
-        # An epsilon is read more often than it changes.
-        self._cache: dict[int, dict[tuple[View, Accountant, Part], PrivacySpent]] = {}
         self._final: dict[tuple[View, Part], dict[int, PrivacySpent | None]] = {}
         self._risks: dict[View, dict[int, Risk | None]] = {}
 
@@ -63,7 +59,6 @@ class Accounts:
         if client not in self.deltas:
             raise KeyError(client)
         self._own.setdefault(client, _History()).add(release)
-        self._cache.pop(client, None)
         self._final, self._risks = {}, {}
 
     def num_releases(self, client: int) -> int:
@@ -82,14 +77,10 @@ class Accounts:
 
         None on the `aggregate` view if it does not hold for one of them. Composed first, converted once.
         """
-        known, key = self._cache.get(client, {}), (view, accountant, part)
-        if key not in known:
-            histories = self._histories(client, part)
-            if not all(history.holds[view] for history in histories):
-                return None
-            known[key] = _cost(group(_events(histories, view)), self.deltas[client], accountant)
-            self._cache[client] = known
-        return known[key]
+        histories = self._histories(client, part)
+        if not all(history.holds[view] for history in histories):
+            return None
+        return _cost(group(_events(histories, view)), self.deltas[client], accountant)
 
     def final(self, view: View, *, part: Part = "whole") -> dict[int, PrivacySpent | None]:
         """The cost of a part of every client's account by pld, to be reported once, at the end.
@@ -101,14 +92,12 @@ class Accounts:
         """
         if (view, part) in self._final:
             return self._final[view, part]
-        spenders = self.spenders(part)
-        histories = {client: self._histories(client, part) for client in spenders}
+        spenders, nothing = self.spenders(part), frozenset[Event]()
         keys = {
-            client: (frozenset(group(_events(several, view))), self.deltas[client])
-            for client, several in histories.items()
-            if all(history.holds[view] for history in several)
+            client: (frozenset(group(events)), self.deltas[client])
+            for client, events in self._where_held(view, part).items()
         }
-        keys |= {client: (_NOTHING, delta) for client, delta in self.deltas.items() if client not in spenders}
+        keys |= {client: (nothing, delta) for client, delta in self.deltas.items() if client not in spenders}
         distinct = set(keys.values())
         too_many = len(distinct) > _MAX_PLD_HISTORIES
         costs = _in_bulk(distinct) if too_many else {key: epsilon_of(*key) for key in distinct}
@@ -124,11 +113,8 @@ class Accounts:
         if view in self._risks:
             return self._risks[view]
         spenders = self.spenders()
-        histories = {client: self._histories(client, "whole") for client in spenders}
         known: dict[Any, tuple[list[Event], float]] = {
-            client: (_events(several, view), self.deltas[client])
-            for client, several in histories.items()
-            if all(history.holds[view] for history in several)
+            client: (events, self.deltas[client]) for client, events in self._where_held(view, "whole").items()
         }
         others = {client: ("no release", delta) for client, delta in self.deltas.items() if client not in spenders}
         found = risks_of(known | {name: ([], delta) for name, delta in {(n, n[1]) for n in others.values()}})
@@ -164,10 +150,19 @@ class Accounts:
 
     def _all_events(self, view: View, part: Part) -> dict[int, list[Event]] | None:
         """{client: the events of a part of its account}; None where the view does not hold for one."""
-        histories = {client: self._histories(client, part) for client in self.deltas}
-        if not all(history.holds[view] for several in histories.values() for history in several):
+        held = self._where_held(view, part)
+        if len(held) < len(self.spenders(part)):
             return None
-        return {client: _events(several, view) for client, several in histories.items()}
+        return {client: held.get(client, []) for client in self.deltas}
+
+    def _where_held(self, view: View, part: Part) -> dict[int, list[Event]]:
+        """{client: the events of a part of its account}, of those that released any and for whom the view holds."""
+        histories = {client: self._histories(client, part) for client in self.spenders(part)}
+        return {
+            client: _events(several, view)
+            for client, several in histories.items()
+            if all(history.holds[view] for history in several)
+        }
 
     @property
     def has_earlier(self) -> bool:

@@ -251,17 +251,17 @@ class TrainingModel:
         self._merged = dict(merged)
 
     def _forward(self, items: Sequence[Item], shape: BatchShape) -> None:
-        self._run(items, self._batch(items, shape), cached=False)
+        self._run(items, self._on_device(collate(items, shape)), cached=False)
 
     def logits(
         self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The model's logits on the given records, and the batch; see `collate`."""
-        batch = self._batch(items, shape)
+        batch = self._on_device(collate(items, shape))
         return self._run(items, batch, cached=cached).logits.float(), batch
 
-    def _batch(self, items: Sequence[Item], shape: BatchShape | None) -> dict[str, Tensor]:
-        return {name: to_device(tensor, self.device) for name, tensor in collate(items, shape).items()}
+    def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: to_device(tensor, self.device) for name, tensor in batch.items()}
 
     def _run(self, items: Sequence[Item], batch: Mapping[str, Tensor], *, cached: bool) -> Any:
         inputs: dict[str, Any] = _inputs(batch)
@@ -302,7 +302,7 @@ class TrainingModel:
         if cached and self.cache is not None:
             self.cache.fill(items)
         with input_of(self.output_layer) as captured:
-            self._run(items, {name: to_device(each, self.device) for name, each in batch.items()}, cached=cached)
+            self._run(items, self._on_device(batch), cached=cached)
         return sliced_predictions(captured[0], self.output_layer, targets, places_of(targets), self._target_blocks)
 
     @cached_property

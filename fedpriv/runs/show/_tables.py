@@ -72,7 +72,7 @@ def client_table(
     views = [name for name in asked_first(view) if name != "aggregate" or has_aggregate]
     if of_all > _MOST_LISTED:
         # The sort is stable, so that of equal ones the first are listed.
-        clients = sorted(clients, key=lambda client: -_spent(client, views[0]))[:_LISTED_OF_MANY]
+        clients = sorted(clients, key=lambda client: -_figure_of(client, f"epsilon_{views[0]}"))[:_LISTED_OF_MANY]
     # Shorter than `aggregate`, so that 80 columns hold the table.
     epsilons = ("ε sum" if name == "aggregate" else f"ε {name}" for name in views)
     headers = ("client", what_is_counted(unit), "rounds", *epsilons, "δ", "sent", "received")
@@ -109,7 +109,7 @@ def spread_table(clients: Sequence[Mapping[str, Any]], *, view: str) -> TextTabl
         ("sent", "bytes_up", format_bytes),
         ("received", "bytes_down", format_bytes),
     ):
-        values = sorted(math.inf if client[key] is None else float(client[key]) for client in clients)
+        values = sorted(_figure_of(client, key) for client in clients)
         if key == "epsilon_aggregate" and math.isinf(values[-1]):
             continue  # it does not hold for all
         found = (values[math.ceil(share * (len(values) - 1))] for share in _QUANTILES.values())
@@ -121,10 +121,9 @@ def spread_table(clients: Sequence[Mapping[str, Any]], *, view: str) -> TextTabl
     )
 
 
-def _spent(client: Mapping[str, Any], view: str) -> float:
-    """The epsilon on a view, which is infinite where none is stated."""
-    value = client[f"epsilon_{view}"]
-    return math.inf if value is None else float(value)
+def _figure_of(client: Mapping[str, Any], key: str) -> float:
+    """A figure of a client's entry; infinite where none is stated, as an epsilon then is."""
+    return math.inf if client[key] is None else float(client[key])
 
 
 def joining_table(summary: Mapping[str, Any]) -> TextTable | None:
