@@ -6,7 +6,6 @@ A run is registration, the private rounds, the comparison without noise, variant
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -17,7 +16,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 import fedpriv
-from fedpriv.audit.black_box import audit_of
+from fedpriv.accounting.views import View
+from fedpriv.audit.black_box import audit_of, registration
 from fedpriv.config import ON_NODES, RunConfig, parse, with_mechanism_parameters
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
@@ -127,6 +127,9 @@ def _carry_out(
     with checkpoint.reopened_ledger(path, resumed) if resumed else Ledger(path) as ledger:
         series = Series(config, bench, nodes, ledger, resumed, receipts=Receipts.of(config, writer.path, nodes))
         writer.write_registrations(series.registrations)
+        registered = registration(config, bench) if config.audit else None
+        if registered:
+            writer.register_audit(registered)
         if series.books.costs.caveat:
             observer.notice(f"{series.books.costs.caveat}; this run has NO privacy guarantee")
         announce_budgets(series.books, config, series.names, observer)
@@ -156,11 +159,14 @@ def _carry_out(
     observer.progressed(RunProgress(what="accounting by pld"))
     summary = summarize(config, bench, outcome, comparison, plain)
     summary |= spoken | {"ledger_head": head, "integral": integral}
-    claimed = math.inf if summary["epsilon_local_max"] is None else summary["epsilon_local_max"]
-    if config.audit:
+    summary["audit"] = None
+    if registered:
         observer.progressed(RunProgress(what="auditing by canaries"))
-    final = outcome.strategy.model.adapter
-    summary["audit"] = audit_of(config, bench, final, delta=summary["delta_max"], claimed_epsilon=claimed)
+        # Whoever sees the global models alone.
+        view: View = "aggregate" if config.secure_aggregation else "local"
+        events, claim = outcome.strategy.books.accounts.worst(view, part="this run")
+        final = outcome.strategy.model.adapter
+        summary["audit"] = audit_of(config, bench, final, registered=registered, events=events, claim=claim)
     writer.finish(summary)
     card.write(writer.path)
     if config.dedup:

@@ -145,14 +145,14 @@ def _risk_of(events: tuple[Event, ...], delta: float) -> Risk:
     unit: Unit = events[0].unit if events else "record"
     if not _is_bounded(events):
         return Risk.none(unit)
-    risk = Risk.of(_trade_off(events), delta, unit)
+    risk = Risk.of(trade_off_of(events), delta, unit)
     mu = _unsampled_mu(events)
     return risk if mu is None else replace(risk, mu=mu, mu_regret=0.0)
 
 
 @lru_cache(maxsize=256)
-def _trade_off(events: tuple[Event, ...]) -> TradeOff:
-    """The trade-off function of a composition that has one."""
+def trade_off_of(events: tuple[Event, ...]) -> TradeOff:
+    """The trade-off function of a composition whose every release is noised and a guarantee."""
     if (mu := _unsampled_mu(events)) is not None:
         return gaussian(mu)
     by_rdp = epsilon_of(events, min(_own_delta(events) + 1e-5, 1 - 1e-9), "rdp").epsilon
@@ -342,7 +342,7 @@ class RiskTarget:
         composition = checked(events)
         if not _is_bounded(composition):
             return 1 - self.found
-        return 1 - float(_trade_off(composition)(np.array([self.wrongly_accused]))[0]) - self.found
+        return 1 - float(trade_off_of(composition)(np.array([self.wrongly_accused]))[0]) - self.found
 
     def __str__(self) -> str:
         return f"mu={self.mu:g}" if self.mu is not None else f"tpr={self.found:g}@fpr={self.wrongly_accused:g}"

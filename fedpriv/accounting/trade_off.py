@@ -115,6 +115,25 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return float(optimize.brentq(excess, 0.0, high, xtol=1e-12))
 
 
+def of_group(trade_off: TradeOff, size: int) -> TradeOff:
+    """How well any test tells worlds apart that differ in so many of the protected together.
+
+    Args:
+        trade_off: f, of one.
+        size: >= 1.
+
+    Source: Dong, Roth and Su 2022, Theorem 2.14: 1 - (1 - f) applied so many times.
+    """
+
+    def missed(x: Array) -> Array:
+        found = np.asarray(x, dtype=float)
+        for _ in range(size):
+            found = 1 - trade_off(found)
+        return 1 - found
+
+    return missed
+
+
 def revealing(trade_off: TradeOff, delta: float) -> TradeOff:
     """The curve of releases that reveal everything with probability delta, in [0, 1), and else are as this one says."""
     if delta == 0:

@@ -17,6 +17,7 @@ from fedpriv.exports import lazy_exports
 if TYPE_CHECKING:
     from fedpriv.audit._bounds import OneRunAudit as OneRunAudit
     from fedpriv.audit._bounds import clopper_pearson as clopper_pearson
+    from fedpriv.audit._bounds import combined_audit as combined_audit
     from fedpriv.audit._bounds import ladder as ladder
     from fedpriv.audit._bounds import many_runs_epsilon as many_runs_epsilon
     from fedpriv.audit._bounds import num_correct as num_correct
@@ -28,11 +29,15 @@ if TYPE_CHECKING:
     from fedpriv.audit._membership import loss_scores as loss_scores
     from fedpriv.audit._membership import membership as membership
     from fedpriv.audit._membership import plot_roc as plot_roc
-    from fedpriv.audit.black_box import AuditedClient as AuditedClient
-    from fedpriv.audit.black_box import CanaryPlan as CanaryPlan
     from fedpriv.audit.black_box import audit_run as audit_run
-    from fedpriv.audit.black_box import audited_client as audited_client
-    from fedpriv.audit.black_box import inclusions as inclusions
+    from fedpriv.audit.black_box import canary_scores as canary_scores
+    from fedpriv.audit.canaries import AuditedClient as AuditedClient
+    from fedpriv.audit.canaries import CanaryPlan as CanaryPlan
+    from fedpriv.audit.canaries import audited_client as audited_client
+    from fedpriv.audit.canaries import inclusions as inclusions
     from fedpriv.audit.f_dp import gaussian_mu as gaussian_mu
+    from fedpriv.audit.f_dp import schedule_epsilon as schedule_epsilon
+    from fedpriv.audit.power import AuditPower as AuditPower
+    from fedpriv.audit.power import audit_power as audit_power
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

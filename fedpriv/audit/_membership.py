@@ -155,7 +155,7 @@ def membership(
     )
 
 
-def _roc(scores: npt.ArrayLike, members: npt.ArrayLike) -> tuple[Array, Array]:
+def roc(scores: npt.ArrayLike, members: npt.ArrayLike) -> tuple[Array, Array]:
     """False and true positive rates at every threshold, from (0, 0) to (1, 1), both [points]."""
     values, is_member = checked_scores(scores, members)
     order = np.argsort(-values, kind="stable")
@@ -222,7 +222,7 @@ def plot_roc(attacks: Mapping[str, npt.ArrayLike], members: npt.ArrayLike, path:
     figure = Figure(figsize=(5, 5), layout="constrained")
     axes = figure.add_subplot()
     for name, scores in attacks.items():
-        axes.plot(*_roc(scores, members), label=name, drawstyle="steps-post")
+        axes.plot(*roc(scores, members), label=name, drawstyle="steps-post")
     axes.plot([1e-4, 1], [1e-4, 1], color="grey", linestyle=":", label="chance")
     axes.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1))
     axes.set(xlabel="false positive rate", ylabel="true positive rate")

@@ -1,262 +1,85 @@
-"""Audit of a whole simulated run through its final model: a lower bound on epsilon from text canaries.
+"""Audit of a whole simulated run through its final model: a lower bound on epsilon from canaries.
 
-Canaries are records inserted only to be detected, each in a client's data with probability 1/2, and scored by their
-drop in loss. The attacker chooses and knows them; only the coins are secret. If a client's registered number N_k counts
-all canaries, included or not, then q, delta and the weights do not depend on the coins, as required in both
-neighbouring worlds.
+The attacker has the initial and the final model, knows all canaries, and reads from each model how likely every outcome
+is for every canary: each class, or each canary's last token. A canary that was trained on has gained on its own
+outcome, but so has every canary from all other records. The score therefore is what it gained on its own outcome above
+the other outcomes, less what the others gained there in the mean, over the spread of such gains for this canary. In the
+models of results/audit.md such scores tell nearly as much as the inner products of each canary's gradient with the
+change of all weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
-from typing import Any, Literal, cast, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from fedpriv.accounting.composition.law import Array
+from fedpriv.accounting.accountants import PrivacySpent
+from fedpriv.accounting.composition.law import Array, Event
 from fedpriv.adapters import Adapter, lora
-from fedpriv.audit._bounds import OneRunAudit, one_run_audit
-from fedpriv.audit._membership import calibrated_scores
+from fedpriv.audit._bounds import OneRunAudit, fixed_num_guesses, one_run_audit
+from fedpriv.audit._membership import roc
+from fedpriv.audit.canaries import AuditedClient, audited, digest
+from fedpriv.audit.f_dp import schedule_epsilon
 from fedpriv.config import RunConfig
-from fedpriv.data.chat import RESPONSE_MASK
-from fedpriv.data.records import Records, num_tokens, usable
-from fedpriv.errors import InputError
-from fedpriv.mechanisms.sources import RandomSource, SeededSource, uniform_from_words
+from fedpriv.data.records import Records, num_tokens
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import Workbench
 
-Flags = npt.NDArray[np.bool_]
-
-# The name of the person that a canary is about, where persons are the unit.
-_CANARY = "fedpriv: canary"
-
-
-def inclusions(num: int, source: RandomSource) -> Flags:
-    """Which canaries are included, bool [num], each with probability 1/2.
-
-    Args:
-        num: number of canaries, >= 2.
-        source: of the coins; must be secret in an audit of real data.
-
-    Raises:
-        InputError: there are fewer than two.
-    """
-    if num < 2:
-        raise InputError(f"num_canaries = {num}: must be >= 2")
-    return np.asarray(source.bernoulli(num, 0.5).numpy())
-
-
-def random_token_canaries(
-    like: Records, num: int, *, num_labels: int, vocabulary: int, num_tokens: int, source: RandomSource
-) -> Records:
-    """Records of random tokens with random labels, in the format of tokenized records.
-
-    The first and last token are those of the client's first record, since they are special in most vocabularies.
-
-    Args:
-        like: records of the client, at least one, whose feature names and padding the canaries share.
-        num: number of canaries.
-        num_labels: number of classes, or 0 for causal models.
-        vocabulary: its size; tokens are drawn from the upper nine tenths, since special tokens have small ids.
-        num_tokens: length of a canary, >= 3.
-        source: of tokens and labels.
-
-    Raises:
-        InputError: a value is out of range, or the client has no record.
-    """
-    if num_tokens < 3 or vocabulary < 10 or not len(like):
-        raise InputError(
-            f"num_tokens = {num_tokens}, vocabulary = {vocabulary}: must be >= 3 and >= 10, and the client must have "
-            "a record"
-        )
-    lowest = vocabulary // 10
-    tokens = _below(vocabulary - lowest, num * num_tokens, source).view(num, num_tokens) + lowest
-    sample = like.features["input_ids"][0]
-    tokens[:, 0], tokens[:, -1] = sample[0], sample[-1]
-    features = {name: tuple(torch.zeros_like(row) for row in tokens) for name in like.features}
-    if RESPONSE_MASK in features:
-        features[RESPONSE_MASK] = tuple(map(torch.ones_like, tokens))
-    features["input_ids"] = tuple(tokens)
-    labels = _below(num_labels, num, source) if num_labels else torch.tensor([], dtype=torch.int64)
-    return Records(features, labels, like.pad_token_id)
-
-
-def mislabelled_canaries(records: Records, *, num_labels: int, source: RandomSource) -> Records:
-    """The records, each with a random wrong label.
-
-    Args:
-        records: with labels; they must not be in the client's data in any other form.
-        num_labels: number of classes, >= 2.
-        source: of the labels.
-
-    Raises:
-        InputError: the records have no labels, or there is only one class.
-    """
-    if not len(records.labels) or num_labels < 2:
-        raise InputError(f"num_labels = {num_labels}: mislabelled canaries need labels and two classes")
-    wrong = (records.labels + 1 + _below(num_labels - 1, len(records), source)) % num_labels
-    return Records(records.features, wrong, records.pad_token_id, records.unusable)
-
-
-def inserted(records: Records, canaries: Records, included: Flags) -> Records:
-    """The records, followed by the included canaries; where persons are the unit, each is the one record of a person.
-
-    Raises:
-        InputError: the number of coins is not that of the canaries.
-    """
-    if len(included) != len(canaries):
-        raise InputError(f"included: {len(included)} coins for {len(canaries)} canaries")
-    chosen = canaries.part(np.flatnonzero(included).tolist())
-    features = {name: records.features[name] + chosen.features[name] for name in records.features}
-    unusable = torch.tensor([not usable(item) for item in [*records.items(), *chosen.items()]], dtype=torch.bool)
-    persons = records.persons
-    if persons is not None:
-        persons += tuple(f"{_CANARY} {index}" for index in range(len(chosen)))
-    return Records(features, torch.cat([records.labels, chosen.labels]), records.pad_token_id, unusable, persons)
-
-
-def _below(end: int, num: int, source: RandomSource) -> Tensor:
-    """Integers in 0..end - 1, uniform up to about 2^-40, int64 [num]."""
-    drawn = (uniform_from_words(source.words(num)) * end).astype(np.int64)
-    return torch.from_numpy(np.minimum(drawn, end - 1))
-
-
-_Kind = Literal["tokens", "mislabelled"]
-_KINDS: tuple[_Kind, ...] = get_args(_Kind)
-
+_CONFIDENCE = 0.95
 _RECORDS_PER_PASS = 64
+# Logits of one pass.
+_LOGITS_PER_PASS = 2**24
+# Of fewer outcomes, the spread of one canary's gains is not known.
+_FEW_OUTCOMES = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class CanaryPlan:
-    """The canaries of a client.
-
-    Attributes:
-        kind: `tokens`, records of random tokens with random labels; or `mislabelled`, the client's own last records,
-            taken out of its data, each with a wrong label.
-        num: number of canaries, >= 2; each is included with probability 1/2.
-        num_tokens: length of a canary of random tokens, >= 3.
-
-    Raises:
-        InputError: a value is out of range.
-    """
-
-    kind: _Kind = "tokens"
-    num: int = 100
-    num_tokens: int = 16
-
-    def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise InputError(f"kind = {self.kind!r}: must be one of {', '.join(_KINDS)}")
-        if self.num < 2 or self.num_tokens < 3:
-            raise InputError(f"num = {self.num}, num_tokens = {self.num_tokens}: must be >= 2 and >= 3")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class AuditedClient:
-    """A client whose data contain canaries.
-
-    Attributes:
-        records: its training data: its own records and the included canaries.
-        canaries: all of them, included or not.
-        included: bool [canaries]; known to the auditor only.
-        num_registered: N_k, own records, or persons, and all canaries, included or not, so that it does not depend on
-            the coins. Sampling probability, delta and weights derive from it.
-    """
-
-    records: Records
-    canaries: Records
-    included: Flags
-    num_registered: int
-
-
-def audited_client(
-    records: Records,
-    plan: CanaryPlan,
-    *,
-    num_labels: int,
-    vocabulary: int,
-    canary_source: RandomSource,
-    coins: RandomSource,
-) -> AuditedClient:
-    """The client with canaries in its data.
+def canary_scores(before: Array, after: Array, own: npt.NDArray[np.int64]) -> Array:
+    """[canaries] How far a canary's gain on its own outcome exceeds what is usual for canary and outcome.
 
     Args:
-        records: the client's own.
-        plan: of the canaries.
-        num_labels: number of classes, 0 for causal models.
-        vocabulary: size of the tokenizer's vocabulary.
-        canary_source: of tokens and labels, which the attacker knows.
-        coins: source of the inclusions, which only the auditor may know.
-
-    Raises:
-        InputError: there are too few records, or the plan does not fit them.
+        before, after: [canaries, outcomes] log probabilities by the initial and the final model.
+        own: [canaries] column of each canary's outcome.
     """
-    own = records
-    if plan.kind == "tokens":
-        canaries = random_token_canaries(
-            records,
-            plan.num,
-            num_labels=num_labels,
-            vocabulary=vocabulary,
-            num_tokens=plan.num_tokens,
-            source=canary_source,
-        )
-    else:
-        if len(records) <= plan.num:
-            raise InputError(f"num = {plan.num}: the client has only {len(records)} records to mislabel")
-        indices = range(len(records))
-        own = records.part(indices[: -plan.num])
-        canaries = mislabelled_canaries(records.part(indices[-plan.num :]), num_labels=num_labels, source=canary_source)
-    included = inclusions(plan.num, coins)
-    return AuditedClient(
-        records=inserted(own, canaries, included),
-        canaries=canaries,
-        included=included,
-        num_registered=own.num_units + plan.num,
-    )
+    gains = after - before
+    num = gains.shape[1]
+    # Above the mean of all other outcomes: what is common to a context's outcomes says nothing.
+    margins = (num * gains - gains.sum(axis=1, keepdims=True)) / (num - 1)
+    rows = np.arange(len(margins))
+    is_other = np.ones(margins.shape, dtype=bool)
+    is_other[rows, own] = False
+    others = is_other.sum(axis=0)
+    usual = np.where(is_other, margins, 0.0).sum(axis=0) / np.maximum(others, 1)
+    excess = margins - usual
+    scores = excess[rows, own]
+    if num < _FEW_OUTCOMES:
+        return np.asarray(scores)
+    spread = np.sqrt(np.where(is_other, excess**2, 0.0).sum(axis=1) / (num - 1))
+    return np.asarray(scores / np.maximum(spread, np.finfo(float).tiny))
 
 
-def audit_run(
-    model: TrainingModel,
-    initial: Adapter,
-    final: Adapter,
-    clients: Sequence[AuditedClient],
-    *,
-    num_guesses: int,
-    delta: float,
-    confidence: float = 0.95,
-) -> OneRunAudit:
-    """A lower bound on the largest client epsilon, from only the initial and final global adapter of a run.
-
-    A canary's score is its drop in loss. The guarantee of each client covers its own canaries, and the largest epsilon
-    at the largest delta covers all of them together.
-
-    Args:
-        model: of the run; its adapter is changed.
-        initial: the adapter before the first round.
-        final: the one after the last round.
-        clients: with canaries.
-        num_guesses: fixed before the run.
-        delta: the largest delta of the clients.
-        confidence: of the bound.
-    """
-    before, after = (
-        np.concatenate([record_losses(model, adapter, client.canaries) for client in clients])
-        for adapter in (initial, final)
-    )
-    return one_run_audit(
-        calibrated_scores(after, before),
-        np.concatenate([client.included for client in clients]),
-        num_guesses=num_guesses,
-        delta=delta,
-        confidence=confidence,
-    )
+@torch.no_grad()
+def _log_probabilities(model: TrainingModel, adapter: Adapter, canaries: Records, outcomes: Array) -> Array:
+    """[canaries, outcomes] under the model with the adapter: of classes, or of tokens as each canary's last one."""
+    lora.write_parameters(model.parameters, adapter)
+    found = np.empty((len(canaries), len(outcomes)))
+    chosen = torch.from_numpy(outcomes)
+    longest = max(num_tokens(item) for item in canaries.items())
+    values = longest * model.peft_model.config.vocab_size if not len(canaries.labels) else 1
+    rows = max(1, min(_RECORDS_PER_PASS, _LOGITS_PER_PASS // values))
+    order = sorted(range(len(canaries)), key=lambda index: num_tokens((canaries, index)))
+    for begin in range(0, len(order), rows):
+        indices = order[begin : begin + rows]
+        logits, _ = model.logits(canaries.items(indices), cached=True)
+        if logits.dim() == 3:  # the token before the last predicts it
+            places = torch.tensor([num_tokens((canaries, index)) - 2 for index in indices], device=logits.device)
+            logits = logits[torch.arange(len(indices), device=logits.device), places]
+        found[indices] = logits.float().log_softmax(dim=-1).cpu()[:, chosen].numpy()
+    return found
 
 
 @torch.no_grad()
@@ -271,64 +94,129 @@ def record_losses(model: TrainingModel, adapter: Adapter, records: Records) -> A
     return losses
 
 
-_CONFIDENCE = 0.95
+def scores_of(model: TrainingModel, initial: Adapter, final: Adapter, clients: Sequence[AuditedClient]) -> Array:
+    """[canaries of all clients] The scores of a run's canaries; the model's adapter is changed.
+
+    Memory and time grow with the square of the number of canaries of a causal model: 10,000 take a gigabyte.
+    """
+    labels = torch.cat([client.canaries.labels for client in clients])
+    own = labels if len(labels) else torch.stack([row[-1] for c in clients for row in c.canaries.features["input_ids"]])
+    outcomes, columns = np.unique(own.numpy(), return_inverse=True)
+    before, after = (
+        np.concatenate([_log_probabilities(model, adapter, client.canaries, outcomes) for client in clients])
+        for adapter in (initial, final)
+    )
+    return canary_scores(before, after, columns)
 
 
-def audited(config: RunConfig, bench: Workbench, index: int) -> AuditedClient | None:
-    """A client with its canaries; None in a run without an audit.
+def audit_run(
+    model: TrainingModel,
+    initial: Adapter,
+    final: Adapter,
+    clients: Sequence[AuditedClient],
+    *,
+    num_guesses: int,
+    delta: float,
+    confidence: float = _CONFIDENCE,
+    group_size: int = 1,
+) -> OneRunAudit:
+    """A lower bound on the largest client epsilon, from only the initial and final global adapter of a run.
 
-    The coins use the run's seed, since the auditor has to know them: they protect only canaries, which belong to
-    nobody.
+    The guarantee of each client covers its own canaries, and the largest epsilon at the largest delta covers all of
+    them together.
 
     Args:
-        config: of the run.
-        bench: with the client's records.
-        index: of the client among the bench's clients.
-
-    Raises:
-        InputError: there are too few records.
+        model: of the run; its adapter is changed.
+        initial: the adapter before the first round.
+        final: the one after the last round.
+        clients: with canaries.
+        num_guesses: fixed before the run.
+        delta: the largest delta of the clients.
+        confidence: of the bound.
+        group_size: records that a canary consists of, where records are the unit.
     """
-    if not config.audit:
-        return None
-    return _audited(bench, index, config.audit, config.audit_canaries, config.seed)
-
-
-@lru_cache(maxsize=4096)
-def _audited(bench: Workbench, index: int, kind: str, num: int, seed: int) -> AuditedClient:
-    """Always the same object for a client, because caches of its records use object identity."""
-    return audited_client(
-        bench.client(index),
-        CanaryPlan(kind=cast(_Kind, kind), num=num),
-        num_labels=len(bench.data.label_names),
-        vocabulary=bench.base.model.config.vocab_size,
-        canary_source=SeededSource(seed, index, "canaries"),
-        coins=SeededSource(seed, index, "coins"),
+    return one_run_audit(
+        scores_of(model, initial, final, clients),
+        np.concatenate([client.included for client in clients]),
+        num_guesses=num_guesses,
+        delta=delta,
+        confidence=confidence,
+        group_size=group_size,
     )
+
+
+def registration(config: RunConfig, bench: Workbench) -> dict[str, Any]:
+    """An audit's choices, for a file that is written before the first round: nothing may be chosen afterwards.
+
+    Args:
+        config: with an audit.
+        bench: with all clients' records.
+    """
+    clients = _clients(config, bench)
+    num = sum(len(client.canaries) for client in clients)
+    return {
+        "kind": config.audit,
+        "num_canaries": num,
+        "repeats": config.audit_repeats,
+        "num_guesses": fixed_num_guesses(num),
+        "confidence": _CONFIDENCE,
+        "sha256": digest(clients),
+    }
 
 
 def audit_of(
-    config: RunConfig, bench: Workbench, final: Adapter, *, delta: float, claimed_epsilon: float
-) -> dict[str, Any] | None:
-    """The audit of the run's epsilon by its canaries, for the summary; None in a run without an audit.
-
-    The number of guesses, half of the canaries (or one less, to be even), is fixed beforehand.
+    config: RunConfig,
+    bench: Workbench,
+    final: Adapter,
+    *,
+    registered: Mapping[str, Any],
+    events: Sequence[Event],
+    claim: PrivacySpent,
+) -> dict[str, Any]:
+    """The audit of a run's claim by its canaries, for the summary.
 
     Args:
-        config: of the run.
+        config: of the run, with an audit.
         bench: with all clients' records; the adapter of its model is changed.
         final: the global adapter after the last round.
-        delta: the largest of the clients.
-        claimed_epsilon: the largest of the clients, on the local view; infinite without noise.
+        registered: the run's `registration`.
+        events: of the client that spent most in this run, on the view of those who see the global models alone.
+        claim: their epsilon, which is infinite without noise, at the largest delta of the clients.
     """
-    maybe_clients = [audited(config, bench, index) for index in range(len(bench.data.clients))]
-    clients = [client for client in maybe_clients if client is not None]
-    if not clients:
-        return None
+    clients = _clients(config, bench)
     bench.model.merge({})
-    # Even, since half of the guesses are that a canary is in.
-    num_guesses = 2 * max(1, sum(len(client.canaries) for client in clients) // 4)
-    result = audit_run(
-        bench.model, bench.initial, final, clients, num_guesses=num_guesses, delta=delta, confidence=_CONFIDENCE
+    scores = scores_of(bench.model, bench.initial, final, clients)
+    included = np.concatenate([client.included for client in clients])
+    group_size = config.audit_repeats if config.unit == "record" else 1
+    result = one_run_audit(
+        scores,
+        included,
+        num_guesses=registered["num_guesses"],
+        delta=claim.delta,
+        confidence=registered["confidence"],
+        group_size=group_size,
     )
-    refuted = result.epsilon_lower > claimed_epsilon
-    return {"kind": config.audit, **asdict(result), "claimed_epsilon": claimed_epsilon, "refuted": refuted}
+    by_curve = schedule_epsilon(
+        events,
+        claim.delta,
+        num_canaries=result.num_canaries,
+        num_guesses=result.num_guesses,
+        num_correct=result.num_correct,
+        confidence=result.confidence,
+        group_size=group_size,
+    )
+    wrongly, rightly = roc(scores, included)
+    return {
+        "kind": config.audit,
+        **asdict(result),
+        "epsilon_lower_f_dp": by_curve,
+        "claimed_epsilon": claim.epsilon,
+        "refuted": max(result.epsilon_lower, by_curve) > claim.epsilon,
+        "sha256": registered["sha256"],
+        "roc": {"fpr": wrongly.tolist(), "tpr": rightly.tolist()},
+    }
+
+
+def _clients(config: RunConfig, bench: Workbench) -> list[AuditedClient]:
+    found = (audited(config, bench, index) for index in range(len(bench.data.clients)))
+    return [client for client in found if client is not None]

@@ -24,17 +24,23 @@ Source: Mahloujifar, Melis and Chaudhuri 2024 (arXiv 2410.22235), for two outcom
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.accounting.composition.law import Array
-from fedpriv.accounting.trade_off import TradeOff, gaussian
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.composition.law import Array, Event
+from fedpriv.accounting.risk import trade_off_of
+from fedpriv.accounting.trade_off import TradeOff, gaussian, gaussian_epsilon, of_group
+from fedpriv.audit._bounds import check_group_size
 
 _GRID = 17
 _PASSES = 5
 _LARGEST_MU = 16.0
+# The noise of a schedule is varied by these factors, so often.
+_LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 1 / 16, 64.0, 10
 
 
 def _p_value(trade_off: TradeOff, *, num_canaries: int, num_guesses: int, num_correct: int) -> float:
@@ -109,3 +115,53 @@ def gaussian_mu(*, num_canaries: int, num_guesses: int, num_correct: int, confid
         num_correct=num_correct,
         confidence=confidence,
     )
+
+
+def schedule_epsilon(
+    events: Iterable[Event],
+    delta: float,
+    *,
+    num_canaries: int,
+    num_guesses: int,
+    num_correct: int,
+    confidence: float = 0.95,
+    group_size: int = 1,
+) -> float:
+    """A lower bound on epsilon for releases whose noise alone is in doubt, >= 0; infinite above all that is tried.
+
+    The claims are the accountant's whole curves of the same releases, with the noise of each multiplied by one factor
+    in 1/16..64. The bound is the epsilon of the weakest claim that is rejected. It holds against claims of this family,
+    and against no single (epsilon, delta). Releases without noise are held against Gaussian DP.
+
+    Args:
+        events: of the record's holder, as they are charged.
+        delta: in (0, 1), for epsilon.
+        num_canaries, num_guesses, num_correct: m, g fixed beforehand, and c.
+        confidence: in (0, 1).
+        group_size: records that a canary consists of; the bound is of one.
+
+    Raises:
+        InputError: the group is of no records.
+    """
+    check_group_size(group_size)
+    released = tuple(event for event in events if event.sampling_probability > 0)
+    counts = {"num_canaries": num_canaries, "num_guesses": num_guesses, "num_correct": num_correct}
+    if not all(event.is_noised for event in released):
+        return gaussian_epsilon(gaussian_mu(**counts, confidence=confidence) / group_size, delta)
+
+    def claimed(noise: float) -> tuple[Event, ...]:
+        return tuple(event.with_noise(noise) for event in released)
+
+    def is_rejected(noise: float) -> bool:
+        claim = of_group(trade_off_of(claimed(noise)), group_size)
+        return bool(rejected(claim, 1 - confidence, num_canaries, num_guesses, num_correct)[0])
+
+    low, high = _LEAST_NOISE, _MOST_NOISE
+    if not is_rejected(high):
+        return 0.0
+    if is_rejected(low):
+        return math.inf
+    for _ in range(_NOISE_STEPS):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if is_rejected(middle) else (middle, high)
+    return epsilon_of(claimed(high), delta).epsilon

@@ -1,4 +1,4 @@
-"""`fedpriv audit ...`: what an attacker finds, to compare with the epsilon that is claimed."""
+"""`fedpriv audit ...`: lower bounds of epsilon from what an attacker finds, to compare with the claim."""
 
 from __future__ import annotations
 
@@ -23,14 +23,51 @@ app = typer.Typer(no_args_is_help=True, help="Lower bounds of epsilon and member
 
 Confidence = Annotated[float, typer.Option(help="Of bounds and intervals, in (0, 1).")]
 Delta = Annotated[float, typer.Option(help="Of the claim, in [0, 1).")]
+GroupSize = Annotated[int, typer.Option(help="Records that a canary consists of; bounds are of one.", min=1)]
 
 NOTE = "Computed from who is a member: publishing it for real data is a release that no epsilon covers."
+
+
+@command(app)
+def power(
+    canaries: Annotated[int, typer.Option(help="Of all clients, included or not, >= 2.")],
+    epsilon: Annotated[float, typer.Option(help="Of the claim, > 0.")],
+    delta: Annotated[float, typer.Option(help="Of the claim, in (0, 1).")] = 1e-5,
+    steps: Annotated[int, typer.Option(help="Releases in all: rounds times local steps, >= 1.")] = 1,
+    sampling_probability: Annotated[float, typer.Option(help="q of each, in (0, 1].")] = 1.0,
+    group_size: GroupSize = 1,
+    confidence: Confidence = 0.95,
+) -> Result:
+    """Tell, before a run, what its audit could find: if every guess is right, and by an ideal attacker on the claim.
+
+    Example: fedpriv audit power --canaries 1000 --epsilon 4 --steps 30 --sampling-probability 0.15
+    """
+    from fedpriv.accounting import SubsampledGaussian, noise_multiplier_for
+    from fedpriv.audit import audit_power
+
+    noise_multiplier = noise_multiplier_for(epsilon, delta, sampling_probability=sampling_probability, steps=steps)
+    event = SubsampledGaussian(
+        noise_multiplier=noise_multiplier, sampling_probability=sampling_probability, count=steps
+    )
+    found = audit_power([event], delta, canaries, confidence=confidence, group_size=group_size)
+    lines = [
+        f"{canaries} canaries, {found.num_guesses} guesses, fixed beforehand; epsilon {epsilon:g} at delta {delta:g}, "
+        f"noise multiplier {noise_multiplier:.4g}",
+        f"every guess right, as without noise: epsilon >= {found.largest:.2f}, >= {found.largest_f_dp:.2f} by f-DP",
+        f"an ideal attacker on the claim, {found.num_correct} right in the median: epsilon >= {found.ideal:.2f}, "
+        f">= {found.ideal_f_dp:.2f} by f-DP",
+    ]
+    return Result(asdict(found) | {"noise_multiplier": noise_multiplier}, lines)
 
 
 @command(app, "one-run")
 def one_run(
     scores: Annotated[
-        Path, typer.Option(help="CSV: score, included (0 or 1); a higher score means more likely included.")
+        list[Path],
+        typer.Option(
+            help="CSV: score, included (0 or 1); a higher score means more likely included. Repeat it for independent "
+            "runs, which count together."
+        ),
     ],
     delta: Delta = 0.0,
     confidence: Confidence = 0.95,
@@ -42,33 +79,41 @@ def one_run(
     gaussian: Annotated[
         bool, typer.Option("--gaussian", help="Also test the stronger claim of Gaussian DP; needs --guesses.")
     ] = False,
+    group_size: GroupSize = 1,
 ) -> Result:
     """A lower bound of epsilon from one run with canaries, each included with probability 1/2.
 
     Example: fedpriv audit one-run --scores scores.csv --delta 1e-5 --guesses 200 --claimed-epsilon 4
     """
     from fedpriv.accounting import gaussian_epsilon
-    from fedpriv.audit import gaussian_mu, one_run_audit
+    from fedpriv.audit import combined_audit, gaussian_mu, one_run_audit
 
     if gaussian and not (guesses and delta > 0):
         raise InputError("gaussian: needs --guesses, fixed beforehand, and --delta > 0")
     if claimed_epsilon is not None and not claimed_epsilon >= 0:
         raise InputError(f"claimed_epsilon = {claimed_epsilon}: must be >= 0")
-    table = _read_scores(scores, ["score", "included"])
-    found = one_run_audit(
-        table["score"],
-        _flags(table["included"], "included"),
-        num_guesses=guesses or None,
-        delta=delta,
-        confidence=confidence,
-    )
+    if len(scores) > 1 and not guesses:
+        raise InputError("scores: several runs count together with --guesses alone, fixed for each of them")
+    tables = [_read_scores(path, ["score", "included"]) for path in scores]
+    audits = [
+        one_run_audit(
+            table["score"],
+            _flags(table["included"], "included"),
+            num_guesses=guesses or None,
+            delta=delta,
+            confidence=confidence,
+            group_size=group_size,
+        )
+        for table in tables
+    ]
+    found = combined_audit(audits) if len(audits) > 1 else audits[0]
     values = asdict(found)
     share = f"{found.num_correct} of {found.num_guesses} guesses right, {found.num_canaries} canaries"
     tried = f", best of {found.num_tried} numbers of guesses, all paid for" if found.num_tried > 1 else ""
     lines = [f"epsilon >= {found.epsilon_lower:.4f} at delta {delta:g}, confidence {confidence:g} ({share}{tried})"]
     if gaussian:
         counts = {"num_canaries": found.num_canaries, "num_guesses": found.num_guesses}
-        mu = gaussian_mu(**counts, num_correct=found.num_correct, confidence=confidence)
+        mu = gaussian_mu(**counts, num_correct=found.num_correct, confidence=confidence) / group_size
         values |= {"gaussian_mu_lower": mu, "gaussian_epsilon_lower": gaussian_epsilon(mu, delta)}
         lines.append(
             f"as Gaussian DP: mu >= {mu:.4f}, epsilon >= {values['gaussian_epsilon_lower']:.4f} (only valid for "

@@ -166,10 +166,13 @@ class AuditSection(ConfigSection, title="Variants and deduplication"):
     """the most tokens of an answer"""
     audit: Annotated[Literal["", "tokens", "mislabelled"], Fact.RELOADS | Fact.TEXTS] = ""
     """inserts canaries into every client's data, each with probability 1/2, and tests the run's epsilon by what its
-    final model reveals about them: `tokens` (random tokens and labels) or `mislabelled` (the client's last records). In
+    final model reveals about them: `tokens` (random tokens) or `mislabelled` (the client's last records). In
     simulations only; see [docs/audit.md](audit.md)"""
     audit_canaries: Annotated[int, Field(ge=2), Fact.RELOADS | Fact.TEXTS] = 50
-    """the number of canaries of each client"""
+    """the number of canaries of each client; `fedpriv audit power` says how much so many can find"""
+    audit_repeats: Annotated[Count, Fact.RELOADS | Fact.TEXTS] = 1
+    """the records that an included canary consists of; where persons are the unit, of one person, else the bound is
+    divided"""
 
 
 @dataclass(frozen=True, kw_only=True)

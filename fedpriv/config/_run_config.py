@@ -362,10 +362,6 @@ class RunConfig(
             raise ValueError(
                 "integral_epsilon: it compares single uploads; with secure_aggregation = true, nobody sees those"
             )
-        if self.audit:
-            raise ValueError(
-                "audit: it tests the local epsilon of one client; audit a run with secure_aggregation = false"
-            )
 
     def _check_audit(self) -> None:
         if not self.audit:

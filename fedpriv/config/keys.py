@@ -121,6 +121,7 @@ class _CommonKeys(TypedDict, total=False):
     max_new_tokens: int
     audit: Literal["", "tokens", "mislabelled"]
     audit_canaries: int
+    audit_repeats: int
 
     # Execution
     seed: int

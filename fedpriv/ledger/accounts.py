@@ -132,6 +132,18 @@ class Accounts:
         histories = self._all_events(view, part)
         return None if histories is None else cost_of_person(histories, self._holders, min(self.deltas.values()))
 
+    def worst(self, view: View, *, part: Part = "whole") -> tuple[list[Event], PrivacySpent]:
+        """The events of the client that spent most, and a cost that holds for all clients: its epsilon at any's delta.
+
+        Args:
+            view: that holds for every client that released anything.
+            part: of the accounts.
+        """
+        costs = {client: cost for client, cost in self.final(view, part=part).items() if cost is not None}
+        client = max(costs, key=lambda client: costs[client].epsilon)
+        events = _events(self._histories(client, part), view)
+        return events, replace(costs[client], delta=max(self.deltas.values()))
+
     def largest_bound(self, view: View, *, part: Part = "whole") -> PrivacySpent | None:
         """A bound on `largest`, cheap enough for every round: by rdp, of the largest divergences at every order."""
         histories = self._all_events(view, part)

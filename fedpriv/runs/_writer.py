@@ -113,6 +113,18 @@ class RunWriter:
         """Write what the nodes registered, with their signatures, so that anyone can check them later."""
         write_json(self.path / files.REGISTRATIONS, {str(r.client): vars(r) for r in registrations})
 
+    def register_audit(self, registration: Mapping[str, Any]) -> None:
+        """Write what an audit has chosen, before the first round; a run that is resumed must have chosen the same.
+
+        Raises:
+            InputError: the folder has another registration.
+        """
+        path = self.path / files.AUDIT
+        if not path.exists():
+            write_json(path, registration)
+        elif files.read_values(path) != registration:
+            raise InputError(f"{path}: other canaries, coins or guesses were registered before the first round")
+
     def add(self, round_: RoundRow, clients: Sequence[ClientRow]) -> None:
         """Append a finished round."""
         self.rounds.append(round_)

@@ -146,7 +146,8 @@ def audit_bound(audit: Mapping[str, Any] | None) -> str | None:
     """An audit's lower bound of epsilon; None without an audit."""
     if not audit:
         return None
-    return f"ε = {_rounded_down(audit)} at δ = {format_delta(audit['delta'])}"
+    largest = max(audit["epsilon_lower"], audit["epsilon_lower_f_dp"])
+    return f"ε = {_rounded_down(largest)} at δ = {format_delta(audit['delta'])}"
 
 
 def _audit_line(audit: Mapping[str, Any]) -> str:
@@ -159,15 +160,16 @@ def _audit_line(audit: Mapping[str, Any]) -> str:
     claimed = MISSING if claim is None else format_bound(claim)
     verdict = f"this refutes the claim of ε = {claimed}" if audit["refuted"] else f"the claim of ε = {claimed} stands"
     return (
-        f"ε ≥ {_rounded_down(audit)} at δ = {format_delta(audit['delta'])}, with {audit['confidence']:.0%} confidence: "
+        f"ε ≥ {_rounded_down(audit['epsilon_lower'])} at δ = {format_delta(audit['delta'])}, "
+        f"≥ {_rounded_down(audit['epsilon_lower_f_dp'])} by f-DP, with {audit['confidence']:.0%} confidence: "
         f"{audit['num_correct']} of {audit['num_guesses']} guesses about {audit['num_canaries']} canaries "
         f"({audit['kind']}) were right; {verdict}"
     )
 
 
-def _rounded_down(audit: Mapping[str, Any]) -> str:
-    """A lower bound is rounded down, where every other figure is rounded up."""
-    return f"{math.floor(100 * audit['epsilon_lower']) / 100:.2f}"
+def _rounded_down(epsilon: float | None) -> str:
+    """A lower bound is rounded down, where every other figure is rounded up; None stands for infinity."""
+    return "∞" if epsilon is None else f"{math.floor(100 * epsilon) / 100:.2f}"
 
 
 def counts_next_tokens(summary: Mapping[str, Any]) -> bool:

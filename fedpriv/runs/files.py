@@ -23,6 +23,7 @@ EVENTS = "events.jsonl"
 LEDGER = "ledger.sqlite"
 SAMPLES = "samples.jsonl"
 STORED_ANSWERS = "stored_answers.jsonl"
+AUDIT = "audit.json"  # the canaries of an audited run, written before its first round
 SUMMARY = "summary.json"  # written last: it marks the run as finished
 REPORT = "report.html"
 TRACKER = "tracker.json"  # how far a tracker has been told

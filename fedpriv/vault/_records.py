@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedpriv import protocol
-from fedpriv.audit.black_box import audited
+from fedpriv.audit.canaries import audited
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Encode, RecordSet
 from fedpriv.files import trace_without_message

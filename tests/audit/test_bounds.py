@@ -12,6 +12,8 @@ from scipy import special, stats
 from fedpriv.audit._bounds import (
     _one_run_p_value,
     clopper_pearson,
+    combined_audit,
+    fixed_num_guesses,
     ladder,
     many_runs_epsilon,
     num_correct,
@@ -187,3 +189,62 @@ def test_bad_scores_are_refused_by_name(scores, included, options, message):
 def test_bad_counts_are_refused():
     with pytest.raises(InputError, match="num_false_negatives = 5"):
         many_runs_epsilon(num_false_positives=0, num_without=4, num_false_negatives=5, num_with=4, delta=0.0)
+
+
+def test_a_bound_from_groups_is_of_one_record():
+    """Exact randomised response of 3 epsilon about each group: the bound exceeds epsilon in at most 5 %."""
+    rng, epsilon, size = RNG(5), 0.5, 3
+    right = rng.binomial(600, special.expit(size * epsilon), size=1000)
+    counts = {"num_canaries": 600, "num_guesses": 600, "num_correct": right, "delta": 0.0, "confidence": 0.95}
+    of_one, of_group = (one_run_epsilon(**counts, group_size=r) for r in (size, 1))
+    assert of_one == pytest.approx(of_group / size, abs=1e-9)
+    assert (of_one > epsilon).mean() <= 0.05 + 4 * math.sqrt(0.05 * 0.95 / 1000)
+
+
+def test_the_delta_of_a_group_grows_with_epsilon():
+    """(epsilon, delta) for one is (r epsilon, delta sum of e^(k epsilon), k < r) for r: summed here term by term."""
+    counts = {"num_canaries": 400, "num_guesses": 200, "num_correct": 180}
+    found = float(one_run_epsilon(**counts, delta=1e-4, confidence=0.95, group_size=3))
+    delta = sum(1e-4 * math.exp(k * found) for k in range(3))
+    assert _one_run_p_value(3 * found, delta, **counts) == pytest.approx(0.05, abs=1e-6)
+    with pytest.raises(InputError, match="group_size = 0"):
+        one_run_epsilon(**counts, delta=1e-4, confidence=0.95, group_size=0)
+
+
+def test_several_runs_count_together():
+    rng = RNG(6)
+    audits = []
+    for _ in range(4):
+        included = rng.random(500) < 0.5
+        scores = included + rng.standard_normal(500)
+        audits.append(one_run_audit(scores, included, delta=1e-5, num_guesses=100))
+    together = combined_audit(audits)
+    assert (together.num_canaries, together.num_guesses) == (2000, 400)
+    assert together.num_correct == sum(audit.num_correct for audit in audits)
+    assert together.epsilon_lower > np.median([audit.epsilon_lower for audit in audits])
+    assert combined_audit(audits[:1]) == audits[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_guesses": None}, "num_tried = 5: audits that are combined need 1"),
+        ({"delta": 1e-4}, "delta = 0.0001"),
+        ({"group_size": 2}, "group_size"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_by_name(changes, message):
+    scores, included = np.arange(50.0), np.arange(50) % 2 == 0
+    options = {"delta": 1e-5, "num_guesses": 10}
+    one, other = (one_run_audit(scores, included, **given) for given in (options, options | changes))
+    with pytest.raises(InputError, match=message):
+        combined_audit([one, other])
+    with pytest.raises(InputError, match="none to combine"):
+        combined_audit([])
+
+
+@pytest.mark.parametrize("num", [*range(2, 40), 150, 1000, 5000])
+def test_the_number_of_guesses_that_is_fixed_is_even_and_no_more_than_the_canaries(num):
+    found = fixed_num_guesses(num)
+    assert found % 2 == 0
+    assert 2 <= found <= num

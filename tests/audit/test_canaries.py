@@ -8,8 +8,9 @@ import torch
 from scipy import stats
 
 from fedpriv.adapters import read
-from fedpriv.audit import black_box as canaries
-from fedpriv.audit.black_box import CanaryPlan, audit_run, audited_client, record_losses
+from fedpriv.audit import canaries
+from fedpriv.audit.black_box import audit_run, record_losses
+from fedpriv.audit.canaries import CanaryPlan, audited_client
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training.model import TrainingModel

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import optimize, special, stats
 
-from fedpriv.accounting import trade_off
+from fedpriv.accounting import SubsampledGaussian, epsilon_of, trade_off
 from fedpriv.audit import f_dp
 from fedpriv.audit._bounds import num_correct
 
@@ -91,3 +91,53 @@ def test_gaussian_bound_is_larger_than_that_of_epsilon_delta_for_gaussian_noise(
 def test_nothing_is_rejected_without_evidence():
     assert f_dp.gaussian_mu(num_canaries=100, num_guesses=50, num_correct=25) == 0.0
     assert f_dp._p_value(trade_off.gaussian(0.5), num_canaries=10, num_guesses=10, num_correct=0) == 1.0
+
+
+def _full_batches(mu: float, count: int = 4) -> SubsampledGaussian:
+    return SubsampledGaussian(noise_multiplier=math.sqrt(count) / mu, sampling_probability=1.0, count=count)
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("correct", [60, 75, 90])
+def test_a_schedule_of_full_batches_is_held_against_gaussian_dp(correct, group_size):
+    """Noise without sampling is mu-GDP, and r mu for r records; the bound is at most a step of the search lower."""
+    counts = {"num_canaries": 400, "num_guesses": 100, "num_correct": correct}
+    found = f_dp.schedule_epsilon([_full_batches(1.0)], 1e-5, **counts, group_size=group_size)
+    expected = trade_off.gaussian_epsilon(f_dp.gaussian_mu(**counts) / group_size, 1e-5)
+    assert found <= expected * (1 + 1e-4)
+    assert found == pytest.approx(expected, rel=0.02, abs=0.02)  # beyond 64 times the noise nothing is tried
+
+
+def test_a_schedule_without_noise_has_a_bound_too():
+    event = SubsampledGaussian(noise_multiplier=0.0, sampling_probability=0.1, count=4)
+    counts = {"num_canaries": 400, "num_guesses": 100, "num_correct": 99}
+    expected = trade_off.gaussian_epsilon(f_dp.gaussian_mu(**counts), 1e-5)
+    assert f_dp.schedule_epsilon([event], 1e-5, **counts) == pytest.approx(expected)
+
+
+def test_the_bound_of_a_sampled_schedule_exceeds_its_epsilon_rarely_and_finds_a_share_of_it():
+    """Sums of sampled rounds under exactly the claimed noise, each canary alone; 300 audits."""
+    event = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.25, count=10)
+    claimed = epsilon_of([event], 1e-5).epsilon
+    rng, counts = np.random.default_rng(7), []
+    for _ in range(300):
+        included = rng.random(500) < 0.5
+        sums = rng.binomial(10, 0.25, 500) * included + math.sqrt(10) * rng.standard_normal(500)
+        counts.append(int(num_correct(sums, included, np.array([110]))[0]))
+    bounds = {
+        count: f_dp.schedule_epsilon([event], 1e-5, num_canaries=500, num_guesses=110, num_correct=count)
+        for count in set(counts)
+    }
+    found = np.array([bounds[count] for count in counts])
+    assert (found > claimed).mean() <= 0.05 + 4 * math.sqrt(0.05 * 0.95 / 300)
+    assert np.median(found) > 0.2 * claimed
+
+
+def test_more_right_guesses_never_lower_the_bound_of_a_schedule():
+    event = SubsampledGaussian(noise_multiplier=0.8, sampling_probability=0.1, count=20)
+    bounds = [
+        f_dp.schedule_epsilon([event], 1e-5, num_canaries=300, num_guesses=80, num_correct=correct)
+        for correct in range(40, 81, 8)
+    ]
+    assert bounds == sorted(bounds)
+    assert bounds[0] == 0.0 < bounds[-1]

@@ -14,7 +14,7 @@ from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR
 from fedpriv.audit._bounds import one_run_audit
-from fedpriv.audit.black_box import inclusions
+from fedpriv.audit.canaries import inclusions
 from fedpriv.mechanisms.sources import SeededSource
 from simulations.studies.audit.harness import (
     A,

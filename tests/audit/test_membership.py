@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 from sklearn import metrics
 
-from fedpriv.audit._membership import _roc, calibrated_scores, lira_scores, loss_scores, membership, plot_roc
+from fedpriv.audit._membership import calibrated_scores, lira_scores, loss_scores, membership, plot_roc, roc
 from fedpriv.errors import InputError
 
 
@@ -23,7 +23,7 @@ def test_auc_and_curve_are_scikit_learns():
     scores, members = separated(500, 0.7)
     scores = scores.round(1)  # with ties
     assert membership(scores, members).auc == pytest.approx(metrics.roc_auc_score(members, scores))
-    false, true = _roc(scores, members)
+    false, true = roc(scores, members)
     expected_false, expected_true, _ = metrics.roc_curve(members, scores, drop_intermediate=False)
     assert false == pytest.approx(expected_false)
     assert true == pytest.approx(expected_true)

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from clients.node import holder_of
-from fedpriv.audit.black_box import audit_of, audited
+from fedpriv.accounting import SubsampledGaussian, epsilon_of
+from fedpriv.audit.black_box import audit_of, registration
+from fedpriv.audit.canaries import audited
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
+from fedpriv.runs import RunWriter
 from fedpriv.training.workbench import workbench
 from fedpriv.vault._charging import RefusedError
 from fedpriv.vault.holder import run_of
@@ -35,7 +38,11 @@ def test_registered_numbers_count_all_canaries_whatever_the_coins_show(small_run
         assert 0 < client.included.sum() < 60
         assert client is audited(config, workbench(config), place)
     found = summary["audit"]
-    assert (found["num_canaries"], found["num_guesses"], found["confidence"]) == (180, 90, 0.95)
+    assert (found["num_canaries"], found["num_guesses"], found["confidence"]) == (180, 68, 0.95)
+    registered = json.loads((folder / "audit.json").read_text())
+    assert {key: found[key] for key in ("kind", "num_canaries", "num_guesses", "sha256")}.items() <= registered.items()
+    assert found["roc"]["fpr"][0] == found["roc"]["tpr"][0] == 0
+    assert found["roc"]["fpr"][-1] == found["roc"]["tpr"][-1] == 1
     assert found["claimed_epsilon"] == pytest.approx(summary["epsilon_local_max"])
     assert not found["refuted"]
     page = (folder / "report.html").read_text()
@@ -43,13 +50,36 @@ def test_registered_numbers_count_all_canaries_whatever_the_coins_show(small_run
     assert "stands" in page
 
 
-@pytest.mark.parametrize(("num", "num_guesses"), [(29, 42), (30, 44), (31, 46), (32, 48), (50, 74)])
-def test_half_of_any_number_of_canaries_is_an_even_number_of_guesses(small_run, num, num_guesses):
-    """Three clients with 30 or 50 canaries each: half of 90 and of 150 are odd, and a guess needs its counterpart."""
-    config = parse({**small_run, **AUDIT, "audit_canaries": num})
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_an_audit_of_any_number_of_canaries_is_registered_and_carried_out(small_run, repeats):
+    config = parse({**small_run, **AUDIT, "audit_canaries": 29, "audit_repeats": repeats})
     bench = workbench(config)
-    found = audit_of(config, bench, bench.initial, delta=1e-5, claimed_epsilon=1.0)
-    assert (found["num_canaries"], found["num_guesses"]) == (3 * num, num_guesses)
+    events = [SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0)]
+    claim = epsilon_of(events, 1e-5)
+    registered = registration(config, bench)
+    found = audit_of(config, bench, bench.initial, registered=registered, events=events, claim=claim)
+    assert (found["num_canaries"], found["num_guesses"], found["group_size"]) == (87, 46, repeats)
+    assert found["epsilon_lower"] == found["epsilon_lower_f_dp"] == 0.0  # nothing was trained
+    client = audited(config, bench, 0)
+    assert len(client.records) == 84 + repeats * client.included.sum()
+    assert client.num_registered == 84 + 29 * repeats
+
+
+def test_other_canaries_than_the_registered_ones_end_a_resumed_run(small_run, tmp_path):
+    config = parse({**small_run, **AUDIT})
+    writer = RunWriter.created(tmp_path / "run", config)
+    registered = registration(config, workbench(config))
+    for _ in range(2):
+        writer.register_audit(registered)
+    others = parse({**small_run, **AUDIT, "seed": 1})
+    with pytest.raises(InputError, match="other canaries, coins or guesses were registered"):
+        writer.register_audit(registration(others, workbench(others)))
+
+
+def test_sums_are_audited_against_the_claim_about_those_who_see_sums_alone(small_run, tmp_path):
+    _, summary = run(small_run, tmp_path / "run", secure_aggregation=True, local_steps=1, min_clients=3)
+    assert summary["audit"]["claimed_epsilon"] == pytest.approx(summary["epsilon_aggregate_max"])
+    assert summary["epsilon_aggregate_max"] < summary["epsilon_local_max"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 
 from fedpriv.adapters import LoraSettings, attach
 from fedpriv.adapters._base_models import load_base
-from fedpriv.audit.black_box import random_token_canaries
+from fedpriv.audit.canaries import random_token_canaries
 from fedpriv.config import parse
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.errors import InputError
@@ -126,15 +126,16 @@ def test_a_test_set_without_a_response_is_refused_in_one_line(bench, tmp_path):
         bench(test_data=str(path)).test  # noqa: B018
 
 
-def test_synthetic_records_and_canaries_are_learned_whole(bench):
+def test_synthetic_records_are_learned_whole_and_of_canaries_the_last_token(bench):
     made = bench()
     synthetic = synthetic_records(made.model, max_length=60, num_labels=0, features=made.features)
     canaries = random_token_canaries(
         made.client(0), num=3, num_labels=0, vocabulary=100, num_tokens=8, source=SeededSource("test")
     )
-    for records in (synthetic, canaries):
-        pairs = zip(records.features["input_ids"], records.features[RESPONSE_MASK], strict=True)
-        assert all(torch.equal(mask, torch.ones_like(ids)) for ids, mask in pairs)
+    pairs = zip(synthetic.features["input_ids"], synthetic.features[RESPONSE_MASK], strict=True)
+    assert all(torch.equal(mask, torch.ones_like(ids)) for ids, mask in pairs)
+    assert [mask.tolist() for mask in canaries.features[RESPONSE_MASK]] == [[0] * 7 + [1]] * 3
+    assert len({int(row[-1]) for row in canaries.features["input_ids"]}) == 3
 
 
 def test_runs_with_other_prompts_do_not_share_their_records(bench):

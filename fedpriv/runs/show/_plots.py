@@ -77,12 +77,12 @@ def evaluation_plot(frame: pd.DataFrame, *, references: Mapping[str, float], nam
     return to_svg(figure, name=name, description=description)
 
 
-def trade_off_plot(found: pd.Series, points: Mapping[str, float], *, name: str = "risk") -> str:
-    """The share found by the share wrongly accused, both on logarithmic axes, against accusing at random.
+def trade_off_plot(found: pd.DataFrame, points: Mapping[str, float], *, name: str = "risk") -> str:
+    """The shares found by the share wrongly accused, both on logarithmic axes, against accusing at random.
 
     Args:
-        found: in [0, 1], over shares in (0, 1], which rise.
-        points: {share wrongly accused: share found} of those that are told in figures.
+        found: columns in [0, 1], the claim's first, over shares in (0, 1], which rise.
+        points: {share wrongly accused: share found} of those of the claim that are told in figures.
         name: a word that is unique on the page.
     """
     labels = [percent_up(share) for share in points.values()]
@@ -92,7 +92,19 @@ def trade_off_plot(found: pd.Series, points: Mapping[str, float], *, name: str =
     axes.set_xlim(float(found.index.min()), 1.0)
     axes.set_ylim(float(found.index.min()), 1.0)
     axes.plot(found.index, found.index, color=INK, linestyle=":", linewidth=1)
-    axes.plot(found.index, found, color=SERIES[0], linewidth=1.6, clip_on=False)
+    for colour, style, column in zip(SERIES, DASHES, found, strict=False):
+        axes.plot(found.index, found[column], color=colour, linestyle=style, linewidth=1.6, clip_on=False)
+    if len(found.columns) > 1:
+        last = found.columns[-1]
+        middle = found.index[len(found) // 2]
+        axes.annotate(
+            last,
+            xy=(middle, max(found[last].loc[middle], float(found.index.min()))),
+            xytext=(6, -12),
+            textcoords="offset points",
+            color=SERIES[1],
+            fontsize=FONT_SIZE,
+        )
     axes.plot([float(x) for x in points], list(points.values()), "o", color=SERIES[0], markersize=5, clip_on=False)
     for i, (x, y) in enumerate(points.items()):
         axes.annotate(

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -115,6 +116,7 @@ def render(
             risk_panel=_risk_panel(summary),
             audit=summary.get("audit"),
             audit_bound=audit_bound(summary.get("audit")),
+            audit_claim=_audit_claim(summary.get("audit")),
             recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
             stored_variants=tables.variant_table(run.stored) if run.stored else None,
             stored_answers=tables.stored_answer_table(run.stored_answers) if run.stored else None,
@@ -304,19 +306,27 @@ def _epsilon_panels(run: RunFolder) -> list[Panel]:
     return panels
 
 
+def _audit_claim(audit: Mapping[str, Any] | None) -> str | None:
+    return format_epsilon(audit["claimed_epsilon"], audit["delta"]) if audit else None
+
+
 def _risk_panel(summary: Mapping[str, Any]) -> Panel | None:
-    """The curve of the largest shares found; None where the run does not say, or nothing bounds them."""
-    curve = summary.get("trade_off")
-    if not curve or min(curve["tpr"]) >= 1:
+    """The curve of the largest shares found, and the audit's; None where the run has no curve, or nothing bounds it."""
+    curve, audit = summary.get("trade_off"), summary.get("audit")
+    if not curve or (min(curve["tpr"]) >= 1 and not audit):
         return None
     index = pd.Index(curve["fpr"], name="wrongly accused")
     frame = pd.DataFrame({"found at most": curve["tpr"]}, index=index, dtype=float)
-    points = {share: float(found) for share, found in summary["tpr_at_fpr"].items()}
-    svg = _plots.trade_off_plot(frame["found at most"], points)
     note = (
         f"At most, of any client, on the {summary['privacy_view']} view. Accusing at random finds as many as it "
         "accuses wrongly; both axes are logarithmic."
     )
+    if audit:
+        places = np.searchsorted(audit["roc"]["fpr"], frame.index, side="right") - 1
+        frame["found by the audit"] = np.asarray(audit["roc"]["tpr"])[places]
+        note += f" The audit found so many of {audit['num_canaries']} canaries, by the share of others that it accused."
+    points = {share: float(found) for share, found in summary["tpr_at_fpr"].items()}
+    svg = _plots.trade_off_plot(frame, points)
     return panel("Found by an attacker", note, svg, frame, format_percent)
 
 

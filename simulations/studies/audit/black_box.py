@@ -13,7 +13,8 @@ from fedpriv.accounting.events import Event, group
 from fedpriv.adapters import Adapter, lora
 from fedpriv.aggregation import weighted_average, weights_by_size
 from fedpriv.audit import calibrated_scores, lira_scores, loss_scores, membership, plot_roc
-from fedpriv.audit.black_box import CanaryPlan, audit_run, audited_client, record_losses
+from fedpriv.audit.black_box import audit_run, record_losses
+from fedpriv.audit.canaries import CanaryPlan, audited_client
 from fedpriv.config import parse
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
