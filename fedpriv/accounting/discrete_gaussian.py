@@ -2,7 +2,7 @@
 
 Lemma. On integers, adding N_Z(0, sigma^2) to each of d coordinates has the law of adding N(0, sigma^2 - 9) and rounding
 each result to an integer at random, whatever the data, up to `max_divergence`. So whatever bounds the continuous
-mechanism, sampled or composed, bounds the discrete one. The proof is in docs/privacy.md.
+mechanism, sampled or composed, bounds the discrete one. docs/appendices/discrete_gaussian.md has the proof.
 """
 
 from __future__ import annotations

@@ -172,7 +172,8 @@ def aggregate_scale(weights: Mapping[int, float], client: int, *, colluding: int
 
     Guarantee: the view of the server and any so many participants is a function of the remaining vectors' sum, of what
     they know without it, and of public values. Its only noise on the client's records is that of the remaining
-    vectors, which are independent, so at least this many times the client's own. `docs/privacy.md` has the proof.
+    vectors, which are independent, so at least this many times the client's own. The proof is in
+    `docs/appendices/secure_sums.md`.
 
     Args:
         weights: {client: v_j > 0} of the clients in the sum, including this one: what one clipped gradient, and noise

@@ -2,8 +2,9 @@
 
 A bundle is a zip of texts, the same to the byte for the same ledger: a manifest of SHA-256 digests, a program that
 checks the rest, and a folder for each ledger with its entries, receipts, registrations and figures. It holds no record,
-no text or label of one, no seed, and neither the secret nor the stored replies of the ledger. docs/privacy.md describes
-each file and says who may see one: the entries of a node tell when the file with its records changed.
+no text or label of one, no seed, and neither the secret nor the stored replies of the ledger.
+docs/appendices/evidence.md describes each file and says who may see one: the entries of a node tell when the file with
+its records changed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Check a bundle of evidence without fedpriv: `python verify_evidence.py BUNDLE.zip [--head DIGEST]`.
 
-By the rules of docs/privacy.md, "Evidence"; needs cryptography, dp-accounting, numpy and scipy. A line says `confirmed`
+By the rules of docs/appendices/evidence.md; needs cryptography, dp-accounting, numpy and scipy. A line says `confirmed`
 of what was computed again and agrees, `NOT CONFIRMED` of what does not, or is unknown here, and `left to you` of what
 no file can prove. The exit code is 0 if nothing is NOT CONFIRMED, else 1.
 """
