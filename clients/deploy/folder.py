@@ -45,7 +45,7 @@ _NODE_HEADER = (
     "# Where the coordinator is, and ports of this machine. What is done with records stands in vault.toml.\n"
 )
 _VAULT_HEADER = """\
-# What this node's operator decides; no coordinator sees or changes it. docs/deployment.md lists all keys, among them
+# What this node's operator decides; no coordinator sees or changes it. docs/node.md explains them, among them
 # memory_limit_mb, device, reply_seconds and client_user, which have defaults.
 """
 _POLICY_HEADER = "# What a coordinator may request from this node; it refuses anything beyond.\n"

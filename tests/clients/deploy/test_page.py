@@ -1,4 +1,4 @@
-"""docs/deployment.md says of every key that a coordinator may send who decides it; docs/privacy.md lists the limits."""
+"""docs/who_decides.md says of every key that a coordinator may send who decides it; docs/privacy.md lists the limits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DECIDERS = {"operator", "coordinator, within bounds", "coordinator, freely", "ig
 
 def table() -> dict[str, str]:
     """{key: who decides it}."""
-    section = (DOCS / "deployment.md").read_text().split("## Who decides what")[1].split("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    lines = (DOCS / "who_decides.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
     found: dict[str, str] = {}
     for keys, decider, _ in rows[2:]:
         for key in re.findall(r"`([a-z_]+)`", keys):
@@ -34,7 +34,7 @@ def test_every_key_has_one_who_decides_it():
     assert set(table().values()) == DECIDERS
 
 
-@pytest.mark.parametrize("page", ["deployment.md", "privacy.md"])
+@pytest.mark.parametrize("page", ["who_decides.md", "privacy.md"])
 def test_every_limit_is_named(page):
     text = (DOCS / page).read_text()
     assert [f.name for f in fields(NodeLimits) if f"`{f.name}`" not in text] == []
