@@ -1,6 +1,6 @@
 """The mathematics of the recipe `fedpriv`: how the budget is split, and the learning rate that its noise allows.
 
-docs/recipes.md derives these formulas and says where each constant is from.
+docs/appendices/recipe_noise.md derives these formulas; recipe_trials.md there says where each constant is from.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LARGEST_CENTRED_RATE = 200.0
 _CENTRED_RATE_OF_A_CLASS = 50.0
 
 # The same for the last rounds, which train A and B too: the noise of the head's weights, and how far A and B may step
-# for what their noise adds up to. docs/recipes.md says how both were found.
+# for what their noise adds up to. docs/appendices/recipe_trials.md says how both were found.
 _FINAL_NOISE_BESIDE_LORA = 0.18
 _LORA_NOISE = 0.016
 _LARGEST_LORA_RATE = 30.0

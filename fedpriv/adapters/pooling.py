@@ -26,7 +26,8 @@ _UNIT = "unit-"
 CONVENTIONS = ("mean", "model", "unit-mean", "unit-model")
 
 # A record's features are its pooled state at unit length with one constant coordinate, at unit length again. The head's
-# bias stands for the constant: in units of `BIAS_SCALE` it is that coordinate's weight. docs/recipes.md says why 0.3.
+# bias stands for the constant: in units of `BIAS_SCALE` it is that coordinate's weight.
+# docs/appendices/recipe_trials.md says why 0.3.
 _CONSTANT = 0.3
 STATE_SCALE = 1 / math.hypot(1, _CONSTANT)
 BIAS_SCALE = _CONSTANT * STATE_SCALE

@@ -19,7 +19,8 @@ from fedpriv.aggregation._fedavg import GlobalModel
 _SMALLEST_SHARE = 0.25
 
 # Scores by class means are small: they are scaled until each weight's noise has this standard deviation, and by no more
-# than the factor. Chosen on training records of the embedded corpus that were held back; docs/recipes.md.
+# than the factor. Chosen on training records of the embedded corpus that were held back:
+# docs/appendices/recipe_trials.md.
 _NOISE_AT_START = 0.25
 _LARGEST_FACTOR = 20.0
 

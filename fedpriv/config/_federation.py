@@ -212,7 +212,7 @@ class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
 
     base_dtype: Annotated[BaseFormat, Fact.TEXTS] = "auto"
     """the format in which the frozen base computes: `float32`, `bfloat16`, `nf4` ([4
-    bits](architecture.md#the-frozen-base-in-4-bits), for less memory; needs the extra `quantized` and the rule
+    bits](base_models.md#the-frozen-base-in-4-bits), for less memory; needs the extra `quantized` and the rule
     `dp-lora`, `ffa-lora`, `rolora` or `fedsvd`), or `auto`, which is bfloat16 on a GPU, and on a CPU bfloat16 where a
     pass of synthetic records takes a fifth less time in it on this machine (narrow models, of less than 128, stay in
     float32). Adapters, heads, gradients, noise and sums are float32 or float64 in any case. In a deployment each node

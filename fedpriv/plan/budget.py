@@ -1,7 +1,7 @@
 """Plan what a run could learn within a budget, before anything is registered: noise, rates, epsilons, time.
 
 Everything here is a function of public numbers; noise and rates are computed by what a run computes them with.
-docs/recipes.md derives the formulas.
+docs/appendices/recipe_noise.md derives the formulas.
 """
 
 from __future__ import annotations

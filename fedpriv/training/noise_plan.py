@@ -298,7 +298,7 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
 
     Where noise leaves LoRA enough signal, most rounds train A, B and head with most of the budget; elsewhere all rounds
     train the head alone. Of R between frozen factors the leading block is trained, in fewer rounds, unless noise is
-    very small. docs/recipes.md says how the bounds were found.
+    very small. docs/appendices/recipe_trials.md says how the bounds were found.
 
     Args:
         config: of the run; its noise may be still to be calibrated. No more than its rank and its rounds is chosen.
