@@ -170,7 +170,7 @@ class AuditSection(ConfigSection, title="Variants and deduplication"):
     simulations only; see [docs/audit.md](audit.md)"""
     audit_canaries: Annotated[int, Field(ge=2), Fact.RELOADS | Fact.TEXTS] = 50
     """the number of canaries of each client; `fedpriv audit power` says how much so many can find"""
-    audit_repeats: Annotated[Count, Fact.RELOADS | Fact.TEXTS] = 1
+    audit_repeats: Annotated[Count, Fact.RELOADS | Fact.LATER | Fact.TEXTS] = 1
     """the records that an included canary consists of; where persons are the unit, of one person, else the bound is
     divided"""
 

@@ -28,6 +28,7 @@ BAD = {
     "mechanism": "laplace",
     "audit": "listen",
     "audit_canaries": 1,
+    "audit_repeats": 0,
     "variant_rounds": ["zero"],
     "variant_clients": "perhaps",
     "dedup": "magic",

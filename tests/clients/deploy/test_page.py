@@ -1,4 +1,4 @@
-"""docs/who_decides.md says of every key that a coordinator may send who decides it; docs/privacy.md lists the limits."""
+"""docs/who_decides.md says who decides each key that a coordinator may send; docs/privacy.md lists the limits."""
 
 from __future__ import annotations
 
