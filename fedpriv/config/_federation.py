@@ -21,7 +21,7 @@ class FederationSection(ConfigSection, title="Federation"):
     rounds: Annotated[Count, Fact.BY_TRAIN] = 40
     """the number of rounds, the head's start included; with `train = auto` and R, the most that it chooses"""
     head_start: Annotated[bool, Fact.TEXTS] = True
-    """the first round releases every record's features, summed by class: the head starts from class means"""
+    """the first round is one noised release of features, summed by class: the head starts from class means"""
     evaluate_every: Count = 1
     """the server tests the model every so many rounds, and after the last. In rounds that train A and B, a test costs a
     pass of the whole test set"""
