@@ -19,69 +19,64 @@ class FederationSection(ConfigSection, title="Federation"):
     """The rounds of a run, whom they wait for, and how the server aggregates uploads."""
 
     rounds: Annotated[Count, Fact.BY_TRAIN] = 40
-    """the number of rounds, the head's start included; with `train = auto` and R the most that are chosen"""
+    """the number of rounds, the head's start included; with `train = auto` and R, the most that it chooses"""
     head_start: Annotated[bool, Fact.TEXTS] = True
-    """the first round is one release of every record's features, summed by class: the head starts from class means"""
+    """the first round is one noised release of features, summed by class: the head starts from class means"""
     evaluate_every: Count = 1
-    """the server tests the model after every so many rounds, and after the last; in rounds that train A and B a test
-    costs a pass of the whole test set"""
+    """the server tests the model every so many rounds, and after the last. In rounds that train A and B, a test costs a
+    pass of the whole test set"""
     lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS] = 4
-    """in how many of the last rounds A and B are trained with the head; empty means in all rounds after the start, with
-    the same noise"""
+    """how many of the last rounds train A and B with the head; empty: all after the start, with the same noise"""
     trained_rank: Annotated[Count | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS | Fact.LATER] = None
-    """of R between frozen factors, the rank of the leading block that is trained, at most `rank`; empty means all"""
+    """of R between frozen factors: the rank of the leading block that is trained, at most `rank`; empty: all"""
     lora_share: Annotated[float, Field(gt=0, lt=0.8), Fact.BY_TRAIN | Fact.TEXTS] = 0.02
-    """the share of the budget that the last `lora_rounds` have, in units of 1 / z^2"""
+    """the share of the budget for the last `lora_rounds`, in units of 1 / z^2"""
     clients_per_round: Annotated[int, Field(ge=0)] = 0
-    """number of clients sampled per round; 0 means all"""
+    """the number of clients sampled per round; 0 means all"""
     min_clients: Count = 1
-    """a round with fewer valid replies asks further clients, if `clients_per_round` leaves any, or else ends the run,
-    which can be resumed; of fewer uploads no sum is made. With `secure_aggregation` this is t, the number of uploads
-    for which each client is charged, however many are in the sum: equal accuracy takes sqrt((K - 1) / (t - max(c, 1)))
-    times the noise of t = K, c = 0; at least 3"""
+    """a round with fewer valid replies asks further clients, if `clients_per_round` leaves any, or ends the run, which
+    can be resumed; no sum is made of fewer uploads. With `secure_aggregation` this is t >= 3: each client is charged
+    for t uploads, however many are in the sum, and equal accuracy takes sqrt((K - 1) / (t - max(c, 1))) times the noise
+    of t = K, c = 0"""
     round_seconds: Positive = 3600.0
-    """seconds that a round waits for replies; later ones are counted and discarded, and their clients remain charged"""
+    """how long a round waits for replies; later ones are counted and discarded, and their clients remain charged"""
     registration_seconds: Annotated[Positive, Fact.RELOADS] = 300.0
-    """seconds that a run waits for its nodes; after that it continues with those that registered"""
+    """how long a run waits for its nodes; it continues with those that registered"""
     node_keys: Annotated[str, Fact.LOCATION] = ""
-    """folder with the public key of each node's vault as `PARTITION-ID.pub`; a node whose registration is not signed
-    with its key does not take part"""
+    """a folder with the public key of each node's vault, `PARTITION-ID.pub`; a node whose registration is not signed
+    with it does not take part"""
     aggregation: Annotated[str, Fact.RELEASE | Fact.RELOADS] = "dp-lora"
-    """how uploads become the next global model, and with it what is trained: `dp-lora`, `ffa-lora`, `rolora`, `fedsvd`,
-    `fed-sb`, `fedex-lora`, `flora` on LoRA adapters; `fedavg`, `t-fedavg`, `cmfl` on full weight matrices; or
-    [one of your own](aggregation.md#a-rule-of-your-own).
-    [docs/aggregation.md](aggregation.md) explains what each rule averages, what it costs and which to use"""
+    """[how uploads become the next global model](aggregation.md), and what is trained: full weight matrices with
+    `fedavg`, `t-fedavg` and `cmfl`, LoRA adapters with the others; or [a rule of your
+    own](aggregation.md#a-rule-of-your-own)"""
     client_ranks: Annotated[Sizes, Fact.RELOADS | Fact.TEXTS] = ()
     """with `flora`: one rank per client, such as `[4, 8, 16]`; otherwise all clients use `rank`"""
     client_weights: Literal["auto", "records", "root-records"] = "auto"
-    """rho_k, the weight of a client's upload, in proportion to N_k (`records`, the paper's) or to N_k^1.5
-    (`root-records`: a large client's records count more, since its noise is no larger); `auto` is `root-records`, and
+    """rho_k, the weight of a client's upload, in proportion to N_k (`records`, as in the paper) or to N_k^1.5
+    (`root-records`: records of a large client count more, since its noise is no larger). `auto` is `root-records`, but
     `records` with `secure_aggregation`"""
     server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "momentum"
-    """the server's step from the weighted sum of the uploads: `sgd`, `momentum`, `adam` or `yogi`
-    ([formulas](aggregation.md#server-optimizers)); with rules that are no weighted sum, `sgd` only. It costs no privacy
-    on any view"""
+    """the server's [step](aggregation.md#server-optimizers) from the weighted sum of the uploads; with rules that are
+    no weighted sum, `sgd` only. It costs no privacy on any view"""
     server_learning_rate: Positive = 1.0
     """the rate of the server's step; with rules that are no weighted sum, 1 only"""
     server_rate_decay: Literal["none", "linear"] = "none"
-    """`linear` lets the server's rates fall from round to round, to 1 / `rounds` of themselves in the last one: against
-    a model that sways about what it has learned, where steps stay long"""
+    """`linear`: the server's rates fall from round to round, to 1 / `rounds` of themselves in the last, against a model
+    that oscillates where steps stay long"""
     lora_server_optimizer: Annotated[Literal["same", "adam"], Fact.BY_TRAIN | Fact.TEXTS] = "same"
-    """what takes the place of `server_optimizer` for A and B, or R: `adam`, where there are so many records that LoRA
-    pays; or `same`"""
+    """replaces `server_optimizer` for A and B, or R: `adam` where there are enough records for LoRA to pay"""
     lora_server_learning_rate: Annotated[Positive, Fact.BY_TRAIN | Fact.TEXTS] = 0.02
     """the rate of `lora_server_optimizer = adam`"""
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """what `server_optimizer = momentum` keeps of its last step, in [0, 1)"""
+    """the share of its last step that `server_optimizer = momentum` keeps"""
     upload_codec: Annotated[Literal["float32", "bfloat16", "int8", "ternary"], Fact.RELOADS] = "float32"
-    """how uploads are encoded: `float32`, `bfloat16`, `int8` or `ternary`. Rounding comes after the noise, so it costs
-    no privacy"""
+    """the encoding of uploads. Rounding comes after the noise, so it costs no privacy"""
     relevance_threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
-    """with `cmfl`: v_0; in round t a client uploads if the share of its parameters that move in the direction of the
-    last global update reaches v_0 / sqrt(t)"""
+    """v_0 of `cmfl`: in round t a client uploads if the share of its parameters that move in the direction of the last
+    global update reaches v_0 / sqrt(t)"""
     max_update_norm: Annotated[Positive | None, Maybe] = None
-    """maximum L2 distance of an upload from the broadcast, over all trained tensors; larger ones are refused. Empty
-    sets no limit. With a limit the server measures every upload, so the `aggregate` view does not hold"""
+    """the largest L2 distance of an upload from the broadcast, over all trained tensors; larger ones are refused.
+    Empty: no limit. With a limit the server measures every upload, so the `aggregate` view does not hold"""
 
     @property
     def rule(self) -> Rule:
@@ -120,31 +115,27 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
     """The variants that a run keeps, and how the server stores them."""
 
     variant_rounds: Sizes = ()
-    """rounds whose global models are kept as variants, such as `[5, 10]`, in addition to the final one"""
+    """rounds whose global models are kept as variants, in addition to the final one, such as `[5, 10]`"""
     variant_clients: Annotated[bool | None, Maybe] = None
     """whether each client's last upload is kept as a variant; by default in a run of at most 100 clients"""
     dedup: Annotated[
         Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis", "lossless"], Fact.TEXTS
     ] = ""
-    """the search algorithm with which the server deduplicates the variants into shared blocks after the last round:
-    `drd`, `dred`, `greedy`, `mcts`, `dedup` or `mistique`; or `shared-basis`, by which they are stored as sums of
-    common components; or `lossless`, by which they are stored bit for bit; empty leaves this to `fedpriv dedup run`.
-    See [docs/deduplication.md](deduplication.md)"""
+    """how the server [stores variants](deduplication.md) after the last round: `lossless` bit for bit, `shared-basis`
+    as sums of common components, the others in shared blocks that they search for. Empty leaves this to `fedpriv dedup
+    run`"""
     dedup_block_size: Annotated[Count, Fact.TEXTS] = 256
-    """number of values in a block; `fedpriv dedup run` chooses one by the size of the model instead, unless it is
-    given"""
+    """the values in a block; `fedpriv dedup run` chooses them by the size of the model unless given"""
     dedup_records: Annotated[int, Field(ge=0), Fact.TEXTS] = 0
-    """number of test records for validation, drawn with the seed; 0 uses all. Every validation is a pass over a part.
-    `fedpriv dedup run` has `--validation-records` and `--seed` for it"""
+    """the number of test records for validation, drawn with the seed; 0 uses all"""
     dedup_epsilon_bound: Annotated[NonNegative, Fact.TEXTS] = 0.5
     """the largest permitted rise of a variant's epsilon"""
     dedup_utility_bound: Annotated[float, Field(ge=0, le=1), Fact.TEXTS] = 0.01
-    """by how much a variant's accuracy may fall, or the logarithm of the perplexity of responses rise in the mean, each
-    counting as 1 at most; what is stored is proven to keep it, with 95 % confidence"""
+    """by how much a variant's accuracy may fall, or the mean log perplexity of responses rise, where each counts as 1
+    at most; [proven](deduplication.md#what-is-proven) with 95 % confidence"""
     integral_epsilon: Annotated[NonNegative | None, Maybe, Fact.TEXTS] = None
-    """compares the clients' uploads of the last round by what they add to the model: finds those that agree within this
-    distance in every weight, and keeps their mean as a variant ([docs/integral.md](integral.md)). This is not
-    differential privacy; empty compares none"""
+    """finds clients' uploads of the last round that add nearly the same to the model, within this distance in every
+    weight, and keeps their mean as [a variant](integral.md). This is not differential privacy; empty compares none"""
 
     def keeps_uploads_of(self, num_clients: int) -> bool:
         """Whether the last upload of each of so many clients is kept as a variant."""
@@ -161,18 +152,17 @@ class AuditSection(ConfigSection, title="Variants and deduplication"):
     """The questions that a language model is asked before and after, and canaries that test the run's epsilon."""
 
     generated_answers: Annotated[int, Field(ge=0), Fact.TEXTS] = 50
-    """how many test prompts a language model answers before and after"""
+    """how many test prompts a language model answers before and after training"""
     max_new_tokens: Annotated[Count, Fact.TEXTS] = 96
     """the most tokens of an answer"""
     audit: Annotated[Literal["", "tokens", "mislabelled"], Fact.RELOADS | Fact.TEXTS] = ""
-    """inserts canaries into every client's data, each with probability 1/2, and tests the run's epsilon by what its
-    final model reveals about them: `tokens` (random tokens) or `mislabelled` (the client's last records). In
-    simulations only; see [docs/audit.md](audit.md)"""
+    """inserts [canaries](audit.md) into every client's data, each with probability 1/2, and tests the run's epsilon by
+    what its final model reveals about them: `tokens` (random tokens) or `mislabelled` (the client's last records). In
+    simulations only"""
     audit_canaries: Annotated[int, Field(ge=2), Fact.RELOADS | Fact.TEXTS] = 50
-    """the number of canaries of each client; `fedpriv audit power` says how much so many can find"""
+    """the number of canaries of each client; `fedpriv audit power` says how much they can find"""
     audit_repeats: Annotated[Count, Fact.RELOADS | Fact.LATER | Fact.TEXTS] = 1
-    """the records that an included canary consists of; where persons are the unit, of one person, else the bound is
-    divided"""
+    """the records of an included canary; they are one person's where persons are the unit, else the bound is divided"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,18 +170,17 @@ class ExperimentSection(ConfigSection, title="Execution"):
     """How a run is repeated, and what it is compared with."""
 
     seed: Annotated[int, Field(ge=0), Fact.RELEASE | Fact.RECORDS | Fact.RELOADS] = 0
-    """seed of the initial adapter, the selection of clients, the partition and the test split; with `simulate`, of
+    """of the initial adapter, the selection of clients, the partition and the test split; with `simulate`, of
     everything"""
     simulate: Annotated[bool, Fact.RELOADS] = False
-    """noise and sampling use the seed, so that a run can be reproduced to the bit; the run is marked *not private*"""
+    """noise and sampling use the seed, so that a run can be reproduced to the bit; it is marked *not private*"""
     comparison: Annotated[bool | None, Maybe] = None
-    """a second run with z = 0 and the same clipping; on by default wherever it is allowed: with synthetic or public
-    data, or `simulate`"""
+    """a second run with z = 0 and the same clipping; by default where there is a test set, and data are synthetic or
+    public or `simulate` is set"""
     baselines: Annotated[bool | None, Maybe, Fact.RELOADS | Fact.TEXTS] = None
-    """plain classifiers [next to the run's accuracy](configuration.md#what-an-accuracy-is-compared-with); on by default
-    for classifiers wherever public data are tested on: the embedded corpus, or `public_data`. With `data = "on-nodes"`,
-    true if the server's own `test_data` are public: a cross-validation on these. Refused without a test set, and where
-    it would train on private records"""
+    """plain classifiers [next to the run's accuracy](configuration.md#what-an-accuracy-is-compared-with); by default
+    for classifiers that are tested on public data. With `data = "on-nodes"`, true cross-validates them on the server's
+    `test_data`, if these are public. Refused without a test set, and where it would train on private records"""
 
     @property
     def noise_source(self) -> str:
@@ -211,40 +200,37 @@ class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
     """The machine's part in a run: formats, memory, devices, processes and folders."""
 
     base_dtype: Annotated[BaseFormat, Fact.TEXTS] = "auto"
-    """the format in which the frozen base computes: `float32`, `bfloat16`, `nf4` ([4
-    bits](base_models.md#the-frozen-base-in-4-bits), for less memory; needs the extra `quantized` and the rule
-    `dp-lora`, `ffa-lora`, `rolora` or `fedsvd`), or `auto`, which is bfloat16 on a GPU, and on a CPU bfloat16 where a
-    pass of synthetic records takes a fifth less time in it on this machine (narrow models, of less than 128, stay in
-    float32). Adapters, heads, gradients, noise and sums are float32 or float64 in any case. In a deployment each node
-    decides for itself what `auto` is. `config.toml` and `environment.json` of a run hold what it came to, and a resumed
-    run keeps it"""
+    """the format in which the frozen base computes. `nf4`: [4 bits](base_models.md#the-frozen-base-in-4-bits), for less
+    memory; needs the extra `quantized` and the rule `dp-lora`, `ffa-lora`, `rolora` or `fedsvd`. `auto`: bfloat16 on a
+    GPU, and on a CPU if a pass of synthetic records takes a fifth less time in it (models narrower than 128 stay in
+    float32). Adapters, heads, gradients, noise and sums are float32 or float64 in any case. Each node of a deployment
+    decides its own `auto`. A run's `config.toml` and `environment.json` hold the result, and a resumed run keeps it"""
     prefix_cache: Annotated[bool, Fact.TEXTS] = True
-    """whether to cache the states below the first trainable layer"""
+    """caches the states below the first trainable layer"""
     activation_checkpointing: Annotated[bool, Fact.TEXTS] = False
-    """whether the layers from the first trainable one on keep their inputs alone and run again in the backward pass:
-    less memory for long records, up to half more time, the same bits"""
+    """layers from the first trainable one on keep only their inputs and run again in the backward pass: less memory for
+    long records, up to half more time, the same bits"""
     memory_limit_mb: Count = 1024
-    """memory limit for one pass, in MiB, and the same again for the prefix cache"""
+    """MiB for one pass, and the same again for the prefix cache"""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Fact.TEXTS] = "auto"
-    """where the model runs: `cpu`, `cuda` or `cuda:1`; `auto` uses a GPU if there is one; on a node `vault.toml`
-    decides, and its `auto` is the CPU unless `device_couples_records = true`."""
+    """where the model runs: `cpu`, `cuda` or `cuda:1`; `auto` uses a GPU if there is one. On a node `vault.toml`
+    decides, and its `auto` is the CPU unless `device_couples_records = true`"""
     engine: Literal["stacked", "in-process", "ray", "flower"] = "stacked"
-    """`stacked`: the clients of a round share passes of the frozen base; `in-process`: one client at a time; `ray`: one
-    actor per core or GPU, each stacking its share (needs the extra `ray`). The results are the same except for
-    rounding. `flower` is set by `flwr run`"""
+    """`stacked`: the clients of a round share passes of the frozen base. `in-process`: one client at a time. `ray`: one
+    actor per core or GPU, each stacking its share (needs the extra `ray`). Results are the same except for rounding.
+    `flwr run` sets `flower`"""
     ray_address: Annotated[str, Fact.HIDDEN | Fact.TEXTS] = ""
-    """an existing Ray cluster, such as `auto` or `head:6379` ([ray_cluster.md](ray_cluster.md)); empty takes
-    `RAY_ADDRESS`, and without that starts one on this machine"""
+    """an existing [Ray cluster](ray_cluster.md), such as `auto` or `head:6379`; empty takes `RAY_ADDRESS`, and without
+    that starts one on this machine"""
     ray_workers: Annotated[int, Field(ge=0), Fact.TEXTS] = 0
-    """maximum number of actors; 0 means one per GPU, or one per core if there is no GPU"""
+    """the most actors; 0 means one per GPU, or one per core without a GPU"""
     track: Annotated[Track, Fact.OUTSIDE] = "none"
-    """where the figures are also shown: `mlflow`, `tensorboard` or `wandb`, each with the extra of that name; see
-    [trackers](trackers.md). A resumed run may change it"""
+    """a [tracker](trackers.md) that also shows the figures, with the extra of its name. A resumed run may change it"""
     ledger: Annotated[str, Fact.LOCATION | Fact.BY_SWEEP] = ""
-    """an SQLite file in which spending accumulates over runs; simulated nodes keep their ledgers next to it, in
-    `<ledger>.nodes/`. By default a new one in the run's folder, with nothing spent before"""
+    """an SQLite file in which spending accumulates over runs; simulated nodes keep theirs in `<ledger>.nodes/`. By
+    default a new one in the run's folder, with nothing spent before"""
     out: Annotated[str, Fact.LOCATION | Fact.BY_SWEEP | Fact.ARGUMENT] = ""
     """the folder for the results; it must be new or empty"""
     resume: Annotated[str, Fact.LOCATION | Fact.ARGUMENT] = ""
-    """the folder of an interrupted run, or one of its checkpoints, to continue from; all other keys must be unchanged.
-    `fedpriv run --resume DIR` reads them from there"""
+    """the folder of an interrupted run, or one of its checkpoints; all other keys must be unchanged, and `fedpriv run
+    --resume DIR` reads them from there"""

@@ -30,9 +30,8 @@ class RecipeSection(ConfigSection, title="Recipe"):
     """The keys that belong together and are not given."""
 
     recipe: Recipe = "fedpriv"
-    """a set of values for keys that belong together: `fedpriv`, `dp-lora-paper` or `instruction`
-    ([docs/recipes.md](recipes.md)). A key that you give counts, whatever the recipe says; without a recipe the other
-    keys imply one"""
+    """values for keys that belong together ([recipes](recipes.md)). A key that you give wins; without a recipe the
+    other keys imply one"""
 
 
 # The default of `num_clients`.

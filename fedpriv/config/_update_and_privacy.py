@@ -60,20 +60,19 @@ class UpdateSection(ConfigSection, title="Local update and privacy"):
     local_steps: Count = 1
     """the noisy steps of a client in each round after the head's start"""
     batch_size: Annotated[Count, Fact.RELOADS] = 64
-    """B, the *expected* batch size, where `sampling_probability` is empty: q is then B / N_k"""
+    """B, the *expected* batch size, where `sampling_probability` is empty: q = B / N_k"""
     sampling_probability: Annotated[Probability | None, Maybe, Fact.RELOADS] = 1.0
-    """q, the probability with which a client samples each of its records in a step; the same at every client, and 1
-    means full batches"""
+    """q, with which each client draws each of its records in a step; 1 means full batches"""
     lora_sampling_probability: Annotated[Probability | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS] = 0.125
     """q in the last `lora_rounds`"""
     optimizer: Annotated[Literal["sgd", "adamw"], Fact.RELOADS] = "sgd"
-    """of the clients: `sgd` or `adamw`, neither with state from earlier rounds"""
+    """of the clients; neither keeps state between rounds"""
     learning_rate: Positive | Literal["auto"] = "auto"
-    """of the clients; `auto` derives it from noise, number of records and rounds, and prints it with its terms"""
+    """of the clients; `auto` derives it from noise, records and rounds, and prints its terms"""
     lora_learning_rate: Annotated[Positive | Literal["auto"], Fact.TEXTS] = "auto"
-    """the rate of A and B in the last `lora_rounds`; `auto` derives it from noise, number of records and of values"""
+    """of A and B in the last `lora_rounds`; `auto` derives it from noise and the numbers of records and values"""
     lora_head_learning_rate: Annotated[Positive | Literal["auto"], Fact.TEXTS] = "auto"
-    """the rate of the head in the last `lora_rounds`; `auto` derives it likewise"""
+    """of the head in the last `lora_rounds`; `auto` derives it likewise"""
     weight_decay: Annotated[NonNegative, Fact.RELOADS] = 0.0
     """of `adamw`"""
 
@@ -87,58 +86,52 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
     """How releases are clipped and noised, who may see them, and how much epsilon they may cost."""
 
     clipping: Annotated[Clipping, Fact.RELOADS] = "joint"
-    """the clipping rule; [docs/privacy.md](privacy.md) has the table of rules. `flat` and `per-layer` are other names
-    of `joint` and `per-tensor`"""
+    """the [clipping rule](privacy.md#mechanism); `flat` and `per-layer` are other names of `joint` and `per-tensor`"""
     clip_norm: Positive = 0.8
     """C, the L2 norm to which the rule clips"""
     noise_multiplier: Annotated[NonNegative, Fact.PRIVACY] = 1.0
-    """z, the standard deviation of the noise divided by C, of every step; derived where there is a `target_epsilon`, so
-    give one of the two"""
+    """z, the standard deviation of each step's noise divided by C. Give this or a `target_epsilon`, which derives it"""
     start_noise_multiplier: Annotated[NonNegative | None, Maybe, Fact.CALIBRATED | Fact.TEXTS] = None
     """z of the head's start; empty gives it 15 % of the budget"""
     lora_noise_multiplier: Annotated[NonNegative | None, Maybe, Fact.CALIBRATED | Fact.TEXTS] = None
     """z of the last `lora_rounds`; empty gives them `lora_share`"""
     target_epsilon: Annotated[Positive | None, Maybe, Fact.PRIVACY] = 2.3
-    """instead of a noise multiplier: the smallest one is used that keeps every client within this epsilon, at its
-    delta, on the `privacy_view`, even if it takes part in every round. Empty, and by default with a `noise_multiplier`,
-    there is no target"""
+    """derives the smallest noise multiplier that keeps every client within this epsilon, at its delta, on the
+    `privacy_view`, even if it takes part in every round. Empty, and by default with a `noise_multiplier`: no target"""
     target_risk: Annotated[str, Fact.PRIVACY | Fact.LATER] = ""
-    """instead of a `target_epsilon`: the smallest noise multiplier is used with which an attacker who wrongly accuses
-    the share `fpr` of outsiders finds at most the share `tpr` of those who took part, at every client, on the
-    `privacy_view`: `tpr=0.1@fpr=0.01`. Or the largest mu of Gaussian differential privacy: `mu=0.9`
-    ([docs/accounting.md](accounting.md#risk))"""
+    """instead of `target_epsilon`: derives the smallest noise multiplier within a [risk](accounting.md#risk), at every
+    client, on the `privacy_view`. With `tpr=0.1@fpr=0.01` an attacker who wrongly accuses 1 % of outsiders finds at
+    most 10 % of those who took part; `mu=0.9` bounds mu of Gaussian differential privacy"""
     noise_on: Annotated[Literal["gradients", "upload"], Fact.RELOADS] = "gradients"
-    """`gradients`: noise is added in every step. `upload`: the steps are plain, then the whole update is clipped to
-    `clip_norm` and noised (the paper's Eq. 8); its epsilon protects a *client*, see [docs/privacy.md](privacy.md)"""
+    """`gradients`: noise in every step. `upload`: plain steps, then the whole update is clipped to `clip_norm` and
+    noised (the paper's Eq. 8); its epsilon protects a [*client*](privacy.md#unit-and-adjacency)"""
     mechanism: str = "gaussian"
-    """what draws the noise: `gaussian`; `discrete-gaussian`: exact Gaussian noise on a grid of integers, at the same
-    cost up to a few parts in a million ([docs/privacy.md](privacy.md#discrete-gaussian-noise)); or `lmo`: Laplace noise
-    of random scale ([docs/lmo.md](lmo.md))"""
+    """what draws the noise: `gaussian`; `discrete-gaussian`, [exact on a grid of
+    integers](privacy.md#discrete-gaussian-noise), at the same cost up to a few parts in a million; or `lmo`, [Laplace
+    noise of random scale](lmo.md)"""
     mechanism_parameters: Annotated[str, Fact.PATH] = ""
-    """with `lmo`: its parameters, as JSON or as the name of a JSON file, such as `fedpriv lmo search` writes. The noise
-    is `noise_multiplier` times `clip_norm` times this; use 1.0 for the noise as it was found. With `"accounting":
-    "published"` among them the noise is accounted for as in the paper, which holds for one number and **is no privacy
-    guarantee**: such a run is marked, its epsilon is infinite, and no target or budget is accepted"""
+    """of `lmo`, as JSON or as a JSON file such as `fedpriv lmo search` writes. The noise is `noise_multiplier` times
+    `clip_norm` times theirs; 1.0 takes it as found. With `"accounting": "published"` it is accounted for as in the
+    paper, which holds for one number and **is no privacy guarantee**: the run is marked, its epsilon is infinite, and
+    no target or budget is accepted"""
     privacy_view: Literal["local", "rho", "aggregate"] = "local"
-    """the view to which target and budget apply: `local`, `rho` or, if it holds, `aggregate`; with this one, K equal
-    clients and `min_clients` = K need 1 / sqrt(K - 1) of the noise"""
+    """the [view](privacy.md#who-observes-three-views-of-one-history) to which target and budget apply. On `aggregate`,
+    if it holds, K equal clients and `min_clients` = K need 1 / sqrt(K - 1) of the noise"""
     budget_epsilon: Annotated[Budgets, Fact.PRIVACY] = ()
     """epsilon that all runs on a client's data together may spend, on the `privacy_view`: one number, or one per client
-    in the order of their ids, such as `[4, 4, 2]`. A client whose next round would exceed its budget retires"""
+    in the order of their ids, such as `[4, 4, 2]`. A client whose next round would exceed it retires"""
     secure_aggregation: bool = False
-    """true: the server learns the sum of a round's uploads and nothing of its parts
-    ([docs/secure_aggregation.md](secure_aggregation.md)), so the noise of all clients adds up and the `aggregate` view
-    holds. Unless given, `mechanism` is then `discrete-gaussian`, `privacy_view` is `aggregate` and `min_clients` is
-    `clients_per_round` or `num_clients`. With `noise_on = gradients` a round is one step of sgd; with `upload` it may
-    have many. No per-client variants are kept"""
+    """the server learns the sum of a round's uploads and [nothing of its parts](secure_aggregation.md), so the noise of
+    all clients adds up and the `aggregate` view holds. Unless given, `mechanism` is then `discrete-gaussian`,
+    `privacy_view` is `aggregate`, and `min_clients` is `clients_per_round` or `num_clients`. With `noise_on =
+    gradients` a round is one step of sgd; with `upload` it may have many. No client's variant is kept"""
     secure_masks: Annotated[bool | None, Maybe] = None
-    """whether uploads are masked. Empty: on nodes with records of their own. In a simulation the masks change nothing
-    but its time: without them the sum is the same to the bit; `engine = flower`, whose processes remember nothing,
-    needs them off"""
+    """whether uploads are masked; empty: with `data = on-nodes` only. In a simulation masks change nothing but its
+    time, since the sum is the same to the bit; `engine = flower`, whose processes remember nothing, needs them off"""
     colluding_clients: Annotated[int, Field(ge=0)] = 0
-    """c, how many other clients may reveal their noise, and their shares, to the server: the noise of max(c, 1) is not
-    counted, since any participant reads the sum and knows its own, and `min_clients` t must satisfy t >= max(c, 1) + 2
-    and 2 t > K + c for K participants"""
+    """c, how many other clients may reveal their noise and shares to the server. The noise of max(c, 1) is not counted,
+    since any participant reads the sum and knows its own. `min_clients` t must satisfy t >= max(c, 1) + 2 and 2 t > K +
+    c for K participants"""
     delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Maybe] = None
     """the delta of every epsilon; by default 1 / (10 N_k) per client, at most 1e-5"""
 
