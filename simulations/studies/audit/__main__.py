@@ -1,6 +1,6 @@
 """Audits of this project's own guarantees.
 
-    python -m simulations.studies.audit run|tables [--out results/studies/audit] [--only local,views,...]
+    python -m simulations.studies.audit run|tables [--data FOLDER] [--only local,views,...]
 
 `run` makes the audits, one JSON line each, and skips those that are there. `tables` writes results/audit.md and its
 plots. `run --only broken` makes the self-check: what each detector says of mechanisms broken on purpose.
@@ -29,7 +29,7 @@ RUNS: Mapping[str, Callable[..., Line]] = {
     "broken": self_check.broken_run,
     "full model": black_box.full_model_run,
 }
-KINDS = ("coverage", "broken", "views", "clients", "local", "membership", "full-model")
+KINDS = ("coverage", "broken", "views", "clients", "local", "membership", "full-model", "language-models")
 
 
 @dataclass(frozen=True)
@@ -63,35 +63,37 @@ def cells(kind: str) -> Iterator[AuditCell]:
         yield from (AuditCell("broken", (case.name,)) for case in self_check.cases())
     elif kind == "membership":
         yield from (AuditCell("membership", (condition,)) for condition in black_box.MEMBERSHIP_NOISE)
+    elif kind == "language-models":
+        values = product(black_box.LANGUAGE_CLAIMS, black_box.LANGUAGE_SEEDS)
+        yield from (AuditCell("language models", each) for each in values)
     else:
         yield from (AuditCell("full model", (condition,)) for condition in black_box.FULL_MODEL_NOISE)
 
 
-def measure(plots: Path, cell: AuditCell) -> Line:
+def measure(plots: Path, data: Path, cell: AuditCell) -> Line:
     """The results of one audit; a membership attack draws its ROC curves into the folder of plots."""
     if cell.run == "membership":
         (condition,) = map(str, cell.values)
         return black_box.membership_run(condition, plots / f"audit-roc-{condition.replace(' ', '-')}.png")
+    if cell.run == "language models":
+        return black_box.language_model_run(data, *cell.values)
     return RUNS[cell.run](*cell.values)
 
 
 def main() -> None:
     """Do one step of the study."""
-    own = parser(__doc__)
-    own.add_argument("step", choices=("run", "tables"))
-    own.add_argument("--out", type=Path, default=Path("results/studies/audit"))
-    own.add_argument("--page", type=Path, default=Path("results/audit.md"))
+    own = parser(__doc__, "audit")
     own.add_argument("--only", type=listed(","), default=list(KINDS))
     arguments = own.parse_args()
     if unknown := [name for name in arguments.only if name not in KINDS]:
         own.error(f"only = {unknown[0]}: known are {', '.join(KINDS)}")
     torch.set_num_threads(1)
-    path = arguments.out / "runs.jsonl"
     if arguments.step == "tables":
-        tables.write(arguments.page, lines(path))
+        tables.write(arguments.page, lines(arguments.runs))
         return
     chosen = [cell for kind in arguments.only for cell in cells(kind)]
-    run_missing(path, chosen, partial(measure, arguments.page.parent), lambda line: line["kind"])
+    measured = partial(measure, arguments.page.parent, arguments.data)
+    run_missing(arguments.runs, chosen, measured, lambda line: line["kind"], until=arguments.until)
 
 
 if __name__ == "__main__":

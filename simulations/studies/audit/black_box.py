@@ -1,20 +1,23 @@
-"""Black-box audits of small federations: membership of records, and text canaries in one run of the real model."""
+"""Black-box audits of small federations: membership of records, and canaries in runs of the real models."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from fedpriv.accounting import SubsampledGaussian
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, group
 from fedpriv.adapters import Adapter, lora
 from fedpriv.aggregation import weighted_average, weights_by_size
-from fedpriv.audit import calibrated_scores, lira_scores, loss_scores, membership, plot_roc
+from fedpriv.audit import audit_power, calibrated_scores, lira_scores, loss_scores, membership, one_run_audit, plot_roc
 from fedpriv.audit.black_box import audit_run, record_losses
-from fedpriv.audit.canaries import CanaryPlan, audited_client
+from fedpriv.audit.canaries import CanaryPlan, audited, audited_client
 from fedpriv.config import parse
 from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
@@ -23,8 +26,11 @@ from fedpriv.training.evaluation import evaluate
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import execute_stacked
-from fedpriv.training.workbench import Workbench
+from fedpriv.training.workbench import Workbench, workbench
+from server import checkpoint
+from simulations.engines import federation
 from simulations.studies.audit.harness import update_spec
+from simulations.studies.federations import SilentObserver
 from simulations.studies.harness import Line
 
 DELTA = 1e-5
@@ -35,6 +41,17 @@ MEMBERSHIP_NOISE = {"no noise": 0.0, "noise": 2.0}
 
 FULL_MODEL_NOISE = {"no noise": 0.0, "the default run's noise": 1.88}
 NUM_GUESSES = 40
+
+LANGUAGE_CLAIMS: dict[str, float | None] = {"no noise": None, "8": 8.0, "4": 4.0}
+LANGUAGE_SEEDS = range(3)
+# One holder of 100 questions and 250 canaries, in full batches; float32, since bfloat16 rounds a part of what is found.
+_LANGUAGE: dict[str, Any] = {
+    "model": "SmolLM2-135M-Instruct", "base_dtype": "float32", "prompt_column": "question", "response_column": "answer",
+    "public_data": True, "partition": "iid", "num_clients": 1, "max_records": 100, "max_length": 64,
+    "target_modules": ["down_proj"], "clip_norm": 0.1, "learning_rate": 100.0, "rounds": 6, "sampling_probability": 1.0,
+    "server_optimizer": "sgd", "server_learning_rate": 1.0, "delta": DELTA, "audit": "tokens", "audit_canaries": 250,
+    "simulate": True, "comparison": False, "baselines": False, "generated_answers": 0, "evaluate_every": 1000,
+}  # fmt: skip
 # Canaries of each of the five clients.
 PLAN = CanaryPlan(kind="tokens", num=60, num_tokens=16)
 
@@ -180,4 +197,42 @@ def full_model_run(condition: str) -> Line:
         "num_correct": result.num_correct,
         "epsilon_lower": result.epsilon_lower,
         "test_accuracy": evaluate(bench.model, bench.test).accuracy,
+    }
+
+
+def language_model_run(data: Path, condition: str, seed: int) -> Line:
+    """Audit a run of SmolLM2 by its canaries; beside it, their drop in loss as the score, and an ideal attacker."""
+    claim = LANGUAGE_CLAIMS[condition]
+    noise = {"noise_multiplier": 0.0} if claim is None else {"target_epsilon": claim}
+    with tempfile.TemporaryDirectory(prefix="fedpriv-study-") as folder:
+        out = Path(folder) / "run"
+        config = parse({**_LANGUAGE, **noise, "data": str(data / "medquad.csv.gz"), "seed": seed, "out": str(out)})
+        observer = SilentObserver()
+        federation.run(config, observer)
+        bench = workbench(config)
+        final = checkpoint.read_last(out, bench.initial).model.adapter
+    found = observer.summary["audit"]
+    client = audited(config, bench, 0)
+    assert client is not None
+    before, after = (record_losses(bench.model, adapter, client.canaries) for adapter in (bench.initial, final))
+    drop = one_run_audit(
+        calibrated_scores(after, before), client.included, num_guesses=found["num_guesses"], delta=DELTA
+    )
+    figures = ("num_canaries", "num_guesses", "num_correct", "epsilon_lower", "epsilon_lower_f_dp", "roc")
+    ideal: Line = {}
+    if claim is not None:
+        event = SubsampledGaussian(
+            noise_multiplier=observer.noise["noise_multiplier"], sampling_probability=1.0, count=config.rounds
+        )
+        power = audit_power([event], DELTA, found["num_canaries"])
+        ideal = {"ideal": power.ideal, "ideal_f_dp": power.ideal_f_dp}
+    return {
+        "kind": "language models",
+        "condition": condition,
+        "seed": seed,
+        "epsilon": claim,
+        **{name: found[name] for name in figures},
+        "drop_num_correct": drop.num_correct,
+        "drop_epsilon_lower": drop.epsilon_lower,
+        **ideal,
     }

@@ -130,6 +130,19 @@ def _full_model(lines: Sequence[Line]) -> str:
     return f"{table(headers, rows)}\n\n{_seconds(lines)}"
 
 
+def _language_models(lines: Sequence[Line]) -> str:
+    rows = []
+    for (condition,), group in _groups(lines, "condition").items():
+        group = sorted(group, key=itemgetter("seed"))
+        each = [", ".join(f"{line[name]:.2f}" for line in group) for name in ("epsilon_lower", "epsilon_lower_f_dp")]
+        ideal = f"{_median(group, 'ideal'):.2f}, {_median(group, 'ideal_f_dp'):.2f}" if "ideal" in group[0] else ""
+        right = ", ".join(str(line["num_correct"]) for line in group)
+        drop = ", ".join(f"{line['drop_epsilon_lower']:.2f}" for line in group)
+        rows.append((condition, f"{right} of {group[0]['num_guesses']}", *each, ideal, drop))
+    headers = ("epsilon", "right guesses", "lower bounds", "by f-DP", "ideal attacker", "by the drop in loss")
+    return f"{table(headers, rows)}\n\n{_seconds(lines)}"
+
+
 TABLES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "local": _local,
     "views": _views,
@@ -139,5 +152,6 @@ TABLES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "graded": _graded,
     "membership": _membership,
     "full-model": _full_model,
+    "language-models": _language_models,
 }
 """{block of the page: from the lines of that kind}."""
