@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fedpriv.audit.canaries import audited_client as audited_client
     from fedpriv.audit.canaries import inclusions as inclusions
     from fedpriv.audit.f_dp import gaussian_mu as gaussian_mu
+    from fedpriv.audit.f_dp import many_runs_schedule_epsilon as many_runs_schedule_epsilon
     from fedpriv.audit.f_dp import schedule_epsilon as schedule_epsilon
     from fedpriv.audit.power import AuditPower as AuditPower
     from fedpriv.audit.power import audit_power as audit_power

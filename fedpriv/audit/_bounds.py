@@ -266,16 +266,27 @@ def many_runs_epsilon(
     Source: Jagielski, Ullman and Oprea 2020; Nasr et al. 2021.
     """
     _check_levels(delta, confidence)
-    rates = []
+    rates = largest_error_rates(num_false_positives, num_without, num_false_negatives, num_with, confidence=confidence)
+    ratios = [(1 - delta - one) / other for one, other in (rates, rates[::-1])]
+    return max(0.0, *(math.log(ratio) for ratio in ratios if ratio > 0))
+
+
+def largest_error_rates(
+    num_false_positives: int, num_without: int, num_false_negatives: int, num_with: int, *, confidence: float
+) -> tuple[float, float]:
+    """Upper bounds of both error rates that hold together with this confidence; the counts are `many_runs_epsilon`'s.
+
+    Raises:
+        InputError: a count is out of range.
+    """
     for name, errors, runs in (
         ("num_false_positives", num_false_positives, num_without),
         ("num_false_negatives", num_false_negatives, num_with),
     ):
         if not (runs >= 1 and 0 <= errors <= runs):
             raise InputError(f"{name} = {errors}: must lie in 0..{runs}, the runs")
-        rates.append(clopper_pearson(errors, runs, confidence)[1])
-    ratios = [(1 - delta - one) / other for one, other in (rates, rates[::-1])]
-    return max(0.0, *(math.log(ratio) for ratio in ratios if ratio > 0))
+    wrong, missed = ((num_false_positives, num_without), (num_false_negatives, num_with))
+    return clopper_pearson(*wrong, confidence)[1], clopper_pearson(*missed, confidence)[1]
 
 
 def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:

@@ -34,7 +34,7 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.composition.law import Array, Event
 from fedpriv.accounting.risk import trade_off_of
 from fedpriv.accounting.trade_off import TradeOff, gaussian, gaussian_epsilon, of_group
-from fedpriv.audit._bounds import check_group_size
+from fedpriv.audit._bounds import check_group_size, largest_error_rates
 
 _GRID = 17
 _PASSES = 5
@@ -149,19 +149,58 @@ def schedule_epsilon(
     if not all(event.is_noised for event in released):
         return gaussian_epsilon(gaussian_mu(**counts, confidence=confidence) / group_size, delta)
 
+    def refutes(claim: TradeOff) -> bool:
+        claim = of_group(claim, group_size)
+        return bool(rejected(claim, 1 - confidence, num_canaries, num_guesses, num_correct)[0])
+
+    return _epsilon_of_weakest_rejected(released, delta, refutes)
+
+
+def many_runs_schedule_epsilon(
+    events: Iterable[Event],
+    delta: float,
+    *,
+    num_false_positives: int,
+    num_without: int,
+    num_false_negatives: int,
+    num_with: int,
+    confidence: float = 0.95,
+) -> float:
+    """A lower bound on epsilon as `schedule_epsilon` gives it, from the two error rates of one test over many runs.
+
+    A claim with trade-off function f is rejected where f of the largest rate of false positives exceeds the largest of
+    false negatives, each by its one-sided Clopper-Pearson bound at half the error probability.
+
+    Args:
+        events: of one run, as they are charged; all noised.
+        delta: in (0, 1), for epsilon.
+        num_false_positives, num_without, num_false_negatives, num_with: as for `many_runs_epsilon`.
+        confidence: in (0, 1).
+
+    Raises:
+        InputError: a count or a level is out of range.
+    """
+    wrong, missed = largest_error_rates(
+        num_false_positives, num_without, num_false_negatives, num_with, confidence=confidence
+    )
+    released = tuple(event for event in events if event.sampling_probability > 0)
+    return _epsilon_of_weakest_rejected(released, delta, lambda claim: bool(claim(np.array([wrong]))[0] > missed))
+
+
+def _epsilon_of_weakest_rejected(
+    released: tuple[Event, ...], delta: float, refutes: Callable[[TradeOff], bool]
+) -> float:
+    """The epsilon with the least noise, in 1/16..64 times that of the events, whose claim is refuted; 0 if none is."""
+
     def claimed(noise: float) -> tuple[Event, ...]:
         return tuple(event.with_noise(noise) for event in released)
 
-    def is_rejected(noise: float) -> bool:
-        claim = of_group(trade_off_of(claimed(noise)), group_size)
-        return bool(rejected(claim, 1 - confidence, num_canaries, num_guesses, num_correct)[0])
-
     low, high = _LEAST_NOISE, _MOST_NOISE
-    if not is_rejected(high):
+    if not refutes(trade_off_of(claimed(high))):
         return 0.0
-    if is_rejected(low):
+    if refutes(trade_off_of(claimed(low))):
         return math.inf
     for _ in range(_NOISE_STEPS):
         middle = math.sqrt(low * high)
-        low, high = (low, middle) if is_rejected(middle) else (middle, high)
+        low, high = (low, middle) if refutes(trade_off_of(claimed(middle))) else (middle, high)
     return epsilon_of(claimed(high), delta).epsilon

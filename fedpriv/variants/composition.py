@@ -1,8 +1,8 @@
 """The cost of a deduplicated variant, by the tightest of three compositions.
 
 `basic` adds epsilons (Guan et al. 2025, Theorem 4.1). `accountant` composes the variants' histories as events.
-`provenance` composes each release once, however many variants descend from it. docs/appendices/variant_cost.md shows why
-each of them holds.
+`provenance` composes each release once, however many variants descend from it. docs/appendices/variant_cost.md shows
+why each of them holds.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -29,8 +29,15 @@ RUN_ID = 1
 _FIRST_NODE_ID = 2
 
 
-def run(config: RunConfig, observer: Observer) -> None:
+def run(
+    config: RunConfig, observer: Observer, *, tapped: Callable[[Execute], Execute] = lambda execute: execute
+) -> None:
     """Run the federation; its results are in `config.out`.
+
+    Args:
+        config: of the run.
+        observer: is told what is going on.
+        tapped: gives what takes the place of the engine, such as one that listens to it.
 
     Raises:
         InputError: something in the configuration or the data cannot be used.
@@ -38,7 +45,7 @@ def run(config: RunConfig, observer: Observer) -> None:
     check_installed(config.track)
     config = with_base_dtype(config)
     with task_identity(RUN_ID), _executor(config, observer) as execute:
-        make_app(observer)(LocalGrid(contexts(config), execute, client_app), server_context(config))
+        make_app(observer)(LocalGrid(contexts(config), tapped(execute), client_app), server_context(config))
 
 
 @contextmanager

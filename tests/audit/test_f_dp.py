@@ -141,3 +141,20 @@ def test_more_right_guesses_never_lower_the_bound_of_a_schedule():
     ]
     assert bounds == sorted(bounds)
     assert bounds[0] == 0.0 < bounds[-1]
+
+
+def test_error_rates_over_many_runs_are_held_against_the_schedule():
+    """For Gaussian noise the bound is that of mu between the largest error rates; exceeding mu is rare."""
+    event, claimed = _full_batches(0.5), trade_off.gaussian_epsilon(0.5, 1e-5)
+    rng = np.random.default_rng(8)
+    found = []
+    for _ in range(200):
+        wrong, missed = rng.binomial(2000, special.ndtr(-0.25), 2)
+        counts = {"num_false_positives": int(wrong), "num_false_negatives": int(missed)}
+        bound = f_dp.many_runs_schedule_epsilon([event], 1e-5, **counts, num_without=2000, num_with=2000)
+        largest = [stats.beta.isf(0.025, errors + 1, 2000 - errors) for errors in (wrong, missed)]
+        expected = trade_off.gaussian_epsilon(-sum(special.ndtri(largest)), 1e-5)
+        assert bound == pytest.approx(expected, rel=0.02)
+        found.append(bound)
+    assert np.mean(np.array(found) > claimed) <= 0.05 + 4 * math.sqrt(0.05 * 0.95 / 200)
+    assert np.median(found) > 0.7 * claimed

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from simulations.studies.audit import black_box, self_check, tables, white_box
+from simulations.studies.audit import black_box, self_check, tables, vault, white_box
 from simulations.studies.harness import Line, lines, listed, parser, run_missing
 
 RUNS: Mapping[str, Callable[..., Line]] = {
@@ -28,8 +28,9 @@ RUNS: Mapping[str, Callable[..., Line]] = {
     "gaussian": self_check.gaussian,
     "broken": self_check.broken_run,
     "full model": black_box.full_model_run,
+    "vault": vault.vault_run,
 }
-KINDS = ("coverage", "broken", "views", "clients", "local", "membership", "full-model", "language-models")
+KINDS = ("coverage", "broken", "views", "clients", "local", "membership", "full-model", "language-models", "vault")
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,13 @@ def cells(kind: str) -> Iterator[AuditCell]:
         yield from (AuditCell("gaussian", each) for each in ((0.925, 500, 40), (0.925, 1000, 500), (0.25, 1000, 200)))
     elif kind == "broken":
         yield from (AuditCell("broken", (case.name,)) for case in self_check.cases())
+    elif kind == "vault":
+        yield from (AuditCell("vault", (observer, 0)) for observer in vault.OBSERVERS)
     elif kind == "membership":
         yield from (AuditCell("membership", (condition,)) for condition in black_box.MEMBERSHIP_NOISE)
     elif kind == "language-models":
-        values = product(black_box.LANGUAGE_CLAIMS, black_box.LANGUAGE_SEEDS)
-        yield from (AuditCell("language models", each) for each in values)
+        conditions = product(black_box.LANGUAGE_CLAIMS, black_box.LANGUAGE_SEEDS)
+        yield from (AuditCell("language models", each) for each in conditions)
     else:
         yield from (AuditCell("full model", (condition,)) for condition in black_box.FULL_MODEL_NOISE)
 
@@ -76,7 +79,8 @@ def measure(plots: Path, data: Path, cell: AuditCell) -> Line:
         (condition,) = map(str, cell.values)
         return black_box.membership_run(condition, plots / f"audit-roc-{condition.replace(' ', '-')}.png")
     if cell.run == "language models":
-        return black_box.language_model_run(data, *cell.values)
+        name, seed = cell.values
+        return black_box.language_model_run(data, str(name), int(seed))
     return RUNS[cell.run](*cell.values)
 
 

@@ -80,26 +80,26 @@ def train(
     for round_ in range(1, spec.num_rounds + 1):
         tasks = [
             UpdateTask(
-                adapter=adapters[federation],
+                adapter=adapters[place],
                 data=holder.records,
                 spec=spec,
                 round=round_,
                 sampler=PoissonSampler(
                     num_registered=holder.num_registered,
                     expected_batch_size=spec.batch_size,
-                    source=SeededSource(seed, federation, client, round_, "inclusion"),
+                    source=SeededSource(seed, place, client, round_, "inclusion"),
                 ),
-                noise=SeededSource(seed, federation, client, round_, "noise"),
+                noise=SeededSource(seed, place, client, round_, "noise"),
             )
-            for federation, holders in enumerate(federations)
+            for place, holders in enumerate(federations)
             for client, holder in enumerate(holders)
         ]
         updates = iter(execute_stacked(model, tasks))
-        for federation, holders in enumerate(federations):
+        for place, holders in enumerate(federations):
             uploads = [_upload(next(updates)) for _ in holders]
             weights = weights_by_size({client: holder.num_registered for client, holder in enumerate(holders)})
-            adapters[federation] = weighted_average([upload.adapter for upload in uploads], list(weights.values()))
-            if federation == 0:
+            adapters[place] = weighted_average([upload.adapter for upload in uploads], list(weights.values()))
+            if place == 0:
                 charged.append(uploads[0].event)
     return adapters, group(charged)
 
@@ -222,7 +222,9 @@ def language_model_run(data: Path, condition: str, seed: int) -> Line:
     ideal: Line = {}
     if claim is not None:
         event = SubsampledGaussian(
-            noise_multiplier=observer.noise["noise_multiplier"], sampling_probability=1.0, count=config.rounds
+            noise_multiplier=float(observer.noise["noise_multiplier"] or 0.0),
+            sampling_probability=1.0,
+            count=config.rounds,
         )
         power = audit_power([event], DELTA, found["num_canaries"])
         ideal = {"ideal": power.ideal, "ideal_f_dp": power.ideal_f_dp}

@@ -143,6 +143,20 @@ def _language_models(lines: Sequence[Line]) -> str:
     return f"{table(headers, rows)}\n\n{_seconds(lines)}"
 
 
+def _vault(lines: Sequence[Line]) -> str:
+    rows = (
+        (
+            line["observer"], f"{line['charged']:.2f}", f"{line['found']:.2f}",
+            f"{100 * line['found'] / line['charged']:.0f} %",
+            f"{line['num_false_positives']} of {line['num_without']}",
+            f"{line['num_false_negatives']} of {line['num_with']}",
+        )
+        for line in lines
+    )  # fmt: skip
+    headers = ("reads", "charged", "lower bound", "share", "accused without the record", "missed with it")
+    return f"{table(headers, rows)}\n\n{_seconds(lines)}"
+
+
 TABLES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "local": _local,
     "views": _views,
@@ -153,5 +167,6 @@ TABLES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "membership": _membership,
     "full-model": _full_model,
     "language-models": _language_models,
+    "vault": _vault,
 }
 """{block of the page: from the lines of that kind}."""

@@ -1,0 +1,153 @@
+"""White-box audits of the vault itself by an active coordinator, which reads uploads, or sums of them, round by round.
+
+The coordinator keeps the model where it is, by a tiny learning rate, so that every round is a trial of the same
+release. It knows all records but one, and what each adds; from a round it takes what is known, and projects the rest on
+the gradient of the record in question. Two runs, with that record and with an unusable one in its place, give the two
+error rates of the test at one half, which is fixed beforehand. Requests, guard, charges, sampling, noise, encoding and
+sums are the product's.
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedpriv.accounting import SubsampledGaussian, epsilon_of, noise_multiplier_for
+from fedpriv.accounting.views import aggregate_scale
+from fedpriv.adapters import Adapter
+from fedpriv.audit import many_runs_schedule_epsilon
+from fedpriv.config import RunConfig, parse
+from fedpriv.training.local_update import ClientUpdate, Execute, UpdateTask
+from fedpriv.training.workbench import workbench
+from simulations.engines import federation
+from simulations.studies.federations import SilentObserver
+from simulations.studies.harness import Line
+from simulations.tiny_bert import make_tiny_bert
+
+DELTA, CLAIM = 1e-5, 2.0
+HOLDERS, RECORDS = 3, 16
+TRIALS = 3000
+# Who reads what: uploads, or sums of three holders with as many of the others colluding; charged is one reader's share.
+OBSERVERS: dict[str, int | None] = {"uploads": None, "sums, 1 colluder": 1, "sums, 2 colluders": 2}
+_WORDS = ("fever", "cough", "rash", "pain", "arm", "leg", "head", "back")
+
+
+class _Tap:
+    """An `Execute` that keeps, of every round, the broadcast and the uploads of all holders, as flat vectors."""
+
+    def __init__(self, execute: Execute, order: Sequence[object]) -> None:
+        self._execute, self._order = execute, [id(records) for records in order]
+        self.broadcasts: list[Tensor] = []
+        self.uploads: list[Tensor] = []
+
+    def __call__(self, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
+        """Train the tasks of one round."""
+        updates = self._execute(tasks)
+        places = [self._order.index(id(task.data)) for task in tasks]
+        by_place = dict(zip(places, updates, strict=True))
+        self.broadcasts.append(_flat(tasks[0].adapter))
+        self.uploads.append(torch.stack([_flat(_made(by_place[place])) for place in sorted(by_place)]))
+        return updates
+
+
+def _made(update: ClientUpdate | Exception) -> Adapter:
+    if isinstance(update, Exception):
+        raise update
+    return update.adapter
+
+
+def _flat(adapter: Adapter) -> Tensor:
+    return torch.cat([adapter[name].double().ravel() for name in sorted(adapter)])
+
+
+def _write(path: Path, *, with_record: bool) -> None:
+    """Three holders' records; the last one of the first holder is the one in question, or has an unknown label."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("text", "label", "site"))
+        for holder in range(HOLDERS):
+            for index in range(RECORDS):
+                words = (_WORDS[(index + holder * step) % len(_WORDS)] for step in (1, 3, 5))
+                label = "ab"[index % 2]
+                if holder == 0 and index == RECORDS - 1:
+                    label = "a" if with_record else "unknown"
+                writer.writerow((" ".join(words), label, f"site {holder}"))
+
+
+def _observed(config: RunConfig) -> _Tap:
+    """What can be seen of a run."""
+    bench = workbench(config)
+    taps: list[_Tap] = []
+
+    def tapped(execute: Execute) -> Execute:
+        taps.append(_Tap(execute, [bench.client(holder) for holder in range(HOLDERS)]))
+        return taps[0]
+
+    federation.run(config, SilentObserver(), tapped=tapped)
+    return taps[0]
+
+
+def vault_run(observer: str, seed: int, trials: int = TRIALS) -> Line:
+    """The lower bound on the epsilon of one release that the observer finds, with the claim for it."""
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    colluders = OBSERVERS[observer]
+    weights = dict.fromkeys(range(HOLDERS), 1.0)
+    scale = 1.0 if colluders is None else aggregate_scale(weights, 0, colluding=1)
+    noise_multiplier = noise_multiplier_for(CLAIM, DELTA, sampling_probability=1.0, steps=1) / scale
+    # The server and a participant are charged for; whatever more colludes is not.
+    sums = {} if colluders is None else {"secure_aggregation": True, "colluding_clients": 1}
+    with tempfile.TemporaryDirectory(prefix="fedpriv-study-") as folder:
+        where = Path(folder)
+        shared = {
+            "model": str(make_tiny_bert(where / "tiny-bert", _WORDS)), "test_data": str(where / "with.csv"),
+            "client_column": "site", "recipe": "dp-lora-paper", "labels": ["a", "b"], "table_checks": "warn", "layers": "last-1", "rank": 2,
+            "head_start": False, "local_steps": 1, "sampling_probability": 1.0, "learning_rate": 1e-3, "server_optimizer": "sgd",
+            "server_learning_rate": 1.0, "clip_norm": 0.05, "delta": DELTA, "min_clients": HOLDERS,
+            "comparison": False, "baselines": False, "evaluate_every": 10**6, "public_data": True, "seed": seed,
+        }  # fmt: skip
+        known, seen = {}, {}
+        for world in ("with", "without"):
+            _write(where / f"{world}.csv", with_record=world == "with")
+            values = {**shared, "data": str(where / f"{world}.csv")}
+            plain = {"rounds": 1, "noise_multiplier": 0.0, "out": str(where / f"plain-{world}")}
+            known[world] = _observed(parse({**values, **plain}))
+            noised = {"rounds": trials, "noise_multiplier": noise_multiplier, "out": str(where / world)}
+            seen[world] = _observed(parse({**values, **noised, **sums}))
+        means = {world: tap.uploads[0] - tap.broadcasts[0] for world, tap in known.items()}
+    added = means["with"][0] - means["without"][0]
+    positives = {world: _statistics(tap, colluders, means["without"], added) > 0.5 for world, tap in seen.items()}
+    counts = {
+        "num_false_positives": int(positives["without"].sum()),
+        "num_without": len(positives["without"]),
+        "num_false_negatives": int((~positives["with"]).sum()),
+        "num_with": len(positives["with"]),
+    }
+    event = SubsampledGaussian(noise_multiplier=noise_multiplier * scale, sampling_probability=1.0)
+    return {
+        "kind": "vault",
+        "observer": observer,
+        "seed": seed,
+        "charged": epsilon_of([event], DELTA).epsilon,
+        "found": many_runs_schedule_epsilon([event], DELTA, **counts),
+        **counts,
+    }
+
+
+def _statistics(tap: _Tap, colluders: int | None, means: Tensor, added: Tensor) -> Tensor:
+    """[rounds] the part of what was seen along the record's gradient: 1 in the mean if the record is there, else 0."""
+    broadcasts, uploads = torch.stack(tap.broadcasts), torch.stack(tap.uploads)
+    if colluders is None:
+        seen, share = uploads[:, 0] - broadcasts - means[0], 1.0
+    else:
+        # The last round's sum shows in no further broadcast.
+        share = 1 / HOLDERS
+        uploads, changes = uploads[:-1], broadcasts[1:] - broadcasts[:-1]
+        of_colluders = (uploads[:, HOLDERS - colluders :] - broadcasts[:-1, None]).sum(dim=1)
+        seen = changes - share * (of_colluders + means[: HOLDERS - colluders].sum(dim=0))
+    return seen @ added / (share * added @ added)
