@@ -30,6 +30,7 @@ from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training import PoissonSampler, stacked
 from fedpriv.training.clipping import Parts, add_clipped, clipped_rows
+from fedpriv.training.local_update import planned_event
 from simulations.studies.audit import harness
 from simulations.studies.audit.harness import (
     HEAD,
@@ -148,6 +149,16 @@ def fixed_batches() -> Broken:
     return patch.object(PoissonSampler, "draw", draw)
 
 
+def half_charged() -> Broken:
+    """A release of several steps is charged as one of half as many."""
+
+    def halved(*planned: Any) -> Event:
+        event = planned_event(*planned)
+        return event.with_count(event.count // 2)
+
+    return patch.object(harness, "planned_event", halved)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SelfCheckFinding:
     """A detector's finding: flagged where `value` is beyond `limit`."""
@@ -247,6 +258,13 @@ def noise_scale(seed: int) -> SelfCheckFinding:
     return _by_p_value(harness.noise_scale_p_value(idle_noise(scaled, 4), scaled.spec.noise_multiplier))
 
 
+def charged_steps(seed: int) -> SelfCheckFinding:
+    """Whether the noise of four uploads is that of another number of steps than each is charged for."""
+    several = setup(seed, local_steps=4)
+    charged = several.spec.noise_multiplier * several.event.count**0.5
+    return _by_p_value(harness.noise_scale_p_value(idle_noise(several, 4), charged))
+
+
 def repeated_noise(seed: int) -> SelfCheckFinding:
     """Whether the noise of eight uploads repeats itself."""
     return _by_p_value(harness.repeated_noise_p_value(idle_noise(setup(seed), 8)))
@@ -282,6 +300,7 @@ def cases() -> Iterator[BrokenMechanism]:
         f"values, {LMO_NUM_GUESSES} guesses; what is broken is the accounting"
     )
     scale = f"4 uploads of {DIMENSION} values, nothing drawn, C = 2.5"
+    steps = f"4 uploads of 4 steps and {DIMENSION} values, nothing drawn"
     repeated = f"8 uploads of {DIMENSION} values, nothing drawn"
     raw = "5 records, raw gradients 1e3 and 1e6 times C, A, B and head"
     batches = "100 batches of 200 records at q = 0.1"
@@ -290,6 +309,7 @@ def cases() -> Iterator[BrokenMechanism]:
     yield BrokenMechanism("LMO under published accounting", "audit", of_lmo, audit_of_lmo, nullcontext)
     yield BrokenMechanism("noise not scaled by C", "noise scale", scale, noise_scale, noise_not_scaled)
     yield BrokenMechanism("half the multiplier", "noise scale", scale, noise_scale, half_the_noise)
+    yield BrokenMechanism("charges for half of the steps", "noise scale", steps, charged_steps, half_charged)
     yield BrokenMechanism("clipping of the mean", "influence", raw, influence, mean_clipped)
     yield BrokenMechanism("head left unclipped", "influence", raw, influence, partial(head_unclipped, SIZES[HEAD]))
     yield BrokenMechanism(

@@ -106,10 +106,11 @@ def vault_run(observer: str, seed: int, trials: int = TRIALS) -> Line:
         where = Path(folder)
         shared = {
             "model": str(make_tiny_bert(where / "tiny-bert", _WORDS)), "test_data": str(where / "with.csv"),
-            "client_column": "site", "recipe": "dp-lora-paper", "labels": ["a", "b"], "table_checks": "warn", "layers": "last-1", "rank": 2,
-            "head_start": False, "local_steps": 1, "sampling_probability": 1.0, "learning_rate": 1e-3, "server_optimizer": "sgd",
-            "server_learning_rate": 1.0, "clip_norm": 0.05, "delta": DELTA, "min_clients": HOLDERS,
-            "comparison": False, "baselines": False, "evaluate_every": 10**6, "public_data": True, "seed": seed,
+            "client_column": "site", "labels": ["a", "b"], "table_checks": "warn", "recipe": "dp-lora-paper",
+            "layers": "last-1", "rank": 2, "local_steps": 1, "sampling_probability": 1.0, "learning_rate": 1e-3,
+            "server_optimizer": "sgd", "server_learning_rate": 1.0, "clip_norm": 0.05, "delta": DELTA,
+            "min_clients": HOLDERS, "comparison": False, "baselines": False, "evaluate_every": 10**6,
+            "public_data": True, "seed": seed,
         }  # fmt: skip
         known, seen = {}, {}
         for world in ("with", "without"):

@@ -1,0 +1,25 @@
+"""The vault under an active coordinator: a release gives away no more than its charge, and more to more colluders."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulations.studies.audit.vault import vault_run
+
+
+@pytest.mark.slow
+def test_uploads_give_away_most_of_their_charge_and_no_more():
+    found = vault_run("uploads", 0, trials=1500)
+    assert 0.6 * found["charged"] < found["found"] < found["charged"]
+
+
+@pytest.mark.slow
+def test_sums_hold_against_as_many_colluders_as_are_charged_for_and_not_against_one_more():
+    one, two = (vault_run(observer, 0, trials=1500) for observer in ("sums, 1 colluder", "sums, 2 colluders"))
+    assert one["found"] < one["charged"] == two["charged"] < two["found"]
+
+
+def test_a_few_rounds_are_counted_in_both_worlds():
+    found = vault_run("sums, 1 colluder", 0, trials=5)
+    assert (found["num_without"], found["num_with"]) == (4, 4)
+    assert found["found"] < found["charged"] == pytest.approx(2.0, abs=1e-3)
