@@ -133,13 +133,6 @@ def own_ratio(outcome: Line) -> float:
     return 100 * (1 - outcome["num_replaced"] / outcome["num_blocks"]) if outcome["num_blocks"] else 100.0
 
 
-def kept(cells: Sequence[Line]) -> float | None:
-    """The share of the targets' blocks that were not replaced; None without targets."""
-    chosen = [outcome for run in cells for outcome in targets(run)]
-    num_blocks = sum(outcome["num_blocks"] for outcome in chosen)
-    return 1 - sum(outcome["num_replaced"] for outcome in chosen) / num_blocks if num_blocks else None
-
-
 def by_target(cells: Sequence[Line]) -> dict[str, float]:
     """{target: its C.R. in percent}, the mean over the cells, in the order of the first."""
     ratios: dict[str, list[float]] = {}
