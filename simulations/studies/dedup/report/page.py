@@ -190,7 +190,6 @@ SECTIONS = (
     Section(searches.eight),
     Section(settings.claim),
     Section(settings.lengths, figures.lengths, "dedup-l.png", "Validations against C.R. for every L"),
-    Section(validation.unseen),
     Section(searches.individual, figures.single_models, "dedup-figure-4.png", "C.R. and accuracy of single models"),
     Section(validation.minilm),
     Section(validation.private),

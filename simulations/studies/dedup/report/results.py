@@ -121,6 +121,14 @@ def largest_drop(cells: Sequence[Line], split: str = "validation") -> float | No
     return max((drop for run in cells for drop in drops(run, split).values()), default=None)
 
 
+def lost_on_test(cells: Sequence[Line]) -> tuple[str, str]:
+    """The mean drop of all targets on the test records, and how many exceed their bound there; empty without any."""
+    lost = [drop for run in cells for drop in drops(run, "test").values()]
+    pairs = [beyond(run, "test") for run in cells]
+    num, of = sum(num for num, _ in pairs), sum(of for _, of in pairs)
+    return number(mean(lost) if lost else None, 4), f"{num} of {of}" if of else ""
+
+
 def found(cells: Sequence[Line]) -> Found | None:
     """C.R. in percent and validations, the means over the cells; None without cells."""
     if not cells:

@@ -1,4 +1,4 @@
-"""Accuracy on records that no search has seen, and private validation: Table 3 and Figure 7."""
+"""The MiniLM cluster, and private validation: Table 3 and Figure 7."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from statistics import mean
 
 from simulations.studies.dedup.cells import IN_STEPS
 from simulations.studies.dedup.report import paper
-from simulations.studies.dedup.report.paper import EIGHT
 from simulations.studies.dedup.report.results import (
     DedupResults,
     accuracies,
     beyond,
     by_target,
-    drops,
     found,
     largest_drop,
+    lost_on_test,
     members,
     number,
     section,
@@ -28,34 +27,6 @@ PUBLIC, PRIVATE = "algorithms", "private validation"
 BY_MODEL = ("B2", "B3")
 SEARCH = "dred"
 """The public search that stands beside private validation."""
-
-
-def unseen(results: DedupResults) -> str:
-    """Drops on validation and test records, and how many targets exceed their bound on the latter."""
-    here = results.having(PUBLIC, (*EIGHT, "minilm", "hetero"))
-    if not here:
-        return ""
-    rows = []
-    for name in results.rows(PUBLIC, here):
-        cells = [cell for scenario in here for cell in results.cells(scenario, PUBLIC, name)]
-        rows.append((f"`{name}`", *_drops(cells)))
-    headers = ("", "mean drop, validation", "mean drop, test", "beyond the bound, test")
-    return section(
-        "The drop on records that no search has seen",
-        f"Over all targets of {', '.join(here)}, where the search was run. What is proven holds for records in "
-        "general, with 95 % for each target.",
-        table(headers, rows),
-    )
-
-
-def _drops(cells: Sequence[Line]) -> Sequence[str]:
-    means = []
-    for split in ("validation", "test"):
-        known = [drop for run in cells for drop in drops(run, split).values()]
-        means.append(f"{mean(known):.4f}" if known else "")
-    pairs = [beyond(run, "test") for run in cells]
-    num, of = sum(num for num, _ in pairs), sum(of for _, of in pairs)
-    return *means, f"{num} of {of}" if of else ""
 
 
 def minilm(results: DedupResults) -> str:
@@ -79,7 +50,7 @@ def _minilm_row(cells: Sequence[Line]) -> Sequence[str]:
     before, after = (accuracies(cells, "test", after=after).values() for after in (False, True))
     rises = [outcome["epsilon_after"] - outcome["epsilon_before"] for run in cells for outcome in targets(run)]
     means = (f"{mean(each):.4f}" if each else "" for each in (before, after))
-    return *means, number(largest_drop(cells, "test"), 4), number(max(rises, default=None), 2), _drops(cells)[2]
+    return *means, number(largest_drop(cells, "test"), 4), number(max(rises, default=None), 2), lost_on_test(cells)[1]
 
 
 def private(results: DedupResults) -> str:
