@@ -326,7 +326,7 @@ def test_each_way_to_choose_bases_has_a_cell():
 def test_models_are_counted_by_architecture():
     text = page.learned(results())
     better = sum(model["beats_start"] for model in MODELS.values())
-    cells = line_of(text, "vit on digits")
+    cells = line_of(text, "vit")
     assert cells[1:] == [f"{better} of {len(MODELS)}", "1.999", "0.800", "0.800", "0.020", "0.010", "0.800"]
 
 

@@ -35,10 +35,7 @@ def scenarios(results: DedupResults) -> str:
     """The scenarios and those of Table 1."""
     here = [name for name in NAMES if any(run["cell"]["scenario"] == name for run in results.runs)]
     rows = [_scenario_row(results, name, members(name)[0]) for name in here if name != "fifty" and members(name)]
-    headers = (
-        "", "models", "epsilons", "as in the paper", "epsilon bound", "utility bound", "test accuracy of the start",
-        "of the models",
-    )  # fmt: skip
+    headers = ("", "models", "epsilons", "as in the paper", "epsilon bound", "utility bound")
     return section("Scenarios (Table 1)", table(headers, rows) if rows else "")
 
 
@@ -57,15 +54,13 @@ def _scenario_row(results: DedupResults, name: str, scenario: Scenario) -> Seque
         verdict(equal) if papers else "",
         f"{limits[0]:g}",
         f"{limits[1]:g}",
-        span((each["accuracy_start"]["test"] for each in known), 3),
-        span((each["accuracy"]["test"] for each in known), 3),
     )
 
 
 def learned(results: DedupResults) -> str:
     """How many models are better than their public start by two standard errors, by architecture."""
     num = sum(bool(model["beats_start"]) for model in results.models.values())
-    kinds = sorted({(model["architecture"], model["task"]) for model in results.models.values()})
+    kinds = sorted({model["architecture"] for model in results.models.values()})
     headers = (
         "", "better", "epsilons", "start, test", "models, test", "gains", "two standard errors", "without noise, test",
     )  # fmt: skip
@@ -73,17 +68,15 @@ def learned(results: DedupResults) -> str:
         "Did the models learn anything?",
         f"{num} of {count(len(results.models), 'model')} beat their public start on the test records by more than two "
         "standard errors of the paired difference. `without noise` is the same training without any.",
-        table(headers, (_kind_row(results, *kind) for kind in kinds)),
+        table(headers, (_kind_row(results, kind) for kind in kinds)),
     )
 
 
-def _kind_row(results: DedupResults, architecture: str, task: str) -> Sequence[object]:
-    models = [
-        model for model in results.models.values() if (model["architecture"], model["task"]) == (architecture, task)
-    ]
+def _kind_row(results: DedupResults, architecture: str) -> Sequence[object]:
+    models = [model for model in results.models.values() if model["architecture"] == architecture]
     stated = [model["epsilon"] for model in models]
     return (
-        f"{architecture} on {task}",
+        architecture,
         f"{sum(bool(model['beats_start']) for model in models)} of {len(models)}",
         " to ".join(dict.fromkeys(f"{epsilon:.4g}" for epsilon in (min(stated), max(stated)))),
         span((model["accuracy_start"]["test"] for model in models), 3),

@@ -34,7 +34,7 @@ def minilm(results: DedupResults) -> str:
     rows = []
     for place, suffix in ((PUBLIC, ""), (PRIVATE, ", private")):
         for name in results.rows(place, ["minilm"]):
-            if cells := results.cells("minilm", place, name):
+            if not name.endswith("-30") and (cells := results.cells("minilm", place, name)):
                 rows.append((f"`{name}`{suffix}", *_minilm_row(cells)))
     if not rows:
         return ""
