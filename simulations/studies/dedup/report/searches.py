@@ -69,9 +69,9 @@ def eight(results: DedupResults) -> str:
         "test records, which no search has seen.",
         table(headers, rows),
         "`-20`: blocks per validation; the lines also have 30. `drd` and `dred` choose L by the library's rule, and "
-        "with `-published` stop as the authors' code does. `all or nothing` replaces a whole model by its base or leaves it "
-        f"as it is. `mcts` ends after {MCTS_ITERATIONS} iterations. `mistique` treats weights as equal that round to "
-        f"the same multiple of {MINHASH_STEP:g} standard deviations of a model's weights.",
+        "with `-published` stop as the authors' code does. `all or nothing` replaces a whole model by its base or "
+        f"leaves it as it is. `mcts` ends after {MCTS_ITERATIONS} iterations. `mistique` treats weights as equal that "
+        f"round to the same multiple of {MINHASH_STEP:g} standard deviations of a model's weights.",
         " ".join(_published(results, here, name) for name in ("drd", "dred")).strip(),
     )
 
