@@ -136,7 +136,9 @@ def schedule_epsilon(
     Args:
         events: of the record's holder, as they are charged.
         delta: in (0, 1), for epsilon.
-        num_canaries, num_guesses, num_correct: m, g fixed beforehand, and c.
+        num_canaries: m.
+        num_guesses: g <= m, fixed beforehand.
+        num_correct: c <= g.
         confidence: in (0, 1).
         group_size: records that a canary consists of; the bound is of one.
 
@@ -174,7 +176,10 @@ def many_runs_schedule_epsilon(
     Args:
         events: of one run, as they are charged; all noised.
         delta: in (0, 1), for epsilon.
-        num_false_positives, num_without, num_false_negatives, num_with: as for `many_runs_epsilon`.
+        num_false_positives: of `num_without` runs without the record, how many the test took for runs with it.
+        num_without: >= 1.
+        num_false_negatives: of `num_with` runs with the record, how many it took for runs without.
+        num_with: >= 1.
         confidence: in (0, 1).
 
     Raises:

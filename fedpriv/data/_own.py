@@ -107,7 +107,8 @@ def write_lines(source: str, path: Path, *, separator: Separator = "auto", encod
     Args:
         source: a file, parsed as a whole, so that a quoted field may go on over lines.
         path: of a new file, which its user alone may read.
-        separator, encoding: of the file, as for `read_table`.
+        separator: of the file, as for `read_table`.
+        encoding: as there.
 
     Raises:
         InputError: the table cannot be read, or the path is taken.

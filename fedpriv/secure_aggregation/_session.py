@@ -86,7 +86,8 @@ class Session:
 
         Args:
             text: not changed since.
-            sign, verify: as for a new session.
+            sign: as for a new session.
+            verify: as there.
         """
         session = cls.__new__(cls)
         state = state_from_text(text, sign=sign, verify=verify)
@@ -259,7 +260,8 @@ class SealedSession:
         """The session, which nobody else finds any more.
 
         Args:
-            sign, verify: as for a new session.
+            sign: as for a new session.
+            verify: as there.
 
         Raises:
             ProtocolError: there is none that the key opens: it was never begun, is over, or another process has it.

@@ -131,8 +131,8 @@ def quoted() -> dict[str, float]:
 
 
 def sums(num_clients: int) -> Iterator[Sum]:
-    """The table's rows for K clients: few and many colluders, and for each every client's upload or the fewest."""
-    for colluding in sorted({0, 1, 2, num_clients // 3, num_clients - 2}):
+    """The table's rows for K clients: every client's upload or the fewest with none or a third colluding; then most."""
+    for colluding in sorted({0, num_clients // 3, num_clients - 2}):
         for threshold in sorted({num_clients, smallest_threshold(num_clients, colluding)}, reverse=True):
             each = Sum(clients=num_clients, threshold=threshold, colluding=colluding)
             if each.is_allowed:

@@ -141,12 +141,12 @@ class Estimate:
         error = stdev(known) / sqrt(len(known)) if len(known) > 1 else None
         return Estimate(mean(known), error, len(known))
 
-    def text(self, *, sign: bool = False, digits: int = 3) -> str:
-        """For a table; a single seed is marked as such, and so is any number of runs but three."""
+    def text(self, *, sign: bool = False, digits: int = 3, usual: int = 3) -> str:
+        """For a table; a single seed is marked as such, and so is any number of runs but the usual one."""
         value = f"{self.mean:{'+' * sign}.{digits}f}"
         if self.standard_error is None:
             return f"{value} (one seed)"
-        others = f" ({self.num_runs} runs)" if self.num_runs != 3 else ""
+        others = f" ({self.num_runs} runs)" if self.num_runs != usual else ""
         return f"{value} ± {self.standard_error:.{digits}f}{others}"
 
 
@@ -194,9 +194,9 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([f"| {' | '.join(headers)} |", "|" + " --- |" * len(headers), *body]) if body else "Not run."
 
 
-def shown(found: Estimate | None, *, sign: bool = False) -> str:
+def shown(found: Estimate | None, *, sign: bool = False, usual: int = 3) -> str:
     """An estimate as a table's cell; `not run` for none."""
-    return found.text(sign=sign) if found else "not run"
+    return found.text(sign=sign, usual=usual) if found else "not run"
 
 
 def verdict(met: bool | Estimate | None) -> str:

@@ -46,34 +46,61 @@ def write(page: Path, selections: Sequence[Line], attacks: Sequence[Line], usefu
 
 
 def _selection_table(selections: Sequence[Line]) -> str:
-    rows = []
-    for line in selections:
-        chosen, whole = line["chosen"], line["whole_table"]
-        count, accuracy = PUBLISHED[line["data"]][line["architecture"]]
-        majority, epochs = line["majority"]["test"], line["looks"][-1]["epochs"]
-        row = [line["data"], line["way"], line["architecture"].upper()]
-        if chosen is None:
-            row += ["none"] + [""] * 6
-        else:
-            test = chosen["mean"]["test"]
-            row += [
-                str(chosen["epochs"]),
-                f"{chosen['recurrence']} of {line['num_subsamples']} ({chosen['k']})",
-                f"{chosen['complete_recurrence']}",
-                f"{chosen['largest_difference']:.3f}",
-                f"**{test['accuracy']:.4f}**",
-                f"{test['f1']:.3f}",
-                f"{chosen['plain']['test']['accuracy']:.4f}",
-            ]
-        row += [f"{line['plain']['test']['accuracy']:.4f}", f"{majority['accuracy']:.4f}"]
-        row += [f"{whole['recurrence']} of {whole['num_subsamples']}, {whole['accuracy']:.4f}"]
-        row += [f"{count} of {PUBLISHED_MODELS[line['data']]}, {accuracy:.4f}"]
-        rows.append(row)
+    first = _first_way(selections, None)
     headers = (
-        "", "training", "", "epoch", "recurrence (k)", "complete linkage", "largest distance", "accuracy of the mean",
-        "F1", "plain model, same epoch", f"plain, {epochs} epochs", "majority", "all records", "paper",
+        "", "", "epoch", "recurrence (k)", "complete linkage", "largest distance", "accuracy of the mean", "F1",
+        "plain model, same epoch", f"plain, {first[0]['looks'][-1]['epochs']} epochs", "majority",
     )  # fmt: skip
-    return table(headers, rows)
+    ways = list(dict.fromkeys(line["way"] for line in selections))
+    found = {(*_named(line), line["way"]): _in_short(line["chosen"], line["num_subsamples"]) for line in selections}
+    every = [
+        (
+            *_named(line),
+            *(found.get((*_named(line), way), "not run") for way in ways),
+            f"{line['whole_table']['recurrence']} of {line['whole_table']['num_subsamples']}, "
+            f"{line['whole_table']['accuracy']:.4f}",
+            _published(line),
+        )
+        for line in first
+    ]
+    return (
+        f"With {ways[0]}:\n\n{table(headers, map(_selection_row, first))}\n\n"
+        "Recurrence and accuracy of the mean, by training; `all records` is the first training on subsamples of all "
+        f"records, test records among them, at the same epoch:\n\n"
+        f"{table(('', '', *ways, 'all records', 'paper'), every)}"
+    )
+
+
+def _named(line: Line) -> tuple[str, str]:
+    return line["data"], line["architecture"].upper()
+
+
+def _in_short(chosen: Line | None, num_subsamples: int) -> str:
+    if chosen is None:
+        return "none"
+    return f"{chosen['recurrence']} of {num_subsamples}, {chosen['mean']['test']['accuracy']:.4f}"
+
+
+def _published(line: Line) -> str:
+    count, accuracy = PUBLISHED[line["data"]][line["architecture"]]
+    return f"{count} of {PUBLISHED_MODELS[line['data']]}, {accuracy:.4f}"
+
+
+def _selection_row(line: Line) -> Sequence[str]:
+    chosen, row = line["chosen"], ["none"] + [""] * 6
+    if chosen is not None:
+        test = chosen["mean"]["test"]
+        row = [
+            str(chosen["epochs"]),
+            f"{chosen['recurrence']} of {line['num_subsamples']} ({chosen['k']})",
+            f"{chosen['complete_recurrence']}",
+            f"{chosen['largest_difference']:.3f}",
+            f"**{test['accuracy']:.4f}**",
+            f"{test['f1']:.3f}",
+            f"{chosen['plain']['test']['accuracy']:.4f}",
+        ]
+    plain, majority = (line[model]["test"]["accuracy"] for model in ("plain", "majority"))
+    return *_named(line), *row, f"{plain:.4f}", f"{majority:.4f}"
 
 
 def _private_table(selections: Sequence[Line]) -> str:
@@ -83,20 +110,19 @@ def _private_table(selections: Sequence[Line]) -> str:
             continue
         for private in line["private"]:
             test = private["test"]
-            values = (private["epsilon"], private["noise_multiplier"], test["accuracy"], test["f1"], test["loss"])
+            values = (private["epsilon"], private["noise_multiplier"], test["accuracy"], test["f1"])
             rows.append([line["data"], f"{private['delta']:.1e}", *(f"{value:.3f}" for value in values)])
-    return table(("", "delta", "epsilon", "noise multiplier", "test accuracy", "F1", "loss"), rows)
+    return table(("", "delta", "epsilon", "noise multiplier", "test accuracy", "F1"), rows)
 
 
 def _attack_tables(attacks: Sequence[Line]) -> str:
-    parts = [
-        "Adult, DNN-1. The intruder knows the initial weights, the order of batches and, for each of "
-        f"{attacks[0]['game']['num_trials']} targets, {2 * attacks[0]['game']['size']} candidates, half of which were "
-        f"used. They train on {attacks[0]['game']['num_subsamples']} guesses and classify as members the records that "
-        f"the best {attacks[0]['game']['num_best']} share. Chance is 0.5. Intervals: Student's t, 95 %, over targets."
-    ]
-    parts += [f"Compared by `{line['comparison']}`:\n\n" + _target_table(line["rows"]) for line in attacks]
-    return "\n\n".join(parts)
+    game = attacks[0]["game"]
+    text = (
+        f"Adult, DNN-1: {game['num_trials']} targets, each with {2 * game['size']} candidates, half of which were "
+        f"used. The intruder trains on {game['num_subsamples']} guesses and takes the records that the best "
+        f"{game['num_best']} share for members."
+    )
+    return f"{text}\n\n{_target_table(attacks)}"
 
 
 def _useful_table(line: Line) -> str:
@@ -104,29 +130,23 @@ def _useful_table(line: Line) -> str:
     return (
         f"Training sets of the paper's {game['size']} records, {line['architecture'].upper()} after {line['epochs']} "
         f"epochs, where the mean has learnt something: {game['num_trials']} targets, {game['num_subsamples']} guesses, "
-        f"the best {game['num_best']}, by `{game['comparison']}`:\n\n" + _target_table(line["rows"])
+        f"the best {game['num_best']}:\n\n{_target_table([line])}"
     )
 
 
-def _target_table(targets: Sequence[Line]) -> str:
+def _target_table(attacks: Sequence[Line]) -> str:
+    """The attack's success on each target, by every way of comparing models; the verdict is that of the first."""
     rows = []
-    for row in targets:
+    for row, *others in zip(*(line["rows"] for line in attacks), strict=True):
         if row["note"]:
-            rows.append((row["name"], "", "", "", "", row["note"]))
+            rows.append((row["name"], *[""] * (len(attacks) + 2), row["note"]))
             continue
         verdict = "**beats chance**" if row["beats_chance"] else "no better than chance"
-        interval = f"{row['low']:.3f} to {row['high']:.3f}"
-        rows.append(
-            (
-                row["name"],
-                f"{row['num_generators']:.1f}",
-                f"{row['success']:.3f}",
-                interval,
-                f"{row['test_accuracy']:.3f}",
-                verdict,
-            )
-        )
-    return table(("target", "generators", "success", "interval", "test accuracy", ""), rows)
+        successes = (f"{each['success']:.3f} ({each['low']:.3f} to {each['high']:.3f})" for each in (row, *others))
+        numbers = (f"{row['num_generators']:.1f}", *successes, f"{row['test_accuracy']:.3f}")
+        rows.append((row["name"], *numbers, verdict))
+    compared = (f"success by `{line['comparison']}`" for line in attacks)
+    return table(("target", "generators", *compared, "test accuracy", ""), rows)
 
 
 def _plots(folder: Path, selections: Sequence[Line]) -> str:
@@ -134,27 +154,31 @@ def _plots(folder: Path, selections: Sequence[Line]) -> str:
     figures = {
         "integral-recurrence.png": (
             _recurrence(selections),
+            "Recurrence over epochs",
             "The share of models in the largest cluster after each epoch, and the accuracy of its mean.",
         ),
         "integral-f1.png": (
             _curves(selections, "train", "f1", "F1, training records"),
+            "F1 over epochs",
             "F1 on training records (Figure 3): the models of the table's cluster (light) and their mean (dark), "
             "followed over all epochs, whether or not they are close to each other by then.",
         ),
         "integral-loss.png": (
             _curves(selections, "train", "loss", "loss, training records"),
+            "Loss over epochs",
             "The same for the loss (Figure 4).",
         ),
         "integral-test-f1.png": (
             _members(selections),
+            "F1 of the clusters",
             "F1 of the table's clusters (Figures 5 and 6): members on test records (light), their mean on training "
             "(filled) and test records (hollow), and the plain model on both (solid, dashed).",
         ),
     }
     lines = [f"For the training setting `{selections[0]['way']}`.\n"]
-    for name, (figure, title) in figures.items():
+    for name, (figure, shows, caption) in figures.items():
         figure.savefig(folder / name, dpi=110, metadata={"Software": None})
-        lines.append(f"{title}\n\n![{title}]({name})\n")
+        lines.append(f"{caption}\n\n![{shows}]({name})\n")
     return "\n".join(lines)
 
 

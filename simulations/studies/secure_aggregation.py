@@ -175,7 +175,7 @@ def _gaps(
 def accuracies(found: Results) -> str:
     """Accuracy of the three arms; what the local view says of the sum's; and its noise over central's."""
     headers = (
-        "corpus", "epsilon", *ARMS, "aggregate less central", "aggregate less local", "test set", "noise over central",
+        "corpus", "epsilon", *ARMS, "aggregate less central", "aggregate less local", "noise over central",
         "local epsilon of aggregate",
     )  # fmt: skip
     return table(headers, (row for corpus in CORPORA for row in _rows(found, corpus)))
@@ -192,7 +192,6 @@ def _rows(found: Results, corpus: str) -> Iterator[Sequence[str]]:
             f"{epsilon:g}",
             *(shown(Estimate.of(arm.values())) for arm in arms),
             *(shown(gap, sign=True) for gap in _gaps(arms[0], arms[1], arms[2])),
-            _average(_by_seed(found, cell, figure="accuracy_standard_error"), "± {:.3f}"),
             _average(_noise_over_central(found, cell), "{:.4f}"),
             _average(_by_seed(found, cell, figure="epsilon_local_max"), "{:.2f}"),
         )
@@ -247,16 +246,13 @@ def quoted() -> str:
     return table(("five clients, z = 0.548", "epsilon"), rows)
 
 
-def by_colluders(counts: Sequence[int] = colluders.NUM_CLIENTS) -> str:
+def by_colluders(counts: Sequence[int] = (5, 10, 100)) -> str:
     """Epsilon by colluders and threshold with the noise for none, and the noise that epsilon 2 needs.
 
     Args:
         counts: K of each federation.
     """
-    headers = (
-        "K", "t", "c", "epsilon with z of c = 0, t = K", "z for epsilon 2", "noise over central",
-        "sqrt(K / (t - max(c, 1)))",
-    )  # fmt: skip
+    headers = ("K", "t", "c", "epsilon with the noise for c = 0, t = K", "noise over central for epsilon 2")
     return table(headers, (row for num_clients in counts for row in _sums(num_clients)))
 
 
@@ -267,10 +263,10 @@ def _sums(num_clients: int) -> Iterator[Sequence[str]]:
         over = needed * sqrt(num_clients) / colluders.central_noise()
         epsilon = colluders.epsilon_in(each, noise).epsilon
         counts = (str(count) for count in (num_clients, each.threshold, each.colluding))
-        yield *counts, f"{epsilon:.2f}", f"{needed:.3f}", f"{over:.3f}", f"{each.noise_over_central:.3f}"
+        yield *counts, f"{epsilon:.2f}", f"{over:.3f}"
     alone = colluders.epsilon_alone(num_clients, noise)
     bound = " (upper bound)" if alone.upper_bound_only else ""
-    yield str(num_clients), "", "all others", f"{alone.epsilon:.1f}{bound}", "", "", ""
+    yield str(num_clients), "", "all others", f"{alone.epsilon:.1f}{bound}", ""
 
 
 def _average(values: Mapping[int, float], form: str) -> str:

@@ -12,8 +12,10 @@ their corpora differ; each has a folder of its own for `--out`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby, pairwise, product
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -45,13 +47,16 @@ from simulations.studies._utility_cells import (
     run_all,
 )
 from simulations.studies.corpora import CORPORA
-from simulations.studies.harness import Estimate, Results, difference, fill, listed, parser, shown, table, verdict
+from simulations.studies.harness import Estimate, Results, difference, fill, listed, parser, shown, table
 
 # (view, epsilon, accuracy) that LoRA must reach with all rows of SST-2.
 _WITH_LORA = (("local", 8.0, 0.870), ("sum", 8.0, 0.885), ("sum", 2.0, 0.870))
 
 # What a run has spent on its view; more than its target where it was interrupted and rounds were charged again.
 _SPENT = {"local": "epsilon_local_max", "sum": "epsilon_aggregate_max"}
+
+# Of the table of budgets, which shows smaller differences than the others.
+_BUDGET_SEEDS = 5
 
 # From much privacy to none.
 _ORDER = sorted(EPSILONS, key=lambda epsilon: epsilon or float("inf"))
@@ -61,63 +66,111 @@ def write(page: Path, runs: Path) -> None:
     """Write the page's tables from the lines in the study's file of runs."""
     results = Results.read(runs)
     blocks = {
-        "targets": table(("claim", "target", "measured", "met"), _targets(results)),
-        "corpora": "\n\n".join(_corpus(results, name) for name in NAMED),
+        "targets": _judged(_targets(results)),
+        "corpora": _corpora(results),
         "many": _many(results),
         "budgets": _budgets(results),
         "ingredients": _ingredients(results),
         "rates": _rates(results),
         "unnamed": _unnamed(results),
-        "missing": results.missing(cells(), _kind, ("corpus", "method", "view", "missing runs")),
+        "missing": results.missing(cells(), _kind, ("method", "view", "missing runs")),
     }
     fill(page, blocks)
 
 
-def _targets(results: Results) -> Iterator[Sequence[str]]:
+@dataclass(frozen=True, kw_only=True)
+class _Claim:
+    """One figure with a target.
+
+    Attributes:
+        kind: of the claim; claims of one kind are a row, and follow each other.
+        place: the method, or the corpus, epsilon and view, for which it is made.
+        least: the target; of a difference at most 0.
+        found: the figure; None if it was not measured.
+        met: whether the figure reaches the target.
+        strictly: whether it must exceed the target.
+        spent: ", at epsilon E" where runs have spent more than was asked.
+    """
+
+    kind: str
+    place: str
+    least: float
+    found: Estimate | None
+    met: bool
+    strictly: bool = False
+    spent: str = ""
+
+    @property
+    def target(self) -> str:
+        """In words."""
+        return f"{'>' if self.strictly else '>='} {self.least:g}"
+
+    @property
+    def shown(self) -> str:
+        """The figure, with its sign if it is a difference."""
+        return shown(self.found, sign=self.least <= 0) + self.spent
+
+
+def _judged(claims: Iterable[_Claim]) -> str:
+    """A row for each kind of claim, with the smallest figure of all its places, and every claim that is missed."""
+    rows, missed = [], list[str]()
+    for kind, each in groupby(claims, key=attrgetter("kind")):
+        chosen = list(each)
+        known = {claim.place: claim.found.mean for claim in chosen if claim.found}
+        smallest = min(chosen, key=lambda claim: known.get(claim.place, float("inf")))
+        failed = [claim for claim in chosen if claim.found and not claim.met]
+        met = f"{len(known) - len(failed)} of {len(known)}" if known else "not run"
+        shown_met = f"**{met}**" if failed else met
+        rows.append((kind, smallest.target, shown_met, smallest.shown, smallest.place))
+        missed += [f"- {kind}, {claim.place}: {claim.shown}" for claim in failed]
+    judged = table(("claim", "target", "met", "smallest", "where"), rows)
+    return "\n\n".join([judged, *(["Missed:\n\n" + "\n".join(missed)] if missed else [])])
+
+
+def _targets(results: Results) -> Iterator[_Claim]:
     for name in NAMED:
         for epsilon, target in CORPORA[name].targets:
             for method in ("head", RECIPE):
-                found = _estimate(results, name, method, epsilon)
-                claim = f"{name}, local epsilon {epsilon:g}, {method}"
-                yield claim, f"{target:g}", shown(found), verdict(found and found.mean >= target)
-    for claim, least, found in _comparisons(results):
-        if found:  # within one standard error of the difference, which a single seed has none of
-            met = found.mean + (found.standard_error or 0.0) >= least
-            yield claim, f">= {least:g}", found.text(sign=True), verdict(met)
+                kind = f"{name}, local epsilon {epsilon:g}: head and recipe"
+                yield _at_least(kind, method, target, _estimate(results, name, method, epsilon))
+    yield from _comparisons(results)
     for (view, epsilon, target), method in product(_WITH_LORA, (AUTO, SECURE)):
         found = _estimate(results, NAMED[-1], method, epsilon, view)
-        claim = f"{NAMED[-1]}, {view}, epsilon {epsilon:g}: {method}"
         spent = _by_seed(results, NAMED[-1], method, epsilon, view, figure=_SPENT[view]).values()
         beyond = f", at epsilon {max(spent):.2f}" if spent and max(spent) > epsilon else ""
-        yield claim, f">= {target:g}", shown(found) + beyond, verdict(found and found.mean >= target)
+        yield _at_least(f"{NAMED[-1]}, {view}, epsilon {epsilon:g}: {method}", "", target, found, spent=beyond)
     for name in SIZES:
         found = difference(*(_by_seed(results, name, method, 8.0, "sum") for method in (AUTO, "head")))
-        claim = f"{name}, sum, epsilon 8: {AUTO} less head"
-        yield claim, "> 0", shown(found, sign=True), verdict(found and found.mean > 0)
-    for name in NAMED:
-        for epsilon in (1.0, 2.0, 8.0):
-            if found := gap_of_rule(results, name, epsilon):
-                claim = f"{name}, epsilon {epsilon:g}: the rule's learning rate less the best of seven"
-                yield claim, ">= -0.01", found.text(sign=True), verdict(found.mean >= -0.01)
-    for name in UNNAMED:
-        for method in ("head", RECIPE):
-            found = _gap_to_probe(results, name, method)
-            claim = f"{name}, epsilon 8, {method} against the probe"
-            yield claim, ">= -0.03", shown(found, sign=True), verdict(found and found.mean >= -0.03)
+        kind, met = f"{AUTO} less head, in the sum, epsilon 8", found is not None and found.mean > 0
+        yield _Claim(kind=kind, place=name, least=0.0, found=found, met=met, strictly=True)
+    for name, epsilon in product(NAMED, (1.0, 2.0, 8.0)):
+        if found := gap_of_rule(results, name, epsilon):
+            kind = "the rule's learning rate less the best of seven"
+            yield _at_least(kind, f"{name}, epsilon {epsilon:g}", -0.01, found)
+    for method, name in product(("head", RECIPE), UNNAMED):
+        yield _at_least(f"{method} less linear probe, epsilon 8", name, -0.03, _gap_to_probe(results, name, method))
 
 
-def _comparisons(results: Results) -> Iterator[tuple[str, float, Estimate | None]]:
-    """Claims that one method is not worse than another, the least difference, and that measured."""
-    for name in (*NAMED, *UNNAMED):
-        for epsilon, view in product(_ORDER, ("local", "sum")):
-            head = _by_seed(results, name, "head", epsilon, view)
-            claim = f"{name}, epsilon {_epsilon(epsilon)}, {view}: "
-            probes = _by_seed(results, name, PROBES, epsilon, view)
-            yield f"{claim}head less averaged probes", 0.0, difference(head, probes)
-            for method, least in ((RECIPE, 0.0), (AUTO, -0.002)):
-                found = difference(_by_seed(results, name, method, epsilon, view), head)
-                yield f"{claim}{method} less head", least, found
-    yield "all runs of both: recipe less head", 0.0, _pooled(results, RECIPE)
+def _at_least(kind: str, place: str, least: float, found: Estimate | None, *, spent: str = "") -> _Claim:
+    met = found is not None and found.mean >= least
+    return _Claim(kind=kind, place=place, least=least, found=found, met=met, spent=spent)
+
+
+def _comparisons(results: Results) -> Iterator[_Claim]:
+    """Claims that one method is not worse than another."""
+    settings = list(product((*NAMED, *UNNAMED), _ORDER, ("local", "sum")))
+    for method, other, least in (("head", PROBES, 0.0), (RECIPE, "head", 0.0), (AUTO, "head", -0.002)):
+        kind, compared = f"{method} less {other}", []
+        for name, epsilon, view in settings:
+            pair = [_by_seed(results, name, each, epsilon, view) for each in (method, other)]
+            if found := difference(pair[0], pair[1]):
+                compared.append((f"{name}, epsilon {_epsilon(epsilon)}, {view}", found))
+        if method == RECIPE and (pooled := _pooled(results, RECIPE)):
+            compared.append(("all runs of both", pooled))
+        for place, found in compared:
+            # Within one standard error of the difference, which a single seed has none of.
+            met = found.mean + (found.standard_error or 0.0) >= least
+            yield _Claim(kind=kind, place=place, least=least, found=found, met=met)
 
 
 def _pooled(results: Results, method: str) -> Estimate | None:
@@ -129,23 +182,26 @@ def _pooled(results: Results, method: str) -> Estimate | None:
     return Estimate.of([ones[seed] - others[seed] for ones, others in pairs for seed in ones.keys() & others.keys()])
 
 
-def _corpus(results: Results, name: str) -> str:
+def _corpora(results: Results) -> str:
+    """Accuracies by corpus, method, view and epsilon, and those without privacy."""
+    settings = list(product(("local", "sum"), (2.0, 8.0)))
     rows = []
-    views = {"local": ("head", RECIPE, AUTO, "paper", PROBES, CENTRAL), "sum": ("head", RECIPE, AUTO)}
-    for view, methods in views.items():
-        for method in methods:
-            found = [_estimate(results, name, method, epsilon, view) for epsilon in _ORDER]
-            if any(found):
-                rows.append((method, "in the sum" if view == "sum" else view, *map(shown, found)))
-    headers = ("method", "view", *(f"epsilon {_epsilon(epsilon)}" for epsilon in _ORDER))
-    return f"## {name}\n\n{table(headers, rows)}\n\n{_baselines(results, name)}"
-
-
-def _baselines(results: Results, name: str) -> str:
-    figures = {"linear probe": "accuracy", "TF-IDF": "tfidf_accuracy", "largest class": "majority_accuracy"}
-    found = {title: _estimate(results, name, BASELINES, None, figure=key) for title, key in figures.items()}
-    known = [f"{title} {estimate.text()}" for title, estimate in found.items() if estimate]
-    return f"Without privacy, on the pooled records: {', '.join(known)}." if known else "Baselines: not run."
+    for name, method in product(NAMED, ("head", RECIPE, AUTO, "paper", PROBES, CENTRAL)):
+        found = [_estimate(results, name, method, epsilon, view) for view, epsilon in settings]
+        if any(found):
+            rows.append((name, method, *map(shown, found)))
+    headers = ("corpus", "method", *(f"{view}, epsilon {epsilon:g}" for view, epsilon in settings))
+    figures = ("accuracy", "tfidf_accuracy", "majority_accuracy")
+    outside = [
+        (
+            name,
+            shown(_estimate(results, name, "head", None)),
+            *(shown(_estimate(results, name, BASELINES, None, figure=figure)) for figure in figures),
+        )
+        for name in NAMED
+    ]
+    names = ("corpus", "head, no noise", "linear probe", "TF-IDF", "largest class")
+    return f"{table(headers, rows)}\n\nWithout privacy:\n\n{table(names, outside)}"
 
 
 def _budgets(results: Results) -> str:
@@ -157,29 +213,25 @@ def _budgets(results: Results) -> str:
         found = [_by_seed(results, name, "head", e, v) for e, v in zip(BUDGETS, views, strict=True)]
         steps = [difference(more, less) for less, more in pairwise(found)]
         falls = [
-            f"{_epsilon(epsilon)}: {step.text(sign=True)}"
+            f"{_epsilon(epsilon)}: {step.text(sign=True, usual=_BUDGET_SEEDS)}"
             for epsilon, step in zip(BUDGETS[1:], steps, strict=True)
             if step and step.mean + 2 * (step.standard_error or 0.0) < 0
         ]
         verdict_of_row = ", ".join(falls) or ("nowhere" if all(steps) else "not run")
-        rows.append((name, view, *(shown(Estimate.of(each.values())) for each in found), verdict_of_row))
-    budgets = table(("corpus", "view", *map(_epsilon, BUDGETS), "falls beyond two standard errors at"), rows)
-    headers = ("corpus", "view, epsilon 8", "best round", "its mean accuracy", "the last round less that")
-    return f"{budgets}\n\n{table(headers, _ends(results))}"
+        accuracies = (shown(Estimate.of(each.values()), usual=_BUDGET_SEEDS) for each in found)
+        end = shown(_end(results, name, view), sign=True, usual=_BUDGET_SEEDS)
+        rows.append((name, view, *accuracies, verdict_of_row, end))
+    headers = ("corpus", "view", *map(_epsilon, BUDGETS), "falls beyond two standard errors at", "last less best round")
+    return table(headers, rows)
 
 
-def _ends(results: Results) -> Iterator[Sequence[str]]:
-    """How far each mean curve of accuracies ends below its best round."""
-    for name, view in product(BUDGET_CORPORA, ("local", "sum")):
-        cell = UtilityCell(corpus=name, method=CURVE, epsilon=8.0, view=view)
-        curves = results.by_seed(cell, figure="accuracies")
-        if not curves:
-            yield name, view, "not run", "", ""
-            continue
-        best = max(range(len(curves[min(curves)])), key=lambda round_: sum(curve[round_] for curve in curves.values()))
-        last = Estimate.of([curve[-1] - curve[best] for curve in curves.values()])
-        mean = Estimate.of([curve[best] for curve in curves.values()])
-        yield name, view, str(best), shown(mean), shown(last, sign=True)
+def _end(results: Results, name: str, view: str) -> Estimate | None:
+    """The last round of the mean curve of accuracies at epsilon 8, less its best round."""
+    curves = results.by_seed(UtilityCell(corpus=name, method=CURVE, epsilon=8.0, view=view), figure="accuracies")
+    if not curves:
+        return None
+    best = max(range(len(curves[min(curves)])), key=lambda round_: sum(curve[round_] for curve in curves.values()))
+    return Estimate.of([curve[-1] - curve[best] for curve in curves.values()])
 
 
 def _many(results: Results) -> str:
@@ -187,11 +239,11 @@ def _many(results: Results) -> str:
     rows = []
     settings = [(name, "sum", 8.0) for name in SIZES] + [(NAMED[-1], view, epsilon) for view, epsilon, _ in _WITH_LORA]
     for name, view, epsilon in settings:
-        head, *others = (_by_seed(results, name, method, epsilon, view) for method in ("head", AUTO, NARROW))
-        less_head = [shown(difference(other, head), sign=True) for other in others]
-        found = [shown(Estimate.of(each.values())) for each in (head, *others)]
-        rows.append((name, view, f"{epsilon:g}", found[0], found[1], less_head[0], found[2], less_head[1]))
-    headers = ("records", "view", "epsilon", "head", AUTO, "less head", NARROW, "less head")
+        head, auto, narrow = (_by_seed(results, name, method, epsilon, view) for method in ("head", AUTO, NARROW))
+        found = (shown(Estimate.of(each.values())) for each in (head, auto))
+        gains = (shown(difference(each, head), sign=True) for each in (auto, narrow))
+        rows.append((name, view, f"{epsilon:g}", *found, *gains))
+    headers = ("records", "view", "epsilon", "head", AUTO, f"{AUTO} less head", f"{NARROW} less head")
     plain = {method: _estimate(results, NAMED[-1], method, None) for method in (PLAIN_LORA, PLAIN_WEIGHTS)}
     known = [f"{method} {found.text()}" for method, found in plain.items() if found]
     return table(headers, rows) + f"\n\n{NAMED[-1]}, not private: {', '.join(known) or 'not run'}."
@@ -212,10 +264,13 @@ def _rates(results: Results) -> str:
     for name in NAMED:
         for epsilon in (1.0, 2.0, 8.0):
             found = [_estimate(results, name, method, epsilon) for method in RATES]
-            if any(found):
+            known = [(each.mean, factor) for each, factor in zip(found, FACTORS, strict=True) if each]
+            if known:
+                worst, best = min(known), max(known)
                 gap = gap_of_rule(results, name, epsilon)
-                rows.append((name, f"{epsilon:g}", *map(shown, found), shown(gap, sign=True)))
-    return table(("corpus", "epsilon", *(f"x {factor:g}" for factor in FACTORS), "rule less best"), rows)
+                ends = (f"{mean:.3f} at x {factor:g}" for mean, factor in (worst, best))
+                rows.append((name, f"{epsilon:g}", shown(found[FACTORS.index(1.0)]), *ends, shown(gap, sign=True)))
+    return table(("corpus", "epsilon", "the rule's rate", "worst of seven", "best of seven", "rule less best"), rows)
 
 
 def gap_of_rule(results: Results, name: str, epsilon: float) -> Estimate | None:
@@ -251,8 +306,8 @@ def _gap_to_probe(results: Results, name: str, method: str) -> Estimate | None:
     return difference(_by_seed(results, name, method, 8.0), _by_seed(results, name, BASELINES, None))
 
 
-def _kind(cell: UtilityCell) -> tuple[str, str, str]:
-    return cell.corpus, "grid of rates" if cell.method in RATES else cell.method, cell.view
+def _kind(cell: UtilityCell) -> tuple[str, str]:
+    return "grid of rates" if cell.method in RATES else cell.method, cell.view
 
 
 def _epsilon(epsilon: float | None) -> str:

@@ -191,12 +191,14 @@ def test_a_cell_without_targets_or_without_measured_accuracy_is_shown_empty():
         outcome["bases"] = []
     found = results(alone, {**unmeasured, "accuracy": {}})
     assert not re.search(r"\bnan\b|None", "\n".join(texts(found)))
-    assert line_of(validation.unseen(found), "`dred`")[1] == ""
+    assert line_of(searches.eight(found), "`dred`")[3:] == ["", "", ""]
 
 
 def test_cells_stand_beside_the_papers():
-    ours = searches.eight(results(run(ratio=0.4126, num=99), run("B3", ratio=0.5)))
-    assert line_of(ours, "`drd`")[1:] == ["41.3, 99 (29.7, 18)", "50.0, 10 (37.6, 114)"]
+    alone = searches.eight(results(run(ratio=0.4126, num=99)))
+    assert line_of(alone, "`drd`")[1:] == ["41.3, 99 (29.7, 18)", "50.0", "0.0100", "0.0100", "0 of 4"]
+    both = searches.eight(results(run(ratio=0.4126, num=99), run("B3", ratio=0.5, drop=0.03)))
+    assert line_of(both, "`drd`")[1:] == ["45.6, 109 (33.6, 132)", "50.0", "0.0300", "0.0265", "19 of 23"]
     means = validation.private(results(*(private_run("A1", num=num, seed=num) for num in (10, 20))))
     assert line_of(means, IN_STEPS)[1] == "40.0, 15 (32.1, 28); 0.010; 8 of 8"
 
@@ -269,7 +271,8 @@ def test_heterogeneous_targets_beyond_a_bound_are_counted():
     broken = run("hetero")
     broken["outcomes"][1]["epsilon_after"] = 3.1
     broken["accuracy"]["validation"]["hetero-2"] = [0.8, 0.77]
-    assert line_of(searches.heterogeneous(results(broken)), "`drd`")[-1] == "4 of 6"
+    cells = line_of(searches.heterogeneous(results(broken)), "`drd`")
+    assert (cells[1], cells[4]) == ("40.0, 10 (73.6, 50)", "4 of 6")
 
 
 def test_private_validations_changes_are_points_of_the_same_model():
@@ -281,11 +284,12 @@ def test_private_validations_changes_are_points_of_the_same_model():
 
 
 def test_speed_ups_are_judged_with_and_without_inference():
-    text = serving.serving(results(serving=[served(), served("hetero", safetensors=9.9)]))
-    assert line_of(text, "minilm", "safetensors", "cold", "10.0")[3:] == ["10.0", "5.5", "10", "yes", "**no**"]
-    assert line_of(text, "minilm", "straight", "cold", "3.0")[3:] == ["3.0", "2.0", "3", "yes", "**no**"]
-    assert line_of(text, "hetero", "safetensors", "cold", "9.9")[6] == "**no**"
-    assert line_of(text, "minilm", "safetensors", "warm", "10.0")[5:] == ["", "", ""]
+    text = serving.serving(results(serving=[served(safetensors=19.0), served("hetero", safetensors=18.9)]))
+    assert line_of(text, "minilm", "safetensors")[6:] == ["19.0", "10.0", "10", "yes", "19.00"]
+    assert line_of(text, "minilm", "straight")[6:] == ["3.0", "2.0", "3", "**no**", "3.00"]
+    assert line_of(text, "hetero", "safetensors")[7:10] == ["9.9", "10", "**no**"]
+    assert line_of(text, "minilm", "mmap")[6:10] == ["2.0", "1.5", "", ""]
+    assert line_of(text, "minilm", "store")[6:] == ["", "", "", "", "1.00"]
 
 
 def test_an_arm_that_failed_and_files_that_stayed_cached_are_named():
@@ -314,9 +318,21 @@ def test_an_arm_that_failed_once_has_no_medians_and_its_failure_is_kept(tmp_path
     assert (line["arms"][0]["load_seconds"], line["failures"]) == (1.0, {"straight": "failed"})
 
 
+def test_each_way_to_choose_bases_has_a_cell():
+    text = searches.own(results(run("C1", "bases", "single"), run("C1", "bases", "cross", ratio=0.3, epsilon_bound=5)))
+    assert line_of(text, "C1")[1:] == ["own", "40.0, 1.50; 4", "", "30.0, 1.50; 4"]
+
+
+def test_models_are_counted_by_architecture():
+    text = page.learned(results())
+    better = sum(model["beats_start"] for model in MODELS.values())
+    cells = line_of(text, "vit")
+    assert cells[1:] == [f"{better} of {len(MODELS)}", "1.999", "0.800", "0.800", "0.020", "0.010", "0.800"]
+
+
 def test_targets_beyond_their_bound_by_basic_are_counted():
     text = page.epsilons(results(run()))
-    assert line_of(text, "A1")[1:] == ["4", "2.00", "1.100", "0.300", "0.300", "1.00", "4 of 4"]
+    assert line_of(text, "A1")[1:] == ["1.100", "0.300", "0.300", "1.00", "4 of 4"]
 
 
 def write_lines(out, runs):

@@ -7,7 +7,7 @@ the two that were trained. See `simulations.benchmarks.dedup_loading` for what i
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import itemgetter
@@ -166,25 +166,20 @@ def _whole_store(out: Path, name: str, path: Path) -> Path:
 
 
 def serving(results: DedupResults) -> str:
-    """Loading and inference, apart, of the store and of plain files; what the disk and its cache did."""
+    """Loading and inference of the store and of plain files, and what the disk had to read."""
     if not results.serving:
         return ""
-    rows = [_row(line, arm) for line in results.serving for arm in line["arms"]]
+    rows = [row for line in results.serving for row in _rows(line)]
     headers = (
-        "", "arm", "", "loading s", "least to most", "inference s", "read from the disk, MB",
-        "in the page cache afterwards, MB", "loads",
+        "", "arm", "cold: loading s", "inference s", "from the disk, MB", "loads", "loading over the store's",
+        "with inference", "target", "met", "warm: loading s",
     )  # fmt: skip
-    ratios = [row for line in results.serving for row in _ratios(line)]
     return section(
         "Serving 100 queries under a limit of memory (Figures 5 and 8)",
         "\n".join(_setting(line) for line in results.serving),
         "Each query asks a random model one question. Medians of the repeats. Cold: nothing of the files is in the "
-        "page cache at first.",
+        "page cache at first. Targets are for the cold start, with inference.",
         table(headers, rows),
-        "Time over that of the store; targets are for the cold start:" if ratios else "",
-        table(("", "", "", "loading", "with inference", "target", "met by loading", "with inference"), ratios)
-        if ratios
-        else "",
         f"The paper's, for loading and inference: {SPEEDUPS_OF_CLUSTERS} (Figure 5).",
     )
 
@@ -201,36 +196,30 @@ def _setting(line: Line) -> str:
     )
 
 
-def _row(line: Line, arm: Line) -> Sequence[str]:
-    return (
-        line["scenario"],
-        arm["arm"],
-        arm["temperature"],
-        f"{arm['load_seconds']:.2f}",
-        " to ".join(f"{value:.2f}" for value in arm["load_seconds_range"]),
-        f"{arm['infer_seconds']:.2f}",
-        _mb(arm["disk_bytes"]),
-        _mb(arm["cached_bytes"]),
-        number(arm["misses"], 0),
-    )
+def _rows(line: Line) -> Iterator[Sequence[str]]:
+    """An arm's figures, cold and warm, and its time over that of the store."""
+    cold, warm = ({arm["arm"]: arm for arm in line["arms"] if arm["temperature"] == each} for each in ("cold", "warm"))
+    store = cold.get(STORE)
+    for name, arm in cold.items():
+        against = ("", "", "", "")
+        if store and name != STORE and store["load_seconds"] > 0:
+            ratio = _total(arm) / _total(store)
+            target = (str(WANTED[name]), verdict(ratio >= WANTED[name])) if name in WANTED else ("", "")
+            against = f"{arm['load_seconds'] / store['load_seconds']:.1f}", f"{ratio:.1f}", *target
+        yield (
+            line["scenario"],
+            name,
+            f"{arm['load_seconds']:.2f}",
+            f"{arm['infer_seconds']:.2f}",
+            _mb(arm["disk_bytes"]),
+            number(arm["misses"], 0),
+            *against,
+            f"{warm[name]['load_seconds']:.2f}" if name in warm else "",
+        )
 
 
 def _mb(num_bytes: float | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / 1e6:.0f}"
-
-
-def _ratios(line: Line) -> list[Sequence[str]]:
-    rows: list[Sequence[str]] = []
-    for store in (arm for arm in line["arms"] if arm["arm"] == STORE and arm["load_seconds"] > 0):
-        for arm in line["arms"]:
-            if arm["arm"] != STORE and arm["temperature"] == store["temperature"]:
-                load, total = arm["load_seconds"] / store["load_seconds"], _total(arm) / _total(store)
-                least = WANTED.get(arm["arm"]) if arm["temperature"] == "cold" else None
-                verdicts = (f"{least}", verdict(load >= least), verdict(total >= least)) if least else ("", "", "")
-                rows.append(
-                    (line["scenario"], arm["arm"], arm["temperature"], f"{load:.1f}", f"{total:.1f}", *verdicts)
-                )
-    return rows
 
 
 def _total(arm: Line) -> float:

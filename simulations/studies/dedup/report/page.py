@@ -35,10 +35,7 @@ def scenarios(results: DedupResults) -> str:
     """The scenarios and those of Table 1."""
     here = [name for name in NAMES if any(run["cell"]["scenario"] == name for run in results.runs)]
     rows = [_scenario_row(results, name, members(name)[0]) for name in here if name != "fifty" and members(name)]
-    headers = (
-        "", "the paper's models", "here", "epsilons", "as in the paper", "epsilon bound", "utility bound",
-        "test accuracy of the start", "of the models", "better than their start",
-    )  # fmt: skip
+    headers = ("", "models", "epsilons", "as in the paper", "epsilon bound", "utility bound")
     return section("Scenarios (Table 1)", table(headers, rows) if rows else "")
 
 
@@ -52,47 +49,41 @@ def _scenario_row(results: DedupResults, name: str, scenario: Scenario) -> Seque
         equal = equal and limits == (papers.epsilon_bound, papers.utility_bound)
     return (
         name,
-        papers.models if papers else "",
         ", ".join(dict.fromkeys(f"{each['architecture']} on {each['task']}" for each in known)),
-        ", ".join(f"{epsilon:g}" for epsilon in stated),
+        f"{len(stated)}, {min(stated):g} to {max(stated):g}",
         verdict(equal) if papers else "",
         f"{limits[0]:g}",
         f"{limits[1]:g}",
-        span((each["accuracy_start"]["test"] for each in known), 3),
-        span((each["accuracy"]["test"] for each in known), 3),
-        f"{sum(each['beats_start'] for each in known)} of {len(known)}",
     )
 
 
 def learned(results: DedupResults) -> str:
-    """For every model whether it is better than its public start by two standard errors."""
-    order = sorted(results.models.values(), key=lambda model: (model["architecture"], model["task"], model["epsilon"]))
-    rows = [_model_row(model) for model in order]
+    """How many models are better than their public start by two standard errors, by architecture."""
     num = sum(bool(model["beats_start"]) for model in results.models.values())
+    kinds = sorted({model["architecture"] for model in results.models.values()})
     headers = (
-        "", "records", "epsilon", "noise multiplier", "start, test", "model, test", "gain", "two standard errors",
-        "better", "without noise, test",
+        "", "better", "epsilons", "start, test", "models, test", "gains", "two standard errors", "without noise, test",
     )  # fmt: skip
     return section(
         "Did the models learn anything?",
-        f"{num} of {count(len(rows), 'model')} beat their public start on the test records by more than two standard "
-        "errors of the paired difference. `without noise` is the same training without any, for reference.",
-        table(headers, rows),
+        f"{num} of {count(len(results.models), 'model')} beat their public start on the test records by more than two "
+        "standard errors of the paired difference. `without noise` is the same training without any.",
+        table(headers, (_kind_row(results, kind) for kind in kinds)),
     )
 
 
-def _model_row(model: Line) -> Sequence[object]:
+def _kind_row(results: DedupResults, architecture: str) -> Sequence[object]:
+    models = [model for model in results.models.values() if model["architecture"] == architecture]
+    stated = [model["epsilon"] for model in models]
     return (
-        f"`{model['name']}`",
-        model["num_records"],
-        f"{model['epsilon']:.4g}",
-        f"{model['noise_multiplier']:.2f}",
-        f"{model['accuracy_start']['test']:.3f}",
-        f"{model['accuracy']['test']:.3f}",
-        f"{model['gain']:+.3f}",
-        f"{2 * model['gain_standard_error']:.3f}",
-        verdict(model["beats_start"]),
-        f"{model['accuracy_without_noise']['test']:.3f}",
+        architecture,
+        f"{sum(bool(model['beats_start']) for model in models)} of {len(models)}",
+        " to ".join(dict.fromkeys(f"{epsilon:.4g}" for epsilon in (min(stated), max(stated)))),
+        span((model["accuracy_start"]["test"] for model in models), 3),
+        span((model["accuracy"]["test"] for model in models), 3),
+        span((model["gain"] for model in models), 3),
+        span((2 * model["gain_standard_error"] for model in models), 3),
+        span((model["accuracy_without_noise"]["test"] for model in models), 3),
     )
 
 
@@ -112,13 +103,12 @@ def epsilons(results: DedupResults) -> str:
             apart = max([apart, *(abs(o["epsilons"]["accountant"] - o["epsilons"]["provenance"]) for o in chosen)])
             num_beyond, num = num_beyond + over, num + len(chosen)
             if chosen:
-                before = span((outcome["epsilon_before"] for outcome in chosen), 2)
                 largest = (f"{max(rises[name]):.3f}" for name in METHODS)
                 allowed = span((limit for limit, _ in limits.values()), 2)
-                rows.append((scenario, len(chosen), before, *largest, allowed, f"{over} of {len(chosen)}"))
+                rows.append((scenario, *largest, allowed, f"{over} of {len(chosen)}"))
     if not rows:
         return ""
-    headers = ("", "targets", "epsilons before", *(f"`{name}`" for name in METHODS), "bound", "beyond it by `basic`")
+    headers = ("", *(f"`{name}`" for name in METHODS), "bound", "beyond it by `basic`")
     return section(
         "What deduplicated variants cost, `drd`",
         "Largest rise of a target's epsilon, by each composition at one delta.",
@@ -147,38 +137,27 @@ def checked(results: DedupResults) -> str:
 
 
 def times(results: DedupResults) -> str:
-    """Seconds of training and of every kind of cell."""
-    by_table: dict[str, tuple[int, float]] = {}
-    for run in results.runs:
-        num, seconds = by_table.get(run["cell"]["table"], (0, 0.0))
-        by_table[run["cell"]["table"]] = num + 1, seconds + run["seconds"]
-    trained = {"models": results.models.values(), "models trained anew": results.retrained}
-    rows: list[tuple[object, ...]] = [
-        (what, len(lines), f"{sum(line['seconds'] for line in lines):.0f}") for what, lines in trained.items() if lines
-    ]
-    rows += [(f"cells: {name}", num, f"{seconds:.0f}") for name, (num, seconds) in by_table.items()]
-    return section(
-        "Running times",
-        f"Seconds of one thread each, {_total(rows):.0f} in all.",
-        table(("", "number", "seconds"), rows),
-        _per_validation(results),
-    )
-
-
-def _total(rows: list[tuple[object, ...]]) -> float:
-    return sum(float(str(row[-1])) for row in rows)
-
-
-def _per_validation(results: DedupResults) -> str:
-    """Seconds per validation, scenario by scenario: what a search saves."""
-    spent: Mapping[str, tuple[float, int]] = {
+    """Seconds of training and of all cells, and what a search saves: seconds per validation."""
+    kinds: Mapping[str, Sequence[Line]] = {
+        "training": [*results.models.values(), *results.retrained],
+        "deduplication": results.runs,
+    }
+    seconds = ", ".join(f"{sum(line['seconds'] for line in lines):.0f} of {kind}" for kind, lines in kinds.items())
+    spent = {
         scenario: (sum(run["seconds"] for run in runs), sum(run["num_validations"] for run in runs))
         for scenario in results.having("algorithms")
         for runs in [results.table(scenario, "algorithms")]
     }
     shown = [f"{name} {seconds / num:.2f}" for name, (seconds, num) in spent.items() if num]
-    papers = "The paper names 58 to 86 s for one, on a GPU."
-    return f"Seconds per validation, all else included: {', '.join(shown)}. {papers}" if shown else ""
+    return section(
+        "Running times",
+        f"Seconds of one thread each: {seconds}."
+        + (
+            f" Seconds per validation, all else included: {', '.join(shown)}. The paper names 58 to 86 s, on a GPU."
+            if shown
+            else ""
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -204,7 +183,6 @@ SECTIONS = (
     Section(searches.eight),
     Section(settings.claim),
     Section(settings.lengths, figures.lengths, "dedup-l.png", "Validations against C.R. for every L"),
-    Section(validation.unseen),
     Section(searches.individual, figures.single_models, "dedup-figure-4.png", "C.R. and accuracy of single models"),
     Section(validation.minilm),
     Section(validation.private),

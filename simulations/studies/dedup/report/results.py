@@ -121,6 +121,14 @@ def largest_drop(cells: Sequence[Line], split: str = "validation") -> float | No
     return max((drop for run in cells for drop in drops(run, split).values()), default=None)
 
 
+def lost_on_test(cells: Sequence[Line]) -> tuple[str, str]:
+    """The mean drop of all targets on the test records, and how many exceed their bound there; empty without any."""
+    lost = [drop for run in cells for drop in drops(run, "test").values()]
+    pairs = [beyond(run, "test") for run in cells]
+    num, of = sum(num for num, _ in pairs), sum(of for _, of in pairs)
+    return number(mean(lost) if lost else None, 4), f"{num} of {of}" if of else ""
+
+
 def found(cells: Sequence[Line]) -> Found | None:
     """C.R. in percent and validations, the means over the cells; None without cells."""
     if not cells:
@@ -131,13 +139,6 @@ def found(cells: Sequence[Line]) -> Found | None:
 def own_ratio(outcome: Line) -> float:
     """A target's C.R. in percent: the share of its blocks that are no blocks of its base (section 5.1.3)."""
     return 100 * (1 - outcome["num_replaced"] / outcome["num_blocks"]) if outcome["num_blocks"] else 100.0
-
-
-def kept(cells: Sequence[Line]) -> float | None:
-    """The share of the targets' blocks that were not replaced; None without targets."""
-    chosen = [outcome for run in cells for outcome in targets(run)]
-    num_blocks = sum(outcome["num_blocks"] for outcome in chosen)
-    return 1 - sum(outcome["num_replaced"] for outcome in chosen) / num_blocks if num_blocks else None
 
 
 def by_target(cells: Sequence[Line]) -> dict[str, float]:
