@@ -2,9 +2,10 @@
 
 The coordinator keeps the model where it is, by a tiny learning rate, so that every round is a trial of the same
 release. It knows all records but one, and what each adds; from a round it takes what is known, and projects the rest on
-the gradient of the record in question. Two runs, with that record and with an unusable one in its place, give the two
-error rates of the test at one half, which is fixed beforehand. Requests, guard, charges, sampling, noise, encoding and
-sums are the product's.
+the gradient of the record in question. Two runs, with that record and without it, give the two error rates of the test
+at one half, which is fixed beforehand. All is in units of sums, since a simulation without the record has one less to
+divide by, where a deployed node's registered number is the same. Requests, guard, charges, sampling, noise, encoding
+and sums are the product's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fedpriv.accounting.views import aggregate_scale
 from fedpriv.adapters import Adapter
 from fedpriv.audit import many_runs_schedule_epsilon
 from fedpriv.config import RunConfig, parse
+from fedpriv.data.records import Records
 from fedpriv.training.local_update import ClientUpdate, Execute, UpdateTask
 from fedpriv.training.workbench import workbench
 from simulations.engines import federation
@@ -32,27 +34,37 @@ from simulations.tiny_bert import make_tiny_bert
 
 DELTA, CLAIM = 1e-5, 2.0
 HOLDERS, RECORDS = 3, 16
-TRIALS = 3000
+# Rounds of each world: the bounds of as many honest trials are some 85 % of a claim of 2.
+TRIALS = 6000
 # Who reads what: uploads, or sums of three holders with as many of the others colluding; charged is one reader's share.
 OBSERVERS: dict[str, int | None] = {"uploads": None, "sums, 1 colluder": 1, "sums, 2 colluders": 2}
 _WORDS = ("fever", "cough", "rash", "pain", "arm", "leg", "head", "back")
 
 
 class _Tap:
-    """An `Execute` that keeps, of every round, the broadcast and the uploads of all holders, as flat vectors."""
+    """An `Execute` that keeps, of every round, the broadcast and what each holder adds to the sum, as flat vectors.
 
-    def __init__(self, execute: Execute, order: Sequence[object]) -> None:
-        self._execute, self._order = execute, [id(records) for records in order]
+    Attributes:
+        broadcasts: [values], of every round.
+        added: [holders, values], of every round.
+        num_records: of all holders.
+    """
+
+    def __init__(self, execute: Execute, holders: Sequence[Records]) -> None:
+        self._execute, self._order = execute, [id(records) for records in holders]
+        self._sizes = torch.tensor([len(records) for records in holders]).double()
         self.broadcasts: list[Tensor] = []
-        self.uploads: list[Tensor] = []
+        self.added: list[Tensor] = []
+        self.num_records = int(self._sizes.sum())
 
     def __call__(self, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
         """Train the tasks of one round."""
         updates = self._execute(tasks)
         places = [self._order.index(id(task.data)) for task in tasks]
         by_place = dict(zip(places, updates, strict=True))
+        uploads = torch.stack([_flat(_made(by_place[place])) for place in sorted(by_place)])
         self.broadcasts.append(_flat(tasks[0].adapter))
-        self.uploads.append(torch.stack([_flat(_made(by_place[place])) for place in sorted(by_place)]))
+        self.added.append((uploads - self.broadcasts[-1]) * self._sizes[:, None])
         return updates
 
 
@@ -67,21 +79,19 @@ def _flat(adapter: Adapter) -> Tensor:
 
 
 def _write(path: Path, *, with_record: bool) -> None:
-    """Three holders' records; the last one of the first holder is the one in question, or has an unknown label."""
+    """Three holders' records; the last one of the first holder is the one in question, if it is there."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("text", "label", "site"))
         for holder in range(HOLDERS):
             for index in range(RECORDS):
                 words = (_WORDS[(index + holder * step) % len(_WORDS)] for step in (1, 3, 5))
-                label = "ab"[index % 2]
-                if holder == 0 and index == RECORDS - 1:
-                    label = "a" if with_record else "unknown"
-                writer.writerow((" ".join(words), label, f"site {holder}"))
+                if with_record or (holder, index) != (0, RECORDS - 1):
+                    writer.writerow((" ".join(words), "ab"[index % 2], f"site {holder}"))
 
 
 def _observed(config: RunConfig) -> _Tap:
-    """What can be seen of a run."""
+    """A run, and all that can be seen of it."""
     bench = workbench(config)
     taps: list[_Tap] = []
 
@@ -106,9 +116,9 @@ def vault_run(observer: str, seed: int, trials: int = TRIALS) -> Line:
         where = Path(folder)
         shared = {
             "model": str(make_tiny_bert(where / "tiny-bert", _WORDS)), "test_data": str(where / "with.csv"),
-            "client_column": "site", "labels": ["a", "b"], "table_checks": "warn", "recipe": "dp-lora-paper",
+            "client_column": "site", "labels": ["a", "b"], "recipe": "dp-lora-paper",
             "layers": "last-1", "rank": 2, "local_steps": 1, "sampling_probability": 1.0, "learning_rate": 1e-3,
-            "server_optimizer": "sgd", "server_learning_rate": 1.0, "clip_norm": 0.05, "delta": DELTA,
+            "server_optimizer": "sgd", "server_learning_rate": 1.0, "clip_norm": 0.01, "delta": DELTA,
             "min_clients": HOLDERS, "comparison": False, "baselines": False, "evaluate_every": 10**6,
             "public_data": True, "seed": seed,
         }  # fmt: skip
@@ -120,9 +130,9 @@ def vault_run(observer: str, seed: int, trials: int = TRIALS) -> Line:
             known[world] = _observed(parse({**values, **plain}))
             noised = {"rounds": trials, "noise_multiplier": noise_multiplier, "out": str(where / world)}
             seen[world] = _observed(parse({**values, **noised, **sums}))
-        means = {world: tap.uploads[0] - tap.broadcasts[0] for world, tap in known.items()}
-    added = means["with"][0] - means["without"][0]
-    positives = {world: _statistics(tap, colluders, means["without"], added) > 0.5 for world, tap in seen.items()}
+        sums_of = {world: tap.added[0] for world, tap in known.items()}
+    added = sums_of["with"][0] - sums_of["without"][0]
+    positives = {world: _statistics(tap, colluders, sums_of["without"], added) > 0.5 for world, tap in seen.items()}
     counts = {
         "num_false_positives": int(positives["without"].sum()),
         "num_without": len(positives["without"]),
@@ -140,15 +150,13 @@ def vault_run(observer: str, seed: int, trials: int = TRIALS) -> Line:
     }
 
 
-def _statistics(tap: _Tap, colluders: int | None, means: Tensor, added: Tensor) -> Tensor:
+def _statistics(tap: _Tap, colluders: int | None, known: Tensor, added: Tensor) -> Tensor:
     """[rounds] the part of what was seen along the record's gradient: 1 in the mean if the record is there, else 0."""
-    broadcasts, uploads = torch.stack(tap.broadcasts), torch.stack(tap.uploads)
+    broadcasts, uploads = torch.stack(tap.broadcasts), torch.stack(tap.added)
     if colluders is None:
-        seen, share = uploads[:, 0] - broadcasts - means[0], 1.0
-    else:
-        # The last round's sum shows in no further broadcast.
-        share = 1 / HOLDERS
-        uploads, changes = uploads[:-1], broadcasts[1:] - broadcasts[:-1]
-        of_colluders = (uploads[:, HOLDERS - colluders :] - broadcasts[:-1, None]).sum(dim=1)
-        seen = changes - share * (of_colluders + means[: HOLDERS - colluders].sum(dim=0))
-    return seen @ added / (share * added @ added)
+        return (uploads[:, 0] - known[0]) @ added / (added @ added)
+    # The last round's sum shows in no further broadcast.
+    sums = (broadcasts[1:] - broadcasts[:-1]) * tap.num_records
+    honest = HOLDERS - colluders
+    seen = sums - uploads[:-1, honest:].sum(dim=1) - known[:honest].sum(dim=0)
+    return seen @ added / (added @ added)
