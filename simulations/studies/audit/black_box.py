@@ -50,7 +50,8 @@ _LANGUAGE: dict[str, Any] = {
     "public_data": True, "partition": "iid", "num_clients": 1, "max_records": 100, "max_length": 64,
     "target_modules": ["down_proj"], "clip_norm": 0.1, "learning_rate": 100.0, "rounds": 6, "sampling_probability": 1.0,
     "server_optimizer": "sgd", "server_learning_rate": 1.0, "delta": DELTA, "audit": "tokens", "audit_canaries": 250,
-    "simulate": True, "comparison": False, "baselines": False, "generated_answers": 0, "evaluate_every": 1000, "test_fraction": 0.002,
+    "simulate": True, "comparison": False, "baselines": False, "generated_answers": 0, "evaluate_every": 1000,
+    "test_fraction": 0.002,
 }  # fmt: skip
 # Canaries of each of the five clients.
 PLAN = CanaryPlan(kind="tokens", num=60, num_tokens=16)
