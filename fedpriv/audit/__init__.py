@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fedpriv.audit._membership import loss_scores as loss_scores
     from fedpriv.audit._membership import membership as membership
     from fedpriv.audit._membership import plot_roc as plot_roc
+    from fedpriv.audit._membership import rmia_scores as rmia_scores
     from fedpriv.audit.black_box import audit_run as audit_run
     from fedpriv.audit.black_box import canary_scores as canary_scores
     from fedpriv.audit.canaries import AuditedClient as AuditedClient

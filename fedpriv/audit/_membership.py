@@ -6,13 +6,14 @@ membership: it is a release that no epsilon of the run covers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+from scipy import special, stats
 
 from fedpriv.accounting.composition.law import Array
 from fedpriv.audit._bounds import checked_scores, clopper_pearson
@@ -118,6 +119,29 @@ def lira_scores(losses: npt.ArrayLike, shadow_losses: npt.ArrayLike, shadow_memb
     means, stddevs = zip(*(_fitted(shadows, chosen) for chosen in (members, ~members)), strict=True)
     inside, outside = (stats.norm.logpdf(target, mean, stddev) for mean, stddev in zip(means, stddevs, strict=True))
     return np.asarray(inside - outside)
+
+
+def rmia_scores(losses: npt.ArrayLike, reference_losses: npt.ArrayLike) -> Array:
+    """[records] The log ratio of a record's likelihood to its mean over reference models.
+
+    The attack compares each record's ratio with those of a population and counts how many it exceeds by a factor. With
+    one population for all records that is a rising function of the ratio, so the ratio has the same ROC curve.
+
+    Args:
+        losses: [records] of the model under attack, negative log likelihoods.
+        reference_losses: [models, records]; about half of the models were trained on each record.
+
+    Raises:
+        InputError: shapes differ, or a loss is not finite.
+
+    Source: Zarifzadeh, Liu and Shokri 2024, Equations 2 and 4.
+    """
+    target, references = _finite("loss", losses), _finite("reference_losses", reference_losses)
+    if references.ndim != 2 or references.shape[1] != len(target):
+        raise InputError(
+            f"reference_losses: shape {references.shape} for {target.size} losses; must be [models, records]"
+        )
+    return np.asarray(math.log(len(references)) - target - special.logsumexp(-references, axis=0))
 
 
 def membership(

@@ -140,7 +140,7 @@ def membership(
 ) -> Result:
     """How well losses tell members from others: AUC, and members found at 0.1 % and 1 % false alarms.
 
-    Runs every attack that the columns allow: loss threshold, calibrated by a reference model, LiRA.
+    Runs every attack that the columns allow: loss threshold, calibrated by a reference model, LiRA, RMIA.
 
     Example: fedpriv audit membership --scores losses.csv --roc-plot roc.png
     """
@@ -187,7 +187,7 @@ def _attacks(table: dict[str, Any]) -> dict[str, Any]:
     """{attack: scores} of every attack that the columns allow."""
     import numpy as np
 
-    from fedpriv.audit import calibrated_scores, lira_scores, loss_scores
+    from fedpriv.audit import calibrated_scores, lira_scores, loss_scores, rmia_scores
 
     found = {"score": table["score"]} if "score" in table else {}
     if "loss" in table:
@@ -202,6 +202,7 @@ def _attacks(table: dict[str, Any]) -> dict[str, Any]:
             members = np.stack([_flags(table[name], name) for name in names])
             losses = np.stack([table[f"shadow_loss_{model}"] for model in models])
             found["lira"] = lira_scores(table["loss"], losses, members)
+            found["rmia"] = rmia_scores(table["loss"], losses)
     if not found:
         raise InputError("column 'loss': is missing; needs loss or score")
     return found

@@ -9,7 +9,15 @@ import pytest
 from scipy import stats
 from sklearn import metrics
 
-from fedpriv.audit._membership import calibrated_scores, lira_scores, loss_scores, membership, plot_roc, roc
+from fedpriv.audit._membership import (
+    calibrated_scores,
+    lira_scores,
+    loss_scores,
+    membership,
+    plot_roc,
+    rmia_scores,
+    roc,
+)
 from fedpriv.errors import InputError
 
 
@@ -69,6 +77,19 @@ def test_lira_reaches_the_best_tests_auc_where_the_loss_threshold_cannot():
     assert threshold.auc_high < lira.auc_low
 
 
+def test_rmia_beats_the_loss_threshold_and_ranks_as_the_pairwise_attack_does():
+    """The pairwise attack, written out: the share of other records whose ratio is at most half of this record's."""
+    losses, members = shadow_game(33, 1.5)
+    scores = rmia_scores(losses[0], losses[1:])
+    assert membership(scores, members[0]).auc_low > membership(loss_scores(losses[0]), members[0]).auc_high
+    likelihoods = np.exp(-losses)
+    ratios = likelihoods[0] / likelihoods[1:].mean(axis=0)
+    pairwise = (ratios[:, None] >= 2.0 * ratios[None, :]).mean(axis=1)
+    order = np.argsort(scores)
+    assert (np.diff(pairwise[order]) >= 0).all()
+    assert scores == pytest.approx(np.log(ratios))
+
+
 def test_lira_finds_nothing_where_nothing_is():
     losses, members = shadow_game(21, 0.0)
     found = membership(lira_scores(losses[0], losses[1:], members[1:]), members[0])
@@ -85,6 +106,7 @@ def test_lira_finds_nothing_where_nothing_is():
         (lambda: calibrated_scores([1.0, 2.0], [1.0]), "1 values for 2 losses"),
         (lambda: lira_scores([1.0], [[1.0], [2.0]], [[1], [1]]), "record 0 is in 2 of 2"),
         (lambda: lira_scores([1.0], [[1.0, 2.0]], [[1, 0]]), "must be"),
+        (lambda: rmia_scores([1.0], [[1.0, 2.0]]), "must be"),
     ],
 )
 def test_bad_input_is_named(call, message):

@@ -97,7 +97,7 @@ def test_membership_makes_every_attack_that_the_columns_allow(tmp_path):
     path = write_csv(tmp_path / "losses.csv", **{name: column[usable] for name, column in columns.items()})
     plot = tmp_path / "roc.png"
     found = as_json("audit", "membership", "--scores", path, "--roc-plot", plot)
-    assert set(found["attacks"]) == {"loss", "calibrated", "lira"}
+    assert set(found["attacks"]) == {"loss", "calibrated", "lira", "rmia"}
     assert found["attacks"]["loss"]["auc"] > 0.6
     assert plot.stat().st_size > 1000
     assert "release that no epsilon covers" in text("membership", "--scores", path)

@@ -65,7 +65,7 @@ def cells(kind: str) -> Iterator[AuditCell]:
     elif kind == "vault":
         yield from (AuditCell("vault", (observer, 0)) for observer in vault.OBSERVERS)
     elif kind == "membership":
-        yield from (AuditCell("membership", (condition,)) for condition in black_box.MEMBERSHIP_NOISE)
+        yield from (AuditCell("membership", (condition,)) for condition in black_box.MEMBERSHIP_CLAIMS)
     elif kind == "language-models":
         conditions = product(black_box.LANGUAGE_CLAIMS, black_box.LANGUAGE_SEEDS)
         yield from (AuditCell("language models", each) for each in conditions)

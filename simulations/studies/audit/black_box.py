@@ -10,12 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from fedpriv.accounting import SubsampledGaussian
+from fedpriv.accounting import SubsampledGaussian, noise_multiplier_for
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.events import Event, group
 from fedpriv.adapters import Adapter, lora
 from fedpriv.aggregation import weighted_average, weights_by_size
-from fedpriv.audit import audit_power, calibrated_scores, lira_scores, loss_scores, membership, one_run_audit, plot_roc
+from fedpriv.audit import (
+    audit_power,
+    calibrated_scores,
+    lira_scores,
+    loss_scores,
+    membership,
+    one_run_audit,
+    plot_roc,
+    rmia_scores,
+)
 from fedpriv.audit.black_box import audit_run, record_losses
 from fedpriv.audit.canaries import CanaryPlan, audited, audited_client
 from fedpriv.config import parse
@@ -36,8 +45,7 @@ from simulations.studies.harness import Line
 DELTA = 1e-5
 
 CLIENTS, POOL, SHADOWS = 3, 150, 8
-MEMBERSHIP_NOISE = {"no noise": 0.0, "noise": 2.0}
-"""Noise multipliers by condition: clipping alone, and one with a finite epsilon."""
+MEMBERSHIP_CLAIMS: dict[str, float | None] = {"no noise": None, "epsilon 8": 8.0, "epsilon 1": 1.0}
 
 FULL_MODEL_NOISE = {"no noise": 0.0, "the default run's noise": 1.88}
 NUM_GUESSES = 40
@@ -125,10 +133,14 @@ def membership_run(condition: str, plot: Path) -> Line:
         [PoolHolder(records=_part(pools[client], run[client]), num_registered=POOL) for client in range(CLIENTS)]
         for run in coins
     ]
-    noise = MEMBERSHIP_NOISE[condition]
+    claim, batch_size, rounds, steps = MEMBERSHIP_CLAIMS[condition], 50, 3, 20
+    noise = 0.0
+    if claim is not None:
+        noise = noise_multiplier_for(claim, DELTA, sampling_probability=batch_size / POOL, steps=rounds * steps)
     spec = update_spec(
-        noise_multiplier=noise, batch_size=50, rounds=3, local_steps=20, optimizer="adamw", learning_rate=0.005
-    )
+        noise_multiplier=noise, batch_size=batch_size, rounds=rounds, local_steps=steps, optimizer="adamw",
+        learning_rate=0.005,
+    )  # fmt: skip
     adapters, events = train(bench.model, federations, spec, seed=0)
     losses = np.stack(
         [np.concatenate([record_losses(bench.model, adapter, pool) for pool in pools]) for adapter in adapters]
@@ -141,6 +153,7 @@ def membership_run(condition: str, plot: Path) -> Line:
         "loss threshold": loss_scores(losses[0]),
         "calibrated": calibrated_scores(losses[0], reference),
         "LiRA": lira_scores(losses[0], losses[1:], members[1:]),
+        "RMIA": rmia_scores(losses[0], losses[1:]),
     }
     plot_roc(attacks, members[0], plot)
     results = {name: membership(scores, members[0]) for name, scores in attacks.items()}
