@@ -198,7 +198,7 @@ def _check_signature(registration: Registration, file: Path | None) -> None:
         admitted, named = registration.identity, "the key that it names as its identity"
     else:
         if not file.is_file():
-            raise ValueError(f"{name}: no key {file.name} among node_keys; `register` the node with its vault.key.pub")
+            raise ValueError(f"{name}: no key {file.name} among node_keys; `admit` the node with its vault.key.pub")
         try:
             admitted, named = keys.read_public_line(file), file.name
         except InputError as error:

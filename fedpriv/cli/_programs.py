@@ -25,7 +25,7 @@ _PROGRAMS = {
         "",
         "Take part in a federation as a data holder: init, doctor, start, ...",
     ),
-    "coordinator": ("server.deploy.__main__", "", "Coordinate a federation: init, register, doctor, start, run, ..."),
+    "coordinator": ("server.deploy.__main__", "", "Coordinate a federation: init, invite, admit, start, run, ..."),
 }
 
 

@@ -3,7 +3,7 @@
 Matrix products round differently for different shapes, and some models mix padding into their results. So a record is
 padded to a length of its own. On a CPU a pass has one of a few numbers of rows that give the same bits, as
 `_pass_sizes.py` finds out, or else a constant number, and dummies fill it. What else is in the pass then changes no bit
-of the record's gradient; `admission.py` checks that.
+of the record's gradient; `_admission.py` checks that.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def invite(
 ) -> None:
     """Write an invitation for each institution: address, certificate, and the code, model and run that are planned.
 
-    Send the file, and let the institution read its fingerprint to you by telephone. Whom you invite again gets the same
+    Send the file, and read its fingerprint to the institution by telephone. Whom you invite again gets the same
     number, and what is planned now.
 
     Example: fedpriv coordinator invite ~/federation "St. Anna" "St. Bruno"
