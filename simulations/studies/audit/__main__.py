@@ -29,8 +29,20 @@ RUNS: Mapping[str, Callable[..., Line]] = {
     "broken": self_check.broken_run,
     "full model": black_box.full_model_run,
     "vault": vault.vault_run,
+    "repeated": black_box.repeated_run,
 }
-KINDS = ("coverage", "broken", "views", "clients", "local", "membership", "full-model", "language-models", "vault")
+KINDS = (
+    "coverage",
+    "broken",
+    "views",
+    "clients",
+    "local",
+    "membership",
+    "full-model",
+    "language-models",
+    "vault",
+    "repeated",
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,8 @@ def cells(kind: str) -> Iterator[AuditCell]:
         yield from (AuditCell("broken", (case.name,)) for case in self_check.cases())
     elif kind == "vault":
         yield from (AuditCell("vault", (observer, 0)) for observer in vault.OBSERVERS)
+    elif kind == "repeated":
+        yield AuditCell("repeated", (black_box.REPEATED,))
     elif kind == "membership":
         yield from (AuditCell("membership", (condition,)) for condition in black_box.MEMBERSHIP_CLAIMS)
     elif kind == "language-models":

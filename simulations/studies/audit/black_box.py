@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import random
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ from simulations.engines import federation
 from simulations.studies.audit.harness import update_spec
 from simulations.studies.federations import SilentObserver
 from simulations.studies.harness import Line
+from simulations.tiny_bert import make_tiny_bert
 
 DELTA = 1e-5
 
@@ -49,6 +52,7 @@ MEMBERSHIP_CLAIMS: dict[str, float | None] = {"no noise": None, "epsilon 8": 8.0
 
 FULL_MODEL_NOISE = {"no noise": 0.0, "the default run's noise": 1.88}
 NUM_GUESSES = 40
+REPEATED_CLAIM, REPEATED = 8.0, 100
 
 LANGUAGE_CLAIMS: dict[str, float | None] = {"no noise": None, "8": 8.0, "4": 4.0}
 LANGUAGE_SEEDS = range(3)
@@ -252,3 +256,41 @@ def language_model_run(data: Path, condition: str, seed: int) -> Line:
         "drop_epsilon_lower": drop.epsilon_lower,
         **ideal,
     }
+
+
+def repeated_run(num_runs: int) -> Line:
+    """Audits of so many runs of a tiny model, with seeds of their own: how often a bound exceeds the claim of 8."""
+    bounds: dict[str, list[float]] = {"epsilon_lower": [], "epsilon_lower_f_dp": []}
+    with tempfile.TemporaryDirectory(prefix="fedpriv-study-") as folder:
+        where = Path(folder)
+        words = tuple(f"word{number}" for number in range(500))
+        _write_random_records(where / "records.csv", words)
+        shared = {
+            "model": str(make_tiny_bert(where / "tiny-bert", words)), "data": str(where / "records.csv"),
+            "test_data": str(where / "records.csv"), "partition": "iid", "num_clients": 1, "recipe": "dp-lora-paper",
+            "layers": "all", "rank": 4, "rounds": 4, "local_steps": 1, "sampling_probability": 1.0, "clip_norm": 0.1,
+            "learning_rate": 1.0, "server_optimizer": "sgd", "server_learning_rate": 1.0, "delta": DELTA,
+            "target_epsilon": REPEATED_CLAIM, "audit": "tokens", "audit_canaries": 60, "simulate": True,
+            "comparison": False, "baselines": False, "evaluate_every": 10**6,
+        }  # fmt: skip
+        for seed in range(num_runs):
+            observer = SilentObserver()
+            federation.run(parse({**shared, "seed": seed, "out": str(where / f"run-{seed}")}), observer)
+            for name, found in bounds.items():
+                found.append(observer.summary["audit"][name])
+    return {
+        "kind": "repeated",
+        "epsilon": REPEATED_CLAIM,
+        "num_runs": num_runs,
+        **{f"{name}_largest": max(found) for name, found in bounds.items()},
+        **{f"{name}_mean": float(np.mean(found)) for name, found in bounds.items()},
+        **{f"{name}_above": sum(each > REPEATED_CLAIM for each in found) for name, found in bounds.items()},
+    }
+
+
+def _write_random_records(path: Path, words: Sequence[str]) -> None:
+    generator = random.Random(0)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("text", "label"))
+        writer.writerows((" ".join(generator.choices(words, k=12)), "ab"[index % 2]) for index in range(60))

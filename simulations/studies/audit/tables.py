@@ -157,6 +157,18 @@ def _vault(lines: Sequence[Line]) -> str:
     return f"{table(headers, rows)}\n\n{_seconds(lines)}"
 
 
+def _repeated(lines: Sequence[Line]) -> str:
+    rows = (
+        (
+            how, line["num_runs"], f"{line['epsilon']:g}", f"{line[f'{name}_mean']:.2f}",
+            f"{line[f'{name}_largest']:.2f}", line[f"{name}_above"],
+        )
+        for line in lines
+        for how, name in (("one run", "epsilon_lower"), ("f-DP", "epsilon_lower_f_dp"))
+    )  # fmt: skip
+    return table(("bound", "runs", "claim", "mean", "largest", "above the claim"), rows)
+
+
 TABLES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "local": _local,
     "views": _views,
@@ -168,5 +180,6 @@ TABLES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "full-model": _full_model,
     "language-models": _language_models,
     "vault": _vault,
+    "repeated": _repeated,
 }
 """{block of the page: from the lines of that kind}."""
