@@ -92,18 +92,12 @@ def trade_off_plot(found: pd.DataFrame, points: Mapping[str, float], *, name: st
     axes.set_xlim(float(found.index.min()), 1.0)
     axes.set_ylim(float(found.index.min()), 1.0)
     axes.plot(found.index, found.index, color=INK, linestyle=":", linewidth=1)
-    for colour, style, column in zip(SERIES, DASHES, found, strict=False):
-        axes.plot(found.index, found[column], color=colour, linestyle=style, linewidth=1.6, clip_on=False)
+    for place, column in enumerate(found):
+        style, colour = DASHES[place], SERIES[place]
+        axes.plot(found.index, found[column], color=colour, linestyle=style, linewidth=1.6, clip_on=place > 0)
     if len(found.columns) > 1:
-        last = found.columns[-1]
-        middle = found.index[len(found) // 2]
-        axes.annotate(
-            last,
-            xy=(middle, max(found[last].loc[middle], float(found.index.min()))),
-            xytext=(6, -12),
-            textcoords="offset points",
-            color=SERIES[1],
-            fontsize=FONT_SIZE,
+        axes.text(
+            0.98, 0.06, found.columns[-1], transform=axes.transAxes, ha="right", color=SERIES[1], fontsize=FONT_SIZE
         )
     axes.plot([float(x) for x in points], list(points.values()), "o", color=SERIES[0], markersize=5, clip_on=False)
     for i, (x, y) in enumerate(points.items()):
