@@ -103,3 +103,15 @@ def test_the_site_builds_in_strict_mode_and_its_pages_fetch_nothing(tmp_path):
         assert not fetched.findall(file.read_text()), name
     for style in (tmp_path / "site").rglob("*.css"):
         assert not re.findall(r"@import|url\([\"']?(?:https?:)?//", style.read_text()), style
+
+
+def test_prose_that_stands_out_is_reported_and_nothing_fails(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"# What a heading says\n\nA short sentence. {'Word ' * 31}end.\n\n```\n{'code ' * 40}\n```\n\n"
+        "| What | a table |\n\n- What it costs is told below.\n- What does it cost?\n"
+    )
+    command = [sys.executable, str(ROOT / "docs" / "_hooks" / "prose.py"), str(page)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split(":")[1:3] for line in told[:-1]] == [["3", " 32 words"], ["11", " odd"]]
+    assert told[-1] == "4 sentences, 1 of more than 30 words, 1 odd"
