@@ -142,11 +142,15 @@ def _closing_line(summary: Mapping[str, Any]) -> str:
     )
 
 
+_BY_CURVE = "epsilon_lower_f_dp"
+
+
 def audit_bound(audit: Mapping[str, Any] | None) -> str | None:
     """An audit's lower bound of epsilon; None without an audit."""
     if not audit:
         return None
-    largest = max(audit["epsilon_lower"], audit["epsilon_lower_f_dp"])
+    by_curve = audit.get(_BY_CURVE, 0.0)
+    largest = None if by_curve is None else max(audit["epsilon_lower"], by_curve)
     return f"ε = {_rounded_down(largest)} at δ = {format_delta(audit['delta'])}"
 
 
@@ -157,11 +161,13 @@ def _audit_line(audit: Mapping[str, Any]) -> str:
         audit: `audit` of a run's summary.
     """
     claim = audit["claimed_epsilon"]
+    # Audits of earlier versions have no bound by f-DP.
+    by_curve = f", ≥ {_rounded_down(audit[_BY_CURVE])} by f-DP" if _BY_CURVE in audit else ""
     claimed = MISSING if claim is None else format_bound(claim)
     verdict = f"this refutes the claim of ε = {claimed}" if audit["refuted"] else f"the claim of ε = {claimed} stands"
     return (
-        f"ε ≥ {_rounded_down(audit['epsilon_lower'])} at δ = {format_delta(audit['delta'])}, "
-        f"≥ {_rounded_down(audit['epsilon_lower_f_dp'])} by f-DP, with {audit['confidence']:.0%} confidence: "
+        f"ε ≥ {_rounded_down(audit['epsilon_lower'])} at δ = {format_delta(audit['delta'])}{by_curve}, "
+        f"with {audit['confidence']:.0%} confidence: "
         f"{audit['num_correct']} of {audit['num_guesses']} guesses about {audit['num_canaries']} canaries "
         f"({audit['kind']}) were right; {verdict}"
     )

@@ -98,6 +98,7 @@ EXAMPLES = {
     "integral select": Example("plain.csv --target label --subsample-size 60 --epsilon 0 --epochs 1"),
     "integral attack": Example(f"plain.csv --target label --epsilon 0 {ATTACK}"),
     "integral advice": Example("--features 8 --records 10"),
+    "audit power": Example("--canaries 40 --epsilon 4"),
     "audit one-run": Example("--scores scores.csv --claimed-epsilon inf", infinite="claimed_epsilon"),
     "audit membership": Example("--scores losses.csv"),
     "serve new-token": Example("clinic --tokens tokens.toml --variants global"),
@@ -199,7 +200,7 @@ def test_the_app_shows_its_version_and_help():
 
 
 LIGHT = [
-    *("account", "calibrate", "repeat-and-select", "status", "audit one-run", "lmo account"),
+    *("account", "calibrate", "repeat-and-select", "status", "audit one-run", "audit power", "lmo account"),
     *(name for name in COMMANDS if name.startswith("ledger ")),
 ]
 

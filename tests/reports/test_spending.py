@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedpriv.runs.figures import _audit_line, _closing_line, limit_of
+from fedpriv.runs.figures import _audit_line, _closing_line, audit_bound, limit_of
 from fedpriv.runs.show._tables import views_text
 
 SUMMARY: dict[str, Any] = {
@@ -22,6 +22,7 @@ SUMMARY: dict[str, Any] = {
 AUDIT: dict[str, Any] = {
     "kind": "tokens",
     "epsilon_lower": 0.129,
+    "epsilon_lower_f_dp": 0.258,
     "delta": 1e-5,
     "confidence": 0.95,
     "num_correct": 44,
@@ -77,6 +78,15 @@ def test_a_target_stands_with_what_this_run_spent_and_a_budget_with_the_whole_of
 def test_an_audit_is_a_lower_bound_rounded_down_with_what_it_means_for_the_claim(refuted, verdict):
     line = _audit_line(AUDIT | {"refuted": refuted})
     assert line.startswith(
-        "ε ≥ 0.12 at δ = 1e-5, with 95% confidence: 44 of 74 guesses about 150 canaries (tokens) were right; "
+        "ε ≥ 0.12 at δ = 1e-5, ≥ 0.25 by f-DP, with 95% confidence: 44 of 74 guesses about 150 canaries (tokens) were "
+        "right; "
     )
     assert verdict in line
+
+
+def test_an_audit_of_an_earlier_version_and_one_that_rejects_everything_are_told_too():
+    earlier = {key: value for key, value in AUDIT.items() if key != "epsilon_lower_f_dp"}
+    assert _audit_line(earlier).startswith("ε ≥ 0.12 at δ = 1e-5, with 95% confidence")
+    assert audit_bound(earlier) == "ε = 0.12 at δ = 1e-5"
+    assert audit_bound(AUDIT) == "ε = 0.25 at δ = 1e-5"
+    assert audit_bound(AUDIT | {"epsilon_lower_f_dp": None}) == "ε = ∞ at δ = 1e-5"

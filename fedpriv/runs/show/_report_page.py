@@ -321,7 +321,7 @@ def _risk_panel(summary: Mapping[str, Any]) -> Panel | None:
         f"At most, of any client, on the {summary['privacy_view']} view. Accusing at random finds as many as it "
         "accuses wrongly; both axes are logarithmic."
     )
-    if audit:
+    if audit and "roc" in audit:
         places = np.searchsorted(audit["roc"]["fpr"], frame.index, side="right") - 1
         frame["found by the audit"] = np.asarray(audit["roc"]["tpr"])[places]
         note += f" The audit found so many of {audit['num_canaries']} canaries, by the share of others that it accused."
