@@ -162,9 +162,10 @@ def _carry_out(
     summary["audit"] = None
     if registered:
         observer.progressed(RunProgress(what="auditing by canaries"))
-        # Whoever sees the global models alone.
-        view: View = "aggregate" if config.secure_aggregation else "local"
-        events, claim = outcome.strategy.books.accounts.worst(view, part="this run")
+        accounts = outcome.strategy.books.accounts
+        # The attacker sees global models alone; where sums had too few uploads, what holds is the local view.
+        view: View = "aggregate" if config.secure_aggregation and accounts.largest("aggregate") else "local"
+        events, claim = accounts.worst(view, part="this run")
         final = outcome.strategy.model.adapter
         summary["audit"] = audit_of(config, bench, final, registered=registered, events=events, claim=claim)
     writer.finish(summary)

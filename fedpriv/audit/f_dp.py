@@ -131,7 +131,8 @@ def schedule_epsilon(
 
     The claims are the accountant's whole curves of the same releases, with the noise of each multiplied by one factor
     in 1/16..64. The bound is the epsilon of the weakest claim that is rejected. It holds against claims of this family,
-    and against no single (epsilon, delta). Releases without noise are held against Gaussian DP.
+    and against no single (epsilon, delta). Releases without noise, or with none that is known and proven, are held
+    against Gaussian DP.
 
     Args:
         events: of the record's holder, as they are charged.
@@ -148,7 +149,7 @@ def schedule_epsilon(
     check_group_size(group_size)
     released = tuple(event for event in events if event.sampling_probability > 0)
     counts = {"num_canaries": num_canaries, "num_guesses": num_guesses, "num_correct": num_correct}
-    if not all(event.is_noised for event in released):
+    if not all(event.is_noised and event.is_guarantee and event.with_noise(2.0) != event for event in released):
         return gaussian_epsilon(gaussian_mu(**counts, confidence=confidence) / group_size, delta)
 
     def refutes(claim: TradeOff) -> bool:

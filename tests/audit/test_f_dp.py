@@ -9,6 +9,9 @@ import pytest
 from scipy import optimize, special, stats
 
 from fedpriv.accounting import SubsampledGaussian, epsilon_of, trade_off
+from fedpriv.accounting.events import EpsilonDelta
+from fedpriv.accounting.lmo.event import SubsampledLmo
+from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
 from fedpriv.audit import f_dp
 from fedpriv.audit._bounds import num_correct
 
@@ -158,3 +161,15 @@ def test_error_rates_over_many_runs_are_held_against_the_schedule():
         found.append(bound)
     assert np.mean(np.array(found) > claimed) <= 0.05 + 4 * math.sqrt(0.05 * 0.95 / 200)
     assert np.median(found) > 0.7 * claimed
+
+
+def test_noise_that_is_stated_in_no_number_or_not_proven_is_held_against_gaussian_dp():
+    lmo = LmoParameters(combination="mixture", uniform=UniformPart(weight=1.0, low=4.9, high=5.1))
+    unproven = SubsampledLmo(
+        parameters=lmo, sensitivity=1.0, dimension=10, sampling_probability=1.0, accounting="published"
+    )
+    stated = EpsilonDelta(epsilon=1.0, delta=1e-6)
+    counts = {"num_canaries": 400, "num_guesses": 100, "num_correct": 95}
+    expected = trade_off.gaussian_epsilon(f_dp.gaussian_mu(**counts), 1e-5)
+    for event in (unproven, stated):
+        assert f_dp.schedule_epsilon([event], 1e-5, **counts) == pytest.approx(expected)
