@@ -19,6 +19,7 @@ from fedpriv.vault._charging import RefusedError
 from fedpriv.vault.holder import run_of
 from server.observer import LogObserver
 from simulations.engines import federation
+from tests.tiny import with_persons
 
 AUDIT = {"audit": "tokens", "audit_canaries": 60}
 
@@ -117,3 +118,15 @@ def test_a_node_of_its_own_takes_no_canaries(small_run):
     context.node_config.pop("trust-run-config")
     with pytest.raises(RefusedError, match="takes no data from a run"):
         run_of(context.run_config, holder_of(context))
+
+
+def test_a_person_who_is_a_canary_has_several_records_and_counts_once(small_run, table, tmp_path):
+    values = small_run | {"data": str(with_persons(table, tmp_path / "t.csv", 3)), "person_column": "patient"}
+    _, summary = run(values, tmp_path / "run", audit_repeats=3)
+    assert summary["audit"]["group_size"] == 1
+    config = parse({**values, **AUDIT, "audit_repeats": 3})
+    bench = workbench(config)
+    client, own = audited(config, bench, 0), bench.client(0)
+    num = int(client.included.sum())
+    assert summary["clients"][0]["num_records"] == client.num_registered == own.num_units + 60
+    assert (len(client.records), client.records.num_units) == (len(own) + 3 * num, own.num_units + num)
