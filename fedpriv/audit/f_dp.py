@@ -149,7 +149,7 @@ def schedule_epsilon(
     check_group_size(group_size)
     released = tuple(event for event in events if event.sampling_probability > 0)
     counts = {"num_canaries": num_canaries, "num_guesses": num_guesses, "num_correct": num_correct}
-    if not all(event.is_noised and event.is_guarantee and event.with_noise(2.0) != event for event in released):
+    if not has_curve(released):
         return gaussian_epsilon(gaussian_mu(**counts, confidence=confidence) / group_size, delta)
 
     def refutes(claim: TradeOff) -> bool:
@@ -157,6 +157,11 @@ def schedule_epsilon(
         return bool(rejected(claim, 1 - confidence, num_canaries, num_guesses, num_correct)[0])
 
     return _epsilon_of_weakest_rejected(released, delta, refutes)
+
+
+def has_curve(events: Iterable[Event]) -> bool:
+    """Whether the accountant has a proven curve of the releases for any amount of noise: there is noise, in numbers."""
+    return all(event.is_noised and event.is_guarantee and event.with_noise(2.0) != event for event in events)
 
 
 def many_runs_schedule_epsilon(
