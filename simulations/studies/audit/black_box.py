@@ -124,7 +124,7 @@ def _upload(update: ClientUpdate | Exception) -> ClientUpdate:
 
 
 def membership_run(condition: str, plot: Path) -> Line:
-    """Train the target and its shadow models, attack the target three ways, and plot the ROC curves.
+    """Train the target and its shadow models, attack the target four ways, and plot the ROC curves.
 
     Each federation includes every record of the pool with probability 1/2. The shadow models are trained on the same
     pool, the strongest setting for the attacker; the calibrated attack's reference is the mean of those without the
