@@ -236,7 +236,7 @@ def language_model_run(data: Path, condition: str, seed: int) -> Line:
     drop = one_run_audit(
         calibrated_scores(after, before), client.included, num_guesses=found["num_guesses"], delta=DELTA
     )
-    figures = ("num_canaries", "num_guesses", "num_correct", "epsilon_lower", "epsilon_lower_f_dp", "roc")
+    figures = ("num_canaries", "num_guesses", "num_correct", "epsilon_lower", "epsilon_lower_f_dp")
     ideal: Line = {}
     if claim is not None:
         event = SubsampledGaussian(
