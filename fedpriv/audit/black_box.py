@@ -8,6 +8,7 @@ at the initial model how a step on each canary would move each margin, and estim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from fedpriv.audit.canaries import AuditedClient, audited, digest
 from fedpriv.audit.f_dp import has_curve, schedule_epsilon
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Item, Records, num_tokens
+from fedpriv.errors import InputError
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from fedpriv.training.workbench import Workbench
@@ -57,6 +59,8 @@ def canary_scores(gains: Array, of_margins: Array, of_losses: Array) -> Array:
     u = -of_losses / np.maximum(np.linalg.norm(of_losses, axis=1, keepdims=True), np.finfo(float).tiny)
     moved = v @ u.T
     covariance = moved @ moved.T + v @ v.T
+    if not np.trace(covariance) > 0:  # no value is trained that any margin depends on
+        return np.zeros(len(gains))
     covariance += 1e-9 * np.trace(covariance) / len(covariance) * np.eye(len(covariance))
     values, of_all = gains / lengths[:, 0], moved.sum(axis=1)
     weights = np.linalg.solve(covariance, of_all)
@@ -204,9 +208,15 @@ def registration(config: RunConfig, bench: Workbench) -> dict[str, Any]:
     Args:
         config: with an audit.
         bench: with all clients' records.
+
+    Raises:
+        InputError: the coins put all canaries in, or none.
     """
     clients = _clients(config, bench)
-    num = sum(len(client.canaries) for client in clients)
+    included = np.concatenate([client.included for client in clients])
+    num = len(included)
+    if included.all() or not included.any():
+        raise InputError(f"audit_canaries = {config.audit_canaries}: by chance all or none of {num} are in; use more")
     return {
         "kind": config.audit,
         "num_canaries": num,
@@ -233,12 +243,14 @@ def audit_of(
         bench: with all clients' records; the adapter of its model is changed.
         final: the global adapter after the last round.
         registered: the run's `registration`.
-        events: of the client that spent most in this run, on the view of those who see the global models alone.
+        events: that cover every client's in this run, on the view of those who see the global models alone; none if
+            there are no such, and then no bound is by f-DP.
         claim: their epsilon, which is infinite without noise, at the largest delta of the clients.
     """
     clients = _clients(config, bench)
     bench.model.merge({})
-    scores = scores_of(bench.model, bench.initial, final, clients)
+    # A model that diverged tells nothing.
+    scores = np.nan_to_num(scores_of(bench.model, bench.initial, final, clients), nan=0.0, posinf=0.0, neginf=0.0)
     included = np.concatenate([client.included for client in clients])
     group_size = config.audit_repeats if config.unit == "record" else 1
     result = one_run_audit(
@@ -249,22 +261,22 @@ def audit_of(
         confidence=registered["confidence"],
         group_size=group_size,
     )
-    by_curve = schedule_epsilon(
-        events,
-        claim.delta,
-        num_canaries=result.num_canaries,
-        num_guesses=result.num_guesses,
-        num_correct=result.num_correct,
-        confidence=result.confidence,
-        group_size=group_size,
-    )
-    # One bound alone may refute: of two at 95 % confidence, one is wrong in up to a tenth of all audits.
-    deciding = by_curve if has_curve(events) else result.epsilon_lower
+    found = asdict(result)
+    deciding = result.epsilon_lower
+    if events and (has_curve(events) or math.isinf(claim.epsilon)):
+        deciding = found["epsilon_lower_f_dp"] = schedule_epsilon(
+            events,
+            claim.delta,
+            num_canaries=result.num_canaries,
+            num_guesses=result.num_guesses,
+            num_correct=result.num_correct,
+            confidence=result.confidence,
+            group_size=group_size,
+        )
     wrongly, rightly = roc(scores, included)
     return {
         "kind": config.audit,
-        **asdict(result),
-        "epsilon_lower_f_dp": by_curve,
+        **found,
         "claimed_epsilon": claim.epsilon,
         "refuted": deciding > claim.epsilon,
         "sha256": registered["sha256"],

@@ -238,8 +238,7 @@ def audited_client(
 def audited(config: RunConfig, bench: Workbench, index: int) -> AuditedClient | None:
     """A client with its canaries; None in a run without an audit.
 
-    The coins use the run's seed, since the auditor has to know them: they protect only canaries, which belong to
-    nobody.
+    The coins use the run's seed, since the auditor has to know them: they protect only canaries.
 
     Args:
         config: of the run.

@@ -35,6 +35,7 @@ from fedpriv.accounting.composition.law import Array, Event
 from fedpriv.accounting.risk import trade_off_of
 from fedpriv.accounting.trade_off import TradeOff, gaussian, gaussian_epsilon, of_group
 from fedpriv.audit._bounds import check_group_size, largest_error_rates
+from fedpriv.errors import InputError
 
 _GRID = 17
 _PASSES = 5
@@ -189,12 +190,14 @@ def many_runs_schedule_epsilon(
         confidence: in (0, 1).
 
     Raises:
-        InputError: a count or a level is out of range.
+        InputError: a count or a level is out of range, or an event has no proven curve.
     """
     wrong, missed = largest_error_rates(
         num_false_positives, num_without, num_false_negatives, num_with, confidence=confidence
     )
     released = tuple(event for event in events if event.sampling_probability > 0)
+    if not has_curve(released):
+        raise InputError("events: need noise, in numbers, whose accounting is proven")
     return _epsilon_of_weakest_rejected(released, delta, lambda claim: bool(claim(np.array([wrong]))[0] > missed))
 
 

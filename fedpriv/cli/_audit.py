@@ -95,6 +95,9 @@ def one_run(
     if len(scores) > 1 and not guesses:
         raise InputError("scores: several runs count together with --guesses alone, fixed for each of them")
     tables = [_read_scores(path, ["score", "included"]) for path in scores]
+    seen = {table["score"].tobytes() + table["included"].tobytes() for table in tables}
+    if len(seen) < len(tables):
+        raise InputError("scores: two files hold the same run, whose canaries would count twice")
     audits = [
         one_run_audit(
             table["score"],

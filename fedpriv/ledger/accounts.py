@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fedpriv.accounting.accountants import PrivacySpent, check_delta, epsilon_of, stays_within
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event, group
-from fedpriv.accounting.many_clients import bound_of_person, cost_of_person, epsilons
+from fedpriv.accounting.many_clients import bound_of_person, cost_of_person, epsilons, without_size
 from fedpriv.accounting.risk import Risk, risk_of_person, risks_of
 from fedpriv.accounting.views import VIEWS, Release, View, default_delta
 
@@ -135,14 +135,19 @@ class Accounts:
     def worst(self, view: View, *, part: Part = "whole") -> tuple[list[Event], PrivacySpent]:
         """The events of the client that spent most, and a cost that holds for all clients: its epsilon at any's delta.
 
+        There are no events where another client's are of another kind, or are more, or sample more: then no one curve
+        holds for all.
+
         Args:
             view: that holds for every client that released anything.
             part: of the accounts.
         """
         costs = {client: cost for client, cost in self.final(view, part=part).items() if cost is not None}
         client = max(costs, key=lambda client: costs[client].epsilon)
-        events = _events(self._histories(client, part), view)
-        return events, replace(costs[client], delta=max(self.deltas.values()))
+        histories = self._where_held(view, part)
+        events = histories.get(client, [])
+        all_less = all(_are_no_more(other, events) for other in histories.values())
+        return events if all_less else [], replace(costs[client], delta=max(self.deltas.values()))
 
     def largest_bound(self, view: View, *, part: Part = "whole") -> PrivacySpent | None:
         """A bound on `largest`, cheap enough for every round: by rdp, of the largest divergences at every order."""
@@ -236,6 +241,14 @@ class Accounts:
 def _cost(events: tuple[Event, ...], delta: float, accountant: Accountant) -> PrivacySpent:
     """`epsilon_of`, kept: of many clients, few histories differ."""
     return epsilon_of(events, delta, accountant)
+
+
+def _are_no_more(one: Sequence[Event], other: Sequence[Event]) -> bool:
+    """Whether the second events are the first but for larger counts and sampling probabilities."""
+    return len(one) == len(other) and all(
+        without_size(a) == without_size(b) and a.count <= b.count and a.sampling_probability <= b.sampling_probability
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _events(histories: Iterable[_History], view: View) -> list[Event]:

@@ -149,9 +149,12 @@ def audit_bound(audit: Mapping[str, Any] | None) -> str | None:
     """An audit's lower bound of epsilon; None without an audit."""
     if not audit:
         return None
-    by_curve = audit.get(_BY_CURVE, 0.0)
-    largest = None if by_curve is None else max(audit["epsilon_lower"], by_curve)
-    return f"ε = {_rounded_down(largest)} at δ = {format_delta(audit['delta'])}"
+    return f"ε = {_rounded_down(audit['epsilon_lower'])} at δ = {format_delta(audit['delta'])}"
+
+
+def audit_curve_bound(audit: Mapping[str, Any] | None) -> str | None:
+    """The bound that holds against the accountant's whole curve alone; None if the audit has none."""
+    return f"ε = {_rounded_down(audit[_BY_CURVE])}" if audit and _BY_CURVE in audit else None
 
 
 def _audit_line(audit: Mapping[str, Any]) -> str:
@@ -161,7 +164,7 @@ def _audit_line(audit: Mapping[str, Any]) -> str:
         audit: `audit` of a run's summary.
     """
     claim = audit["claimed_epsilon"]
-    # Audits of earlier versions have no bound by f-DP.
+    # Not all audits have a bound by f-DP, and none of earlier versions.
     by_curve = f", ≥ {_rounded_down(audit[_BY_CURVE])} by f-DP" if _BY_CURVE in audit else ""
     claimed = MISSING if claim is None else format_bound(claim)
     verdict = f"this refutes the claim of ε = {claimed}" if audit["refuted"] else f"the claim of ε = {claimed} stands"

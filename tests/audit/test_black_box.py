@@ -51,3 +51,7 @@ def test_a_record_that_no_value_learns_from_has_a_score_too():
 def test_more_canaries_than_values_have_scores():
     gains, margins, losses, _ = _world(0, num=300, values=20)
     assert np.isfinite(canary_scores(gains, margins, losses)).all()
+
+
+def test_canaries_of_one_outcome_have_no_margins_and_equal_scores():
+    assert canary_scores(np.zeros(5), np.zeros((5, 3)), np.ones((5, 3))).tolist() == [0.0] * 5

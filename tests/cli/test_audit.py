@@ -122,3 +122,20 @@ def test_any_model_can_be_audited_by_a_function_of_ones_own(tmp_path, monkeypatc
     assert "MODULE:FUNCTION" in error("model", "model.safetensors", "--losses", "nowhere:judge")
     (tmp_path / "model.txt").write_text("x")
     assert "not a safetensors file" in error("model", "model.txt", "--losses", "judge_of_a_model:judge")
+
+
+def test_several_runs_count_together_and_no_run_twice(tmp_path):
+    rng = np.random.default_rng(5)
+    paths = []
+    for number in range(2):
+        included = (rng.random(200) < 0.5).astype(int)
+        scores = included + rng.standard_normal(200)
+        paths.append(write_csv(tmp_path / f"{number}.csv", score=scores, included=included))
+    options = ("--delta", 1e-5, "--guesses", 60)
+    once = as_json("audit", "one-run", "--scores", paths[0], *options)
+    both = as_json("audit", "one-run", "--scores", paths[0], "--scores", paths[1], *options)
+    assert (both["num_canaries"], both["num_guesses"]) == (400, 120)
+    assert both["num_correct"] > once["num_correct"]
+    twice = error("one-run", "--scores", paths[0], "--scores", paths[0], *options)
+    assert "two files hold the same run" in twice
+    assert "--guesses alone" in error("one-run", "--scores", paths[0], "--scores", paths[1])

@@ -111,3 +111,16 @@ def test_clients_that_released_nothing_cost_nothing_and_take_no_time():
     assert accounts.num_releases(6) == accounts.num_releases(7) == 0
     with pytest.raises(KeyError):
         accounts.record(100_000, release())
+
+
+def test_the_worst_clients_events_hold_for_all_only_where_they_cover_them():
+    """Client 1 samples more; then client 0 releases with other noise, and no one curve holds for both."""
+    accounts = Accounts({0: 50, 1: 10**7})
+    accounts.record(0, release(q=0.1))
+    accounts.record(1, release(q=0.3))
+    events, cost = accounts.worst("local")
+    assert events == accounts.history(1, "local")
+    assert (cost.epsilon, cost.delta) == (accounts.final("local")[1].epsilon, accounts.deltas[0])
+    accounts.record(0, release(z=20.0))
+    events, cost = accounts.worst("local")
+    assert (events, cost.epsilon) == ([], accounts.final("local")[1].epsilon)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedpriv.runs.figures import _audit_line, _closing_line, audit_bound, limit_of
+from fedpriv.runs.figures import _audit_line, _closing_line, audit_bound, audit_curve_bound, limit_of
 from fedpriv.runs.show._tables import views_text
 
 SUMMARY: dict[str, Any] = {
@@ -88,5 +88,7 @@ def test_an_audit_of_an_earlier_version_and_one_that_rejects_everything_are_told
     earlier = {key: value for key, value in AUDIT.items() if key != "epsilon_lower_f_dp"}
     assert _audit_line(earlier).startswith("ε ≥ 0.12 at δ = 1e-5, with 95% confidence")
     assert audit_bound(earlier) == "ε = 0.12 at δ = 1e-5"
-    assert audit_bound(AUDIT) == "ε = 0.25 at δ = 1e-5"
-    assert audit_bound(AUDIT | {"epsilon_lower_f_dp": None}) == "ε = ∞ at δ = 1e-5"
+    assert audit_bound(AUDIT) == "ε = 0.12 at δ = 1e-5"
+    assert audit_curve_bound(AUDIT) == "ε = 0.25"
+    assert audit_curve_bound(AUDIT | {"epsilon_lower_f_dp": None}) == "ε = ∞"
+    assert audit_curve_bound(earlier) is None

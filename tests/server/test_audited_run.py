@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from clients.node import holder_of
 from fedpriv.accounting import SubsampledGaussian, epsilon_of
+from fedpriv.adapters import lora
+from fedpriv.audit import black_box
 from fedpriv.audit.black_box import audit_of, registration
 from fedpriv.audit.canaries import audited
 from fedpriv.config import BY_RECIPE, parse
@@ -130,3 +135,35 @@ def test_a_person_who_is_a_canary_has_several_records_and_counts_once(small_run,
     num = int(client.included.sum())
     assert summary["clients"][0]["num_records"] == client.num_registered == own.num_units + 60
     assert (len(client.records), client.records.num_units) == (len(own) + 3 * num, own.num_units + num)
+
+
+def test_a_claim_that_is_understated_is_refuted(small_run):
+    """A model that was trained on the canaries alone, without noise, against events that claim much of it."""
+    config = parse({**small_run, **AUDIT, "layers": "all", "rank": 16})
+    bench = workbench(config)
+    clients = [audited(config, bench, place) for place in range(3)]
+    lora.write_parameters(bench.model.parameters, bench.initial)
+    items = [item for one in clients for item in one.canaries.part(np.flatnonzero(one.included).tolist()).items()]
+    optimizer = torch.optim.Adam(bench.model.parameters.values(), lr=0.02)
+    for _ in range(40):
+        optimizer.zero_grad()
+        bench.model.predictions(items, cached=False).losses.mean().backward()
+        optimizer.step()
+    final = lora.read_parameters(bench.model.parameters)
+    events = [SubsampledGaussian(noise_multiplier=100.0, sampling_probability=1.0)]
+    claim = epsilon_of(events, 1e-5)
+    registered = registration(config, bench)
+    found = audit_of(config, bench, final, registered=registered, events=events, claim=claim)
+    assert found["refuted"]
+    assert found["epsilon_lower_f_dp"] > claim.epsilon
+    without = audit_of(config, bench, final, registered=registered, events=[], claim=claim)
+    assert "epsilon_lower_f_dp" not in without
+
+
+def test_coins_that_all_fall_alike_are_refused_before_the_first_round(small_run, monkeypatch):
+    config = parse({**small_run, **AUDIT})
+    bench = workbench(config)
+    alike = [replace(audited(config, bench, place), included=np.ones(60, dtype=bool)) for place in range(3)]
+    monkeypatch.setattr(black_box, "_clients", lambda *_: alike)
+    with pytest.raises(InputError, match="audit_canaries = 60: by chance all or none of 180"):
+        registration(config, bench)

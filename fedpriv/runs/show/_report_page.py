@@ -19,6 +19,7 @@ from fedpriv.accounting.views import View, readers_label
 from fedpriv.runs import RunFolder, account_parts, files, parse_epsilon
 from fedpriv.runs.figures import (
     audit_bound,
+    audit_curve_bound,
     counts_next_tokens,
     figures,
     format_bound,
@@ -116,6 +117,7 @@ def render(
             risk_panel=_risk_panel(summary),
             audit=summary.get("audit"),
             audit_bound=audit_bound(summary.get("audit")),
+            audit_curve_bound=audit_curve_bound(summary.get("audit")),
             audit_claim=_audit_claim(summary.get("audit")),
             recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
             stored_variants=tables.variant_table(run.stored) if run.stored else None,

@@ -219,7 +219,7 @@ def full_model_run(condition: str) -> Line:
 
 
 def language_model_run(data: Path, condition: str, seed: int) -> Line:
-    """Audit a run of SmolLM2 by its canaries; beside it, their drop in loss as the score, and an ideal attacker."""
+    """Audit a run of SmolLM2 by its canaries, by their drop in loss alone, and by an ideal attacker."""
     claim = LANGUAGE_CLAIMS[condition]
     noise = {"noise_multiplier": 0.0} if claim is None else {"target_epsilon": claim}
     with tempfile.TemporaryDirectory(prefix="fedpriv-study-") as folder:
