@@ -143,7 +143,7 @@ def membership_run(condition: str, plot: Path) -> Line:
         noise = noise_multiplier_for(claim, DELTA, sampling_probability=batch_size / POOL, steps=rounds * steps)
     spec = update_spec(
         noise_multiplier=noise, batch_size=batch_size, rounds=rounds, local_steps=steps, optimizer="adamw",
-        learning_rate=0.005,
+        learning_rate=0.03,
     )  # fmt: skip
     adapters, events = train(bench.model, federations, spec, seed=0)
     losses = np.stack(
