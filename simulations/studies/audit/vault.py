@@ -19,12 +19,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedpriv.accounting import SubsampledGaussian, epsilon_of, noise_multiplier_for
-from fedpriv.accounting.views import aggregate_scale
+from fedpriv.accounting import epsilon_of, noise_multiplier_for
+from fedpriv.accounting.composition.law import Event
+from fedpriv.accounting.views import View, aggregate_scale
 from fedpriv.adapters import Adapter
 from fedpriv.audit import many_runs_schedule_epsilon
 from fedpriv.config import RunConfig, parse
 from fedpriv.data.records import Records
+from fedpriv.ledger.reader import reading
+from fedpriv.runs.files import LEDGER
 from fedpriv.training.local_update import ClientUpdate, Execute, UpdateTask
 from fedpriv.training.workbench import workbench
 from simulations.engines import federation
@@ -130,6 +133,7 @@ def vault_run(observer: str, seed: int, trials: int = TRIALS) -> Line:
             known[world] = _observed(parse({**values, **plain}))
             noised = {"rounds": trials, "noise_multiplier": noise_multiplier, "out": str(where / world)}
             seen[world] = _observed(parse({**values, **noised, **sums}))
+        event = _charged(where / "with" / LEDGER, "local" if colluders is None else "aggregate")
         sums_of = {world: tap.added[0] for world, tap in known.items()}
     added = sums_of["with"][0] - sums_of["without"][0]
     positives = {world: _statistics(tap, colluders, sums_of["without"], added) > 0.5 for world, tap in seen.items()}
@@ -139,7 +143,6 @@ def vault_run(observer: str, seed: int, trials: int = TRIALS) -> Line:
         "num_false_negatives": int((~positives["with"]).sum()),
         "num_with": len(positives["with"]),
     }
-    event = SubsampledGaussian(noise_multiplier=noise_multiplier * scale, sampling_probability=1.0)
     return {
         "kind": "vault",
         "observer": observer,
@@ -148,6 +151,14 @@ def vault_run(observer: str, seed: int, trials: int = TRIALS) -> Line:
         "found": many_runs_schedule_epsilon([event], DELTA, **counts),
         **counts,
     }
+
+
+def _charged(ledger: Path, view: View) -> Event:
+    """The event on the view of every release of a run, by its ledger, which must have charged all alike."""
+    with reading(ledger) as db:
+        events = {release.seen_by(view) for data_set in db.data_sets() for release in db.releases(data_set.id)}
+    (event,) = events  # merged, since they are equal
+    return event.with_count(1)
 
 
 def _statistics(tap: _Tap, colluders: int | None, known: Tensor, added: Tensor) -> Tensor:
