@@ -127,16 +127,17 @@ def _slopes(model: TrainingModel, adapter: Adapter, canaries: _Canaries) -> tupl
     """
     lora.write_parameters(model.parameters, adapter)
     num = sum(parameter.numel() for parameter in model.parameters.values())
-    generator = torch.Generator().manual_seed(0)
-    places = torch.randint(_MOST_VALUES, (num,), generator=generator) if num > _MOST_VALUES else None
-    signs = torch.randint(2, (num,), generator=generator) * 2.0 - 1.0
+    if is_summed := num > _MOST_VALUES:
+        generator = torch.Generator().manual_seed(0)
+        places = torch.randint(_MOST_VALUES, (num,), generator=generator)
+        signs = torch.randint(2, (num,), generator=generator) * 2.0 - 1.0
 
     def of(values: Callable[[list[int]], Tensor]) -> Array:
         found = np.empty((len(canaries.items), min(num, _MOST_VALUES)), dtype=np.float32)
         for chosen in canaries.passes(model.peft_model.config.vocab_size):
-            by_name, _ = per_sample_gradients(model.layers, partial(values, chosen))
+            by_name, _ = per_sample_gradients(model.layers, partial(values, chosen), recomputed=model.recomputed)
             rows = torch.cat([by_name[name].flatten(1) for name in sorted(by_name)], dim=1).float().cpu()
-            if places is not None:
+            if is_summed:
                 rows = torch.zeros(len(rows), _MOST_VALUES).index_add_(1, places, rows * signs)
             found[chosen] = rows.numpy()
         return found.astype(float)

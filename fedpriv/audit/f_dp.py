@@ -148,7 +148,7 @@ def schedule_epsilon(
         InputError: the group is of no records.
     """
     check_group_size(group_size)
-    released = tuple(event for event in events if event.sampling_probability > 0)
+    released = _released(events)
     counts = {"num_canaries": num_canaries, "num_guesses": num_guesses, "num_correct": num_correct}
     if not has_curve(released):
         return gaussian_epsilon(gaussian_mu(**counts, confidence=confidence) / group_size, delta)
@@ -162,7 +162,12 @@ def schedule_epsilon(
 
 def has_curve(events: Iterable[Event]) -> bool:
     """Whether the accountant has a proven curve of the releases for any amount of noise: there is noise, in numbers."""
-    return all(event.is_noised and event.is_guarantee and event.with_noise(2.0) != event for event in events)
+    return all(event.is_noised and event.is_guarantee and event.with_noise(2.0) != event for event in _released(events))
+
+
+def _released(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The events that say anything of any record."""
+    return tuple(event for event in events if event.sampling_probability > 0)
 
 
 def many_runs_schedule_epsilon(
@@ -195,7 +200,7 @@ def many_runs_schedule_epsilon(
     wrong, missed = largest_error_rates(
         num_false_positives, num_without, num_false_negatives, num_with, confidence=confidence
     )
-    released = tuple(event for event in events if event.sampling_probability > 0)
+    released = _released(events)
     if not has_curve(released):
         raise InputError("events: need noise, in numbers, whose accounting is proven")
     return _epsilon_of_weakest_rejected(released, delta, lambda claim: bool(claim(np.array([wrong]))[0] > missed))

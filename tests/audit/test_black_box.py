@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedpriv.audit import canary_scores
+from fedpriv.audit import black_box, canary_scores
+from fedpriv.audit.canaries import CanaryPlan, audited_client
+from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.training.model import TrainingModel
 
 
 def _world(seed: int, *, num: int = 200, values: int = 600, gain: float = 1.0):
@@ -55,3 +58,21 @@ def test_more_canaries_than_values_have_scores():
 
 def test_canaries_of_one_outcome_have_no_margins_and_equal_scores():
     assert canary_scores(np.zeros(5), np.zeros((5, 3)), np.ones((5, 3))).tolist() == [0.0] * 5
+
+
+def test_sums_of_many_values_keep_the_inner_products_of_gradients(encoder, make_records, monkeypatch):
+    """A model's gradients by all values, and by random sums of them; the products' rounding is their root's inverse."""
+    model = TrainingModel(encoder(), memory_limit=2**30)
+    plan = CanaryPlan(num=20, num_tokens=8)
+    sources = {"canary_source": SeededSource(1), "coins": SeededSource(2)}
+    client = audited_client(make_records(20), plan, num_labels=3, vocabulary=15, **sources)
+    canaries = black_box._Canaries.of([client])
+    exact = black_box._slopes(model, model.initial, canaries)
+    num = exact[0].shape[1]
+    assert num == sum(parameter.numel() for parameter in model.parameters.values())
+    monkeypatch.setattr(black_box, "_MOST_VALUES", num // 2)
+    for found, expected in zip(black_box._slopes(model, model.initial, canaries), exact, strict=True):
+        assert found.shape == (20, num // 2)
+        unit = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+        summed = found / np.linalg.norm(expected, axis=1, keepdims=True)
+        assert np.abs(summed @ summed.T - unit @ unit.T).max() < 6 * (2 / num) ** 0.5
