@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpriv.accounting.accountants import epsilon_of, total_loss
+from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.trade_off import TradeOff, profile
 from fedpriv.accounting.views import Release
-from fedpriv.audit import f_dp, inclusions, ladder, num_correct, one_run_audit, one_run_epsilon
+from fedpriv.audit import inclusions, ladder, num_correct, one_run_audit, one_run_epsilon
+from fedpriv.audit.f_dp import schedule_epsilon
 from simulations.studies.audit.harness import (
     A,
     B,
@@ -36,11 +36,7 @@ SEEDS = 20
 # Registered records of every client, included and excluded canaries among them; enough for batches of a tenth.
 REGISTERED = 1000
 PILOTS = 12
-# How many claims the f-DP bound is searched among: the schedule with noise from 3 times that of the smallest claim down
-# to 0.8 times that of the largest.
-FAMILY = 48
 VIEW_CLAIM, VIEW_CANARIES, VIEW_DIMENSION = 4.0, 4000, 4096
-_POINTS = np.concatenate([[0.0], np.geomspace(0.01, 20, 150)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,31 +133,12 @@ def lower_bounds(num_canaries: int, sizes: np.ndarray, correct: np.ndarray) -> A
 
 @cache
 def f_dp_epsilon(schedule: Schedule, num_canaries: int, num_guesses: int, correct: int) -> float:
-    """The epsilon of the last claim of the family that is rejected; 0 if none is.
-
-    Every claim is the schedule's whole privacy curve at the noise that gives the epsilon; at q = 1, Gaussian DP.
-    """
-    claims, epsilons = _family(schedule)
-    rejected = f_dp.rejected(claims, 1 - CONFIDENCE, num_canaries, num_guesses, correct, len(epsilons))
-    end = int(np.argmin(rejected)) if not rejected.all() else len(epsilons)
-    return float(epsilons[end - 1]) if end else 0.0
-
-
-@cache
-def _family(schedule: Schedule) -> tuple[TradeOff, Array]:
-    """Trade-off functions and epsilons of the schedule as its noise falls, from the accountant's whole curves."""
-    most, least = 3 * noise_for(schedule, min(CLAIMS)), 0.8 * noise_for(schedule, max(CLAIMS))
-    deltas, epsilons = [], []
-    for noise_multiplier in np.geomspace(most, least, FAMILY):
-        event = SubsampledGaussian(
-            noise_multiplier=float(noise_multiplier),
-            sampling_probability=schedule.sampling_probability,
-            count=schedule.rounds,
-        )
-        loss = total_loss((event,), 1e-3)
-        deltas.append([loss.get_delta_for_epsilon(float(point)) for point in _POINTS])
-        epsilons.append(loss.get_epsilon_for_delta(DELTA))
-    return profile(_POINTS, np.array(deltas)), np.array(epsilons)
+    """The lower bound on epsilon among the schedule's curves at other noise."""
+    event = SubsampledGaussian(
+        noise_multiplier=1.0, sampling_probability=schedule.sampling_probability, count=schedule.rounds
+    )
+    counts = {"num_canaries": num_canaries, "num_guesses": num_guesses, "num_correct": correct}
+    return schedule_epsilon((event,), DELTA, **counts, confidence=CONFIDENCE)
 
 
 def local_run(name: str, epsilon: float, num: int, seed: int) -> Line:
