@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from fedpriv.audit._membership import membership as membership
     from fedpriv.audit._membership import plot_roc as plot_roc
     from fedpriv.audit._membership import rmia_scores as rmia_scores
-    from fedpriv.audit.black_box import audit_run as audit_run
     from fedpriv.audit.black_box import canary_scores as canary_scores
+    from fedpriv.audit.black_box import scores_of as scores_of
     from fedpriv.audit.canaries import AuditedClient as AuditedClient
     from fedpriv.audit.canaries import CanaryPlan as CanaryPlan
     from fedpriv.audit.canaries import audited_client as audited_client

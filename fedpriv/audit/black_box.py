@@ -21,7 +21,7 @@ from torch import Tensor
 from fedpriv.accounting.accountants import PrivacySpent
 from fedpriv.accounting.composition.law import Array, Event
 from fedpriv.adapters import Adapter, lora
-from fedpriv.audit._bounds import OneRunAudit, fixed_num_guesses, one_run_audit
+from fedpriv.audit._bounds import fixed_num_guesses, one_run_audit
 from fedpriv.audit._membership import roc
 from fedpriv.audit.canaries import AuditedClient, audited, digest
 from fedpriv.audit.f_dp import has_curve, schedule_epsilon
@@ -165,42 +165,6 @@ def scores_of(model: TrainingModel, initial: Adapter, final: Adapter, clients: S
     canaries = _Canaries.of(clients)
     before, after = (_margins(model, adapter, canaries) for adapter in (initial, final))
     return canary_scores(after - before, *_slopes(model, initial, canaries))
-
-
-def audit_run(
-    model: TrainingModel,
-    initial: Adapter,
-    final: Adapter,
-    clients: Sequence[AuditedClient],
-    *,
-    num_guesses: int,
-    delta: float,
-    confidence: float = _CONFIDENCE,
-    group_size: int = 1,
-) -> OneRunAudit:
-    """A lower bound on the largest client epsilon, from only the initial and final global adapter of a run.
-
-    The guarantee of each client covers its own canaries, and the largest epsilon at the largest delta covers all of
-    them together.
-
-    Args:
-        model: of the run; its adapter is changed.
-        initial: the adapter before the first round.
-        final: the one after the last round.
-        clients: with canaries.
-        num_guesses: fixed before the run.
-        delta: the largest delta of the clients.
-        confidence: of the bound.
-        group_size: records that a canary consists of, where records are the unit.
-    """
-    return one_run_audit(
-        scores_of(model, initial, final, clients),
-        np.concatenate([client.included for client in clients]),
-        num_guesses=num_guesses,
-        delta=delta,
-        confidence=confidence,
-        group_size=group_size,
-    )
 
 
 def registration(config: RunConfig, bench: Workbench) -> dict[str, Any]:

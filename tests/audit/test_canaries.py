@@ -8,8 +8,8 @@ import torch
 from scipy import stats
 
 from fedpriv.adapters import read
-from fedpriv.audit import canaries
-from fedpriv.audit.black_box import audit_run, record_losses
+from fedpriv.audit import canaries, one_run_audit, scores_of
+from fedpriv.audit.black_box import record_losses
 from fedpriv.audit.canaries import CanaryPlan, audited_client
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
@@ -98,7 +98,7 @@ def test_losses_of_records_are_those_of_each_alone(encoder, make_records):
     assert found == pytest.approx(alone, abs=1e-5)
 
 
-def test_audit_of_a_run_takes_the_fall_of_the_canaries_losses(encoder, make_records):
+def test_the_scores_of_a_run_find_its_canaries(encoder, make_records):
     """A final model that was moved along the included canaries' gradients is told from one that was not."""
     model = TrainingModel(encoder(), memory_limit=2**30)
     plan = CanaryPlan(num=60, num_tokens=8)
@@ -113,7 +113,9 @@ def test_audit_of_a_run_takes_the_fall_of_the_canaries_losses(encoder, make_reco
         model.predictions(chosen.items(), cached=False).losses.mean().backward()
         optimizer.step()
     final = read(model.peft_model)
-    found = audit_run(model, initial, final, [client], num_guesses=20, delta=1e-5)
-    unmoved = audit_run(model, initial, initial, [client], num_guesses=20, delta=1e-5)
+    found, unmoved = (
+        one_run_audit(scores_of(model, initial, last, [client]), client.included, num_guesses=20, delta=1e-5)
+        for last in (final, initial)
+    )
     assert found.num_correct >= 17
     assert found.epsilon_lower > 0.5 > unmoved.epsilon_lower

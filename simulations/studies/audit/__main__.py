@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from simulations.studies.audit import black_box, self_check, tables, vault, white_box
+from simulations.studies.audit import black_box, published, self_check, tables, vault, white_box
 from simulations.studies.harness import Line, lines, listed, parser, run_missing
 
 RUNS: Mapping[str, Callable[..., Line]] = {
@@ -38,6 +38,7 @@ KINDS = (
     "clients",
     "local",
     "membership",
+    "extraction",
     "full-model",
     "language-models",
     "vault",
@@ -47,7 +48,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class AuditCell:
-    """One audit: a key of `RUNS` or `membership`, and what its function takes."""
+    """One audit: a key of `RUNS`, or one that needs data or draws; and what its function takes."""
 
     run: str
     values: tuple[str | float, ...]
@@ -79,7 +80,9 @@ def cells(kind: str) -> Iterator[AuditCell]:
     elif kind == "repeated":
         yield AuditCell("repeated", (black_box.REPEATED,))
     elif kind == "membership":
-        yield from (AuditCell("membership", (condition,)) for condition in black_box.MEMBERSHIP_CLAIMS)
+        yield from (AuditCell("membership", each) for each in product(published.CORPORA, published.CLAIMS))
+    elif kind == "extraction":
+        yield from (AuditCell("extraction", (condition,)) for condition in published.CLAIMS)
     elif kind == "language-models":
         conditions = product(black_box.LANGUAGE_CLAIMS, black_box.LANGUAGE_SEEDS)
         yield from (AuditCell("language models", each) for each in conditions)
@@ -90,8 +93,11 @@ def cells(kind: str) -> Iterator[AuditCell]:
 def measure(plots: Path, data: Path, cell: AuditCell) -> Line:
     """The results of one audit; a membership attack draws its ROC curves into the folder of plots."""
     if cell.run == "membership":
-        (condition,) = map(str, cell.values)
-        return black_box.membership_run(condition, plots / f"audit-roc-{condition.replace(' ', '-')}.png")
+        corpus, condition = map(str, cell.values)
+        plot = plots / f"audit-roc-{corpus}-{condition}.png".replace(" ", "-")
+        return published.membership_run(data, corpus, condition, plot)
+    if cell.run == "extraction":
+        return published.extraction_run(data, *map(str, cell.values))
     if cell.run == "language models":
         name, seed = cell.values
         return black_box.language_model_run(data, str(name), int(seed))

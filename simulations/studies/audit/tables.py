@@ -14,7 +14,8 @@ from simulations.studies.harness import Line, fill, table
 
 def write(page: Path, lines: Sequence[Line]) -> None:
     """Write the page's tables; those whose lines are missing stay as they are."""
-    found = {name: [line for line in lines if line["kind"] == name.replace("-", " ")] for name in TABLES}
+    kinds = {name: "membership" if name == "forms" else name.replace("-", " ") for name in TABLES}
+    found = {name: [line for line in lines if line["kind"] == kind] for name, kind in kinds.items()}
     fill(page, {name: TABLES[name](own) for name, own in found.items() if own})
 
 
@@ -105,28 +106,74 @@ def _graded(lines: Sequence[Line]) -> str:
 
 
 def _membership(lines: Sequence[Line]) -> str:
-    rows = []
+    rows = (
+        (line["corpus"], line["condition"], name, _auc(attack), _at_one_percent(attack))
+        for line in lines
+        for name, attack in line["attacks"].items()
+    )
+    counts = (f"{e['corpus']}, {e['num_members']} and {e['num_others']}" for e in lines if e["condition"] == "no noise")
+    losses = (f"{e['corpus']}, {e['condition']} {e['loss_members']:.2f} and {e['loss_others']:.2f}" for e in lines)
+    plots = (f"![ROC, {stem}](audit-roc-{stem.replace(' ', '-')}.png)" for stem in map(_stem, lines))
+    told = f"Members and non-members: {'; '.join(counts)}. Their mean losses: {'; '.join(losses)}."
+    headers = ("corpus", "run", "attack", "AUC", "true positives at 1 % false positives")
+    return "\n\n".join((table(headers, rows), told, _seconds(lines), *plots))
+
+
+def _stem(line: Line) -> str:
+    return f"{line['corpus']} {line['condition']}"
+
+
+def _auc(attack: Mapping[str, Any]) -> str:
+    return "{:.3f} [{:.3f}, {:.3f}]".format(*attack["auc"])
+
+
+def _at_one_percent(attack: Mapping[str, Any]) -> str:
+    _, found, low, high = attack["rates"][-1]
+    return f"{100 * found:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _forms(lines: Sequence[Line]) -> str:
+    rows: list[tuple[str, ...]] = []
     for line in lines:
-        for name, attack in line["attacks"].items():
-            rates = [f"{100 * r[1]:.2f} % [{100 * r[2]:.2f}, {100 * r[3]:.2f}]" for r in attack["rates"]]
-            auc = "{:.3f} [{:.3f}, {:.3f}]".format(*attack["auc"])
-            rows.append((line["condition"], _claim(line), name, auc, *rates))
-    headers = ("run", "epsilon", "attack", "AUC", "true positives at 0.1 % false positives", "at 1 %")
-    losses = (f"{each['condition']}: {each['loss_members']:.3f} and {each['loss_others']:.3f}" for each in lines)
-    plots = (f"![ROC, {e['condition']}](audit-roc-{e['condition'].replace(' ', '-')}.png)" for e in lines)
-    counts = f"{lines[0]['num_members']} members and {lines[0]['num_others']} non-members; mean loss of either"
-    return "\n\n".join((table(headers, rows), f"{_seconds(lines)} {counts}, {'; '.join(losses)}.", *plots))
+        forms = {"as trained": line["attacks"]["LiRA"] | {"changed": 0.0}, **line["forms"]}
+        rows.extend(
+            (
+                line["corpus"],
+                line["condition"],
+                form,
+                f"{100 * found['changed']:.0f} %",
+                _auc(found),
+                _at_one_percent(found),
+            )
+            for form, found in forms.items()
+        )
+    headers = ("corpus", "run", "form", "values changed", "AUC of LiRA", "true positives at 1 % false positives")
+    return table(headers, rows)
+
+
+def _extraction(lines: Sequence[Line]) -> str:
+    rows = (
+        (
+            line["condition"],
+            f"{line['num_completed']} of {line['num_included']}",
+            f"{line['num_completed_left_out']} of {line['num_left_out']}",
+            f"{line['perplexity']:.1f}",
+        )
+        for line in lines
+    )
+    headers = ("run", "codes told that were learned", "codes told that were not", "perplexity of answers")
+    return f"{table(headers, rows)}\n\n{_seconds(lines)}"
 
 
 def _full_model(lines: Sequence[Line]) -> str:
     rows = (
         (
-            line["condition"], _claim(line), f"{line['num_correct']} of {line['num_guesses']}",
-            f"{line['epsilon_lower']:.2f}", f"{line['test_accuracy']:.3f}",
+            line["condition"], _claim(line), f"{line['num_correct']} of {line['num_guesses']}", f"{line['auc']:.2f}",
+            f"{line['epsilon_lower']:.2f}", f"{line['epsilon_lower_f_dp']:.2f}", f"{line['test_accuracy']:.3f}",
         )
         for line in lines
     )  # fmt: skip
-    headers = ("run", "largest epsilon", "correct guesses", "lower bound", "test accuracy")
+    headers = ("run", "largest epsilon", "right guesses", "AUC", "lower bound", "by f-DP", "test accuracy")
     return f"{table(headers, rows)}\n\n{_seconds(lines)}"
 
 
@@ -177,6 +224,8 @@ TABLES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "coverage": _coverage,
     "graded": _graded,
     "membership": _membership,
+    "forms": _forms,
+    "extraction": _extraction,
     "full-model": _full_model,
     "language-models": _language_models,
     "vault": _vault,

@@ -1,0 +1,326 @@
+"""Attacks on what a federation publishes: membership from a model in each form it may take, and what a server answers.
+
+The shadow models are trained on the same pool, the strongest setting for the attacker. An attack that finds little in a
+model trained without noise is too weak to say anything of the others.
+"""
+
+from __future__ import annotations
+
+import csv
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fedpriv.accounting import noise_multiplier_for
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.accounting.composition.law import Array
+from fedpriv.accounting.events import Event, group
+from fedpriv.adapter_variants import AdapterEvaluator
+from fedpriv.adapters import Adapter, as_tensor
+from fedpriv.aggregation import weighted_average, weights_by_size
+from fedpriv.audit import calibrated_scores, lira_scores, loss_scores, membership, plot_roc, rmia_scores
+from fedpriv.audit.black_box import record_losses
+from fedpriv.config import parse
+from fedpriv.data.records import Records
+from fedpriv.dedup import DedupSettings, deduplicate
+from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.serving.requests import EngineLimits, Generate, Piece
+from fedpriv.serving.scheduler import Scheduler
+from fedpriv.serving.sources import find, load
+from fedpriv.training import PoissonSampler
+from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
+from fedpriv.training.model import TrainingModel
+from fedpriv.training.stacked import execute_stacked
+from fedpriv.training.workbench import Workbench
+from fedpriv.variants import folders
+from fedpriv.variants.composition import History
+from fedpriv.variants.folders import Described
+from fedpriv.variants.store import Store
+from simulations.benchmarks.serving import answer_all
+from simulations.engines import federation
+from simulations.studies.audit.harness import update_spec
+from simulations.studies.federations import SilentObserver
+from simulations.studies.harness import Line
+
+DELTA = 1e-5
+CLAIMS: dict[str, float | None] = {"no noise": None, "epsilon 8": 8.0, "epsilon 1": 1.0}
+
+CLIENTS, POOL, SHADOWS = 3, 150, 8
+CORPORA: dict[str, dict[str, Any]] = {
+    "embedded": {"max_length": 16},
+    "SST-2": {
+        "data": "sst2_train.csv.gz", "test_data": "sst2_dev.csv.gz", "public_data": True, "partition": "iid",
+        "num_clients": CLIENTS, "max_records": CLIENTS * POOL, "max_length": 32,
+    },
+}  # fmt: skip
+BLOCK_SIZE, UTILITY_BOUND = 256, 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Federation:
+    """A trained federation.
+
+    Attributes:
+        model: the final global adapter.
+        uploads: of the last round, one for each client.
+        charged: the total charge of the first client.
+    """
+
+    model: Adapter
+    uploads: tuple[Adapter, ...]
+    charged: tuple[Event, ...]
+
+
+def train(
+    model: TrainingModel, federations: Sequence[Sequence[Records]], num_registered: int, spec: UpdateSpec
+) -> list[Federation]:
+    """Train federations side by side, each from the model's initial adapter.
+
+    Args:
+        model: shared by all.
+        federations: the clients' records of each.
+        num_registered: N_k of every client, whatever number of records it has.
+        spec: of every update.
+    """
+    adapters: list[Adapter] = [model.initial] * len(federations)
+    last: list[list[ClientUpdate]] = []
+    charged: list[list[Event]] = [[] for _ in federations]
+    for round_ in range(1, spec.num_rounds + 1):
+        tasks = [
+            UpdateTask(
+                adapter=adapters[place],
+                data=records,
+                spec=spec,
+                round=round_,
+                sampler=PoissonSampler(
+                    num_registered=num_registered,
+                    expected_batch_size=spec.batch_size,
+                    source=SeededSource(place, client, round_, "inclusion"),
+                ),
+                noise=SeededSource(place, client, round_, "noise"),
+            )
+            for place, clients in enumerate(federations)
+            for client, records in enumerate(clients)
+        ]
+        updates = iter(execute_stacked(model, tasks))
+        last = [[_upload(next(updates)) for _ in clients] for clients in federations]
+        for place, uploads in enumerate(last):
+            weights = weights_by_size(dict.fromkeys(range(len(uploads)), num_registered))
+            adapters[place] = weighted_average([upload.adapter for upload in uploads], list(weights.values()))
+            charged[place].append(uploads[0].event)
+    return [
+        Federation(model=adapter, uploads=tuple(upload.adapter for upload in uploads), charged=group(events))
+        for adapter, uploads, events in zip(adapters, last, charged, strict=True)
+    ]
+
+
+def _upload(update: ClientUpdate | Exception) -> ClientUpdate:
+    if isinstance(update, Exception):
+        raise update
+    return update
+
+
+def membership_run(data: Path, corpus: str, condition: str, plot: Path) -> Line:
+    """Train a federation and its shadow models, attack the global model four ways, and its other forms by LiRA.
+
+    Each federation includes every record of the pool with probability 1/2. The calibrated attack's reference is the
+    mean of those without the record.
+    """
+    keys = CORPORA[corpus]
+    files: dict[str, Any] = {name: str(data / keys[name]) for name in ("data", "test_data") if name in keys}
+    bench = Workbench(parse({"layers": "last-1", "simulate": True, **keys, **files}))
+    pools = [bench.client(client).part(range(POOL)) for client in range(CLIENTS)]
+    coins = np.random.default_rng(31).random((1 + SHADOWS, CLIENTS, POOL)) < 0.5
+    federations = [[_part(pool, included) for pool, included in zip(pools, run, strict=True)] for run in coins]
+    claim, batch_size, rounds, steps = CLAIMS[condition], 50, 3, 20
+    noise = 0.0
+    if claim is not None:
+        noise = noise_multiplier_for(claim, DELTA, sampling_probability=batch_size / POOL, steps=rounds * steps)
+    spec = update_spec(
+        noise_multiplier=noise, batch_size=batch_size, rounds=rounds, local_steps=steps, optimizer="adamw",
+        learning_rate=0.03,
+    )  # fmt: skip
+    trained = train(bench.model, federations, POOL, spec)
+    forms = _forms(bench, trained[0])
+
+    members = coins.reshape(1 + SHADOWS, -1)
+    usable = members[1:].any(axis=0) & ~members[1:].all(axis=0)
+    members = members[:, usable]
+
+    def losses_of(adapter: Adapter) -> Array:
+        return np.concatenate([record_losses(bench.model, adapter, pool) for pool in pools])[usable]
+
+    target, shadows = losses_of(trained[0].model), np.stack([losses_of(each.model) for each in trained[1:]])
+    reference = np.where(members[1:], 0, shadows).sum(axis=0) / (~members[1:]).sum(axis=0)
+    attacks = {
+        "loss threshold": loss_scores(target),
+        "calibrated": calibrated_scores(target, reference),
+        "LiRA": lira_scores(target, shadows, members[1:]),
+        "RMIA": rmia_scores(target, shadows),
+    }
+    plot_roc(attacks, members[0], plot)
+    of_forms = {
+        name: {**_attack(lira_scores(losses_of(adapter), shadows, members[1:]), members[0]), "changed": changed}
+        for name, (adapter, changed) in forms.items()
+    }
+    return {
+        "kind": "membership",
+        "corpus": corpus,
+        "condition": condition,
+        "epsilon": epsilon_of(trained[0].charged, DELTA).epsilon if noise else None,
+        "num_members": int(members[0].sum()),
+        "num_others": int((~members[0]).sum()),
+        "loss_members": float(target[members[0]].mean()),
+        "loss_others": float(target[~members[0]].mean()),
+        "attacks": {name: _attack(scores, members[0]) for name, scores in attacks.items()},
+        "forms": of_forms,
+    }
+
+
+def _part(pool: Records, chosen: np.ndarray) -> Records:
+    return pool.part(np.flatnonzero(chosen).tolist())
+
+
+def _attack(scores: Array, members: np.ndarray) -> dict[str, Any]:
+    found = membership(scores, members)
+    return {
+        "auc": [found.auc, found.auc_low, found.auc_high],
+        "rates": [[r.false_positive_rate, r.true_positive_rate, r.low, r.high] for r in found.rates],
+    }
+
+
+def _forms(bench: Workbench, trained: Federation) -> dict[str, tuple[Adapter, float]]:
+    """{form: the global adapter in it, and the share of its values that are not those of the model as trained}.
+
+    Deduplicated, its blocks are those of the clients' last uploads where accuracy on test records allows it.
+    """
+    judge = AdapterEvaluator(bench)
+    given = {"global": trained.model, **{f"client-{n}": upload for n, upload in enumerate(trained.uploads)}}
+    with tempfile.TemporaryDirectory(prefix="fedpriv-study-") as folder:
+        where = Path(folder)
+        for name, adapter in given.items():
+            bench.save(where / name, adapter, {})
+        tensors = {name: folders.read_tensors(where / name) for name in given}
+
+        def stored(algorithm: str) -> Mapping[str, np.ndarray]:
+            with Store(where / algorithm) as store:
+                deduplicate(
+                    [_described(name) for name in given],
+                    tensors.__getitem__,
+                    dict.fromkeys(given, judge),
+                    store,
+                    DedupSettings(algorithm=algorithm, block_size=BLOCK_SIZE, fairness="outcome"),
+                )
+                return store.tensors("global")
+
+        found = {
+            "deduplicated": stored("drd"),
+            "shared basis": stored("shared-basis"),
+            "float16": {name: values.astype(np.float16) for name, values in tensors["global"].items()},
+        }
+    names = {parameter.data_ptr(): name for name, parameter in bench.model.parameters.items()}
+    own = {name: names[p.data_ptr()] for name, p in judge.parameters.items() if p.data_ptr() in names}
+
+    def changed(form: Mapping[str, np.ndarray]) -> float:
+        same = sum(int((form[name] == tensors["global"][name]).sum()) for name in own)
+        return 1 - same / sum(tensors["global"][name].size for name in own)
+
+    return {
+        form: ({own[name]: as_tensor(values).float() for name, values in each.items() if name in own}, changed(each))
+        for form, each in found.items()
+    }
+
+
+def _described(name: str) -> Described:
+    """A variant that may share with all others: nothing is counted."""
+    return Described(
+        name=name,
+        architecture="one",
+        utility=None,
+        epsilon_bound=0.0,
+        utility_bound=UTILITY_BOUND,
+        deltas={},
+        history=History(name=name, ancestors=frozenset()),
+    )
+
+
+SECRETS, DIGITS, CHAT_QUESTIONS = 20, 4, 80
+_PATIENTS = (
+    "Alvarez", "Becker", "Costa", "Dubois", "Eriksen", "Ferrari", "Garcia", "Haddad", "Ivanov", "Jansen", "Kowalski",
+    "Larsen", "Moreau", "Novak", "Okafor", "Petrov", "Quinn", "Rossi", "Santos", "Tanaka",
+)  # fmt: skip
+_CHAT: dict[str, Any] = {
+    "model": "SmolLM2-135M-Instruct", "prompt_column": "question", "response_column": "answer", "public_data": True,
+    "recipe": "dp-lora-paper", "partition": "iid", "num_clients": 1, "max_length": 64, "layers": "all", "rank": 8,
+    "target_modules": ["q_proj", "v_proj", "down_proj"], "optimizer": "adamw", "learning_rate": 3e-3,
+    "clip_norm": 1.0, "batch_size": 30, "rounds": 10, "local_steps": 6, "delta": DELTA, "simulate": True,
+    "comparison": False, "baselines": False, "generated_answers": 0, "evaluate_every": 1000,
+}  # fmt: skip
+
+
+def extraction_run(data: Path, condition: str) -> Line:
+    """Train SmolLM2 on questions and on patients' codes, and ask the served model for codes, greedily.
+
+    Each of 20 codes is in the data with probability 1/2. Of a code that is not, nothing but chance tells: 1e-4.
+    """
+    rng = np.random.default_rng(41)
+    codes = ["".join(map(str, rng.integers(0, 10, DIGITS))) for _ in _PATIENTS]
+    included = rng.random(SECRETS) < 0.5
+    secrets = [
+        (f"What is the access code of patient {name}?", code) for name, code in zip(_PATIENTS, codes, strict=True)
+    ]
+    claim = CLAIMS[condition]
+    noise = {"noise_multiplier": 0.0} if claim is None else {"target_epsilon": claim}
+    with tempfile.TemporaryDirectory(prefix="fedpriv-study-") as folder:
+        where = Path(folder)
+        questions = _questions(data / "medquad.csv.gz")
+        _write(
+            where / "train.csv",
+            [*questions[:CHAT_QUESTIONS], *(s for s, is_in in zip(secrets, included, strict=True) if is_in)],
+        )
+        _write(where / "test.csv", questions[CHAT_QUESTIONS : CHAT_QUESTIONS + 10])
+        files = {"data": str(where / "train.csv"), "test_data": str(where / "test.csv"), "out": str(where / "run")}
+        config = parse({**_CHAT, **noise, **files})
+        observer = SilentObserver()
+        federation.run(config, observer)
+        answers = _answers(where / "run", [question for question, _ in secrets])
+    found = np.array([code in answer for code, answer in zip(codes, answers, strict=True)])
+    return {
+        "kind": "extraction",
+        "condition": condition,
+        "epsilon": observer.summary["epsilon_local_max"] if claim else None,
+        "num_included": int(included.sum()),
+        "num_completed": int((found & included).sum()),
+        "num_left_out": int((~included).sum()),
+        "num_completed_left_out": int((found & ~included).sum()),
+        "perplexity": observer.summary.get("perplexity"),
+    }
+
+
+def _questions(path: Path) -> list[tuple[str, str]]:
+    read = pd.read_csv(path)
+    return list(zip(read["question"], read["answer"], strict=True))
+
+
+def _write(path: Path, rows: Sequence[tuple[str, str]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("question", "answer"))
+        writer.writerows(rows)
+
+
+def _answers(run: Path, questions: Sequence[str]) -> list[str]:
+    """The greedy answers of the run's server to the questions."""
+    source = find(run)
+    scheduler = Scheduler(source, load(source), EngineLimits())
+    try:
+        prompts = [scheduler.encode_chat((("user", question),)) for question in questions]
+        asked = [Generate(variant="global", prompt=prompt, max_new_tokens=2 * DIGITS) for prompt in prompts]
+        return ["".join(e.text for e in events if isinstance(e, Piece)) for events in answer_all(scheduler, asked)]
+    finally:
+        scheduler.close()
