@@ -23,8 +23,7 @@ class FederationSection(ConfigSection, title="Federation"):
     head_start: Annotated[bool, Fact.TEXTS] = True
     """the first round is one noised release of features, summed by class: the head starts from class means"""
     evaluate_every: Count = 1
-    """the server tests the model every so many rounds, and after the last. In rounds that train A and B, a test costs a
-    pass of the whole test set"""
+    """the server tests the model every so many rounds, and after the last"""
     lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS] = 4
     """how many of the last rounds train A and B with the head; empty: all after the start, with the same noise"""
     trained_rank: Annotated[Count | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS | Fact.LATER] = None
@@ -34,35 +33,31 @@ class FederationSection(ConfigSection, title="Federation"):
     clients_per_round: Annotated[int, Field(ge=0)] = 0
     """the number of clients sampled per round; 0 means all"""
     min_clients: Count = 1
-    """a round with fewer valid replies asks further clients, if `clients_per_round` leaves any, or ends the run, which
-    can be resumed; no sum is made of fewer uploads. With `secure_aggregation` this is t >= 3: each client is charged
-    for t uploads, however many are in the sum, and equal accuracy takes sqrt((K - 1) / (t - max(c, 1))) times the noise
-    of t = K, c = 0"""
+    """a round with fewer valid replies asks further clients, if there are any, or ends the run, which can be resumed;
+    no sum is made of fewer uploads. With `secure_aggregation` this is t >= 3, and [each client is charged for t
+    uploads](secure_aggregation.md)"""
     round_seconds: Positive = 3600.0
     """how long a round waits for replies; later ones are counted and discarded, and their clients remain charged"""
     registration_seconds: Annotated[Positive, Fact.RELOADS] = 300.0
     """how long a run waits for its nodes; it continues with those that registered"""
     node_keys: Annotated[str, Fact.LOCATION] = ""
-    """a folder with the public key of each node's vault, `PARTITION-ID.pub`; a node whose registration is not signed
-    with it does not take part"""
+    """a folder with the public key of each node's vault, `PARTITION-ID.pub`; nodes whose registration is not signed
+    with it are left out"""
     aggregation: Annotated[str, Fact.RELEASE | Fact.RELOADS] = "dp-lora"
-    """[how uploads become the next global model](aggregation.md), and what is trained: full weight matrices with
-    `fedavg`, `t-fedavg` and `cmfl`, LoRA adapters with the others; or [a rule of your
-    own](aggregation.md#a-rule-of-your-own)"""
+    """[how uploads become the next global model](aggregation.md): `fedavg`, `t-fedavg` and `cmfl` train full weight
+    matrices, the others LoRA adapters; or [a rule of your own](aggregation.md#a-rule-of-your-own)"""
     client_ranks: Annotated[Sizes, Fact.RELOADS | Fact.TEXTS] = ()
     """with `flora`: one rank per client, such as `[4, 8, 16]`; otherwise all clients use `rank`"""
     client_weights: Literal["auto", "records", "root-records"] = "auto"
-    """rho_k, the weight of a client's upload, in proportion to N_k (`records`, as in the paper) or to N_k^1.5
-    (`root-records`: records of a large client count more, since its noise is no larger). `auto` is `root-records`, but
-    `records` with `secure_aggregation`"""
+    """rho_k, the weight of a client's upload: in proportion to N_k (`records`, as in the paper) or to N_k^1.5
+    (`root-records`). `auto` is `root-records`, but `records` with `secure_aggregation`"""
     server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "momentum"
-    """the server's [step](aggregation.md#server-optimizers) from the weighted sum of the uploads; with rules that are
-    no weighted sum, `sgd` only. It costs no privacy on any view"""
+    """the server's [step](aggregation.md#server-optimizers) from the weighted sum of the uploads, at no cost in
+    privacy; with rules that are no weighted sum, `sgd` only"""
     server_learning_rate: Positive = 1.0
     """the rate of the server's step; with rules that are no weighted sum, 1 only"""
     server_rate_decay: Literal["none", "linear"] = "none"
-    """`linear`: the server's rates fall from round to round, to 1 / `rounds` of themselves in the last, against a model
-    that oscillates where steps stay long"""
+    """`linear`: the server's rates fall from round to round, to 1 / `rounds` of themselves in the last"""
     lora_server_optimizer: Annotated[Literal["same", "adam"], Fact.BY_TRAIN | Fact.TEXTS] = "same"
     """replaces `server_optimizer` for A and B, or R: `adam` where there are enough records for LoRA to pay"""
     lora_server_learning_rate: Annotated[Positive, Fact.BY_TRAIN | Fact.TEXTS] = 0.02
@@ -72,11 +67,11 @@ class FederationSection(ConfigSection, title="Federation"):
     upload_codec: Annotated[Literal["float32", "bfloat16", "int8", "ternary"], Fact.RELOADS] = "float32"
     """the encoding of uploads. Rounding comes after the noise, so it costs no privacy"""
     relevance_threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
-    """v_0 of `cmfl`: in round t a client uploads if the share of its parameters that move in the direction of the last
-    global update reaches v_0 / sqrt(t)"""
+    """v_0 of `cmfl`: in round t a client uploads if the share of its parameters that move as the last global update did
+    reaches v_0 / sqrt(t)"""
     max_update_norm: Annotated[Positive | None, Maybe] = None
-    """the largest L2 distance of an upload from the broadcast, over all trained tensors; larger ones are refused.
-    Empty: no limit. With a limit the server measures every upload, so the `aggregate` view does not hold"""
+    """the largest L2 distance of an upload from the broadcast; larger ones are refused. Empty: no limit. With a limit
+    the server measures every upload, so the `aggregate` view does not hold"""
 
     @property
     def rule(self) -> Rule:
@@ -121,9 +116,8 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
     dedup: Annotated[
         Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis", "lossless"], Fact.TEXTS
     ] = ""
-    """how the server [stores variants](deduplication.md) after the last round: `lossless` bit for bit, `shared-basis`
-    as sums of common components, the others in shared blocks that they search for. Empty leaves this to `fedpriv dedup
-    run`"""
+    """how the server [stores variants](deduplication.md) after the last round; empty leaves this to `fedpriv dedup
+    run`. All but `lossless` need a test set"""
     dedup_block_size: Annotated[Count, Fact.TEXTS] = 256
     """the values in a block; `fedpriv dedup run` chooses them by the size of the model unless given"""
     dedup_records: Annotated[int, Field(ge=0), Fact.TEXTS] = 0
@@ -131,11 +125,11 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
     dedup_epsilon_bound: Annotated[NonNegative, Fact.TEXTS] = 0.5
     """the largest permitted rise of a variant's epsilon"""
     dedup_utility_bound: Annotated[float, Field(ge=0, le=1), Fact.TEXTS] = 0.01
-    """by how much a variant's accuracy may fall, or the mean log perplexity of responses rise, where each counts as 1
-    at most; [proven](deduplication.md#what-is-proven) with 95 % confidence"""
+    """by how much a variant's accuracy may fall, or the mean log perplexity of responses rise;
+    [proven](deduplication.md#what-is-proven) with 95 % confidence"""
     integral_epsilon: Annotated[NonNegative | None, Maybe, Fact.TEXTS] = None
-    """finds clients' uploads of the last round that add nearly the same to the model, within this distance in every
-    weight, and keeps their mean as [a variant](integral.md). This is not differential privacy; empty compares none"""
+    """finds uploads of the last round that lie within this distance in every weight, and keeps their mean as [a
+    variant](integral.md). This is not differential privacy; empty compares none"""
 
     def keeps_uploads_of(self, num_clients: int) -> bool:
         """Whether the last upload of each of so many clients is kept as a variant."""
@@ -156,9 +150,8 @@ class AuditSection(ConfigSection, title="Variants and deduplication"):
     max_new_tokens: Annotated[Count, Fact.TEXTS] = 96
     """the most tokens of an answer"""
     audit: Annotated[Literal["", "tokens", "mislabelled"], Fact.RELOADS | Fact.TEXTS] = ""
-    """inserts [canaries](audit.md) into every client's data, each with probability 1/2, and tests the run's epsilon by
-    what its final model reveals about them: `tokens` (random tokens) or `mislabelled` (the client's last records). In
-    simulations only"""
+    """inserts [canaries](audit.md) into every client's data, each with probability 1/2, to test the run's epsilon:
+    `tokens` (random tokens) or `mislabelled` (the client's last records). In simulations only"""
     audit_canaries: Annotated[int, Field(ge=2), Fact.RELOADS | Fact.TEXTS] = 50
     """the number of canaries of each client; `fedpriv audit power` says how much they can find"""
     audit_repeats: Annotated[Count, Fact.RELOADS | Fact.LATER | Fact.TEXTS] = 1
@@ -179,8 +172,8 @@ class ExperimentSection(ConfigSection, title="Execution"):
     public or `simulate` is set"""
     baselines: Annotated[bool | None, Maybe, Fact.RELOADS | Fact.TEXTS] = None
     """plain classifiers [next to the run's accuracy](configuration.md#what-an-accuracy-is-compared-with); by default
-    for classifiers that are tested on public data. With `data = "on-nodes"`, true cross-validates them on the server's
-    `test_data`, if these are public. Refused without a test set, and where it would train on private records"""
+    for classifiers that are tested on public data. Refused without a test set, and where it would train on private
+    records"""
 
     @property
     def noise_source(self) -> str:
@@ -200,16 +193,14 @@ class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
     """The machine's part in a run: formats, memory, devices, processes and folders."""
 
     base_dtype: Annotated[BaseFormat, Fact.TEXTS] = "auto"
-    """the format in which the frozen base computes. `nf4`: [4 bits](base_models.md#the-frozen-base-in-4-bits), for less
-    memory; needs the extra `quantized` and the rule `dp-lora`, `ffa-lora`, `rolora` or `fedsvd`. `auto`: bfloat16 on a
-    GPU, and on a CPU if a pass of synthetic records takes a fifth less time in it (models narrower than 128 stay in
-    float32). Adapters, heads, gradients, noise and sums are float32 or float64 in any case. Each node of a deployment
-    decides its own `auto`. A run's `config.toml` and `environment.json` hold the result, and a resumed run keeps it"""
+    """the format in which the frozen base computes: [`nf4`](base_models.md#the-frozen-base-in-4-bits) with the extra
+    `quantized`; `auto` means [bfloat16](base_models.md#the-frozen-base-in-bfloat16) on a GPU, and on a CPU where that
+    is faster. Each node decides its own `auto`, and a resumed run keeps it"""
     prefix_cache: Annotated[bool, Fact.TEXTS] = True
     """caches the states below the first trainable layer"""
     activation_checkpointing: Annotated[bool, Fact.TEXTS] = False
-    """layers from the first trainable one on keep only their inputs and run again in the backward pass: less memory for
-    long records, up to half more time, the same bits"""
+    """trained layers keep only their inputs and run again in the backward pass: less memory for long records, up to
+    half more time, the same bits"""
     memory_limit_mb: Count = 1024
     """MiB for one pass, and the same again for the prefix cache"""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Fact.TEXTS] = "auto"
@@ -217,11 +208,10 @@ class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
     decides, and its `auto` is the CPU unless `device_couples_records = true`"""
     engine: Literal["stacked", "in-process", "ray", "flower"] = "stacked"
     """`stacked`: the clients of a round share passes of the frozen base. `in-process`: one client at a time. `ray`: one
-    actor per core or GPU, each stacking its share (needs the extra `ray`). Results are the same except for rounding.
-    `flwr run` sets `flower`"""
+    actor per core or GPU. `flwr run` sets `flower`. Results differ by rounding alone"""
     ray_address: Annotated[str, Fact.HIDDEN | Fact.TEXTS] = ""
-    """an existing [Ray cluster](ray_cluster.md), such as `auto` or `head:6379`; empty takes `RAY_ADDRESS`, and without
-    that starts one on this machine"""
+    """an existing [Ray cluster](ray_cluster.md), such as `auto` or `head:6379`; empty takes `RAY_ADDRESS`, or starts
+    one here"""
     ray_workers: Annotated[int, Field(ge=0), Fact.TEXTS] = 0
     """the most actors; 0 means one per GPU, or one per core without a GPU"""
     track: Annotated[Track, Fact.OUTSIDE] = "none"
@@ -232,5 +222,5 @@ class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
     out: Annotated[str, Fact.LOCATION | Fact.BY_SWEEP | Fact.ARGUMENT] = ""
     """the folder for the results; it must be new or empty"""
     resume: Annotated[str, Fact.LOCATION | Fact.ARGUMENT] = ""
-    """the folder of an interrupted run, or one of its checkpoints; all other keys must be unchanged, and `fedpriv run
-    --resume DIR` reads them from there"""
+    """the folder of an interrupted run, or one of its checkpoints; `fedpriv run --resume DIR` reads all other keys from
+    there"""

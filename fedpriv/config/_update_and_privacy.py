@@ -99,39 +99,35 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
     """derives the smallest noise multiplier that keeps every client within this epsilon, at its delta, on the
     `privacy_view`, even if it takes part in every round. Empty, and by default with a `noise_multiplier`: no target"""
     target_risk: Annotated[str, Fact.PRIVACY | Fact.LATER] = ""
-    """instead of `target_epsilon`: derives the smallest noise multiplier within a [risk](accounting.md#risk), at every
-    client, on the `privacy_view`. With `tpr=0.1@fpr=0.01` an attacker who wrongly accuses 1 % of outsiders finds at
-    most 10 % of those who took part; `mu=0.9` bounds mu of Gaussian differential privacy"""
+    """instead of `target_epsilon`: a [risk](accounting.md#risk) at every client, on the `privacy_view`. With
+    `tpr=0.1@fpr=0.01` an attacker who wrongly accuses 1 % of outsiders finds at most 10 % of those who took part;
+    `mu=0.9` bounds mu"""
     noise_on: Annotated[Literal["gradients", "upload"], Fact.RELOADS] = "gradients"
     """`gradients`: noise in every step. `upload`: plain steps, then the whole update is clipped to `clip_norm` and
-    noised (the paper's Eq. 8); its epsilon protects a [*client*](privacy.md#unit-and-adjacency)"""
+    noised; its epsilon protects a [*client*](privacy.md#unit-and-adjacency)"""
     mechanism: str = "gaussian"
     """what draws the noise: `gaussian`; `discrete-gaussian`, [exact on a grid of
-    integers](privacy.md#discrete-gaussian-noise), at the same cost up to a few parts in a million; or `lmo`, [Laplace
-    noise of random scale](lmo.md)"""
+    integers](privacy.md#discrete-gaussian-noise); or `lmo`, [Laplace noise of random scale](lmo.md)"""
     mechanism_parameters: Annotated[str, Fact.PATH] = ""
-    """of `lmo`, as JSON or as a JSON file such as `fedpriv lmo search` writes. The noise is `noise_multiplier` times
-    `clip_norm` times theirs; 1.0 takes it as found. With `"accounting": "published"` it is accounted for as in the
-    paper, which holds for one number and **is no privacy guarantee**: the run is marked, its epsilon is infinite, and
-    no target or budget is accepted"""
+    """of `lmo`, as JSON or a JSON file such as `fedpriv lmo search` writes; with `noise_multiplier = 1` the noise is
+    theirs times `clip_norm`. `"accounting": "published"` **is no privacy guarantee**: the run is marked, its epsilon is
+    infinite, and no target or budget is accepted"""
     privacy_view: Literal["local", "rho", "aggregate"] = "local"
-    """the [view](privacy.md#who-observes-three-views-of-one-history) to which target and budget apply. On `aggregate`,
-    if it holds, K equal clients and `min_clients` = K need 1 / sqrt(K - 1) of the noise"""
+    """the [view](privacy.md#who-observes-three-views-of-one-history) to which target and budget apply"""
     budget_epsilon: Annotated[Budgets, Fact.PRIVACY] = ()
     """epsilon that all runs on a client's data together may spend, on the `privacy_view`: one number, or one per client
-    in the order of their ids, such as `[4, 4, 2]`. A client whose next round would exceed it retires"""
+    in the order of their ids. A client whose next round would exceed it retires"""
     secure_aggregation: bool = False
     """the server learns the sum of a round's uploads and [nothing of its parts](secure_aggregation.md), so the noise of
     all clients adds up and the `aggregate` view holds. Unless given, `mechanism` is then `discrete-gaussian`,
-    `privacy_view` is `aggregate`, and `min_clients` is `clients_per_round` or `num_clients`. With `noise_on =
-    gradients` a round is one step of sgd; with `upload` it may have many. No client's variant is kept"""
+    `privacy_view` is `aggregate`, and `min_clients` is all of a round. With `noise_on = gradients` a round is one step
+    of sgd. No client's variant is kept"""
     secure_masks: Annotated[bool | None, Maybe] = None
     """whether uploads are masked; empty: with `data = on-nodes` only. In a simulation masks change nothing but its
-    time, since the sum is the same to the bit; `engine = flower`, whose processes remember nothing, needs them off"""
+    time; `engine = flower` needs them off"""
     colluding_clients: Annotated[int, Field(ge=0)] = 0
-    """c, how many other clients may reveal their noise and shares to the server. The noise of max(c, 1) is not counted,
-    since any participant reads the sum and knows its own. `min_clients` t must satisfy t >= max(c, 1) + 2 and 2 t > K +
-    c for K participants"""
+    """c, how many other clients may reveal their noise and shares to the server. The noise of max(c, 1) is not counted.
+    `min_clients` t must satisfy t >= max(c, 1) + 2 and 2 t > K + c for K participants"""
     delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Maybe] = None
     """the delta of every epsilon; by default 1 / (10 N_k) per client, at most 1e-5"""
 
