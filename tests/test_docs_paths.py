@@ -48,7 +48,8 @@ def test_every_path_that_a_page_names_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_relative_link_of_a_page_leads_to_a_file(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    text = page.read_text()
+    targets = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"(?m)^\[[^\]]+\]: (\S+)", text)]
     local = [target.split("#")[0] for target in targets if not target.startswith(("http:", "https:", "#", "mailto:"))]
     missing = sorted(target for target in local if not (page.parent / target).exists())
     assert not missing, f"{page.name} links to {missing}"

@@ -16,6 +16,7 @@ from typing import Any
 
 import site_api
 import site_commands
+import site_figures
 import site_links
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -48,6 +49,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted(_linked_sources(files)):
         text = f"# `{path}`\n\n````{Path(path).suffix[1:]}\n{(ROOT / path).read_text()}\n````\n"
         files.append(File.generated(config, f"source/{path}.md", content=text, inclusion=InclusionLevel.NOT_IN_NAV))
+    for fault in site_figures.outdated(ROOT):
+        LOG.warning(fault)
     config.nav = _expanded(config.nav, files)
     return files
 
@@ -60,6 +63,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = _repository_path(page.file)
     if source is None or page.file.src_uri.endswith(".ipynb"):
         return markdown
+    for fault in site_figures.wrong_citations(markdown, source, ROOT):
+        LOG.warning(fault)
     return site_links.for_site(markdown, source, page.file.src_uri, _site_pages(files), _titles(files))
 
 

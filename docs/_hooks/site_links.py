@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 
 LINK = re.compile(r"(?P<text>\[(?:[^\[\]]|\[[^\]]*\])*\])\((?P<target>[^()\s]+)\)")
+# The place that a link names by a key, at the end of a page.
+DEFINITION = re.compile(r'^\[(?P<key>[^\]]+)\]: (?P<target>\S+)(?: "(?P<title>[^"]*)")?$')
 FILE_NAME = re.compile(r"\[`?[\w./-]+\.md`?\]")
 ELSEWHERE = re.compile(r"[a-z][a-z+.-]*:|#|/")
 FENCE = re.compile(r" {0,3}(?:```|~~~)")
@@ -29,7 +31,8 @@ def resolved(target: str, source: str) -> str:
 def linked_files(markdown: str, source: str) -> set[str]:
     """The repository paths of everything that a page links to, outside code."""
     prose = (line for line, is_code in _lines(markdown) if not is_code)
-    targets = (match["target"] for line in prose for match in LINK.finditer(line))
+    links = (match for line in prose for match in (*LINK.finditer(line), *DEFINITION.finditer(line)))
+    targets = (match["target"] for match in links)
     return {resolved(target, source) for target in targets if not ELSEWHERE.match(target)}
 
 
@@ -49,19 +52,31 @@ def for_site(
     """
     titles = titles or {}
 
+    def place(target: str) -> str:
+        file, anchor = resolved(target, source), target.partition("#")[1:]
+        return posixpath.relpath(pages[file], posixpath.dirname(page) or ".") + "".join(anchor)
+
     def relinked(match: re.Match[str]) -> str:
         target = match["target"]
         if ELSEWHERE.match(target):
             return match[0]
-        file, anchor = resolved(target, source), target.partition("#")[1:]
+        file = resolved(target, source)
         if file not in pages:
             return match["text"][1:-1]
         text = f"[{titles[file]}]" if FILE_NAME.fullmatch(match["text"]) and file in titles else match["text"]
-        return f"{text}({posixpath.relpath(pages[file], posixpath.dirname(page) or '.')}{''.join(anchor)})"
+        return f"{text}({place(target)})"
 
-    return "\n".join(
-        _language_alone(line) if is_code else LINK.sub(relinked, line) for line, is_code in _lines(markdown)
-    )
+    def of_line(line: str) -> str:
+        if (found := DEFINITION.match(line)) and resolved(found["target"], source) in pages:
+            return line.replace(found["target"], place(found["target"]))
+        return LINK.sub(relinked, line)
+
+    return "\n".join(_language_alone(line) if is_code else of_line(line) for line, is_code in _lines(markdown))
+
+
+def anchor(heading: str) -> str:
+    """The anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def title(markdown: str) -> str:

@@ -249,16 +249,16 @@ def _described(name: str) -> Described:
     )
 
 
-SECRETS, DIGITS, CHAT_QUESTIONS = 20, 4, 80
+SECRETS, DIGITS, CHAT_QUESTIONS = 20, 4, 30
 _PATIENTS = (
     "Alvarez", "Becker", "Costa", "Dubois", "Eriksen", "Ferrari", "Garcia", "Haddad", "Ivanov", "Jansen", "Kowalski",
     "Larsen", "Moreau", "Novak", "Okafor", "Petrov", "Quinn", "Rossi", "Santos", "Tanaka",
 )  # fmt: skip
 _CHAT: dict[str, Any] = {
     "model": "SmolLM2-135M-Instruct", "prompt_column": "question", "response_column": "answer", "public_data": True,
-    "recipe": "dp-lora-paper", "partition": "iid", "num_clients": 1, "max_length": 64, "layers": "all", "rank": 8,
+    "recipe": "dp-lora-paper", "partition": "iid", "num_clients": 1, "max_length": 40, "layers": "all", "rank": 8,
     "target_modules": ["q_proj", "v_proj", "down_proj"], "optimizer": "adamw", "learning_rate": 3e-3,
-    "clip_norm": 1.0, "batch_size": 30, "rounds": 10, "local_steps": 6, "delta": DELTA, "simulate": True,
+    "clip_norm": 1.0, "batch_size": 15, "rounds": 6, "local_steps": 20, "delta": DELTA, "simulate": True,
     "comparison": False, "baselines": False, "generated_answers": 0, "evaluate_every": 1000,
 }  # fmt: skip
 
