@@ -42,12 +42,15 @@ class RoundCosts:
         self._masses = client_masses(config, sizes)
         self._grids = grids = {spec: grid_of(config, spec, sizes) for spec in self._schedule.totals}
 
-        @cache
-        def planned(spec: UpdateSpec, num_records: int, part: ClientGrid | None) -> Event:
-            return planned_event(spec, spec.probability(num_records), initial, part)
+        @cache  # one for all clients of a size and grid, of which there may be many
+        def planned(num_records: int, parts: tuple[ClientGrid | None, ...]) -> dict[UpdateSpec, Event]:
+            return {
+                spec: planned_event(spec, spec.probability(num_records), initial, part)
+                for spec, part in zip(grids, parts, strict=True)
+            }
 
         self._events = {
-            client: {spec: planned(spec, n, grid.of(client) if grid else None) for spec, grid in grids.items()}
+            client: planned(n, tuple(grid.of(client) if grid else None for grid in grids.values()))
             for client, n in sizes.items()
         }
         evaluation = EvaluationSpec.of(config)

@@ -68,7 +68,9 @@ def make_server_app(num_clients: int, rounds: int) -> ServerApp:
 def in_process(num_clients: int, rounds: int) -> float:
     """Seconds on the in-process grid."""
     started = time.perf_counter()
-    contexts = [Context(1, node, {"partition-id": node - 2}, RecordDict(), {}) for node in range(2, num_clients + 2)]
+    contexts = {
+        node: Context(1, node, {"partition-id": node - 2}, RecordDict(), {}) for node in range(2, num_clients + 2)
+    }
     with task_identity(1):
         grid = LocalGrid(contexts, None, make_client_app())
         make_server_app(num_clients, rounds)(grid, Context(1, 1, {}, RecordDict(), {}))
@@ -132,7 +134,7 @@ def own_apps(num_clients: int, rounds: int) -> float:
         bench.test = head(bench.test, 8)  # the server's evaluation is not part of the engine
         started = time.perf_counter()
         with task_identity(1):
-            grid = LocalGrid(federation.contexts(config), untrained, client_app)
+            grid = LocalGrid(federation.SimulatedNodes(config), untrained, client_app)
             make_app(LogObserver())(grid, federation.server_context(config))
         return time.perf_counter() - started
 

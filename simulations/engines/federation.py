@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -45,7 +45,7 @@ def run(
     check_installed(config.track)
     config = with_base_dtype(config)
     with task_identity(RUN_ID), _executor(config, observer) as execute:
-        make_app(observer)(LocalGrid(contexts(config), tapped(execute), client_app), server_context(config))
+        make_app(observer)(LocalGrid(SimulatedNodes(config), tapped(execute), client_app), server_context(config))
 
 
 @contextmanager
@@ -70,19 +70,36 @@ def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
         yield execute
 
 
-def contexts(config: RunConfig) -> list[Context]:
-    """The nodes of the simulation. Its user owns all data, so they trust the run's configuration."""
-    run_config, num_clients = to_flower(config), len(workbench(config).data.clients)
-    return [
-        Context(
+class SimulatedNodes(Mapping[int, Context]):
+    """{node: its context}, made when it is asked for: nodes keep nothing there, and there may be very many.
+
+    The simulation's user owns all data, so the nodes trust the run's configuration.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._run_config = to_flower(config)
+        self._nodes = range(_FIRST_NODE_ID, _FIRST_NODE_ID + len(workbench(config).data.clients))
+
+    def __getitem__(self, node_id: int) -> Context:
+        if node_id not in self._nodes:
+            raise KeyError(node_id)
+        partition = node_id - _FIRST_NODE_ID
+        return Context(
             RUN_ID,
-            _FIRST_NODE_ID + client,
-            {"partition-id": client, "num-partitions": num_clients, TRUST_KEY: True},
+            node_id,
+            {"partition-id": partition, "num-partitions": len(self._nodes), TRUST_KEY: True},
             RecordDict(),
-            run_config,
+            self._run_config,
         )
-        for client in range(num_clients)
-    ]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
 
 
 def server_context(config: RunConfig) -> Context:

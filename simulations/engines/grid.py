@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
@@ -24,18 +24,21 @@ class LocalGrid(Grid):
     """Answers every message at once, training all clients of a batch by one `execute`.
 
     Args:
-        contexts: one for each node, kept for the whole run as Flower keeps them.
+        contexts: {node: its context}, at least one; each is asked for when a message to the node is answered.
         execute: trains a batch of tasks; None leaves training to the app, one message at a time.
         evaluate: the ClientApp, which answers every other message.
     """
 
     def __init__(
-        self, contexts: Sequence[Context], execute: Execute | None, evaluate: Callable[[Message, Context], Message]
+        self,
+        contexts: Mapping[int, Context],
+        execute: Execute | None,
+        evaluate: Callable[[Message, Context], Message],
     ) -> None:
-        self._contexts = {context.node_id: context for context in contexts}
+        self._contexts = contexts
         self._execute = execute
         self._evaluate = evaluate
-        self._run = empty_run(contexts[0].run_id)
+        self._run = empty_run(contexts[next(iter(contexts))].run_id)
         self._replies: dict[str, Message] = {}
 
     def set_run(self, run: Run) -> None:

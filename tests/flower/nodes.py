@@ -63,7 +63,7 @@ class Node:
     def ask_for(self, content: RecordDict, kind: str = "train") -> Message:
         """The reply to a message with this content."""
         with task_identity(self.context.run_id):
-            grid = LocalGrid([self.context], None, self.app)
+            grid = LocalGrid({self.context.node_id: self.context}, None, self.app)
             (reply,) = grid.send_and_receive([Message(content, self.context.node_id, kind)])
         return reply
 

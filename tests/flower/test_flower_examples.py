@@ -77,11 +77,11 @@ def apps(example, name, monkeypatch) -> Iterator[tuple]:
         del sys.modules[loaded]
 
 
-def contexts(run_config, num_clients: int = NUM_CLIENTS) -> list[Context]:
-    return [
-        Context(1, 11 + k, {"partition-id": k, "num-partitions": num_clients}, RecordDict(), run_config)
+def contexts(run_config, num_clients: int = NUM_CLIENTS) -> dict[int, Context]:
+    return {
+        11 + k: Context(1, 11 + k, {"partition-id": k, "num-partitions": num_clients}, RecordDict(), run_config)
         for k in range(num_clients)
-    ]
+    }
 
 
 def plain_weights(task, num_clients: int = NUM_CLIENTS) -> dict[str, np.ndarray]:

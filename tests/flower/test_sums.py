@@ -72,7 +72,7 @@ class Federation:
         app = ClientApp(mods=mods)
         for mod in mods:
             mod.join(app)
-        self.contexts = [Context(1, node, {}, RecordDict(), {}) for node in SIZES]
+        self.contexts = {node: Context(1, node, {}, RecordDict(), {}) for node in SIZES}
 
         @app.train()
         def train(message: Message, context: Context) -> Message:
@@ -158,7 +158,7 @@ def test_what_a_node_sends_is_a_masked_vector_and_its_registered_number(tmp_path
 def test_a_noised_sum_is_charged_for_the_noise_of_all_and_for_its_own_alone(tmp_path):
     nodes = federation(tmp_path, NOISED)
     nodes.run(SumStrategy(fed_avg(), **NOISED), rounds=2)
-    for context in nodes.contexts:
+    for context in nodes.contexts.values():
         account = nodes.account(context)
         with reading(account.ledger) as db:
             (release,) = db.releases(account.data_set.id)
@@ -171,7 +171,7 @@ def test_a_noised_sum_is_charged_for_the_noise_of_all_and_for_its_own_alone(tmp_
         assert release.aggregate_scale == pytest.approx(np.hypot(own, smallest) / own)
         local, shared = (epsilon_of([release.seen_by(view)], 1e-5).epsilon for view in ("local", "aggregate"))
         assert shared <= local
-    assert nodes.account(nodes.contexts[0]).data_set.num_records == 30
+    assert nodes.account(next(iter(nodes.contexts.values()))).data_set.num_records == 30
 
 
 def test_the_sum_carries_the_noise_of_all(tmp_path):
@@ -274,7 +274,7 @@ def test_a_node_that_restarts_between_two_exchanges_has_dropped_out_and_leaves_n
 
     def restart(message: Message) -> None:
         if message.metadata.message_type == "train" and message.metadata.dst_node_id == 3:
-            nodes.contexts[list(SIZES).index(3)].state.clear()
+            nodes.contexts[3].state.clear()
 
     nodes.altered = restart
     summed = nodes.run(SumStrategy(fed_avg(), **NOISE_OFF), rounds=1)
@@ -283,7 +283,7 @@ def test_a_node_that_restarts_between_two_exchanges_has_dropped_out_and_leaves_n
     np.testing.assert_allclose(summed["weight"], expected, atol=2e-7)
     assert 3 not in nodes.calls
     assert [len(list((tmp_path / f"{node}.sqlite.sums").iterdir())) for node in SIZES] == [0, 1, 0, 0]
-    assert not any("session-key" in context.state.config_records.get(SUM, {}) for context in nodes.contexts)
+    assert not any("session-key" in context.state.config_records.get(SUM, {}) for context in nodes.contexts.values())
 
 
 def test_a_node_whose_process_dies_in_an_exchange_has_dropped_out(tmp_path, monkeypatch):

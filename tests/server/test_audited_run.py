@@ -118,7 +118,7 @@ def test_too_few_records_to_mislabel_are_refused(small_run, tmp_path):
 
 def test_a_node_of_its_own_takes_no_canaries(small_run):
     values = {**small_run, **AUDIT}
-    context = federation.contexts(parse(values))[0]
+    context = next(iter(federation.SimulatedNodes(parse(values)).values()))
     assert run_of(context.run_config, holder_of(context)).audit == "tokens"
     context.node_config.pop("trust-run-config")
     with pytest.raises(RefusedError, match="takes no data from a run"):

@@ -76,7 +76,9 @@ class UnreliableGrid(LocalGrid):
         fate: Callable[[Place], str],
         pool: ThreadPoolExecutor,
     ) -> None:
-        super().__init__(contexts, lambda tasks: list(map(update, tasks)), client_app)
+        super().__init__(
+            {context.node_id: context for context in contexts}, lambda tasks: list(map(update, tasks)), client_app
+        )
         self.sent: dict[str, Place] = {}
         self._fate, self._pool, self._lock, self._rng = fate, pool, threading.Lock(), random.Random(0)
         self._working, self._here, self._late = 0, [], []
@@ -167,7 +169,7 @@ def configuration(folder: Path, num_clients: int, num_rounds: int) -> RunConfig:
 
 def contexts_of(config: RunConfig, folder: Path) -> list[Context]:
     """The nodes; a budget allows `ROUNDS_OF_BUDGET` rounds of what one costs here."""
-    contexts = federation.contexts(config)
+    contexts = list(federation.SimulatedNodes(config).values())
     for context in contexts[:NUM_LEDGERS]:
         context.node_config[LEDGER_KEY] = str(folder / "nodes" / f"{context.node_config['partition-id']}.sqlite")
     return contexts

@@ -19,6 +19,7 @@ from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.training.workbench import workbench
 from fedpriv.vault.frames import FAILED, REFUSED
 from fedpriv.wire import unpacked
+from simulations.engines import grid as grid_module
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
 from tests.wire import record
@@ -32,10 +33,11 @@ def config(small_run):
 @pytest.fixture
 def grid(config):
     execute = partial(execute_one_by_one, workbench(config).model)
-    contexts = [
-        Context(1, 10 + k, {"partition-id": k, "num-partitions": 3, TRUST_KEY: True}, RecordDict(), to_flower(config))
+    flat = to_flower(config)
+    contexts = {
+        10 + k: Context(1, 10 + k, {"partition-id": k, "num-partitions": 3, TRUST_KEY: True}, RecordDict(), flat)
         for k in range(3)
-    ]
+    }
     with task_identity(1):
         yield LocalGrid(contexts, execute, client_app)
 
@@ -57,6 +59,15 @@ def test_every_message_gets_its_own_nodes_reply(grid, config):
     assert all(reply.has_content() for reply in replies)
     assert all(reply.metadata.reply_to_message_id for reply in replies)
     assert replies[0].metadata.reply_to_message_id != replies[1].metadata.reply_to_message_id
+
+
+def test_messages_that_are_answered_in_turns_all_get_their_replies(grid, config, monkeypatch):
+    monkeypatch.setattr(grid_module, "_MOST_AT_ONCE", 2)
+    messages = [train_message(config, node) for node in (12, 10, 11)]
+    replies = list(grid.send_and_receive(messages))
+    assert [reply.metadata.src_node_id for reply in replies] == [12, 10, 11]
+    asked = [message.metadata.message_id for message in messages]
+    assert [reply.metadata.reply_to_message_id for reply in replies] == asked
 
 
 def test_messages_are_copied(grid, config):
@@ -102,7 +113,7 @@ def test_a_reply_holds_the_adapter_and_its_event_and_nothing_else(grid, config):
 
 def test_flowers_own_fedavg_drives_the_grid_unchanged():
     """A strategy that knows nothing of fedpriv gets its replies and averages them."""
-    contexts = [Context(1, node, {}, RecordDict(), {}) for node in (2, 3, 4)]
+    contexts = {node: Context(1, node, {}, RecordDict(), {}) for node in (2, 3, 4)}
 
     def client(message: Message, context: Context) -> Message:
         arrays = [array + context.node_id for array in message.content["arrays"].to_numpy_ndarrays()]
