@@ -6,7 +6,6 @@ model trained without noise is too weak to say anything of the others.
 
 from __future__ import annotations
 
-import csv
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from fedpriv.accounting import noise_multiplier_for
 from fedpriv.accounting.accountants import epsilon_of
@@ -25,6 +23,7 @@ from fedpriv.adapters import Adapter, as_tensor
 from fedpriv.aggregation import weighted_average, weights_by_size
 from fedpriv.audit import calibrated_scores, lira_scores, loss_scores, membership, plot_roc, rmia_scores
 from fedpriv.audit.black_box import record_losses
+from fedpriv.audit.canaries import audited
 from fedpriv.config import parse
 from fedpriv.data.records import Records
 from fedpriv.dedup import DedupSettings, deduplicate
@@ -36,7 +35,7 @@ from fedpriv.training import PoissonSampler
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import execute_stacked
-from fedpriv.training.workbench import Workbench
+from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.variants import folders
 from fedpriv.variants.composition import History
 from fedpriv.variants.folders import Described
@@ -249,78 +248,56 @@ def _described(name: str) -> Described:
     )
 
 
-SECRETS, DIGITS, CHAT_QUESTIONS = 20, 4, 30
-_PATIENTS = (
-    "Alvarez", "Becker", "Costa", "Dubois", "Eriksen", "Ferrari", "Garcia", "Haddad", "Ivanov", "Jansen", "Kowalski",
-    "Larsen", "Moreau", "Novak", "Okafor", "Petrov", "Quinn", "Rossi", "Santos", "Tanaka",
-)  # fmt: skip
 _CHAT: dict[str, Any] = {
     "model": "SmolLM2-135M-Instruct", "prompt_column": "question", "response_column": "answer", "public_data": True,
-    "recipe": "dp-lora-paper", "partition": "iid", "num_clients": 1, "max_length": 40, "layers": "all", "rank": 8,
-    "target_modules": ["q_proj", "v_proj", "down_proj"], "optimizer": "adamw", "learning_rate": 3e-3,
-    "clip_norm": 1.0, "batch_size": 15, "rounds": 6, "local_steps": 20, "delta": DELTA, "simulate": True,
-    "comparison": False, "baselines": False, "generated_answers": 0, "evaluate_every": 1000,
+    "recipe": "dp-lora-paper", "partition": "iid", "num_clients": 1, "max_records": 60, "max_length": 40,
+    "layers": "all", "rank": 8, "optimizer": "adamw", "learning_rate": 1e-3, "clip_norm": 1.0, "batch_size": 20,
+    "rounds": 4, "local_steps": 20, "delta": DELTA, "audit": "tokens", "audit_canaries": 40, "simulate": True,
+    "comparison": False, "baselines": False, "generated_answers": 0, "evaluate_every": 1000, "test_fraction": 0.002,
 }  # fmt: skip
 
 
 def extraction_run(data: Path, condition: str) -> Line:
-    """Train SmolLM2 on questions and on patients' codes, and ask the served model for codes, greedily.
+    """Train SmolLM2 on medical questions and canaries, and ask the served model to complete each canary, greedily.
 
-    Each of 20 codes is in the data with probability 1/2. Of a code that is not, nothing but chance tells: 1e-4.
+    A canary is 23 random tokens and one as the response. Those left out show how often chance completes one.
     """
-    rng = np.random.default_rng(41)
-    codes = ["".join(map(str, rng.integers(0, 10, DIGITS))) for _ in _PATIENTS]
-    included = rng.random(SECRETS) < 0.5
-    secrets = [
-        (f"What is the access code of patient {name}?", code) for name, code in zip(_PATIENTS, codes, strict=True)
-    ]
     claim = CLAIMS[condition]
     noise = {"noise_multiplier": 0.0} if claim is None else {"target_epsilon": claim}
+    observer = SilentObserver()
     with tempfile.TemporaryDirectory(prefix="fedpriv-study-") as folder:
-        where = Path(folder)
-        questions = _questions(data / "medquad.csv.gz")
-        _write(
-            where / "train.csv",
-            [*questions[:CHAT_QUESTIONS], *(s for s, is_in in zip(secrets, included, strict=True) if is_in)],
-        )
-        _write(where / "test.csv", questions[CHAT_QUESTIONS : CHAT_QUESTIONS + 10])
-        files = {"data": str(where / "train.csv"), "test_data": str(where / "test.csv"), "out": str(where / "run")}
-        config = parse({**_CHAT, **noise, **files})
-        observer = SilentObserver()
+        out = Path(folder) / "run"
+        config = parse({**_CHAT, **noise, "data": str(data / "medquad.csv.gz"), "out": str(out)})
         federation.run(config, observer)
-        answers = _answers(where / "run", [question for question, _ in secrets])
-    found = np.array([code in answer for code, answer in zip(codes, answers, strict=True)])
+        bench = workbench(config)
+        client = audited(config, bench, 0)
+        assert client is not None
+        canaries = [tuple(tokens.tolist()) for tokens in client.canaries.features["input_ids"]]
+        answers = _next_tokens(out, [tokens[:-1] for tokens in canaries])
+    expected = [bench.base.tokenizer.decode([tokens[-1]]) for tokens in canaries]
+    completed = np.array([answer == token for answer, token in zip(answers, expected, strict=True)])
     return {
         "kind": "extraction",
         "condition": condition,
-        "epsilon": observer.summary["epsilon_local_max"] if claim else None,
-        "num_included": int(included.sum()),
-        "num_completed": int((found & included).sum()),
-        "num_left_out": int((~included).sum()),
-        "num_completed_left_out": int((found & ~included).sum()),
-        "perplexity": observer.summary.get("perplexity"),
+        "epsilon": observer.summary["audit"]["claimed_epsilon"],
+        "num_included": int(client.included.sum()),
+        "num_completed": int(completed[client.included].sum()),
+        "num_left_out": int((~client.included).sum()),
+        "num_completed_left_out": int(completed[~client.included].sum()),
+        "perplexity": observer.summary["perplexity"],
+        "perplexity_initial": observer.summary["perplexity_initial"],
     }
 
 
-def _questions(path: Path) -> list[tuple[str, str]]:
-    read = pd.read_csv(path)
-    return list(zip(read["question"], read["answer"], strict=True))
-
-
-def _write(path: Path, rows: Sequence[tuple[str, str]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("question", "answer"))
-        writer.writerows(rows)
-
-
-def _answers(run: Path, questions: Sequence[str]) -> list[str]:
-    """The greedy answers of the run's server to the questions."""
+def _next_tokens(run: Path, prompts: Sequence[tuple[int, ...]]) -> list[str]:
+    """The most likely next token of each prompt, as the engine that serves the run gives it."""
     source = find(run)
     scheduler = Scheduler(source, load(source), EngineLimits())
     try:
-        prompts = [scheduler.encode_chat((("user", question),)) for question in questions]
-        asked = [Generate(variant="global", prompt=prompt, max_new_tokens=2 * DIGITS) for prompt in prompts]
-        return ["".join(e.text for e in events if isinstance(e, Piece)) for events in answer_all(scheduler, asked)]
+        asked = [Generate(variant="global", prompt=each, max_new_tokens=1, num_alternatives=0) for each in prompts]
+        return [
+            "".join(token.text for event in events if isinstance(event, Piece) for token in event.tokens)
+            for events in answer_all(scheduler, asked)
+        ]
     finally:
         scheduler.close()
