@@ -57,7 +57,7 @@ def full_model_run(condition: str) -> Line:
     return {
         "kind": "full model",
         "condition": condition,
-        "epsilon": found["claimed_epsilon"],
+        "epsilon": found["claimed_epsilon"] if observer.noise["noise_multiplier"] else None,
         **{name: found[name] for name in figures},
         "auc": float(np.trapezoid(found["roc"]["tpr"], found["roc"]["fpr"])),
         "test_accuracy": observer.summary["accuracy"],

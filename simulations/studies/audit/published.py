@@ -279,13 +279,11 @@ def extraction_run(data: Path, condition: str) -> Line:
     return {
         "kind": "extraction",
         "condition": condition,
-        "epsilon": observer.summary["audit"]["claimed_epsilon"],
+        "epsilon": None if claim is None else observer.summary["audit"]["claimed_epsilon"],
         "num_included": int(client.included.sum()),
         "num_completed": int(completed[client.included].sum()),
         "num_left_out": int((~client.included).sum()),
         "num_completed_left_out": int(completed[~client.included].sum()),
-        "perplexity": observer.summary["perplexity"],
-        "perplexity_initial": observer.summary["perplexity_initial"],
     }
 
 

@@ -155,14 +155,12 @@ def _forms(lines: Sequence[Line]) -> str:
 def _extraction(lines: Sequence[Line]) -> str:
     rows = (
         (
-            line["condition"],
-            f"{line['num_completed']} of {line['num_included']}",
+            line["condition"], _claim(line), f"{line['num_completed']} of {line['num_included']}",
             f"{line['num_completed_left_out']} of {line['num_left_out']}",
-            f"{line['perplexity']:.1f}",
         )
         for line in lines
-    )
-    headers = ("run", "codes told that were learned", "codes told that were not", "perplexity of answers")
+    )  # fmt: skip
+    headers = ("run", "epsilon", "completed of those learned", "completed of those left out")
     return f"{table(headers, rows)}\n\n{_seconds(lines)}"
 
 
