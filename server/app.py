@@ -17,7 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 
 import fedpriv
 from fedpriv.accounting.views import View
-from fedpriv.audit.black_box import audit_of, registration
+from fedpriv.audit.black_box import audit_of, registration, run_scores
 from fedpriv.config import ON_NODES, RunConfig, parse, with_mechanism_parameters
 from fedpriv.errors import InputError
 from fedpriv.ledger.ledger import Ledger
@@ -167,7 +167,9 @@ def _carry_out(
         view: View = "aggregate" if config.secure_aggregation and accounts.largest("aggregate") else "local"
         events, claim = accounts.worst(view, part="this run")
         final = outcome.strategy.model.adapter
-        summary["audit"] = audit_of(config, bench, final, registered=registered, events=events, claim=claim)
+        scores, included = run_scores(config, bench, final)
+        writer.write_audit_scores(scores, included)
+        summary["audit"] = audit_of(config, scores, included, registered=registered, events=events, claim=claim)
     writer.finish(summary)
     card.write(writer.path)
     if config.dedup:

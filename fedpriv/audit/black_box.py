@@ -23,7 +23,7 @@ from fedpriv.accounting.composition.law import Array, Event
 from fedpriv.adapters import Adapter, lora
 from fedpriv.audit._bounds import fixed_num_guesses, one_run_audit
 from fedpriv.audit._membership import roc
-from fedpriv.audit.canaries import AuditedClient, audited, digest
+from fedpriv.audit.canaries import AuditedClient, Flags, audited, digest
 from fedpriv.audit.f_dp import has_curve, schedule_epsilon
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Item, Records, num_tokens
@@ -192,10 +192,25 @@ def registration(config: RunConfig, bench: Workbench) -> dict[str, Any]:
     }
 
 
+def run_scores(config: RunConfig, bench: Workbench, final: Adapter) -> tuple[Array, Flags]:
+    """[canaries of all clients] the scores of a run's canaries, and which of them were included.
+
+    Args:
+        config: of the run, with an audit.
+        bench: with all clients' records; the adapter of its model is changed.
+        final: the global adapter after the last round.
+    """
+    clients = _clients(config, bench)
+    bench.model.merge({})
+    # A model that diverged tells nothing.
+    scores = np.nan_to_num(scores_of(bench.model, bench.initial, final, clients), nan=0.0, posinf=0.0, neginf=0.0)
+    return scores, np.concatenate([client.included for client in clients])
+
+
 def audit_of(
     config: RunConfig,
-    bench: Workbench,
-    final: Adapter,
+    scores: Array,
+    included: Flags,
     *,
     registered: Mapping[str, Any],
     events: Sequence[Event],
@@ -205,18 +220,13 @@ def audit_of(
 
     Args:
         config: of the run, with an audit.
-        bench: with all clients' records; the adapter of its model is changed.
-        final: the global adapter after the last round.
+        scores: of its canaries.
+        included: bool [canaries].
         registered: the run's `registration`.
         events: that cover every client's in this run, on the view of those who see the global models alone; none if
             there are no such, and then no bound is by f-DP.
         claim: their epsilon, which is infinite without noise, at the largest delta of the clients.
     """
-    clients = _clients(config, bench)
-    bench.model.merge({})
-    # A model that diverged tells nothing.
-    scores = np.nan_to_num(scores_of(bench.model, bench.initial, final, clients), nan=0.0, posinf=0.0, neginf=0.0)
-    included = np.concatenate([client.included for client in clients])
     group_size = config.audit_repeats if config.unit == "record" else 1
     result = one_run_audit(
         scores,

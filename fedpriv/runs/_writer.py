@@ -18,10 +18,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 import fedpriv
 from fedpriv.config import RunConfig, to_toml
 from fedpriv.errors import InputError
-from fedpriv.files import Journal
+from fedpriv.files import Journal, replace_file
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
 from fedpriv.runs._rows import ClientRow, RoundRow, Sample, StoredAnswer, column_types, read_rows
@@ -124,6 +127,12 @@ class RunWriter:
             write_json(path, registration)
         elif files.read_values(path) != registration:
             raise InputError(f"{path}: other canaries, coins or guesses were registered before the first round")
+
+    def write_audit_scores(self, scores: NDArray[np.float64], included: NDArray[np.bool_]) -> None:
+        """Write the score of each canary, [canaries], and whether it was included, atomically."""
+        rows = zip(scores.tolist(), included.astype(int).tolist(), strict=True)
+        text = "score,included\n" + "".join(f"{score!r},{coin}\n" for score, coin in rows)
+        replace_file(self.path / files.AUDIT_SCORES, text.encode())
 
     def add(self, round_: RoundRow, clients: Sequence[ClientRow]) -> None:
         """Append a finished round."""

@@ -24,6 +24,7 @@ LEDGER = "ledger.sqlite"
 SAMPLES = "samples.jsonl"
 STORED_ANSWERS = "stored_answers.jsonl"
 AUDIT = "audit.json"  # the canaries of an audited run, written before its first round
+AUDIT_SCORES = "audit_scores.csv"  # of its canaries, for `fedpriv audit one-run --scores`
 SUMMARY = "summary.json"  # written last: it marks the run as finished
 REPORT = "report.html"
 TRACKER = "tracker.json"  # how far a tracker has been told

@@ -14,7 +14,7 @@ from clients.node import holder_of
 from fedpriv.accounting import SubsampledGaussian, epsilon_of
 from fedpriv.adapters import lora
 from fedpriv.audit import black_box
-from fedpriv.audit.black_box import audit_of, registration
+from fedpriv.audit.black_box import audit_of, registration, run_scores
 from fedpriv.audit.canaries import audited
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
@@ -24,6 +24,7 @@ from fedpriv.vault._charging import RefusedError
 from fedpriv.vault.holder import run_of
 from server.observer import LogObserver
 from simulations.engines import federation
+from tests.cli.command_line import as_json
 from tests.tiny import with_persons
 
 AUDIT = {"audit": "tokens", "audit_canaries": 60}
@@ -51,6 +52,11 @@ def test_registered_numbers_count_all_canaries_whatever_the_coins_show(small_run
     assert found["roc"]["fpr"][-1] == found["roc"]["tpr"][-1] == 1
     assert found["claimed_epsilon"] == pytest.approx(summary["epsilon_local_max"])
     assert not found["refuted"]
+    scores = ("--scores", folder / "audit_scores.csv", "--guesses", 68, "--delta", found["delta"])
+    again = as_json("audit", "one-run", *scores)
+    assert [again[key] for key in ("num_canaries", "num_correct", "epsilon_lower")] == [
+        found[key] for key in ("num_canaries", "num_correct", "epsilon_lower")
+    ]
     page = (folder / "report.html").read_text()
     assert "<h3>Audit</h3>" in page
     assert "stands" in page
@@ -63,7 +69,8 @@ def test_an_audit_of_any_number_of_canaries_is_registered_and_carried_out(small_
     events = [SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0)]
     claim = epsilon_of(events, 1e-5)
     registered = registration(config, bench)
-    found = audit_of(config, bench, bench.initial, registered=registered, events=events, claim=claim)
+    scores, included = run_scores(config, bench, bench.initial)
+    found = audit_of(config, scores, included, registered=registered, events=events, claim=claim)
     assert (found["num_canaries"], found["num_guesses"], found["group_size"]) == (87, 46, repeats)
     assert found["epsilon_lower"] == found["epsilon_lower_f_dp"] == 0.0  # nothing was trained
     client = audited(config, bench, 0)
@@ -153,10 +160,10 @@ def test_a_claim_that_is_understated_is_refuted(small_run):
     events = [SubsampledGaussian(noise_multiplier=100.0, sampling_probability=1.0)]
     claim = epsilon_of(events, 1e-5)
     registered = registration(config, bench)
-    found = audit_of(config, bench, final, registered=registered, events=events, claim=claim)
+    found = audit_of(config, *run_scores(config, bench, final), registered=registered, events=events, claim=claim)
     assert found["refuted"]
     assert found["epsilon_lower_f_dp"] > claim.epsilon
-    without = audit_of(config, bench, final, registered=registered, events=[], claim=claim)
+    without = audit_of(config, *run_scores(config, bench, final), registered=registered, events=[], claim=claim)
     assert "epsilon_lower_f_dp" not in without
 
 
