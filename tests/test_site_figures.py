@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ TABLE = """# Results
 | corpus | gain |
 | --- | --- |
 | digits | 0.017 |
+| digits 5,000 | 0.017 |
 
 ### Below it
 
@@ -55,7 +57,11 @@ def test_some_page_cites_a_figure() -> None:
         ("[0.018][a]", '#one "digits"', "differs"),
         ("[0.5][a]", '#one "digits"', "differs"),
         ("[0.17][a]", '#one "digits"', "differs"),
-        ("[0.5][a]", '#two "digits | 0.5"', ""),
+        ("[far more][a]", '#one "digits"', "differs"),
+        ("[0.005 less][a]", '#one "letters"', "differs"),
+        ("[0.017 with 5,000][a]", '#one "digits 5,000"', "differs"),
+        ("\n```\nx[0][1]\n```\n", '#one "digits"', ""),
+        ("[0.5][a]", '#two "digits | 0.5"', "differs"),
         ("[0.017][a]", '#two "letters"', "has no row"),
         ("[0.017][a]", '#three "digits"', "has no row"),
         ("[0.017][b]", '#one "digits"', "has no definition"),
@@ -85,14 +91,18 @@ def test_lines_are_outdated_once_the_code_that_decides_them_changes(tmp_path, mo
         monkeypatch.setattr(site_figures, "CHECKED", {"page": checked})
         return site_figures.outdated(tmp_path)
 
+    def line(commit: str) -> str:
+        return json.dumps({"software": {"commit": commit}}) + "\n"
+
     first = commit("code/a.py", "1")
-    commit("results/page.jsonl", "{}\n")
-    commit("other.py", "1")
+    commit("results/page.jsonl", line(first))
     assert told(first) == []
     changed = commit("code/a.py", "2")
     assert len(told(first)) == 1
-    assert "results/page.jsonl: older than" in told(first)[0]
+    assert "results/page.jsonl: 1 lines are older than" in told(first)[0]
     assert told(changed) == []
     assert told("0" * 40) == []
-    commit("results/page.jsonl", "{}\n{}\n")
+    last = commit("results/page.jsonl", line(first) + line(changed))
+    assert "1 lines are older" in told(first)[0], "a new line makes no other one newer"
+    commit("results/page.jsonl", line(changed) + line(last))
     assert told(first) == []

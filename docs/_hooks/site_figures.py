@@ -1,20 +1,22 @@
 """Figures that pages cite, held to the tables that they come from; and lines that are older than what they measure.
 
 A figure has one home: a row of a table in results/, made of a stored line. A page cites it by a key, whose definition
-at the end of the page names cells of that row:
+at the end of the page names cells of that row; each number of the link's text must stand in another cell of it:
 
     the head stays [0.034 below a probe][probe].
 
     [probe]: ../results/utility.md#targets "head less linear probe, epsilon 8 | MedQuAD source of answer"
 
-Lines are out of date once a commit changes the code that decides their figures. If a change moves no figure, `CHECKED`
-names the commit up to which that was made sure.
+Lines are out of date once a commit after theirs changes the code that decides their figures. If a change moves no
+figure, `CHECKED` names the commit up to which that was made sure. Where the history is missing, nothing is known.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -24,13 +26,17 @@ CITATION = re.compile(r"\[(?P<text>[^\[\]]+)\]\[(?P<key>[^\[\]]+)\]")
 NUMERAL = re.compile(r"\d+(?:[.,]\d+)*")
 HEADING = re.compile(r"(#+) (.*)")
 
-# Of each page's lines: the code that decides its figures. Code that changes no draw, rate or charge is not among it.
+# {page: the code that decides the figures of its lines}: its draws, rates, clipping, noise and charges.
+_RECIPE = ("fedpriv/accounting/recipe.py", "fedpriv/training/noise_plan.py", "fedpriv/training/schedule.py")
 DECIDED_BY: Mapping[str, tuple[str, ...]] = {
-    "audit": ("fedpriv/audit", "simulations/studies/audit"),
-    "language_models": ("fedpriv/accounting/recipe.py", "fedpriv/training/public_factors.py"),
-    "persons": ("fedpriv/accounting/recipe.py",),
-    "secure_aggregation": ("fedpriv/accounting/recipe.py", "fedpriv/accounting/views.py"),
-    "utility": ("fedpriv/accounting/recipe.py",),
+    "audit": (
+        *("fedpriv/audit", "fedpriv/mechanisms", "fedpriv/training/clipping.py", "fedpriv/training/stacked.py"),
+        "simulations/studies/audit",
+    ),
+    "language_models": (*_RECIPE, "fedpriv/training/public_factors.py"),
+    "persons": _RECIPE,
+    "secure_aggregation": (*_RECIPE, "fedpriv/accounting/views.py"),
+    "utility": _RECIPE,
 }
 # Up to this commit no change of that code moved a figure of lines that are older.
 CHECKED: Mapping[str, str] = {
@@ -50,10 +56,10 @@ def wrong_citations(markdown: str, source: str, root: Path) -> list[str]:
         source: its path in the repository.
         root: of the repository.
     """
-    lines = markdown.splitlines()
-    defined = {match["key"]: match for line in lines if (match := site_links.DEFINITION.match(line))}
+    prose = site_links.prose(markdown)
+    defined = {match["key"]: match for line in prose.splitlines() if (match := site_links.DEFINITION.match(line))}
     found = []
-    for match in CITATION.finditer(markdown):
+    for match in CITATION.finditer(prose):
         text, key = " ".join(match["text"].split()), match["key"]
         if key not in defined:
             found.append(f"{source}: [{text}][{key}] has no definition")
@@ -62,9 +68,10 @@ def wrong_citations(markdown: str, source: str, root: Path) -> list[str]:
         page, _, section = target.partition("#")
         rows = list(_rows((root / site_links.resolved(page, source)).read_text(encoding="utf-8"), section))
         named = [row for row in rows if all(cell in row for cell in cells)]
+        figures = NUMERAL.findall(text)
         if not named:
             found.append(f"{source}: {target} has no row with the cells {' | '.join(cells)}")
-        elif not any(all(_holds(row, figure) for figure in NUMERAL.findall(text)) for row in named):
+        elif not figures or not any(_holds(row, cells, figures) for row in named):
             found.append(f"{source}: [{text}][{key}] differs from {target}, which has {' | '.join(named[0])}")
     return found
 
@@ -83,31 +90,32 @@ def _rows(markdown: str, anchor: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.strip("| ").split(" | ")]
 
 
-def _holds(row: list[str], figure: str) -> bool:
-    return any(figure in NUMERAL.findall(cell) for cell in row)
+def _holds(row: list[str], named: list[str], figures: list[str]) -> bool:
+    """Whether cells of the row that are not named begin with each of the figures, whatever their sign."""
+    values = {number[0] for cell in row if cell not in named and (number := NUMERAL.search(cell))}
+    return values.issuperset(figures)
 
 
 def outdated(root: Path) -> list[str]:
-    """A text for each file of lines that are older than a change of the code that decides them.
-
-    Without a history nothing is known, and nothing is told.
-    """
+    """A text for each file of lines that are older than a change of the code that decides them."""
     found = []
     for page, paths in DECIDED_BY.items():
-        file = f"results/{page}.jsonl"
-        made = _git(root, "log", "-1", "--format=%H", "--", file)
-        since = CHECKED[page]
-        if not made or _git(root, "cat-file", "-t", since) != "commit":
-            continue
-        if _git(root, "merge-base", "--is-ancestor", since, made, ok="yes"):
-            since = made
-        if changes := _git(root, "log", "--format=%h %s", f"{since}..HEAD", "--", *paths):
-            last = changes.splitlines()[0]
-            found.append(
-                f"{file}: older than {last!r}; measure it again, or set CHECKED in docs/_hooks/site_figures.py once "
-                "you have seen that no figure moves"
-            )
+        file, since = f"results/{page}.jsonl", CHECKED[page]
+        lines = [json.loads(line) for line in (root / file).read_text(encoding="utf-8").splitlines()]
+        made = Counter(_later(root, since, line.get("software", {}).get("commit") or since) for line in lines)
+        for commit, num in made.items():
+            if changes := _git(root, "log", "--format=%h %s", f"{commit}..HEAD", "--", *paths):
+                found.append(
+                    f"{file}: {num} lines are older than {changes.splitlines()[0]!r}; measure them again, or set "
+                    "CHECKED in docs/_hooks/site_figures.py once you have seen that no figure moves"
+                )
+                break
     return found
+
+
+def _later(root: Path, one: str, other: str) -> str:
+    """The second of two commits if it descends from the first, else the first."""
+    return other if _git(root, "merge-base", "--is-ancestor", one, other, ok="yes") else one
 
 
 def _git(root: Path, *arguments: str, ok: str = "") -> str:

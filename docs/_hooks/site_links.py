@@ -30,8 +30,8 @@ def resolved(target: str, source: str) -> str:
 
 def linked_files(markdown: str, source: str) -> set[str]:
     """The repository paths of everything that a page links to, outside code."""
-    prose = (line for line, is_code in _lines(markdown) if not is_code)
-    links = (match for line in prose for match in (*LINK.finditer(line), *DEFINITION.finditer(line)))
+    lines = prose(markdown).splitlines()
+    links = (match for line in lines for match in (*LINK.finditer(line), *DEFINITION.finditer(line)))
     targets = (match["target"] for match in links)
     return {resolved(target, source) for target in targets if not ELSEWHERE.match(target)}
 
@@ -72,6 +72,11 @@ def for_site(
         return LINK.sub(relinked, line)
 
     return "\n".join(_language_alone(line) if is_code else of_line(line) for line, is_code in _lines(markdown))
+
+
+def prose(markdown: str) -> str:
+    """The page without its fenced blocks of code."""
+    return "\n".join(line for line, is_code in _lines(markdown) if not is_code)
 
 
 def anchor(heading: str) -> str:

@@ -45,11 +45,12 @@ def run(
     check_installed(config.track)
     config = with_base_dtype(config)
     with task_identity(RUN_ID), _executor(config, observer) as execute:
-        make_app(observer)(LocalGrid(SimulatedNodes(config), tapped(execute), client_app), server_context(config))
+        grid = LocalGrid(SimulatedNodes(config), tapped(execute), client_app, execute.begins)
+        make_app(observer)(grid, server_context(config))
 
 
 @contextmanager
-def _executor(config: RunConfig, observer: Observer) -> Iterator[Execute]:
+def _executor(config: RunConfig, observer: Observer) -> Iterator[_Followed]:
     """The function that trains a round's clients; engines differ in it alone."""
     observer.progressed(RunProgress(what="loading model and data"))
     model = workbench(config).model
@@ -119,18 +120,28 @@ class _Followed:
         self._execute, self._follow = execute, unfailing(follow)
         self._totals: dict[str, float] = {}
         self._done = Counter[str]()
-        self._round = 0
+        self._round = self._num_expected = 0
+
+    def begins(self, num: int) -> None:
+        """Expect so many tasks, in one call or several."""
+        self._num_expected = num
+        self._done = Counter()
 
     def __call__(self, tasks: Sequence[UpdateTask]) -> list[ClientUpdate | Exception]:
-        """Train the tasks, which are all of one round."""
-        num_records = sum(len(task.data) for task in tasks)
-        steps = sum(task.spec.local_steps for task in tasks)
-        self._totals, self._done = {TRAINING: steps, READING: num_records, FEATURES: num_records}, Counter()
+        """Train the tasks, which are all of one round; of those that are still to come, each is taken to be as long."""
+        factor = max(self._num_expected, len(tasks)) / len(tasks)
+        num_records = factor * sum(len(task.data) for task in tasks)
+        steps = factor * sum(task.spec.local_steps for task in tasks)
+        own = {TRAINING: steps, READING: num_records, FEATURES: num_records}
+        self._totals = {what: self._done[what] + round(num) for what, num in own.items()}
         self._round = tasks[0].round
         try:
             return self._execute(tasks)
         finally:
             self._totals = {}
+            self._num_expected -= len(tasks)
+            if self._num_expected <= 0:
+                self._done = Counter()
 
     def tell(self, what: str, done: float, total: float) -> None:
         """Pass on what a model tells: during a round, of all of its clients together; at other times, as it is told.

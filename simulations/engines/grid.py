@@ -21,12 +21,15 @@ _MOST_AT_ONCE = 250
 
 
 class LocalGrid(Grid):
-    """Answers every message at once, training all clients of a batch by one `execute`.
+    """Answers messages in batches, training all clients of a batch by one `execute`.
+
+    Unlike Flower it keeps no context: whatever a node writes there must be kept by the mapping.
 
     Args:
         contexts: {node: its context}, at least one; each is asked for when a message to the node is answered.
         execute: trains a batch of tasks; None leaves training to the app, one message at a time.
         evaluate: the ClientApp, which answers every other message.
+        begins: is told how many messages are about to be answered.
     """
 
     def __init__(
@@ -34,10 +37,12 @@ class LocalGrid(Grid):
         contexts: Mapping[int, Context],
         execute: Execute | None,
         evaluate: Callable[[Message, Context], Message],
+        begins: Callable[[int], None] = lambda num: None,
     ) -> None:
         self._contexts = contexts
         self._execute = execute
         self._evaluate = evaluate
+        self._begins = begins
         self._run = empty_run(contexts[next(iter(contexts))].run_id)
         self._replies: dict[str, Message] = {}
 
@@ -71,10 +76,12 @@ class LocalGrid(Grid):
         ids = [uuid.uuid4().hex for _ in messages]
         for message, message_id in zip(messages, ids, strict=True):
             set_message_id(message, message_id)
+        self._begins(len(messages))
         for begin in range(0, len(messages), _MOST_AT_ONCE):
+            batch = slice(begin, begin + _MOST_AT_ONCE)
             # Strategies put one RecordDict into every message, and a node may change its copy.
-            delivered = [copy.deepcopy(message) for message in messages[begin : begin + _MOST_AT_ONCE]]
-            self._replies.update(zip(ids[begin:], self._answer(delivered), strict=False))
+            replies = self._answer([copy.deepcopy(message) for message in messages[batch]])
+            self._replies.update(zip(ids[batch], replies, strict=True))
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

@@ -63,11 +63,24 @@ def test_every_message_gets_its_own_nodes_reply(grid, config):
 
 def test_messages_that_are_answered_in_turns_all_get_their_replies(grid, config, monkeypatch):
     monkeypatch.setattr(grid_module, "_MOST_AT_ONCE", 2)
+    sizes, execute = [], grid._execute
+
+    def counted(tasks):
+        sizes.append(len(tasks))
+        return execute(tasks)
+
+    monkeypatch.setattr(grid, "_execute", counted)
     messages = [train_message(config, node) for node in (12, 10, 11)]
     replies = list(grid.send_and_receive(messages))
     assert [reply.metadata.src_node_id for reply in replies] == [12, 10, 11]
     asked = [message.metadata.message_id for message in messages]
     assert [reply.metadata.reply_to_message_id for reply in replies] == asked
+    assert sizes == [2, 1]
+
+
+def test_a_simulated_node_keeps_nothing_in_its_context(grid, config):
+    list(grid.send_and_receive([train_message(config, 10)]))
+    assert not grid._contexts[10].state
 
 
 def test_messages_are_copied(grid, config):

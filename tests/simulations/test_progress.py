@@ -149,6 +149,24 @@ def test_a_stack_that_fails_is_trained_again_and_never_counts_twice():
     assert {each.total for each in seen} == {6}
 
 
+def test_tasks_that_come_in_several_calls_count_together():
+    seen: list[RunProgress] = []
+    tasks = [SimpleNamespace(round=1, data=(), spec=SimpleNamespace(local_steps=2))] * 3
+
+    def execute(given):
+        for _ in given:
+            followed.tell(TRAINING, 2.0, 2.0)
+        return []
+
+    followed = _Followed(execute, seen.append)
+    for _ in range(2):
+        followed.begins(4)
+        followed(tasks)  # type: ignore[arg-type]
+        followed(tasks[:1])  # type: ignore[arg-type]
+    assert [each.done for each in seen] == 2 * [2, 4, 6, 8]
+    assert {each.total for each in seen} == {8}
+
+
 def test_only_a_simulation_ever_sets_who_is_told():
     """What is told depends on who was drawn: a vault, its answers and the library's commands must not listen."""
     assert TrainingModel.tell is silent

@@ -48,7 +48,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class AuditCell:
-    """One audit: a key of `RUNS`, or one that needs data or draws; and what its function takes."""
+    """One audit: its kind and the arguments of the function that makes it."""
 
     run: str
     values: tuple[str | float, ...]

@@ -1,7 +1,7 @@
 """Attacks on what a federation publishes: membership from a model in each form it may take, and what a server answers.
 
-The shadow models are trained on the same pool, the strongest setting for the attacker. An attack that finds little in a
-model trained without noise is too weak to say anything of the others.
+The shadow models are trained on the same pool. An attack that finds little in a model trained without noise is too weak
+to say anything of the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.composition.law import Array
 from fedpriv.accounting.events import Event, group
 from fedpriv.adapter_variants import AdapterEvaluator
-from fedpriv.adapters import Adapter, as_tensor
+from fedpriv.adapters import Adapter, as_tensor, difference, lora, norm
 from fedpriv.aggregation import weighted_average, weights_by_size
 from fedpriv.audit import calibrated_scores, lira_scores, loss_scores, membership, plot_roc, rmia_scores
 from fedpriv.audit.black_box import record_losses
@@ -28,10 +28,11 @@ from fedpriv.config import parse
 from fedpriv.data.records import Records
 from fedpriv.dedup import DedupSettings, deduplicate
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.serving.requests import EngineLimits, Generate, Piece
+from fedpriv.serving.requests import EngineLimits, Failed, Generate, Piece
 from fedpriv.serving.scheduler import Scheduler
 from fedpriv.serving.sources import find, load
 from fedpriv.training import PoissonSampler
+from fedpriv.training.evaluation import evaluate
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import execute_stacked
@@ -145,16 +146,23 @@ def membership_run(data: Path, corpus: str, condition: str, plot: Path) -> Line:
         learning_rate=0.03,
     )  # fmt: skip
     trained = train(bench.model, federations, POOL, spec)
-    forms = _forms(bench, trained[0])
+    judge = AdapterEvaluator(bench)
+    forms = _forms(bench, judge, trained[0])
 
     members = coins.reshape(1 + SHADOWS, -1)
     usable = members[1:].any(axis=0) & ~members[1:].all(axis=0)
     members = members[:, usable]
 
-    def losses_of(adapter: Adapter) -> Array:
-        return np.concatenate([record_losses(bench.model, adapter, pool) for pool in pools])[usable]
+    def losses_of(adapters: Sequence[Adapter]) -> Array:
+        """The losses of each client's pool under an adapter."""
+        losses = (record_losses(bench.model, *each) for each in zip(adapters, pools, strict=True))
+        return np.concatenate(list(losses))[usable]
 
-    target, shadows = losses_of(trained[0].model), np.stack([losses_of(each.model) for each in trained[1:]])
+    def by_lira(adapters: Sequence[Adapter], shadows: Array) -> dict[str, Any]:
+        return _attack(lira_scores(losses_of(adapters), shadows, members[1:]), members[0])
+
+    target, *others = (losses_of([each.model] * CLIENTS) for each in trained)
+    shadows, uploaded = np.stack(others), np.stack([losses_of(each.uploads) for each in trained[1:]])
     reference = np.where(members[1:], 0, shadows).sum(axis=0) / (~members[1:]).sum(axis=0)
     attacks = {
         "loss threshold": loss_scores(target),
@@ -163,21 +171,23 @@ def membership_run(data: Path, corpus: str, condition: str, plot: Path) -> Line:
         "RMIA": rmia_scores(target, shadows),
     }
     plot_roc(attacks, members[0], plot)
-    of_forms = {
-        name: {**_attack(lira_scores(losses_of(adapter), shadows, members[1:]), members[0]), "changed": changed}
-        for name, (adapter, changed) in forms.items()
-    }
+    lora.write_parameters(bench.model.parameters, trained[0].model)
     return {
         "kind": "membership",
         "corpus": corpus,
         "condition": condition,
         "epsilon": epsilon_of(trained[0].charged, DELTA).epsilon if noise else None,
+        "accuracy": evaluate(bench.model, bench.test).accuracy,
         "num_members": int(members[0].sum()),
         "num_others": int((~members[0]).sum()),
         "loss_members": float(target[members[0]].mean()),
         "loss_others": float(target[~members[0]].mean()),
         "attacks": {name: _attack(scores, members[0]) for name, scores in attacks.items()},
-        "forms": of_forms,
+        "uploads": by_lira(trained[0].uploads, uploaded),
+        "forms": {
+            name: {**by_lira([adapter] * CLIENTS, shadows), "distance": distance}
+            for name, (adapter, distance) in forms.items()
+        },
     }
 
 
@@ -193,12 +203,11 @@ def _attack(scores: Array, members: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _forms(bench: Workbench, trained: Federation) -> dict[str, tuple[Adapter, float]]:
-    """{form: the global adapter in it, and the share of its values that are not those of the model as trained}.
+def _forms(bench: Workbench, judge: AdapterEvaluator, trained: Federation) -> dict[str, tuple[Adapter, float]]:
+    """{form: the global adapter in it, and its distance to the one as trained, in units of what training changed}.
 
     Deduplicated, its blocks are those of the clients' last uploads where accuracy on test records allows it.
     """
-    judge = AdapterEvaluator(bench)
     given = {"global": trained.model, **{f"client-{n}": upload for n, upload in enumerate(trained.uploads)}}
     with tempfile.TemporaryDirectory(prefix="fedpriv-study-") as folder:
         where = Path(folder)
@@ -224,15 +233,12 @@ def _forms(bench: Workbench, trained: Federation) -> dict[str, tuple[Adapter, fl
         }
     names = {parameter.data_ptr(): name for name, parameter in bench.model.parameters.items()}
     own = {name: names[p.data_ptr()] for name, p in judge.parameters.items() if p.data_ptr() in names}
-
-    def changed(form: Mapping[str, np.ndarray]) -> float:
-        same = sum(int((form[name] == tensors["global"][name]).sum()) for name in own)
-        return 1 - same / sum(tensors["global"][name].size for name in own)
-
-    return {
-        form: ({own[name]: as_tensor(values).float() for name, values in each.items() if name in own}, changed(each))
+    adapters = {
+        form: {own[name]: as_tensor(values).float() for name, values in each.items() if name in own}
         for form, each in found.items()
     }
+    changed = norm(difference(trained.model, bench.initial))
+    return {form: (each, norm(difference(each, trained.model)) / changed) for form, each in adapters.items()}
 
 
 def _described(name: str) -> Described:
@@ -293,9 +299,12 @@ def _next_tokens(run: Path, prompts: Sequence[tuple[int, ...]]) -> list[str]:
     scheduler = Scheduler(source, load(source), EngineLimits())
     try:
         asked = [Generate(variant="global", prompt=each, max_new_tokens=1, num_alternatives=0) for each in prompts]
-        return [
-            "".join(token.text for event in events if isinstance(event, Piece) for token in event.tokens)
-            for events in answer_all(scheduler, asked)
-        ]
+        answers = answer_all(scheduler, asked)
     finally:
         scheduler.close()
+    if failed := [event for events in answers for event in events if isinstance(event, Failed)]:
+        raise failed[0].error
+    return [
+        "".join(token.text for event in events if isinstance(event, Piece) for token in event.tokens)
+        for events in answers
+    ]

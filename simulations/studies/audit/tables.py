@@ -108,20 +108,22 @@ def _graded(lines: Sequence[Line]) -> str:
 
 def _membership(lines: Sequence[Line]) -> str:
     rows = (
-        (line["corpus"], line["condition"], name, _auc(attack), _at_one_percent(attack))
+        (
+            line["corpus"], line["condition"], name, _auc(attack), _at_one_percent(attack),
+            f"{line['loss_members']:.2f}, {line['loss_others']:.2f}", f"{line['accuracy']:.3f}",
+        )
         for line in lines
         for name, attack in line["attacks"].items()
+    )  # fmt: skip
+    counts = (f"{e['corpus']} {e['num_members']} and {e['num_others']}" for e in lines if e["epsilon"] is None)
+    stems = (f"{line['corpus']} {line['condition']}" for line in lines)
+    plots = (f"![ROC, {stem}](audit-roc-{stem.replace(' ', '-')}.png)" for stem in stems)
+    told = (
+        f"Members and non-members: {'; '.join(counts)}; the mean losses are of these. Accuracy is on test records. "
+        f"{_seconds(lines)}"
     )
-    counts = (f"{e['corpus']}, {e['num_members']} and {e['num_others']}" for e in lines if e["condition"] == "no noise")
-    losses = (f"{e['corpus']}, {e['condition']} {e['loss_members']:.2f} and {e['loss_others']:.2f}" for e in lines)
-    plots = (f"![ROC, {stem}](audit-roc-{stem.replace(' ', '-')}.png)" for stem in map(_stem, lines))
-    told = f"Members and non-members: {'; '.join(counts)}. Their mean losses: {'; '.join(losses)}."
-    headers = ("corpus", "run", "attack", "AUC", "true positives at 1 % false positives")
-    return "\n\n".join((table(headers, rows), told, _seconds(lines), *plots))
-
-
-def _stem(line: Line) -> str:
-    return f"{line['corpus']} {line['condition']}"
+    headers = ("corpus", "run", "attack", "AUC", "true positives at 1 % false positives", "mean losses", "accuracy")
+    return "\n\n".join((table(headers, rows), told, *plots))
 
 
 def _auc(attack: Mapping[str, Any]) -> str:
@@ -136,19 +138,15 @@ def _at_one_percent(attack: Mapping[str, Any]) -> str:
 def _forms(lines: Sequence[Line]) -> str:
     rows: list[tuple[str, ...]] = []
     for line in lines:
-        forms = {"as trained": line["attacks"]["LiRA"] | {"changed": 0.0}, **line["forms"]}
+        forms = {"as trained": line["attacks"]["LiRA"], **line["forms"], "uploads": line["uploads"]}
         rows.extend(
             (
-                line["corpus"],
-                line["condition"],
-                form,
-                f"{100 * found['changed']:.0f} %",
-                _auc(found),
-                _at_one_percent(found),
+                line["corpus"], line["condition"], form,
+                f"{found['distance']:.2g}" if "distance" in found else "", _auc(found), _at_one_percent(found),
             )
             for form, found in forms.items()
-        )
-    headers = ("corpus", "run", "form", "values changed", "AUC of LiRA", "true positives at 1 % false positives")
+        )  # fmt: skip
+    headers = ("corpus", "run", "attacked", "distance", "AUC of LiRA", "true positives at 1 % false positives")
     return table(headers, rows)
 
 
@@ -160,7 +158,7 @@ def _extraction(lines: Sequence[Line]) -> str:
         )
         for line in lines
     )  # fmt: skip
-    headers = ("run", "epsilon", "completed of those learned", "completed of those left out")
+    headers = ("run", "epsilon", "completed of those included", "completed of those left out")
     return f"{table(headers, rows)}\n\n{_seconds(lines)}"
 
 

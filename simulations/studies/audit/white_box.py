@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -90,30 +91,36 @@ def own_coordinates(num: int, dimension: int, *, disjoint: bool) -> Tensor:
     return directions
 
 
-@dataclass(frozen=True, kw_only=True)
-class Guesses:
-    """Numbers of guesses for both bounds, fixed on pilots."""
-
-    one_run: int
-    f_dp: int
+@cache
+def num_guesses(schedule: Schedule, epsilon: float, num_canaries: int, stddev_factor: float = 1.0) -> int:
+    """The number of guesses with the largest median one-run bound over pilots."""
+    sizes = ladder(num_canaries)
+    pilots = _pilots(schedule, epsilon, num_canaries, stddev_factor, sizes)
+    bounds = [lower_bounds(num_canaries, sizes, correct) for correct in pilots]
+    return int(sizes[np.argmax(np.median(bounds, axis=0))])
 
 
 @cache
-def guesses(schedule: Schedule, epsilon: float, num_canaries: int, stddev_factor: float = 1.0) -> Guesses:
-    """The numbers of guesses with the largest median bound over pilots: ideal attackers with coins of their own."""
-    noise = stddev_factor * noise_for(schedule, epsilon)
+def num_guesses_f_dp(schedule: Schedule, epsilon: float, num_canaries: int) -> int:
+    """The number of guesses with the largest median f-DP bound over the same pilots."""
     sizes = ladder(num_canaries)
-    by_one_run, by_f_dp = [], []
-    f_sizes = sizes[sizes >= 16][::2]
+    sizes = sizes[sizes >= 16][::2]
+    bounds = [
+        [f_dp_epsilon(schedule, num_canaries, *map(int, each)) for each in zip(sizes, correct, strict=True)]
+        for correct in _pilots(schedule, epsilon, num_canaries, 1.0, sizes)
+    ]
+    return int(sizes[np.argmax(np.median(bounds, axis=0))])
+
+
+def _pilots(
+    schedule: Schedule, epsilon: float, num_canaries: int, stddev_factor: float, sizes: np.ndarray
+) -> Iterator[np.ndarray]:
+    """The right guesses of ideal attackers with coins of their own, [sizes] each."""
     for pilot in range(PILOTS):
         generator = np.random.default_rng([7, pilot])
         included = generator.random(num_canaries) < 0.5
-        scores = _ideal(schedule, included, noise, generator)
-        by_one_run.append(lower_bounds(num_canaries, sizes, num_correct(scores, included, sizes)))
-        pairs = zip(f_sizes, num_correct(scores, included, f_sizes), strict=True)
-        by_f_dp.append([f_dp_epsilon(schedule, num_canaries, int(size), int(count)) for size, count in pairs])
-    best, f_best = (np.argmax(np.median(bounds, axis=0)) for bounds in (by_one_run, by_f_dp))
-    return Guesses(one_run=int(sizes[best]), f_dp=int(f_sizes[f_best]))
+        scores = _ideal(schedule, included, stddev_factor * noise_for(schedule, epsilon), generator)
+        yield num_correct(scores, included, sizes)
 
 
 def _ideal(schedule: Schedule, included: np.ndarray, noise: float, generator: np.random.Generator) -> Array:
@@ -149,7 +156,7 @@ def local_run(name: str, epsilon: float, num: int, seed: int) -> Line:
     seen = observe(audited, own_coordinates(num, dimension, disjoint=False), included, num_clients=CLIENTS)
     noise, q = audited.spec.noise_multiplier, schedule.sampling_probability
     scores = matched_scores(seen.local, noise_stddev=noise, sampling_probability=q)
-    fixed = guesses(schedule, epsilon, num)
+    fixed = np.array([num_guesses(schedule, epsilon, num), num_guesses_f_dp(schedule, epsilon, num)])
     generator = np.random.default_rng([11, seed])
     coins = generator.random(num) < 0.5
     ideal = _ideal(schedule, coins, noise, generator)
@@ -160,20 +167,20 @@ def local_run(name: str, epsilon: float, num: int, seed: int) -> Line:
         "accounted": epsilon_of([audited.event], DELTA).epsilon,
         "num_canaries": num,
         "seed": seed,
-        "num_guesses": fixed.one_run,
-        "num_guesses_f_dp": fixed.f_dp,
+        "num_guesses": int(fixed[0]),
+        "num_guesses_f_dp": int(fixed[1]),
         **_bounds(schedule, scores, included, fixed),
         "searched": one_run_audit(scores, included, delta=DELTA, confidence=CONFIDENCE).epsilon_lower,
         **{f"ideal_{name}": value for name, value in _bounds(schedule, ideal, coins, fixed).items()},
     }
 
 
-def _bounds(schedule: Schedule, scores: Array, included: np.ndarray, fixed: Guesses) -> dict[str, float]:
-    sizes = np.array([fixed.one_run, fixed.f_dp])
+def _bounds(schedule: Schedule, scores: Array, included: np.ndarray, sizes: np.ndarray) -> dict[str, float]:
+    """Both bounds, each with its own number of guesses, [2]."""
     correct = num_correct(scores, included, sizes)
     return {
         "one_run": float(lower_bounds(len(scores), sizes[:1], correct[:1])[0]),
-        "f_dp": f_dp_epsilon(schedule, len(scores), fixed.f_dp, int(correct[1])),
+        "f_dp": f_dp_epsilon(schedule, len(scores), int(sizes[1]), int(correct[1])),
     }
 
 
@@ -194,7 +201,7 @@ def view_run(name: str, seed: int) -> Line:
             noise_stddev=factor * audited.spec.noise_multiplier,
             sampling_probability=schedule.sampling_probability,
         )
-        size = np.array([guesses(schedule, VIEW_CLAIM, VIEW_CANARIES, factor).one_run])
+        size = np.array([num_guesses(schedule, VIEW_CLAIM, VIEW_CANARIES, factor)])
         bounds[view] = float(lower_bounds(VIEW_CANARIES, size, num_correct(scores, included, size))[0])
     claims = {
         f"claim_{view}": epsilon_of([release.seen_by(view)], DELTA).epsilon for view in ("local", "rho", "aggregate")
@@ -214,7 +221,7 @@ def client_run(epsilon: float, seed: int, num_clients: int = 1000) -> Line:
     )
     bits = inclusions(num_clients, audited.source("coins"))
     scores = observe_clients(audited, bits).numpy().astype(float)
-    size = np.array([guesses(once, epsilon, num_clients).one_run])
+    size = np.array([num_guesses(once, epsilon, num_clients)])
     generator = np.random.default_rng([12, CLAIMS.index(epsilon), seed])
     coins = generator.random(num_clients) < 0.5
     ideal = _ideal(once, coins, noise_for(once, epsilon), generator)
