@@ -13,6 +13,7 @@ import pytest
 
 from fedpriv.errors import InputError
 from simulations.studies import language_models, persons, secure_aggregation, utility
+from simulations.studies.audit import tables as audit_tables
 from simulations.studies.harness import Estimate, Results, fill, in_processes, lines, run_missing, table
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -131,6 +132,12 @@ def test_the_tables_of_language_models_are_those_of_its_stored_lines(tmp_path):
     page = Path(shutil.copy(RESULTS / "language_models.md", tmp_path))
     language_models.write(page, RESULTS / "language_models.jsonl")
     assert page.read_text() == (RESULTS / "language_models.md").read_text()
+
+
+def test_the_tables_of_audits_are_those_of_its_stored_lines(tmp_path):
+    page = Path(shutil.copy(RESULTS / "audit.md", tmp_path))
+    audit_tables.write(page, lines(RESULTS / "audit.jsonl"))
+    assert page.read_text() == (RESULTS / "audit.md").read_text()
 
 
 def test_the_tables_of_persons_are_those_of_its_stored_lines(tmp_path):
