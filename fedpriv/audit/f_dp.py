@@ -217,9 +217,10 @@ def _epsilon_of_weakest_rejected(
     low, high = _LEAST_NOISE, _MOST_NOISE
     if not refutes(trade_off_of(claimed(high))):
         return 0.0
-    if refutes(trade_off_of(claimed(low))):
-        return math.inf
     for _ in range(_NOISE_STEPS):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if refutes(trade_off_of(claimed(middle))) else (middle, high)
+    # Last, since curves of so little noise take longest, and most searches end far above.
+    if low == _LEAST_NOISE and refutes(trade_off_of(claimed(low))):
+        return math.inf
     return epsilon_of(claimed(high), delta).epsilon
