@@ -191,14 +191,14 @@ def test_a_cell_without_targets_or_without_measured_accuracy_is_shown_empty():
         outcome["bases"] = []
     found = results(alone, {**unmeasured, "accuracy": {}})
     assert not re.search(r"\bnan\b|None", "\n".join(texts(found)))
-    assert line_of(searches.eight(found), "`dred`")[3:] == ["", "", ""]
+    assert line_of(searches.eight(found), "`dred`")[3:] == ["", ""]
 
 
 def test_cells_stand_beside_the_papers():
     alone = searches.eight(results(run(ratio=0.4126, num=99)))
-    assert line_of(alone, "`drd`")[1:] == ["41.3, 99 (29.7, 18)", "50.0", "0.0100", "0.0100", "0 of 4"]
+    assert line_of(alone, "`drd`")[1:] == ["41.3, 99 (29.7, 18)", "50.0", "0.0100", "0 of 4"]
     both = searches.eight(results(run(ratio=0.4126, num=99), run("B3", ratio=0.5, drop=0.03)))
-    assert line_of(both, "`drd`")[1:] == ["45.6, 109 (33.6, 132)", "50.0", "0.0300", "0.0265", "19 of 23"]
+    assert line_of(both, "`drd`")[1:] == ["45.6, 109 (33.6, 132)", "50.0", "0.0265", "19 of 23"]
     means = validation.private(results(*(private_run("A1", num=num, seed=num) for num in (10, 20))))
     assert line_of(means, IN_STEPS)[1] == "40.0, 15 (32.1, 28); 0.010; 8 of 8"
 
@@ -228,7 +228,8 @@ def test_the_studys_own_cells_have_all_that_the_claim_and_every_l_are_judged_by(
     own = [run(each.scenario, each.table, each.row) for each in CELLS if each.scenario in paper.EIGHT]
     found = results(*own)
     assert f"met on 0 of {len(paper.EIGHT)} scenarios" in settings.claim(found)
-    for label in ("`drd`, rule", "`dred`, rule", *(f"`drd`, L = {row.split('-')[1]}" for row in BY_L)):
+    every = ", ".join(row.split("-")[1] for row in BY_L)
+    for label in ("`drd`, rule", "`dred`, rule", f"`drd`, L = {every}"):
         columns = line_of(settings.lengths(found), label)
         assert columns[3] == columns[6] == f"0 of {len(paper.EIGHT)}"
     assert "greedy-20` |" not in settings.lengths(found)
@@ -272,7 +273,7 @@ def test_heterogeneous_targets_beyond_a_bound_are_counted():
     broken["outcomes"][1]["epsilon_after"] = 3.1
     broken["accuracy"]["validation"]["hetero-2"] = [0.8, 0.77]
     cells = line_of(searches.heterogeneous(results(broken)), "`drd`")
-    assert (cells[1], cells[4]) == ("40.0, 10 (73.6, 50)", "4 of 6")
+    assert (cells[1], cells[3]) == ("40.0, 10 (73.6, 50)", "4 of 6")
 
 
 def test_private_validations_changes_are_points_of_the_same_model():
@@ -285,17 +286,17 @@ def test_private_validations_changes_are_points_of_the_same_model():
 
 def test_speed_ups_are_judged_with_and_without_inference():
     text = serving.serving(results(serving=[served(safetensors=19.0), served("hetero", safetensors=18.9)]))
-    assert line_of(text, "minilm", "safetensors")[6:] == ["19.0", "10.0", "10", "yes", "19.00"]
-    assert line_of(text, "minilm", "straight")[6:] == ["3.0", "2.0", "3", "**no**", "3.00"]
-    assert line_of(text, "hetero", "safetensors")[7:10] == ["9.9", "10", "**no**"]
-    assert line_of(text, "minilm", "mmap")[6:10] == ["2.0", "1.5", "", ""]
-    assert line_of(text, "minilm", "store")[6:] == ["", "", "", "", "1.00"]
+    assert line_of(text, "minilm", "safetensors")[4:] == ["10.0", "10", "yes", "19.00"]
+    assert line_of(text, "minilm", "straight")[4:] == ["2.0", "3", "**no**", "3.00"]
+    assert line_of(text, "hetero", "safetensors")[4:7] == ["9.9", "10", "**no**"]
+    assert line_of(text, "minilm", "mmap")[4:7] == ["1.5", "", ""]
+    assert line_of(text, "minilm", "store")[4:] == ["", "", "", "1.00"]
 
 
 def test_an_arm_that_failed_and_files_that_stayed_cached_are_named():
     failed = {**served(), "failures": {"straight": "was ended by the system"}, "page_cache_dropped": False}
     text = serving.serving(results(serving=[failed]))
-    assert "`straight` was ended by the system" in text
+    assert "`straight`: was ended by the system" in text
     assert "**Not cold**" in text
     assert "**Not cold**" not in serving.serving(results(serving=[served()]))
 
@@ -327,12 +328,13 @@ def test_models_are_counted_by_architecture():
     text = page.learned(results())
     better = sum(model["beats_start"] for model in MODELS.values())
     cells = line_of(text, "vit")
-    assert cells[1:] == [f"{better} of {len(MODELS)}", "1.999", "0.800", "0.800", "0.020", "0.010", "0.800"]
+    assert f"{better} of {len(MODELS)} models beat" in text
+    assert cells[1:] == ["1.999", "0.800", "0.800", "0.020", "0.800"]
 
 
 def test_targets_beyond_their_bound_by_basic_are_counted():
     text = page.epsilons(results(run()))
-    assert line_of(text, "A1")[1:] == ["1.100", "0.300", "0.300", "1.00", "4 of 4"]
+    assert line_of(text, "A1")[1:] == ["1.100", "0.300", "1.00", "4 of 4"]
 
 
 def write_lines(out, runs):

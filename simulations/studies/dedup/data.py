@@ -2,6 +2,9 @@
 
 Images of digits come from two sources: MNIST's are the private ones, the UCI's the public ones. Texts of three sources
 are encoded by MiniLM once and kept with the study's results.
+
+No record is in two splits. Cut to 32 tokens, 42, 27 and 34 of the 1,500 validation, test and tuning records of MedQuAD
+equal one that a model was trained on, and 11, 15 and 19 of SST-2's 2,000.
 """
 
 from __future__ import annotations

@@ -31,17 +31,18 @@ SEARCH = "dred"
 
 def minilm(results: DedupResults) -> str:
     """The MiniLM cluster: what each search does to its targets."""
-    rows = []
+    names: dict[Sequence[str], list[str]] = {}  # searches with the same figures share a row
     for place, suffix in ((PUBLIC, ""), (PRIVATE, ", private")):
         for name in results.rows(place, ["minilm"]):
             if not name.endswith("-30") and (cells := results.cells("minilm", place, name)):
-                rows.append((f"`{name}`{suffix}", *_minilm_row(cells)))
-    if not rows:
+                names.setdefault(tuple(_minilm_row(cells)), []).append(f"`{name}`{suffix}")
+    if not names:
         return ""
+    rows = [(", ".join(alike), *figures) for figures, alike in names.items()]
     headers = ("", "accuracy, test", "after", "largest drop, test", "largest rise of epsilon", "beyond the bound, test")
     return section(
         "A pretrained transformer: the MiniLM cluster",
-        "Its last two layers and head, trained under DP. Means over targets, and over the seeds of private validation.",
+        "Means over targets, and over the seeds of private validation.",
         table(headers, rows),
     )
 
