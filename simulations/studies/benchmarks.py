@@ -90,7 +90,10 @@ def newest(found: Iterable[Line]) -> dict[str, Line]:
 
 
 def write_page(page: Path, found: dict[str, Line]) -> None:
-    """Write what was measured between the page's markers: a table of all claims, and what each benchmark printed."""
+    """Write what was measured between the page's markers: a table of all claims, and what each benchmark printed.
+
+    Indented lines of the output, which are details of the line before, stay in the stored line alone.
+    """
     fill(page, {"summary": _summary(found), "measured": _measured(found)})
 
 
@@ -117,15 +120,20 @@ def _figure_and_target(claim: Line) -> tuple[str, str]:
 
 
 def _measured(found: dict[str, Line]) -> str:
-    parts = []
+    places = list(dict.fromkeys(map(_place, found.values())))
+    parts = [f"All on one kind of machine: {places[0]}."] if len(places) == 1 else []
     for name, line in sorted(found.items()):
-        on, by = line["machine"], line["software"]
-        made = (
-            f"{on['processor']}, {on['cores']} cores, {on['gib']} GiB; torch {by['torch']}; commit {by['commit'][:8]}"
-        )
-        printed = "\n".join(line["output"])
-        parts.append(f"### {name}\n\n`{line['command']}`, {line['date']}, {made}.\n\n```\n{printed}\n```")
+        place = "" if len(places) == 1 else f", {_place(line)}"
+        made = f"`{line['command']}`, {line['date']}{place}, commit {line['software']['commit'][:8]}."
+        printed = "\n".join(each for each in line["output"] if not each.startswith(" "))
+        parts.append(f"### {name}\n\n{made}\n\n```\n{printed}\n```")
     return "\n\n".join(parts)
+
+
+def _place(line: Line) -> str:
+    """The machine, and the version that decides most of its times."""
+    on = line["machine"]
+    return f"{on['processor']}, {on['cores']} cores, {on['gib']} GiB, torch {line['software']['torch']}"
 
 
 if __name__ == "__main__":

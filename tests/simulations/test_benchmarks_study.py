@@ -47,7 +47,8 @@ def test_a_benchmark_leaves_a_line_and_the_page_shows_it(tmp_path, monkeypatch, 
     text = page.read_text()
     assert text.startswith("# Mine\n")
     assert f"| {made['claims'][0]['claim']} | {made['claims'][0]['ratio']:.3g} |" in text
-    assert f"`{made['command']}`, {made['date']}, {made['machine']['processor']}, " in text
+    assert f"`{made['command']}`, {made['date']}, commit " in text
+    assert f"All on one kind of machine: {made['machine']['processor']}, " in text
 
 
 def test_the_newest_line_of_each_counts_and_the_others_are_named(tmp_path):
@@ -58,6 +59,15 @@ def test_the_newest_line_of_each_counts_and_the_others_are_named(tmp_path):
     assert "| one over other | 1.23 | 1.1 | **no** | `dp_step` |" in text
     assert "2.0 so far" not in text
     assert "Without a line yet: `accounting_scale`, " in text
+
+
+def test_lines_of_other_machines_name_them_and_details_of_the_output_stay_in_the_line(tmp_path):
+    one, two = line("dp_step", CLAIM, output=("1.2 in all", "    of which 1.0")), line("prefix_cache", CLAIM)
+    benchmarks.write_page(tmp_path / "page.md", {"one": one, "two": two | {"machine": two["machine"] | {"cores": 4}}})
+    text = (tmp_path / "page.md").read_text()
+    assert "prefix_cache`, 2026-11-27, P, 4 cores, 23 GiB, torch 2.13.0, commit 01234567." in text
+    assert "1.2 in all" in text
+    assert "of which" not in text
 
 
 @pytest.mark.parametrize(
