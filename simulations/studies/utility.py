@@ -4,9 +4,10 @@
 
 `run` runs one federation for each cell of the study and keeps a line of each; cells that have one are not run again.
 With `--finished` it runs none and keeps a line of each of these folders, which `fedpriv run` has written. `tables`
-writes results/utility.md from the lines. The data folder holds sst2_train.csv.gz, sst2_dev.csv.gz,
-medquad.csv.gz and adult.csv.gz; corpora that it lacks are skipped. Several processes may add to one file of runs if
-their corpora differ; each has a folder of its own for `--out`.
+writes results/utility.md from the lines, whose `seconds` are those of busy machines; those whose `software` names a
+`gpu` ran there in float32. The data folder holds sst2_train.csv.gz, sst2_dev.csv.gz, medquad.csv.gz and adult.csv.gz;
+corpora that it lacks are skipped. Several processes may add to one file of runs if their corpora differ; each has a
+folder of its own for `--out`.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def _corpora(results: Results) -> str:
     for name, method in product(NAMED, ("head", RECIPE, AUTO, "paper", PROBES, CENTRAL)):
         found = [_estimate(results, name, method, epsilon, view) for view, epsilon in settings]
         if any(found):
-            rows.append((name, method, *map(shown, found)))
+            rows.append((name, method, *(shown(each) if each else "" for each in found)))
     headers = ("corpus", "method", *(f"{view}, epsilon {epsilon:g}" for view, epsilon in settings))
     figures = ("accuracy", "tfidf_accuracy", "majority_accuracy")
     outside = [
@@ -218,11 +219,18 @@ def _budgets(results: Results) -> str:
             if step and step.mean + 2 * (step.standard_error or 0.0) < 0
         ]
         verdict_of_row = ", ".join(falls) or ("nowhere" if all(steps) else "not run")
-        accuracies = (shown(Estimate.of(each.values()), usual=_BUDGET_SEEDS) for each in found)
+        accuracies = (_mean(Estimate.of(each.values())) for each in found)
         end = shown(_end(results, name, view), sign=True, usual=_BUDGET_SEEDS)
         rows.append((name, view, *accuracies, verdict_of_row, end))
     headers = ("corpus", "view", *map(_epsilon, BUDGETS), "falls beyond two standard errors at", "last less best round")
     return table(headers, rows)
+
+
+def _mean(found: Estimate | None) -> str:
+    """Without its error, which differences from one budget to the next share."""
+    if found is None:
+        return "not run"
+    return f"{found.mean:.3f}" + (f" ({found.num_runs} runs)" if found.num_runs != _BUDGET_SEEDS else "")
 
 
 def _end(results: Results, name: str, view: str) -> Estimate | None:
@@ -268,9 +276,9 @@ def _rates(results: Results) -> str:
             if known:
                 worst, best = min(known), max(known)
                 gap = gap_of_rule(results, name, epsilon)
-                ends = (f"{mean:.3f} at x {factor:g}" for mean, factor in (worst, best))
-                rows.append((name, f"{epsilon:g}", shown(found[FACTORS.index(1.0)]), *ends, shown(gap, sign=True)))
-    return table(("corpus", "epsilon", "the rule's rate", "worst of seven", "best of seven", "rule less best"), rows)
+                rule, lowest = shown(found[FACTORS.index(1.0)]), f"{worst[0]:.3f} at x {worst[1]:g}"
+                rows.append((name, f"{epsilon:g}", rule, lowest, f"x {best[1]:g}", shown(gap, sign=True)))
+    return table(("corpus", "epsilon", "the rule's rate", "worst of seven", "best at", "rule less best"), rows)
 
 
 def gap_of_rule(results: Results, name: str, epsilon: float) -> Estimate | None:
