@@ -149,6 +149,5 @@ def test_the_tables_of_persons_are_those_of_its_stored_lines(tmp_path):
 @pytest.mark.slow
 def test_the_tables_of_secure_aggregation_are_those_of_its_stored_lines(tmp_path):
     page = Path(shutil.copy(RESULTS / "secure_aggregation.md", tmp_path))
-    runs, figures = RESULTS / "secure_aggregation.jsonl", RESULTS / "utility.jsonl"
-    secure_aggregation.write(page, runs, figures, tmp_path / "plot.png")
+    secure_aggregation.write(page, RESULTS / "secure_aggregation.jsonl", tmp_path / "plot.png")
     assert page.read_text() == (RESULTS / "secure_aggregation.md").read_text()
