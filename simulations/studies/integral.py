@@ -48,15 +48,14 @@ def write(page: Path, selections: Sequence[Line], attacks: Sequence[Line], usefu
 def _selection_table(selections: Sequence[Line]) -> str:
     first = _first_way(selections, None)
     headers = (
-        "", "", "epoch", "recurrence (k)", "complete linkage", "largest distance", "accuracy of the mean", "F1",
-        "plain model, same epoch", f"plain, {first[0]['looks'][-1]['epochs']} epochs", "majority",
+        "", "", "epoch", "recurrence (k)", "accuracy of the mean", "F1", "plain model, same epoch", "majority",
     )  # fmt: skip
     ways = list(dict.fromkeys(line["way"] for line in selections))
     found = {(*_named(line), line["way"]): _in_short(line["chosen"], line["num_subsamples"]) for line in selections}
     every = [
         (
             *_named(line),
-            *(found.get((*_named(line), way), "not run") for way in ways),
+            *(found.get((*_named(line), way), "not run") for way in ways[1:]),
             f"{line['whole_table']['recurrence']} of {line['whole_table']['num_subsamples']}, "
             f"{line['whole_table']['accuracy']:.4f}",
             _published(line),
@@ -65,9 +64,9 @@ def _selection_table(selections: Sequence[Line]) -> str:
     ]
     return (
         f"With {ways[0]}:\n\n{table(headers, map(_selection_row, first))}\n\n"
-        "Recurrence and accuracy of the mean, by training; `all records` is the first training on subsamples of all "
-        f"records, test records among them, at the same epoch:\n\n"
-        f"{table(('', '', *ways, 'all records', 'paper'), every)}"
+        "By other trainings, recurrence and accuracy of the mean. `all records` is the first training, at the same "
+        "epoch, on subsamples of all records, test records among them:\n\n"
+        f"{table(('', '', *ways[1:], 'all records', 'paper'), every)}"
     )
 
 
@@ -87,20 +86,17 @@ def _published(line: Line) -> str:
 
 
 def _selection_row(line: Line) -> Sequence[str]:
-    chosen, row = line["chosen"], ["none"] + [""] * 6
+    chosen, row = line["chosen"], ["none"] + [""] * 4
     if chosen is not None:
         test = chosen["mean"]["test"]
         row = [
             str(chosen["epochs"]),
             f"{chosen['recurrence']} of {line['num_subsamples']} ({chosen['k']})",
-            f"{chosen['complete_recurrence']}",
-            f"{chosen['largest_difference']:.3f}",
             f"**{test['accuracy']:.4f}**",
             f"{test['f1']:.3f}",
             f"{chosen['plain']['test']['accuracy']:.4f}",
         ]
-    plain, majority = (line[model]["test"]["accuracy"] for model in ("plain", "majority"))
-    return *_named(line), *row, f"{plain:.4f}", f"{majority:.4f}"
+    return *_named(line), *row, f"{line['majority']['test']['accuracy']:.4f}"
 
 
 def _private_table(selections: Sequence[Line]) -> str:
@@ -110,9 +106,9 @@ def _private_table(selections: Sequence[Line]) -> str:
             continue
         for private in line["private"]:
             test = private["test"]
-            values = (private["epsilon"], private["noise_multiplier"], test["accuracy"], test["f1"])
+            values = (private["epsilon"], test["accuracy"], test["f1"])
             rows.append([line["data"], f"{private['delta']:.1e}", *(f"{value:.3f}" for value in values)])
-    return table(("", "delta", "epsilon", "noise multiplier", "test accuracy", "F1"), rows)
+    return table(("", "delta", "epsilon", "test accuracy", "F1"), rows)
 
 
 def _attack_tables(attacks: Sequence[Line]) -> str:
@@ -122,7 +118,7 @@ def _attack_tables(attacks: Sequence[Line]) -> str:
         f"used. The intruder trains on {game['num_subsamples']} guesses and takes the records that the best "
         f"{game['num_best']} share for members."
     )
-    return f"{text}\n\n{_target_table(attacks)}"
+    return f"{text}\n\n{_target_table(attacks[0])}"
 
 
 def _useful_table(line: Line) -> str:
@@ -130,23 +126,21 @@ def _useful_table(line: Line) -> str:
     return (
         f"Training sets of the paper's {game['size']} records, {line['architecture'].upper()} after {line['epochs']} "
         f"epochs, where the mean has learnt something: {game['num_trials']} targets, {game['num_subsamples']} guesses, "
-        f"the best {game['num_best']}:\n\n{_target_table([line])}"
+        f"the best {game['num_best']}:\n\n{_target_table(line)}"
     )
 
 
-def _target_table(attacks: Sequence[Line]) -> str:
-    """The attack's success on each target, by every way of comparing models; the verdict is that of the first."""
+def _target_table(attack: Line) -> str:
+    """The attack's success on each target, by one way of comparing models."""
     rows = []
-    for row, *others in zip(*(line["rows"] for line in attacks), strict=True):
+    for row in attack["rows"]:
         if row["note"]:
-            rows.append((row["name"], *[""] * (len(attacks) + 2), row["note"]))
+            rows.append((row["name"], "", "", "", row["note"]))
             continue
         verdict = "**beats chance**" if row["beats_chance"] else "no better than chance"
-        successes = (f"{each['success']:.3f} ({each['low']:.3f} to {each['high']:.3f})" for each in (row, *others))
-        numbers = (f"{row['num_generators']:.1f}", *successes, f"{row['test_accuracy']:.3f}")
-        rows.append((row["name"], *numbers, verdict))
-    compared = (f"success by `{line['comparison']}`" for line in attacks)
-    return table(("target", "generators", *compared, "test accuracy", ""), rows)
+        success = f"{row['success']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        rows.append((row["name"], f"{row['num_generators']:.1f}", success, f"{row['test_accuracy']:.3f}", verdict))
+    return table(("target", "generators", f"success by `{attack['comparison']}`", "test accuracy", ""), rows)
 
 
 def _plots(folder: Path, selections: Sequence[Line]) -> str:
@@ -160,8 +154,7 @@ def _plots(folder: Path, selections: Sequence[Line]) -> str:
         "integral-f1.png": (
             _curves(selections, "train", "f1", "F1, training records"),
             "F1 over epochs",
-            "F1 on training records (Figure 3): the models of the table's cluster (light) and their mean (dark), "
-            "followed over all epochs, whether or not they are close to each other by then.",
+            "F1 on training records (Figure 3): the models of the table's cluster (light) and their mean (dark).",
         ),
         "integral-loss.png": (
             _curves(selections, "train", "loss", "loss, training records"),
