@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from fedpriv.runs import environment
 from simulations.studies.harness import Line, append, fill, lines, software, table, verdict
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
+_DETAILS = re.compile(r": \{.*\}$")
 NAMES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 
 
@@ -92,7 +94,7 @@ def newest(found: Iterable[Line]) -> dict[str, Line]:
 def write_page(page: Path, found: dict[str, Line]) -> None:
     """Write what was measured between the page's markers: a table of all claims, and what each benchmark printed.
 
-    Indented lines of the output, which are details of the line before, stay in the stored line alone.
+    Details of the output stay in the stored line alone: indented lines, and a dictionary at the end of a line.
     """
     fill(page, {"summary": _summary(found), "measured": _measured(found)})
 
@@ -125,7 +127,7 @@ def _measured(found: dict[str, Line]) -> str:
     for name, line in sorted(found.items()):
         place = "" if len(places) == 1 else f", {_place(line)}"
         made = f"`{line['command']}`, {line['date']}{place}, commit {line['software']['commit'][:8]}."
-        printed = "\n".join(each for each in line["output"] if not each.startswith(" "))
+        printed = "\n".join(_DETAILS.sub("", each) for each in line["output"] if not each.startswith(" "))
         parts.append(f"### {name}\n\n{made}\n\n```\n{printed}\n```")
     return "\n\n".join(parts)
 

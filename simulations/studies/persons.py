@@ -1,12 +1,12 @@
-"""The accuracy that protecting whole persons costs, beside records and beside group privacy: results/persons.md.
+"""The accuracy that protecting whole persons costs, next to records and to group privacy: results/persons.md.
 
     python -m simulations.studies.persons run|tables [--data FOLDER] [--runs results/persons.jsonl]
 
 Four ways to spend an epsilon on the same records and holders. `person`: the unit is the person. `record`: the same
 epsilon protects one record, which is less. `group`: the unit is the record, at the epsilon that k records of one person
 compose to the person's, k being the most that anyone has. `group, capped`: the same with at most `CAP` records of each
-person at each holder. MedQuAD's persons are the subjects of its questions: each dealt to one of five holders, or at up
-to four of the sources that hold them.
+person at each holder. A person's vector is the clipped sum of its records' gradients. MedQuAD's persons are the
+subjects of its questions: each dealt to one of five holders, or at up to four of the sources that hold them.
 """
 
 from __future__ import annotations

@@ -62,11 +62,11 @@ def test_the_newest_line_of_each_counts_and_the_others_are_named(tmp_path):
 
 
 def test_lines_of_other_machines_name_them_and_details_of_the_output_stay_in_the_line(tmp_path):
-    one, two = line("dp_step", CLAIM, output=("1.2 in all", "    of which 1.0")), line("prefix_cache", CLAIM)
+    one, two = line("dp_step", CLAIM, output=("1.2 in all: {'a': 1}", "    of which 1.0")), line("prefix_cache", CLAIM)
     benchmarks.write_page(tmp_path / "page.md", {"one": one, "two": two | {"machine": two["machine"] | {"cores": 4}}})
     text = (tmp_path / "page.md").read_text()
     assert "prefix_cache`, 2026-11-27, P, 4 cores, 23 GiB, torch 2.13.0, commit 01234567." in text
-    assert "1.2 in all" in text
+    assert "1.2 in all\n" in text
     assert "of which" not in text
 
 

@@ -73,7 +73,7 @@ def learned(results: DedupResults) -> str:
     """How many models are better than their public start by two standard errors, by architecture."""
     num = sum(bool(model["beats_start"]) for model in results.models.values())
     kinds = sorted({model["architecture"] for model in results.models.values()})
-    headers = ("", "epsilons", "start", "models", "gains", "without noise")
+    headers = ("", "epsilons", "start", "models", "without noise")
     return section(
         "Did the models learn anything?",
         f"{num} of {count(len(results.models), 'model')} beat their public start on the test records by more than two "
@@ -90,7 +90,6 @@ def _kind_row(results: DedupResults, architecture: str) -> Sequence[object]:
         " to ".join(dict.fromkeys(f"{epsilon:.4g}" for epsilon in (min(stated), max(stated)))),
         span((model["accuracy_start"]["test"] for model in models), 3),
         span((model["accuracy"]["test"] for model in models), 3),
-        span((model["gain"] for model in models), 3),
         span((model["accuracy_without_noise"]["test"] for model in models), 3),
     )
 
