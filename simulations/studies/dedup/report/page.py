@@ -70,28 +70,21 @@ def _scenario_row(results: DedupResults, name: str, scenario: Scenario) -> Seque
 
 
 def learned(results: DedupResults) -> str:
-    """How many models are better than their public start by two standard errors, by architecture."""
+    """How many models are better than their public start by two standard errors, and by how much."""
     num = sum(bool(model["beats_start"]) for model in results.models.values())
-    kinds = sorted({model["architecture"] for model in results.models.values()})
-    headers = ("", "epsilons", "start", "models", "without noise")
     return section(
         "Did the models learn anything?",
         f"{num} of {count(len(results.models), 'model')} beat their public start on the test records by more than two "
-        "standard errors of the paired difference. Accuracies are on test records.",
-        table(headers, (_kind_row(results, kind) for kind in kinds)),
+        f"standard errors of the paired difference; gains of accuracy are {_gains(results)}.",
     )
 
 
-def _kind_row(results: DedupResults, architecture: str) -> Sequence[object]:
-    models = [model for model in results.models.values() if model["architecture"] == architecture]
-    stated = [model["epsilon"] for model in models]
-    return (
-        architecture,
-        " to ".join(dict.fromkeys(f"{epsilon:.4g}" for epsilon in (min(stated), max(stated)))),
-        span((model["accuracy_start"]["test"] for model in models), 3),
-        span((model["accuracy"]["test"] for model in models), 3),
-        span((model["accuracy_without_noise"]["test"] for model in models), 3),
-    )
+def _gains(results: DedupResults) -> str:
+    """The least and the largest gain of each architecture."""
+    gains: dict[str, list[float]] = {}
+    for model in results.models.values():
+        gains.setdefault(model["architecture"], []).append(model["gain"])
+    return ", ".join(f"{span(each, 3)} ({name})" for name, each in sorted(gains.items()))
 
 
 def epsilons(results: DedupResults) -> str:
