@@ -3,7 +3,7 @@
 The attacker knows the initial model and all canaries, and reads from the final model how likely each canary's outcome
 is: its class, or its last token. Counted is the margin over other outcomes, which hardly bends as the weights change.
 Training also moves the margin of a canary that was left out, along with all that resembles it. So the attacker computes
-at the initial model how a step on each canary would move each margin, and estimates all coins together.
+at both ends of the run how a step on each canary would move each margin, and estimates all coins together.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ def canary_scores(gains: Array, of_margins: Array, of_losses: Array) -> Array:
 
     Args:
         gains: [canaries], how far each margin rose from the initial to the final model.
-        of_margins: [canaries, values], v at the initial model.
-        of_losses: [canaries, values], u there, of any length.
+        of_margins: [canaries, values], v, on average over the way from the initial to the final model.
+        of_losses: [canaries, values], u likewise, of any length.
     """
     lengths = np.maximum(np.linalg.norm(of_margins, axis=1, keepdims=True), np.finfo(float).tiny)
-    v = of_margins / lengths
-    u = -of_losses / np.maximum(np.linalg.norm(of_losses, axis=1, keepdims=True), np.finfo(float).tiny)
+    v, u = of_margins / lengths, -_directions(of_losses)
     moved = v @ u.T
     covariance = moved @ moved.T + v @ v.T
     if not np.trace(covariance) > 0:  # no value is trained that any margin depends on
@@ -66,6 +65,11 @@ def canary_scores(gains: Array, of_margins: Array, of_losses: Array) -> Array:
     weights = np.linalg.solve(covariance, of_all)
     mean = (weights @ values) / max(weights @ of_all, np.finfo(float).tiny)
     return np.asarray(moved.T @ np.linalg.solve(covariance, values - mean * of_all))
+
+
+def _directions(rows: Array) -> Array:
+    """The rows, each of length 1 or 0."""
+    return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(float).tiny))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +168,8 @@ def scores_of(model: TrainingModel, initial: Adapter, final: Adapter, clients: S
     """[canaries of all clients] The scores of a run's canaries; the model's adapter is changed."""
     canaries = _Canaries.of(clients)
     before, after = (_margins(model, adapter, canaries) for adapter in (initial, final))
-    return canary_scores(after - before, *_slopes(model, initial, canaries))
+    (v, u), (v_last, u_last) = (_slopes(model, adapter, canaries) for adapter in (initial, final))
+    return canary_scores(after - before, (v + v_last) / 2, _directions(u) + _directions(u_last))
 
 
 def registration(config: RunConfig, bench: Workbench) -> dict[str, Any]:
