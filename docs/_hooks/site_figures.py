@@ -18,6 +18,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import site_links
@@ -113,6 +114,7 @@ def outdated(root: Path) -> list[str]:
     return found
 
 
+@cache  # hundreds of lines have a few commits
 def _later(root: Path, one: str, other: str) -> str:
     """The second of two commits if it descends from the first, else the first."""
     return other if _git(root, "merge-base", "--is-ancestor", one, other, ok="yes") else one

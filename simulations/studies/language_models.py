@@ -235,12 +235,11 @@ def _answers(results: Results) -> Iterator[Sequence[str]]:
         ("the same without noise, clipping kept", LanguageCell(task=ANSWERS)),
         (f"A and B, {PLAIN}", LanguageCell(task=ANSWERS, method=PLAIN)),
     ):
-        yield how, *_perplexity(results, cell)
+        yield how, _perplexity(results, cell), shown(_estimate(results, cell, "log_perplexity_change"), sign=True)
 
 
-def _perplexity(results: Results, cell: LanguageCell) -> tuple[str, str]:
-    change = _estimate(results, cell, "log_perplexity_change")
-    return shown(_estimate(results, cell, "perplexity")), shown(change, sign=True)
+def _perplexity(results: Results, cell: LanguageCell) -> str:
+    return shown(_estimate(results, cell, "perplexity"))
 
 
 _CHANGE = "log perplexity less untrained"
@@ -257,18 +256,18 @@ def _epsilons(results: Results) -> Iterator[Sequence[object]]:
     yield "untrained", "", "", shown(_estimate(results, LanguageCell(task=GRID), "perplexity_initial"))
     for epsilon, scores in _PAPER_BY_EPSILON.items():
         name = "not private" if epsilon is None else f"{epsilon:g}"
-        yield name, *scores, _perplexity(results, LanguageCell(task=GRID, epsilon=epsilon))[0]
+        yield name, *scores, _perplexity(results, LanguageCell(task=GRID, epsilon=epsilon))
 
 
 def _deltas(results: Results) -> Iterator[Sequence[object]]:
     for delta, scores in _PAPER_BY_DELTA.items():
-        yield f"{delta:g}", *scores, _perplexity(results, LanguageCell(task=GRID, epsilon=2.0, delta=delta))[0]
+        yield f"{delta:g}", *scores, _perplexity(results, LanguageCell(task=GRID, epsilon=2.0, delta=delta))
 
 
 def _ranks(results: Results) -> Iterator[Sequence[object]]:
     for rank in RANKS:
         cell = LanguageCell(task=GRID, epsilon=8.0, rank=rank)
-        yield rank or f"{RunConfig().rank}, the recipe's", _perplexity(results, cell)[0]
+        yield rank or f"{RunConfig().rank}, the recipe's", _perplexity(results, cell)
 
 
 def _estimate(results: Results, cell: LanguageCell, figure: str) -> Estimate | None:
