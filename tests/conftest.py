@@ -43,6 +43,11 @@ LONGEST = (
 WITH_PLOTS = ("reports", "live")
 
 
+def pytest_collection() -> None:
+    """Search for no garbage until all tests are collected: what modules make while they are imported stays."""
+    gc.disable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put what takes longest first, so that workers that take one file at a time end together."""
 
@@ -57,6 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Keep modules and items, which stay to the end, out of every search for garbage."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -109,7 +109,7 @@ def by_filter(rule: RenyiFilter | GaussianFilter, epsilon: float) -> Least:
 
 
 # (number of plays, stages, releases to choose from at each)
-EVERYDAY = ((30, 2, 4), (2, 3, 3))
+EVERYDAY = ((16, 2, 4), (2, 3, 3))
 SEARCH = ((420, 2, 5), (100, 3, 3))
 
 

@@ -7,7 +7,6 @@ import json
 import sys
 import time
 
-import jsonschema
 import openai
 import pytest
 
@@ -58,6 +57,8 @@ def ask(client, form, **options):
     "draw", [{"temperature": 0}, {"temperature": 1.5, "seed": 3}, {"temperature": 2, "top_p": 0.9}]
 )
 def test_every_finished_answer_is_a_document_of_the_schema(client, draw):
+    import jsonschema  # deferred: it builds the grammar of links, which takes a second
+
     answers = [ask(client, named(PERSON), model=name, n=3, **draw).choices for name in ("global", "client-0")]
     finished = [each for choices in answers for each in choices if each.finish_reason == "stop"]
     assert len(finished) == 6

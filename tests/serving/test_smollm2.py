@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 from openai import BadRequestError, OpenAI
@@ -137,6 +136,8 @@ def test_the_base_says_what_the_model_says_without_an_adapter(client):
 
 
 def test_an_answer_keeps_to_a_schema(client):
+    import jsonschema  # deferred, as in test_forms.py
+
     pytest.importorskip("llguidance")
     schema = {
         "type": "object",

@@ -91,7 +91,9 @@ def test_the_page_is_that_of_its_stored_lines(tmp_path):
 
 
 def test_a_benchmark_that_fails_leaves_no_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "--lines", str(tmp_path / "l"), "run", "dp_step", "--no-such"])
-    with pytest.raises(InputError, match="dp_step: exit code 2, 0 claims; nothing is kept of it"):
+    kept = tmp_path / "lines.jsonl"
+    arguments = ["benchmarks", "--lines", str(kept), "run", "accounting_scale", "--no-such"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(InputError, match="accounting_scale: exit code 2, 0 claims; nothing is kept of it"):
         benchmarks.main()
-    assert not (tmp_path / "l").exists()
+    assert not kept.exists()
