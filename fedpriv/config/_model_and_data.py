@@ -46,33 +46,30 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     """The model that is fine-tuned, and its adapter."""
 
     model: Annotated[str, Fact.PATH] = "all-MiniLM-L6-v2"
-    """a local folder with weights in safetensors, a [`.gguf` file](base_models.md#models-in-gguf-files), the bundled
-    encoder, `SmolLM2-135M-Instruct` (from `make llm`), or a name on the Hugging Face Hub, tried in this order.
-    `own:DIGEST` is [a module of your own](training.md#a-federation)"""
+    """a folder with safetensors, a [`.gguf` file](base_models.md#models-in-gguf-files), the bundled encoder,
+    `SmolLM2-135M-Instruct` (`make llm`) or a name on the Hugging Face Hub, tried in this order; or `own:DIGEST`, [your
+    module](training.md#a-federation)"""
     task: Annotated[Literal["SEQ_CLS", "CAUSAL_LM"], Fact.RECORDS | Fact.TEXTS] = "SEQ_CLS"
-    """what the model does; `SEQ_CLS` also trains a classification head"""
+    """`SEQ_CLS` also trains a classification head"""
     rank: Annotated[Count, Fact.TEXTS] = 4
     """LoRA's r"""
     alpha: Annotated[Positive, Fact.TEXTS] = 8.0
-    """the product B A is scaled by `alpha` / `rank`"""
+    """B A is scaled by `alpha` / `rank`"""
     target_modules: Annotated[Names, Fact.TEXTS] = ()
-    """names of linear layers; by default peft's choice for the model type"""
+    """linear layers by name; empty: peft's choice for the model type"""
     layers: Annotated[Layers, Fact.TEXTS] = "last-1"
     """`all`, `last-N`, or indices such as `4,5`"""
     factors: Annotated[Literal["weights", "answers", "inputs"], Fact.TEXTS | Fact.LATER] = "weights"
-    """what [frozen factors](aggregation.md#what-each-rule-does) are made of. `weights`: R lies between singular vectors
-    of a weight, and an A before a B is random. `answers`: R [chooses between
-    `answers`](recipes.md#answers-that-are-classes). `inputs`: an A before a B follows [a layer's
-    inputs](recipes.md#instruction)"""
+    """what [frozen factors](aggregation.md#what-each-rule-does) are made of: a weight's singular vectors (R) or chance
+    (A), [`answers`](recipes.md#answers-that-are-classes), or [a layer's inputs](recipes.md#instruction)"""
     max_length: Annotated[Count, Fact.TEXTS] = 64
-    """the most tokens of a record; longer records are truncated, prompts [before their
-    responses](language_models.md#what-the-model-sees-and-what-of-it-is-learned)"""
+    """the most tokens of a record; longer ones are truncated, prompts before responses"""
     normalize_features: Annotated[bool, Fact.TEXTS] = True
-    """scales what the head reads to unit length, so that no record counts for more than another. Heads of several
-    layers become [one linear layer](base_models.md#encoders-are-mean-pooled)"""
+    """scales the head's input to unit length, so that all records count alike; [heads of several
+    layers](base_models.md#encoders-are-mean-pooled) become linear"""
     train: Annotated[Train, Fact.TEXTS] = "all"
-    """`all`: A, B and head. `head`: the head alone. `auto`: decides by N, K and epsilon between the head alone and LoRA
-    as R between frozen factors of all layers, and says why"""
+    """`all`: A, B and head. `auto`: by N, K and epsilon, the head or [R between frozen
+    factors](recipes.md#r-between-frozen-factors)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,71 +77,66 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     """The records of a run: where they are, how they are read, and how they are split among clients."""
 
     data: Annotated[str, Fact.PATH | Fact.RECORDS] = EMBEDDED
-    """`embedded`, the synthetic hospital corpus; `on-nodes`, the data that each node's own configuration names (a
-    classifier needs `labels`); a CSV, TSV, JSONL or Parquet file; a data set on the Hub (`name:split`); or `in-memory`,
-    the records that a program gives"""
+    """`embedded`, synthetic messages to hospitals; `on-nodes`, what each node names (a classifier needs `labels`); a
+    CSV, TSV, JSONL or Parquet file; a data set on the Hub (`name:split`); or `in-memory`, what a program gives"""
     test_data: Annotated[str, Fact.PATH | Fact.RECORDS] = ""
-    """the server's own test set. Without it, a random share of `data` is held out if nobody's privacy depends on them
-    (embedded, `public_data` or `simulate`); otherwise accuracies stay empty unless `evaluation_noise_multiplier` is
-    set"""
+    """the server's test set. Empty: part of `data` if they are embedded, `public_data` or `simulate`; else accuracies
+    stay empty unless `evaluation_noise_multiplier` is set"""
     test_fraction: Annotated[float, Field(gt=0, lt=1), Fact.RELEASE | Fact.RECORDS] = 0.2
-    """the share that is held out, or that each holder sets aside for private evaluation"""
+    """the share held out, or set aside by each holder for private evaluation"""
     evaluation_noise_multiplier: Annotated[Positive | None, Maybe, Fact.RELEASE] = None
-    """instead of `test_data`: each holder counts hits and misses of the final model on records that it never trains on,
-    and releases both with Gaussian noise of this standard deviation, [charged like any
-    release](privacy.md#private-evaluation)"""
+    """instead of `test_data`: the standard deviation of the Gaussian noise on each holder's counts of hits and misses,
+    [charged](privacy.md#private-evaluation) like any release"""
     separator: Annotated[Separator, Fact.RECORDS | Fact.LATER | Fact.TEXTS] = "auto"
-    """of CSV files; with `auto` the header decides, and a TSV file has tabs"""
+    """of CSV files; `auto`: by the header"""
     encoding: Annotated[Encoding, Fact.RECORDS | Fact.LATER | Fact.TEXTS] = "utf-8"
-    """of CSV and JSONL files, never guessed; `cp1252` is that of Windows, and UTF-8 may have a byte order mark"""
+    """of CSV and JSONL files, never guessed; `cp1252` is that of Windows"""
     table_checks: Annotated[TableChecks, Fact.OUTSIDE | Fact.TEXTS] = "refuse"
-    """`refuse` a table with [likely mistakes](tables.md#what-is-likely-a-mistake), or `warn` and take every value as it
-    is written"""
+    """the answer to [likely mistakes](tables.md); with `warn` values are taken as written"""
     text_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = "text"
-    """the column with the text"""
+    """holds the text"""
     text_pair_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = ""
-    """the column with a second text, for tasks on pairs"""
+    """holds a second text, for tasks on pairs"""
     prompt_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = ""
-    """the column with what is asked, of [instruction data](language_models.md); implies `task = "CAUSAL_LM"`"""
+    """holds what is asked, of [instruction data](language_models.md); implies `task = "CAUSAL_LM"`"""
     response_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = ""
-    """the column with the responses to `prompt_column`, which are learned"""
+    """holds the responses to learn"""
     messages_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = ""
-    """a column with lists of chat messages, `{"role": ..., "content": ...}`; implies `task = "CAUSAL_LM"`"""
+    """holds lists of chat messages, `{"role": ..., "content": ...}`; implies `task = "CAUSAL_LM"`"""
     system_prompt: Annotated[str, Fact.RELEASE | Fact.TEXTS] = ""
-    """a text before each chat that has no system turn"""
+    """stands before each chat without a system turn"""
     prompt_template: Annotated[str, Fact.RELEASE | Fact.TEXTS] = ""
-    """a text around each prompt, with one `{}` where it goes"""
+    """stands around each prompt, which replaces its one `{}`"""
     answers: Annotated[Names, Fact.RELEASE | Fact.RECORDS | Fact.TEXTS] = ()
-    """the allowed responses, if prompts ask for one of a few. `response_column` holds `labels` in the same order, or
-    the answers themselves; records with others are omitted"""
+    """the allowed responses, where they are few. `response_column` holds them, or `labels` in the same order; other
+    records are omitted"""
     label_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = "label"
-    """the column with the label"""
+    """holds the label"""
     client_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = ""
-    """the column that names the holder of each record"""
+    """names the holder of each record"""
     unit: Annotated[Literal["record", "person"], Fact.RECORDS | Fact.LATER | Fact.TEXTS] = "record"
-    """whom an epsilon protects: one record, or one [person](privacy.md#persons) with all records at one client, which
-    `person_column` implies. N_k, B and q then count persons"""
+    """whom epsilon protects: a record, or a [person](privacy.md#persons) with all records at one client, implied by
+    `person_column`. N_k, B and q then count persons"""
     person_column: Annotated[str, Fact.RECORDS | Fact.LATER | Fact.TEXTS] = ""
-    """the column that says whom a record is about. With `data = on-nodes` each node names its own"""
+    """says whom a record is about; with `data = on-nodes` each node names its own"""
     max_records_per_person: Annotated[Count, Fact.LATER | Fact.TEXTS] = 8
-    """m, with `unit = person`: the most records of a drawn person that count, chosen again in each step. It is public;
-    time and memory are those of m records for each person"""
+    """m, public: the most records of a person that count in a step; sets time and memory"""
     holders_per_person: Annotated[Count, Fact.LATER | Fact.TEXTS] = 1
-    """h, with `unit = person`: at how many clients a person may have records. It is public; the epsilon is that of a
-    person at the [h costliest clients](privacy.md#a-person-at-several-holders)"""
+    """h, public: at how many clients a person may have records; epsilon is that of a person at the [h costliest
+    clients](privacy.md#a-person-at-several-holders)"""
     labels: Annotated[Names, Fact.RELEASE | Fact.RECORDS | Fact.TEXTS] = ()
-    """the classes, by default those of the training records; records with other labels are omitted"""
+    """the classes; empty: those of the training records. Other records are omitted"""
     partition: Annotated[Literal["auto", "natural", "iid", "dirichlet", "sizes"], Fact.RECORDS | Fact.TEXTS] = "auto"
-    """how records are split among clients: `natural` by `client_column`, `dirichlet` by label, `sizes` by
-    `client_sizes`. `auto` is `natural` with a client column, else `iid`; the embedded corpus has five hospitals"""
+    """`natural`: by `client_column`. `dirichlet`: by label. `sizes`: by `client_sizes`. `auto`: `natural` with a client
+    column or the embedded corpus (five hospitals), else `iid`"""
     num_clients: Annotated[Count, Fact.RECORDS] = 5
-    """the number of clients, for `iid` and `dirichlet`; with `data = on-nodes`, of nodes that the run waits for"""
+    """for `iid`, `dirichlet`; with `data = on-nodes`, the nodes that the run waits for"""
     client_sizes: Annotated[Sizes, Fact.RECORDS | Fact.TEXTS] = ()
-    """for `partition = sizes`: the records (or persons) of each client, such as `[1200, 1000, 800]`"""
+    """for `sizes`: each client's records (or persons), such as `[1200, 1000, 800]`"""
     dirichlet_alpha: Annotated[Positive, Fact.RECORDS | Fact.TEXTS] = 0.5
-    """the concentration of `partition = dirichlet`; smaller is more uneven"""
+    """for `dirichlet`; smaller is more uneven"""
     max_records: Annotated[int, Field(ge=0), Fact.RECORDS | Fact.TEXTS] = 0
-    """the most training records (or persons) of each simulated client, drawn with the seed; 0 takes all"""
+    """the most training records (or persons) of a simulated client; 0: all"""
     public_data: bool = False
     """your statement that nobody's privacy depends on the data; permits a comparison run without noise"""
 

@@ -30,7 +30,7 @@ class RecipeSection(ConfigSection, title="Recipe"):
     """The keys that belong together and are not given."""
 
     recipe: Recipe = "fedpriv"
-    """values for keys that belong together ([recipes](recipes.md)). A key that you give wins"""
+    """values for keys that belong together ([recipes](recipes.md)); a key that you give wins"""
 
 
 # The default of `num_clients`.

@@ -50,14 +50,14 @@ def schema(*, sweep: bool = False) -> dict[str, Any]:
 
 
 def schema_tables() -> Iterator[tuple[str, str]]:
-    """(group, its table of keys, what they take, defaults and meanings), for documentation."""
+    """(group, its table of keys with their defaults, what they take and mean), for documentation."""
     properties = _properties()
     for group, keys in groups().items():
         rows = [
-            f"| `{key}` | {_kind(properties[key])} | {_shown(properties[key]['default'])} | {text} |"
+            f"| `{key}{_shown(properties[key]['default'])}` | {_kind(properties[key])} | {text} |"
             for key, text in keys.items()
         ]
-        yield group, "\n".join(["| key | takes | default | meaning |", "| --- | --- | --- | --- |", *rows])
+        yield group, "\n".join(["| key and default | takes | meaning |", "| --- | --- | --- |", *rows])
 
 
 def _properties() -> dict[str, Any]:
@@ -144,9 +144,7 @@ def _kind(about: Mapping[str, Any], plural: str = "") -> str:
 
 
 def _shown(default: Any) -> str:
-    """A default as the tables show it: as TOML writes it, names without quotes; nothing where the key is not set."""
+    """A default as the tables show it after its key, names without quotes; nothing where the key is not set."""
     if default in ("", []):
         return ""
-    if isinstance(default, bool):
-        return str(default).lower()
-    return f"`{default}`" if isinstance(default, str) else str(default)
+    return f" = {str(default).lower() if isinstance(default, bool) else default}"

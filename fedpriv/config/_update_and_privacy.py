@@ -58,21 +58,21 @@ class UpdateSection(ConfigSection, title="Local update and privacy"):
     """The steps of a client in a round: how many, on which records, at which rates."""
 
     local_steps: Count = 1
-    """the noisy steps of a client in each round after the head's start"""
+    """noisy steps of a client in each round after the head's start"""
     batch_size: Annotated[Count, Fact.RELOADS] = 64
-    """B, the *expected* batch size, where `sampling_probability` is empty: q = B / N_k"""
+    """B, the *expected* batch size, if `sampling_probability` is empty: q = B / N_k"""
     sampling_probability: Annotated[Probability | None, Maybe, Fact.RELOADS] = 1.0
-    """q, with which each client draws each of its records in a step; 1 means full batches"""
+    """q, with which a client draws each record in a step; 1: full batches"""
     lora_sampling_probability: Annotated[Probability | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS] = 0.125
     """q in the last `lora_rounds`"""
     optimizer: Annotated[Literal["sgd", "adamw"], Fact.RELOADS] = "sgd"
-    """of the clients; neither keeps state between rounds"""
+    """of the clients; keeps no state between rounds"""
     learning_rate: Positive | Literal["auto"] = "auto"
-    """of the clients; `auto` derives it from noise, records and rounds, and prints its terms"""
+    """of the clients; `auto` derives it from noise, records and rounds"""
     lora_learning_rate: Annotated[Positive | Literal["auto"], Fact.TEXTS] = "auto"
-    """of A and B in the last `lora_rounds`; `auto` derives it from noise and the numbers of records and values"""
+    """of A and B in the last `lora_rounds`; `auto` derives it"""
     lora_head_learning_rate: Annotated[Positive | Literal["auto"], Fact.TEXTS] = "auto"
-    """of the head in the last `lora_rounds`; `auto` derives it likewise"""
+    """of the head in the last `lora_rounds`; `auto` derives it"""
     weight_decay: Annotated[NonNegative, Fact.RELOADS] = 0.0
     """of `adamw`"""
 
@@ -86,50 +86,49 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
     """How releases are clipped and noised, who may see them, and how much epsilon they may cost."""
 
     clipping: Annotated[Clipping, Fact.RELOADS] = "joint"
-    """the [clipping rule](privacy.md#mechanism); `flat` and `per-layer` are other names of `joint` and `per-tensor`"""
+    """the [clipping rule](privacy.md#mechanism); `flat` is `joint`, `per-layer` is `per-tensor`"""
     clip_norm: Positive = 0.8
     """C, the L2 norm to which the rule clips"""
     noise_multiplier: Annotated[NonNegative, Fact.PRIVACY] = 1.0
-    """z, the standard deviation of each step's noise divided by C. Give this or a `target_epsilon`, which derives it"""
+    """z, the standard deviation of a step's noise divided by C; give this or `target_epsilon`, which derives it"""
     start_noise_multiplier: Annotated[NonNegative | None, Maybe, Fact.CALIBRATED | Fact.TEXTS] = None
-    """z of the head's start; empty gives it 15 % of the budget"""
+    """z of the head's start; empty: for 15 % of the budget"""
     lora_noise_multiplier: Annotated[NonNegative | None, Maybe, Fact.CALIBRATED | Fact.TEXTS] = None
-    """z of the last `lora_rounds`; empty gives them `lora_share`"""
+    """z of the last `lora_rounds`; empty: for `lora_share`"""
     target_epsilon: Annotated[Positive | None, Maybe, Fact.PRIVACY] = 2.3
-    """derives the smallest noise multiplier that keeps every client within this epsilon, at its delta, on the
-    `privacy_view`, even if it takes part in every round. Empty, and by default with a `noise_multiplier`: no target"""
+    """derives the least noise that keeps every client within this epsilon at its delta on the `privacy_view`, even if
+    it takes part in every round. Empty (by default with a `noise_multiplier`): no target"""
     target_risk: Annotated[str, Fact.PRIVACY | Fact.LATER] = ""
-    """instead of `target_epsilon`: a [risk](accounting.md#risk) at every client, on the `privacy_view`. With
-    `tpr=0.1@fpr=0.01` an attacker who wrongly accuses 1 % of outsiders finds at most 10 % of those who took part;
-    `mu=0.9` bounds mu"""
+    """instead of `target_epsilon`: a [risk](accounting.md#risk) at every client. `tpr=0.1@fpr=0.01`: an attacker who
+    wrongly accuses 1 % of outsiders finds at most 10 % of those who took part; `mu=0.9` bounds mu"""
     noise_on: Annotated[Literal["gradients", "upload"], Fact.RELOADS] = "gradients"
-    """`gradients`: noise in every step. `upload`: plain steps, then the whole update is clipped to `clip_norm` and
-    noised; its epsilon protects a [*client*](privacy.md#unit-and-adjacency)"""
+    """`gradients`: in every step. `upload`: steps are plain, the whole update is clipped to `clip_norm` and noised, and
+    epsilon protects a [*client*](privacy.md#unit-and-adjacency)"""
     mechanism: str = "gaussian"
-    """what draws the noise: `gaussian`; `discrete-gaussian`, [exact on a grid of
-    integers](privacy.md#discrete-gaussian-noise); or `lmo`, [Laplace noise of random scale](lmo.md)"""
+    """`discrete-gaussian` is [exact on a grid of integers](privacy.md#discrete-gaussian-noise), `lmo` is [Laplace noise
+    of random scale](lmo.md)"""
     mechanism_parameters: Annotated[str, Fact.PATH] = ""
-    """of `lmo`, as JSON or a JSON file such as `fedpriv lmo search` writes; with `noise_multiplier = 1` the noise is
-    theirs times `clip_norm`. `"accounting": "published"` **is no privacy guarantee**: the run is marked, its epsilon is
-    infinite, and no target or budget is accepted"""
+    """of `lmo`: JSON, or a JSON file as `fedpriv lmo search` writes; its noise is scaled by `noise_multiplier` and
+    `clip_norm`. `"accounting": "published"` **is no privacy guarantee**: the run is marked, its epsilon is infinite,
+    and targets and budgets are refused"""
     privacy_view: Literal["local", "rho", "aggregate"] = "local"
-    """the [view](privacy.md#who-observes-three-views-of-one-history) to which target and budget apply"""
+    """the [view](privacy.md#who-observes-three-views-of-one-history) of target, risk and budget"""
     budget_epsilon: Annotated[Budgets, Fact.PRIVACY] = ()
-    """epsilon that all runs on a client's data together may spend, on the `privacy_view`: one number, or one per client
-    in the order of their ids. A client whose next round would exceed it retires"""
+    """what all runs on a client's data together may spend on the `privacy_view`: one number, or one per client by id. A
+    client whose next round would exceed it retires"""
     secure_aggregation: bool = False
     """the server learns the sum of a round's uploads and [nothing of its parts](secure_aggregation.md), so the noise of
     all clients adds up and the `aggregate` view holds. Unless given, `mechanism` is then `discrete-gaussian`,
     `privacy_view` is `aggregate`, and `min_clients` is all of a round. With `noise_on = gradients` a round is one step
-    of sgd. No client's variant is kept"""
+    of sgd"""
     secure_masks: Annotated[bool | None, Maybe] = None
-    """whether uploads are masked; empty: with `data = on-nodes` only. In a simulation masks change nothing but its
-    time; `engine = flower` needs them off"""
+    """masks uploads; empty: with `data = on-nodes` only. In a simulation masks only take time; `engine = flower` needs
+    them off"""
     colluding_clients: Annotated[int, Field(ge=0)] = 0
-    """c, how many other clients may reveal their noise and shares to the server. The noise of max(c, 1) is not counted.
-    `min_clients` t must satisfy t >= max(c, 1) + 2 and 2 t > K + c for K participants"""
+    """c, how many other clients may reveal their noise and shares to the server; the noise of max(c, 1) is not counted.
+    `min_clients` [has bounds](secure_aggregation.md)"""
     delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Maybe] = None
-    """the delta of every epsilon; by default 1 / (10 N_k) per client, at most 1e-5"""
+    """of every epsilon; empty: 1 / (10 N_k) per client, at most 1e-5"""
 
     @property
     def mechanism_parameters_are_a_file(self) -> bool:

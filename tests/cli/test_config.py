@@ -84,7 +84,7 @@ def test_json_of_a_check(file):
 def test_the_schema_is_printed_for_runs_and_for_sweeps():
     assert json.loads(fedpriv("config", "schema")[0]) == schema()
     assert json.loads(fedpriv("config", "schema", "--sweep")[0]) == schema(sweep=True)
-    assert "| `rounds` | integer >= 1 | 40 |" in fedpriv("config", "schema", "--markdown")[0]
+    assert "| `rounds = 40` | integer >= 1 |" in fedpriv("config", "schema", "--markdown")[0]
 
 
 def test_completion_knows_the_names_of_options():

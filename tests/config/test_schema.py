@@ -93,10 +93,10 @@ def test_the_page_has_the_tables_that_the_descriptions_make():
 def test_the_tables_say_what_each_key_takes():
     rows = dict(schema_tables())
     for group, row in {
-        "Model and adapter": "| `rank` | integer >= 1 | 4 | ",
-        "Local update and privacy": "| `delta` | number > 0, < 1 |  | ",
-        "Federation": "| `client_ranks` | list of integers >= 1 |  | ",
-        "Variants and deduplication": "| `audit` | `tokens`, `mislabelled` |  | ",
+        "Model and adapter": "| `rank = 4` | integer >= 1 | ",
+        "Local update and privacy": "| `delta` | number > 0, < 1 | ",
+        "Federation": "| `client_ranks` | list of integers >= 1 | ",
+        "Variants and deduplication": "| `audit` | `tokens`, `mislabelled` | ",
     }.items():
         assert row in rows[group]
-    assert "| `budget_epsilon` | list of numbers > 0 or number > 0 |  | " in rows["Local update and privacy"]
+    assert "| `budget_epsilon` | list of numbers > 0 or number > 0 | " in rows["Local update and privacy"]

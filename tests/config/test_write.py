@@ -107,7 +107,7 @@ def test_a_key_of_a_new_section_appears_wherever_keys_are_without_another_edit(c
         **{"title": "extra_sizes", "x-group": "Execution", "default": [3], "anyOf": None},
         **{"description": "the sizes of something", "markdownDescription": "the [sizes](data.md) of something"},
     }
-    row = "| `extra_sizes` | list of integers >= 1 | [3] | the [sizes](data.md) of something |"
+    row = "| `extra_sizes = [3]` | list of integers >= 1 | the [sizes](data.md) of something |"
     assert row in (clone / "docs/configuration.md").read_text()
     assert '\nextra_sizes = "3"\n' in (clone / "pyproject.toml").read_text()
     assert "\n    extra_sizes: Sequence[int]\n" in (clone / "fedpriv/config/keys.py").read_text()
