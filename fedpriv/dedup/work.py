@@ -85,7 +85,7 @@ class Work:
         evaluator = self.evaluators[name]
         utility, deviation = self.variants[name].utility, 0.5
         if evaluator.utility != "accuracy" and self.is_public(name):
-            utility, deviation = self.utility(name), float(self.utilities(name).std())
+            utility, deviation = self.utility(name), self._deviation(name)
         if utility is not None and not math.isfinite(utility):  # nothing is held against it, and nothing of it replaced
             utility, deviation = None, 0.0
         return KnownUtility(value=utility, error=deviation / math.sqrt(max(1, evaluator.num_records)))
@@ -98,6 +98,10 @@ class Work:
         """The mean utility of the variant as it was given, over all of its validation records."""
         earlier = self.stored[name].utility_given if name in self.stored else None
         return float(self.utilities(name).mean()) if earlier is None else earlier
+
+    def _deviation(self, name: str) -> float:
+        earlier = self.stored[name].deviation_given if name in self.stored else None
+        return float(self.utilities(name).std()) if earlier is None else earlier
 
     def utilities(self, name: str) -> Utilities:
         """The utility of the variant as it was given, on each of its validation records."""
@@ -178,9 +182,11 @@ class Work:
     ) -> Outcome:
         """The outcome for a variant; without a proof it is as it was given, or its records are private."""
         evaluator = self.evaluators.get(name)
-        given = self.variants[name].utility if evaluator is None else None
+        given, deviation = self.variants[name].utility if evaluator is None else None, None
         if evaluator is not None and evaluator.private is None:
             given = self.utility(name)
+            # That of accuracy is not needed.
+            deviation = self._deviation(name) if evaluator.utility != "accuracy" else None
         num_records = evaluator.num_records if evaluator else 0
         methods = sorted({method for each in cost.by_data_set for method in each.epsilons})
         return Outcome(
@@ -192,6 +198,7 @@ class Work:
             num_validations=num_validations,
             utility=evaluator.utility if evaluator else "accuracy",
             utility_given=given,
+            deviation_given=deviation,
             utility_before=proof.before if proof else given,
             utility_after=proof.after if proof else given,
             bound=bound,
@@ -227,6 +234,8 @@ class Outcome:
         num_validations: counted by the search.
         utility: of a record.
         utility_given: the mean over all validation records of the variant as it was given; None if they are private.
+        deviation_given: the standard deviation of likelihoods over these; None if they are private, for accuracy, and
+            in stores of earlier versions.
         utility_before, utility_after: the mean over `num_records` records, of the variant as it was given and as it is
             stored. If anything was replaced, they are those by which nothing was chosen. None if they are private.
         bound: of what it was allowed to lose in the mean; None if nothing was tried.
@@ -258,6 +267,7 @@ class Outcome:
     epsilon_after: float
     delta: float
     epsilons: Mapping[str, float]
+    deviation_given: float | None = None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Outcome:

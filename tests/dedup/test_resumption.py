@@ -119,6 +119,32 @@ def test_killed_amid_a_search_it_starts_that_variant_anew(tmp_path):
     assert content_of(tmp_path / "parts") == content_of(tmp_path / "whole")
 
 
+class Likelihoods(Signs):
+    """Likelihoods that fall with the distance from the true weights, and the variants that it was asked about."""
+
+    utility = "log likelihood"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: set[str] = set()
+
+    def utilities(self, tensors, records):
+        self.asked |= {name for name, given in TENSORS.items() if np.array_equal(tensors["weight"], given["weight"])}
+        return -np.square(INPUTS[records] @ (tensors["weight"] - TRUTH)).astype(float) / 1000
+
+
+def test_a_model_whose_likelihoods_are_known_is_not_asked_again(tmp_path):
+    def deduplicated() -> tuple[list[Outcome], set[str]]:
+        evaluator = Likelihoods()
+        with Store(tmp_path / "store") as opened:
+            found = deduplicate(DESCRIBED, TENSORS.__getitem__, dict.fromkeys(TENSORS, evaluator), opened, SETTINGS)
+        return found, evaluator.asked
+
+    expected, asked = deduplicated()
+    assert asked == set(TENSORS)
+    assert deduplicated() == (expected, set())
+
+
 GENEROUS = [replace(each, epsilon_bound=10 * VALIDATION.epsilon, utility=0.95) for each in DESCRIBED]
 
 
