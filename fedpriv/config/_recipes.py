@@ -36,7 +36,8 @@ class RecipeSection(ConfigSection, title="Recipe"):
 # The default of `num_clients`.
 _NUM_CLIENTS = 5
 
-# The defaults of `RunConfig` are the recipe `fedpriv`; these are what the others have in their place.
+# The defaults of `RunConfig` are the recipe `fedpriv`; these are what the others have in their place. Its batches are
+# full: with q = 0.1, noise per unit of signal is 12, 26 and 95 % higher at epsilon 1, 2 and 8 (39 steps, delta 1e-5).
 _DP_LORA_PAPER: Mapping[str, Any] = {
     "rank": 8,
     "alpha": 16.0,
@@ -55,6 +56,8 @@ _DP_LORA_PAPER: Mapping[str, Any] = {
     "server_optimizer": "sgd",
 }
 
+# No value depends on the size of a model's gradients, which could not be looked up without a release: in SmolLM2-135M
+# their norms differ by a factor of five between choices of layers.
 _INSTRUCTION: Mapping[str, Any] = {
     "layers": "last-2",
     "max_length": 256,
