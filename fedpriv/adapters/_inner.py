@@ -5,6 +5,10 @@ ordinary LoRA, with B R in the place of B. Nodes derive the factors from the sam
 alone travels. Two machines get the same singular vectors up to their signs, which are fixed here, and up to rotations
 among those of equal singular values, which are refused. An R of a smaller rank is the leading block of a larger one
 whose other entries are zero, and needs the factors' leading vectors alone.
+
+Two papers do otherwise. LoRA-XS (Balazy et al. 2024) scales a factor by the singular values, so the same noise would
+count more in some directions. Fed-SB (Singhal et al. 2025) takes the factors from gradients of records, which under
+differential privacy would be a release.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from torch import Tensor
 from fedpriv.adapters import Adapter
 from fedpriv.aggregation._fedavg import GlobalModel, weighted_average
 
-# Near the best threshold for normal and for uniform weights, in units of their mean magnitude (Li and Liu 2016).
+# Near the best threshold for normal and for uniform weights, in units of their mean magnitude (Li and Liu 2016); the
+# paper has another.
 _THRESHOLD = 0.7
 
 
