@@ -1,4 +1,9 @@
-"""Federated LoRA fine-tuning of language models under differential privacy."""
+"""Federated LoRA fine-tuning of language models under differential privacy.
+
+Packages that a program uses most: `config`, `data`, `adapters`, `training`, `mechanisms`, `accounting`, `ledger`,
+`aggregation` and `secure_aggregation` for a federation; `variants`, `dedup` and `serving` for its models; `plan`,
+`audit` and `integral` to judge one.
+"""
 
 import logging
 import os
