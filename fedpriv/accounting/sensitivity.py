@@ -53,7 +53,8 @@ def sensitivity_factor(rule: str, num_parts: int) -> float:
     """L2 sensitivity of the noised quantity, in units of C, under add-or-remove adjacency of records.
 
     Clipping each of `num_parts` parts to C bounds one record's contribution by sqrt(num_parts) C. Under `batch`, one
-    record moves the clipped mean of each part by up to 2C, whatever the rest of the batch is.
+    record moves the clipped mean of each part by up to 2C, whatever the rest of the batch is; divergences are jointly
+    convex over samples, so the subsampled accountant applies to it too.
 
     Args:
         rule: the clipping rule.
