@@ -171,9 +171,10 @@ def _one_run_p_value(
 ) -> Array:
     """Upper bound on the probability of at least this many correct guesses under (epsilon, delta)-DP, in [0, 1].
 
-    The published sum over i is a maximum of means: alpha = max_i P[v - i <= X < v] / i for X binomial. Binomial
-    probabilities are unimodal, so these means rise with i up to a maximum and then fall, and bisection finds it:
-    pmf(v - i) is at least the mean of those above it before the maximum, and below it afterwards.
+    P[v or more correct] <= P[X >= v] + 2 m delta alpha with X ~ Binomial(r, 1 / (1 + e^-epsilon)). The published sum
+    over i is a maximum of means: alpha = max_i P[v - i <= X < v] / i over i = 1..v. Binomial probabilities are
+    unimodal, so these means rise with i up to a maximum and then fall, and bisection finds it: pmf(v - i) is at least
+    the mean of those above it before the maximum, and below it afterwards.
 
     Args:
         epsilon: >= 0; scalars, or arrays of one shape, for this, num_guesses and num_correct.
