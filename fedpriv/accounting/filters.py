@@ -1,7 +1,8 @@
 """Rules that keep a budget although the coordinator chooses each release after it has seen the earlier ones.
 
 To allow each release with which the privacy loss distribution of all stays within the budget bounds nothing: which of
-two releases then does most harm may depend on what was seen (Regehr et al. 2026). Two ways are proven.
+two releases then does most harm may depend on what was seen (Regehr et al. 2026): a choice among four second requests,
+each allowed at delta 1e-5, had delta 2.36e-5 at epsilon 8. Two ways are proven.
 
 A *filter* fixes one measure of cost when a data set is registered, adds it up, and stops at a bound. Renyi divergence
 of one fixed order (Feldman and Zrnic 2021) and Gaussian DP (Smith and Thakurta 2022; Koskela, Tobaben and Honkela 2023)
@@ -16,6 +17,9 @@ V(S, g), since (P_s, Q_s) dominates (p, q). An end before all slots are used is 
 of the two directions, a record added or removed, with the pairs of that direction (Zhu, Dong and Wang 2022 for a fixed
 order). Plans that follow each other cost at most the sums of their epsilons and of their deltas, also if their releases
 alternate: all uploads of a plan are post-processing of one draw from each of its pairs (Rogers et al. 2016).
+
+A single run counts as fixed, and is composed by loss distributions: which clients replace those that did not reply
+depends on who was reachable, which a record does not change at an honest node.
 """
 
 from __future__ import annotations
