@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
+import site_api
+import site_commands
+import site_links
 
 from tests.cli.test_every_command import COMMANDS
 from tests.test_docs_paths import PAGES, ROOT
-
-
-def hook(name: str) -> ModuleType:
-    """A module of docs/_hooks, which is no package: the site's generator loads them by file."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "_hooks" / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 SITE = {"docs/a.md": "a.md", "results/b.md": "results/b.md", "README.md": "index.md", "docs/papers/c.md": "papers/c.md"}
 
@@ -43,7 +33,7 @@ SITE = {"docs/a.md": "a.md", "results/b.md": "results/b.md", "README.md": "index
     ],
 )
 def test_a_link_of_the_repository_leads_to_the_page_that_shows_the_file(source, page, written, on_the_site):
-    assert hook("site_links").for_site(written, source, page, SITE) == on_the_site
+    assert site_links.for_site(written, source, page, SITE) == on_the_site
 
 
 @pytest.mark.parametrize(
@@ -56,20 +46,19 @@ def test_a_link_of_the_repository_leads_to_the_page_that_shows_the_file(source, 
     ],
 )
 def test_a_link_that_reads_as_a_file_reads_as_its_title(written, on_the_site):
-    links = hook("site_links")
-    titles = {"results/b.md": links.title("# B, measured\n\nText.\n")}
-    assert links.for_site(written, "docs/a.md", "a.md", SITE, titles) == on_the_site
+    titles = {"results/b.md": site_links.title("# B, measured\n\nText.\n")}
+    assert site_links.for_site(written, "docs/a.md", "a.md", SITE, titles) == on_the_site
 
 
 def test_the_reference_has_every_command_with_its_options():
-    page = hook("site_commands").pages()["fedpriv.md"]
+    page = site_commands.pages()["fedpriv.md"]
     assert set(re.findall(r"^## `fedpriv (.*)`$", page, re.M)) == set(COMMANDS)
     assert "| `--accountant [pld|rdp|closed-form]` | `pld` |" in page
     assert "\n\n```sh\nfedpriv account --noise-multiplier" in page
 
 
 def test_the_reference_has_every_package_that_exports_something():
-    pages = hook("site_api").pages()
+    pages = site_api.pages()
     assert {"fedpriv.md", "fedpriv.accounting.md", "fedpriv.ledger.md"} <= set(pages)
     assert "\n::: fedpriv.accounting.epsilon_of\n" in pages["fedpriv.accounting.md"]
     assert "\n::: fedpriv.plan.memory_plan\n" in pages["fedpriv.plan.md"]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import site_figures
 
 from tests.test_docs_paths import PAGES, ROOT
-
-sys.path.insert(0, str(ROOT / "docs" / "_hooks"))
-import site_figures
 
 TABLE = """# Results
 
