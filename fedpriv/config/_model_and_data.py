@@ -60,8 +60,9 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     layers: Annotated[Layers, Fact.TEXTS] = "last-1"
     """`all`, `last-N`, or indices such as `4,5`"""
     factors: Annotated[Literal["weights", "answers", "inputs"], Fact.TEXTS | Fact.LATER] = "weights"
-    """what [frozen factors](aggregation.md#what-each-rule-does) are made of: a weight's singular vectors (R) or chance
-    (A), [`answers`](recipes.md#answers-that-are-classes), or [a layer's inputs](recipes.md#instruction)"""
+    """what [frozen factors](aggregation.md#what-each-rule-does) are made of. `weights`: a weight's singular vectors
+    around R, random values in A. `answers`: [the run's `answers`](recipes.md#answers-that-are-classes). `inputs`: [a
+    layer's inputs](recipes.md#instruction)"""
     max_length: Annotated[Count, Fact.TEXTS] = 64
     """the most tokens of a record; longer ones are truncated, prompts before responses"""
     normalize_features: Annotated[bool, Fact.TEXTS] = True
@@ -80,8 +81,8 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     """`embedded`, synthetic messages to hospitals; `on-nodes`, what each node names (a classifier needs `labels`); a
     CSV, TSV, JSONL or Parquet file; a data set on the Hub (`name:split`); or `in-memory`, what a program gives"""
     test_data: Annotated[str, Fact.PATH | Fact.RECORDS] = ""
-    """the server's test set. Empty: part of `data` if they are embedded, `public_data` or `simulate`; else accuracies
-    stay empty unless `evaluation_noise_multiplier` is set"""
+    """the server's test set. Empty: a random share of `data` if nobody's privacy depends on them (embedded,
+    `public_data` or `simulate`); else accuracies stay empty unless `evaluation_noise_multiplier` is set"""
     test_fraction: Annotated[float, Field(gt=0, lt=1), Fact.RELEASE | Fact.RECORDS] = 0.2
     """the share held out, or set aside by each holder for private evaluation"""
     evaluation_noise_multiplier: Annotated[Positive | None, Maybe, Fact.RELEASE] = None
@@ -120,7 +121,7 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     person_column: Annotated[str, Fact.RECORDS | Fact.LATER | Fact.TEXTS] = ""
     """says whom a record is about; with `data = on-nodes` each node names its own"""
     max_records_per_person: Annotated[Count, Fact.LATER | Fact.TEXTS] = 8
-    """m, public: the most records of a person that count in a step; sets time and memory"""
+    """m, public: the most records of a person that count in a step; time and memory are those of m for each"""
     holders_per_person: Annotated[Count, Fact.LATER | Fact.TEXTS] = 1
     """h, public: at how many clients a person may have records; epsilon is that of a person at the [h costliest
     clients](privacy.md#a-person-at-several-holders)"""
