@@ -208,9 +208,9 @@ def register(
 ) -> None:
     """Register the records that vault.toml names as a new data set, or say how the budget of the last is enforced.
 
-    `init` registers the first. A new one starts with nothing spent; its file is read as by `init`. Records that an
-    earlier data set held, all of them, are refused: what was spent on them counts. Whether single records are in both,
-    only you know.
+    `init` registers the first. A new one starts with nothing spent; its file is read as by `init`. The file of
+    an earlier data set is refused, as is one that begins with all of its records: what was spent on them counts. Where
+    persons are the unit, only the same file is found. Whether single records are in both, only you know.
 
     A Renyi filter enforces the budget, whose order the budget and delta decide, unless you name another or a plan
     before anything is released; it then stays. A further plan may follow plans at any time: its epsilon and delta are

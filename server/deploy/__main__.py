@@ -233,10 +233,10 @@ def _passphrase(file: Path | None) -> str:
 
 @app.command("new-authority")
 def new_authority(folder: Folder, ca_passphrase_file: PassphraseFile = None) -> None:
-    """Make a new certificate authority beside the old one, whose key was lost, or known to others.
+    """Make a new certificate authority next to the old one, whose key was lost, or known to others.
 
     Invite everyone again: nodes that `move` trust both. Then `renew`, which signs by the new one. At last delete the
-    second certificate from ca.crt, and invite again: until then whoever has the old key can play the coordinator.
+    second certificate from ca.crt, and invite again: until then the old key's holder can play the coordinator.
 
     Example: fedpriv coordinator new-authority ~/federation
     """
@@ -247,6 +247,7 @@ def new_authority(folder: Folder, ca_passphrase_file: PassphraseFile = None) -> 
     typer.echo(f"{coordinator.ca_certificate} has both authorities; {coordinator.ca_key} is the new one's")
     typer.echo(f"next: fedpriv coordinator invite {quoted} NAME...; at each node: fedpriv node move DIR --invite FILE")
     typer.echo(f"then: fedpriv coordinator renew {quoted}, and restart the SuperLink")
+    typer.echo("at last: delete the second certificate from ca.crt, which is the old one's, and invite everyone again")
 
 
 @app.command("encrypt-key")
