@@ -204,6 +204,11 @@ def verdict(met: bool | Estimate | None) -> str:
     return "not run" if met is None else "yes" if met else "**no**"
 
 
+def with_target(found: Estimate | None, target: str, met: Callable[[Estimate], bool]) -> str:
+    """A difference as a table's cell, with its target in brackets, which `**not**` precedes where it is missed."""
+    return "not run" if found is None else f"{found.text(sign=True)} ({'' if met(found) else '**not** '}{target})"
+
+
 def fill(page: Path, blocks: Mapping[str, str]) -> None:
     """Rewrite what stands between the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->` of a page.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +35,7 @@ from simulations.studies.harness import (
     run_missing,
     shown,
     table,
-    verdict,
+    with_target,
 )
 from simulations.studies.plain_lora import PlainCell
 from simulations.studies.plain_lora import configured as plain_configured
@@ -55,6 +55,9 @@ _CONFIGS = Path(__file__).parents[1] / "configs"
 _GAINS = {8.0: 0.06, 2.0: 0.04}
 # By how much its perplexity may exceed that of the same run without noise.
 _MOST_LOST = 0.3
+
+# Seeds of the grids, where the page says nothing else.
+_USUAL = 2
 
 # Of a run's summary, where it has them.
 _KEPT = (
@@ -173,33 +176,99 @@ def write(page: Path, runs: Path) -> None:
     """Write the page's tables from the lines in the study's file of runs."""
     results = Results.read(runs)
     blocks = {
-        "claims": table(("claim", "target", "measured", "met"), _claims(results)),
-        "choices": table(("answers", "training", "accuracy", "less untrained"), _choices(results)),
-        "answers": table(("training", "perplexity of responses", _CHANGE), _answers(results)),
-        "epsilon": table(("epsilon, delta 1e-5", *_PAPER, "here: perplexity"), _epsilons(results)),
-        "delta": table(("delta, epsilon 2", *_PAPER, "here: perplexity"), _deltas(results)),
-        "rank": table(("rank", "perplexity"), _ranks(results)),
+        "choices": table(("training", REVIEWS, "less untrained", MESSAGES, "less untrained"), _choices(results)),
+        "answers": _answers(results),
+        "grid": _grids(results),
         "missing": results.missing(cells(), lambda cell: (cell.task, cell.method), ("records", "training", "left")),
     }
     fill(page, blocks)
 
 
-def _claims(results: Results) -> Iterator[Sequence[str]]:
-    for task in (REVIEWS, MESSAGES):
-        for epsilon, target in _GAINS.items():
-            gain = _gain(results, LanguageCell(task=task, epsilon=epsilon))
-            claim = f"{task}, epsilon {epsilon:g}: accuracy less untrained"
-            yield claim, f">= {target:g}", shown(gain, sign=True), verdict(gain and gain.mean >= target)
-    lost = difference(*(_by_seed(results, LanguageCell(task=ANSWERS, epsilon=e), "perplexity") for e in (8.0, None)))
-    claim = f"{ANSWERS}, epsilon 8: perplexity less that without noise"
-    yield claim, f"<= {_MOST_LOST}", shown(lost, sign=True), verdict(lost and lost.mean <= _MOST_LOST)
+def _choices(results: Results) -> Iterator[Sequence[str]]:
+    def both(figure: str, method: str = PRIVATE) -> list[str]:
+        cells = (LanguageCell(task=task, method=method, epsilon=8.0 if method == PRIVATE else None) for task in tasks)
+        return [text for cell in cells for text in (shown(_estimate(results, cell, figure)), "")]
+
+    tasks = (REVIEWS, MESSAGES)
+    yield "none, the commonest answer", *both("majority_accuracy")
+    yield "none", *both("accuracy_initial")
+    for epsilon in (2.0, 8.0, None):
+        how = "private, without noise" if epsilon is None else f"private, local epsilon {epsilon:g}"
+        yield how, *_gained(results, [LanguageCell(task=task, epsilon=epsilon) for task in tasks])
+    yield PLAIN, *_gained(results, [LanguageCell(task=task, method=PLAIN) for task in tasks])
+    yield "TF-IDF in one place", *both("tfidf_accuracy", PLAIN)
+
+
+def _gained(results: Results, cells: Sequence[LanguageCell]) -> Iterator[str]:
+    """For each cell its accuracy, and by how much that exceeds the untrained model's, with its target if it has one."""
+    for cell in cells:
+        yield shown(_estimate(results, cell, "accuracy"))
+        gain = difference(_by_seed(results, cell, "accuracy"), _by_seed(results, cell, "accuracy_initial"))
+        if cell.epsilon is None:
+            yield shown(gain, sign=True)
+        else:
+            least = _GAINS[cell.epsilon]
+            yield with_target(gain, f">= {least:g}", lambda found, least=least: found.mean >= least)  # type: ignore[misc]
+
+
+def _answers(results: Results) -> str:
+    private, noiseless = LanguageCell(task=ANSWERS, epsilon=8.0), LanguageCell(task=ANSWERS)
+    rows = [("none", shown(_estimate(results, private, "perplexity_initial")), "")]
+    for how, cell in (
+        ("private, local epsilon 8", private),
+        ("the same without noise, clipping kept", noiseless),
+        (f"A and B, {PLAIN}", LanguageCell(task=ANSWERS, method=PLAIN)),
+    ):
+        found = (_estimate(results, cell, figure) for figure in ("perplexity", "log_perplexity_change"))
+        rows.append((how, *(shown(each, sign=bool(column)) for column, each in enumerate(found))))
+    lost = difference(*(_by_seed(results, cell, "perplexity") for cell in (private, noiseless)))
+    noise = with_target(lost, f"<= {_MOST_LOST:g}", lambda found: found.mean <= _MOST_LOST)
+    headers = ("training", "perplexity of responses", "log perplexity less untrained")
+    return f"{table(headers, rows)}\n\nPerplexity that the noise adds: {noise}."
+
+
+# Scores of Tables 3 and 4 on MedQuAD, higher is better.
+_PAPER_BY_EPSILON = {
+    None: (73.1, 66.6), 2.0: (66.5, 66.4), 4.0: (66.6, 57.1), 6.0: (67.3, 60.6), 8.0: (66.2, 59.8), 10.0: (69.7, 65.9)
+}  # fmt: skip
+_PAPER_BY_DELTA = {1e-2: (70.6, 65.3), 1e-3: (64.1, 65.4), 1e-4: (70.3, 64.3), 1e-6: (59.9, 62.9)}
+
+
+def _grids(results: Results) -> str:
+    cell = LanguageCell(task=GRID)
+    untrained = _estimate(results, cell, "perplexity_initial")
+    rows: list[Sequence[object]] = [("untrained", "", "", "", shown(untrained, usual=_USUAL))]
+
+    def add(cell: LanguageCell, scores: Sequence[object] = ("", "")) -> None:
+        epsilon = "not private" if cell.epsilon is None else f"{cell.epsilon:g}"
+        delta = "" if cell.epsilon is None else f"{cell.delta:g}"
+        rank = f", rank {cell.rank}" if cell.rank else ""
+        rows.append((f"{epsilon}{rank}", delta, *scores, shown(_estimate(results, cell, "perplexity"), usual=_USUAL)))
+
+    for epsilon, scores in _PAPER_BY_EPSILON.items():
+        add(replace(cell, epsilon=epsilon), scores)
+    for delta, scores in _PAPER_BY_DELTA.items():
+        add(replace(cell, epsilon=2.0, delta=delta), scores)
+    for rank in filter(None, RANKS):
+        add(replace(cell, epsilon=8.0, rank=rank))
+    headers = ("epsilon", "delta", "paper: Llama-7B", "paper: ChatGLM-6B", "here: perplexity")
+    return f"{table(headers, rows)}\n\n{_steps(results)}"
+
+
+def _steps(results: Results) -> str:
+    """The most by which perplexity rises from one epsilon, or delta, to the next larger one."""
     by_epsilon = [LanguageCell(task=GRID, epsilon=epsilon) for epsilon in (*EPSILONS, None)]
     by_delta = [LanguageCell(task=GRID, epsilon=EPSILONS[0], delta=delta) for delta in reversed(DELTAS)]
-    for name, grid in (("epsilon", by_epsilon), ("delta", by_delta)):
-        if step := _largest_step(results, grid):
-            met = step.mean <= 2 * (step.standard_error or 0.0)
-            claim = f"{GRID}: perplexity less that of the next smaller {name}, the largest"
-            yield claim, "<= 2 standard errors", step.text(sign=True), verdict(met)
+    largest = (
+        f"Perplexity less that of the next smaller {name} is at most "
+        f"{with_target(_largest_step(results, grid), '<= 2 standard errors', _is_no_rise)}."
+        for name, grid in (("epsilon", by_epsilon), ("delta", by_delta))
+    )
+    return "\n".join(largest)
+
+
+def _is_no_rise(step: Estimate) -> bool:
+    return step.mean <= 2 * (step.standard_error or 0.0)
 
 
 def _largest_step(results: Results, cells: Sequence[LanguageCell]) -> Estimate | None:
@@ -207,67 +276,6 @@ def _largest_step(results: Results, cells: Sequence[LanguageCell]) -> Estimate |
     found = [_by_seed(results, cell, "perplexity") for cell in cells]
     steps = (difference(later, earlier) for earlier, later in pairwise(found))
     return max((step for step in steps if step), key=lambda step: step.mean, default=None)
-
-
-def _gain(results: Results, cell: LanguageCell) -> Estimate | None:
-    return difference(_by_seed(results, cell, "accuracy"), _by_seed(results, cell, "accuracy_initial"))
-
-
-def _choices(results: Results) -> Iterator[Sequence[str]]:
-    for task in (REVIEWS, MESSAGES):
-        untrained = LanguageCell(task=task, epsilon=8.0)
-        plain = LanguageCell(task=task, method=PLAIN)
-        yield task, "the commonest answer", shown(_estimate(results, untrained, "majority_accuracy")), ""
-        yield task, "none", shown(_estimate(results, untrained, "accuracy_initial")), ""
-        for epsilon in (2.0, 8.0, None):
-            cell = LanguageCell(task=task, epsilon=epsilon)
-            how = "private, without noise" if epsilon is None else f"private, local epsilon {epsilon:g}"
-            yield task, how, shown(_estimate(results, cell, "accuracy")), shown(_gain(results, cell), sign=True)
-        yield task, PLAIN, shown(_estimate(results, plain, "accuracy")), shown(_gain(results, plain), sign=True)
-        yield task, "TF-IDF in one place", shown(_estimate(results, plain, "tfidf_accuracy")), ""
-
-
-def _answers(results: Results) -> Iterator[Sequence[str]]:
-    private = LanguageCell(task=ANSWERS, epsilon=8.0)
-    yield "none", shown(_estimate(results, private, "perplexity_initial")), ""
-    for how, cell in (
-        ("private, local epsilon 8", private),
-        ("the same without noise, clipping kept", LanguageCell(task=ANSWERS)),
-        (f"A and B, {PLAIN}", LanguageCell(task=ANSWERS, method=PLAIN)),
-    ):
-        yield how, _perplexity(results, cell), shown(_estimate(results, cell, "log_perplexity_change"), sign=True)
-
-
-def _perplexity(results: Results, cell: LanguageCell) -> str:
-    return shown(_estimate(results, cell, "perplexity"))
-
-
-_CHANGE = "log perplexity less untrained"
-
-# Scores of Tables 3 and 4 on MedQuAD, higher is better.
-_PAPER = ("paper: Llama-7B", "paper: ChatGLM-6B")
-_PAPER_BY_EPSILON = {
-    None: (73.1, 66.6), 2.0: (66.5, 66.4), 4.0: (66.6, 57.1), 6.0: (67.3, 60.6), 8.0: (66.2, 59.8), 10.0: (69.7, 65.9)
-}  # fmt: skip
-_PAPER_BY_DELTA = {1e-2: (70.6, 65.3), 1e-3: (64.1, 65.4), 1e-4: (70.3, 64.3), 1e-5: (66.5, 66.4), 1e-6: (59.9, 62.9)}
-
-
-def _epsilons(results: Results) -> Iterator[Sequence[object]]:
-    yield "untrained", "", "", shown(_estimate(results, LanguageCell(task=GRID), "perplexity_initial"))
-    for epsilon, scores in _PAPER_BY_EPSILON.items():
-        name = "not private" if epsilon is None else f"{epsilon:g}"
-        yield name, *scores, _perplexity(results, LanguageCell(task=GRID, epsilon=epsilon))
-
-
-def _deltas(results: Results) -> Iterator[Sequence[object]]:
-    for delta, scores in _PAPER_BY_DELTA.items():
-        yield f"{delta:g}", *scores, _perplexity(results, LanguageCell(task=GRID, epsilon=2.0, delta=delta))
-
-
-def _ranks(results: Results) -> Iterator[Sequence[object]]:
-    for rank in RANKS:
-        cell = LanguageCell(task=GRID, epsilon=8.0, rank=rank)
-        yield rank or f"{RunConfig().rank}, the recipe's", _perplexity(results, cell)
 
 
 def _estimate(results: Results, cell: LanguageCell, figure: str) -> Estimate | None:

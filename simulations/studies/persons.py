@@ -27,7 +27,7 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.data import hospital
 from simulations.studies.corpora import QUESTION_TYPES, TEST_FRACTION
 from simulations.studies.federations import run_federations
-from simulations.studies.harness import Estimate, Results, difference, fill, parser, shown, table
+from simulations.studies.harness import Estimate, Results, difference, fill, parser, shown, table, with_target
 
 DELTA = 1e-5
 SEEDS = (0, 1, 2)
@@ -163,13 +163,12 @@ def _rows(results: Results) -> Iterator[Sequence[str]]:
 
 
 def _lead(results: Results, setting: str, method: str, epsilon: float) -> str:
-    """By how much `person` is ahead, with its target; one that it misses is named in bold."""
+    """By how much `person` is ahead, with its target if it has one."""
     found = difference(*(_by_seed(results, setting, each, epsilon) for each in (PERSON, method)))
-    least = None if method == RECORD and setting != EMBEDDED else _LEAST[method, epsilon]
-    if found is None or least is None:
+    if method == RECORD and setting != EMBEDDED:
         return shown(found, sign=True)
-    target = f">= {least:g}" if found.mean >= least else f"**not >= {least:g}**"
-    return f"{shown(found, sign=True)} ({target})"
+    least = _LEAST[method, epsilon]
+    return with_target(found, f">= {least:g}", lambda lead: lead.mean >= least)
 
 
 def _by_seed(results: Results, setting: str, method: str, epsilon: float) -> dict[int, float]:
