@@ -41,48 +41,49 @@ def write(page: Path, selections: Sequence[Line], attacks: Sequence[Line], usefu
         plots = _plots(page.parent, selections)
         blocks = {"selection": _selection_table(selections), "plots": plots, "dp-sgd": _private_table(selections)}
     if attacks:
-        blocks["attacks"] = "\n\n".join([_attack_tables(attacks), *map(_useful_table, useful)])
+        blocks["attacks"] = "\n\n".join([_attack_tables(attacks), *map(_useful, useful)])
     fill(page, blocks)
 
 
 def _selection_table(selections: Sequence[Line]) -> str:
     first = _first_way(selections, None)
     headers = (
-        "", "", "epoch", "recurrence (k)", "accuracy of the mean", "F1", "plain model, same epoch", "majority",
-    )  # fmt: skip
-    ways = list(dict.fromkeys(line["way"] for line in selections))
-    found = {(*_named(line), line["way"]): _in_short(line["chosen"], line["num_subsamples"]) for line in selections}
-    every = [
-        (
-            *_named(line),
-            *(found.get((*_named(line), way), "not run") for way in ways[1:]),
-            f"{line['whole_table']['recurrence']} of {line['whole_table']['num_subsamples']}, "
-            f"{line['whole_table']['accuracy']:.4f}",
-            _published(line),
-        )
-        for line in first
-    ]
-    return (
-        f"With {ways[0]}:\n\n{table(headers, map(_selection_row, first))}\n\n"
-        "By other trainings, recurrence and accuracy of the mean. `all records` is the first training, at the same "
-        "epoch, on subsamples of all records, test records among them:\n\n"
-        f"{table(('', '', *ways[1:], 'all records', 'paper'), every)}"
+        *("", "", "epoch", "recurrence (k)", "accuracy of the mean", "F1", "plain model, same epoch"),
+        "paper: recurrence, accuracy",
     )
+    majorities = {line["data"]: _majority(line) for line in first}
+    told = " and ".join(f"{accuracy:.4f} on {name}" for name, accuracy in majorities.items())
+    return (
+        f"With {first[0]['way']}:\n\n{table(headers, map(_selection_row, first))}\n\n"
+        f"The majority class has {told}. By other trainings the mean is above it only here:\n\n"
+        f"{_other_ways(selections)}"
+    )
+
+
+def _other_ways(selections: Sequence[Line]) -> str:
+    """For each other way of training the selections whose mean beats the majority class."""
+    ahead: dict[str, list[str]] = {line["way"]: [] for line in selections if line["way"] != selections[0]["way"]}
+    for line in selections:
+        if line["way"] != selections[0]["way"] and (chosen := line["chosen"]):
+            accuracy = chosen["mean"]["test"]["accuracy"]
+            if accuracy > _majority(line):
+                count = f"{chosen['recurrence']} of {line['num_subsamples']}"
+                ahead[line["way"]].append(f"{' '.join(_named(line))} ({count}, {accuracy:.4f})")
+    whole = [
+        f"{' '.join(_named(line))} ({own['recurrence']} of {own['num_subsamples']}, {own['accuracy']:.4f})"
+        for line in _first_way(selections, None)
+        if (own := line["whole_table"])["accuracy"] > _majority(line)
+    ]
+    ahead["As the table, on subsamples of all records, test records among them"] = whole
+    return "\n".join(f"- {way}: {', '.join(found) or 'nowhere'}." for way, found in ahead.items())
 
 
 def _named(line: Line) -> tuple[str, str]:
     return line["data"], line["architecture"].upper()
 
 
-def _in_short(chosen: Line | None, num_subsamples: int) -> str:
-    if chosen is None:
-        return "none"
-    return f"{chosen['recurrence']} of {num_subsamples}, {chosen['mean']['test']['accuracy']:.4f}"
-
-
-def _published(line: Line) -> str:
-    count, accuracy = PUBLISHED[line["data"]][line["architecture"]]
-    return f"{count} of {PUBLISHED_MODELS[line['data']]}, {accuracy:.4f}"
+def _majority(line: Line) -> float:
+    return float(line["majority"]["test"]["accuracy"])
 
 
 def _selection_row(line: Line) -> Sequence[str]:
@@ -96,83 +97,64 @@ def _selection_row(line: Line) -> Sequence[str]:
             f"{test['f1']:.3f}",
             f"{chosen['plain']['test']['accuracy']:.4f}",
         ]
-    return *_named(line), *row, f"{line['majority']['test']['accuracy']:.4f}"
+    count, accuracy = PUBLISHED[line["data"]][line["architecture"]]
+    return *_named(line), *row, f"{count} of {PUBLISHED_MODELS[line['data']]}, {accuracy:.4f}"
 
 
 def _private_table(selections: Sequence[Line]) -> str:
+    first = [line for line in _first_way(selections, None) if line["private"]]
     rows = []
-    for line in selections:
-        if line["way"] != selections[0]["way"] or not line["private"]:
-            continue
-        for private in line["private"]:
-            test = private["test"]
-            values = (private["epsilon"], test["accuracy"], test["f1"])
-            rows.append([line["data"], f"{private['delta']:.1e}", *(f"{value:.3f}" for value in values)])
-    return table(("", "delta", "epsilon", "test accuracy", "F1"), rows)
+    for line in first:
+        tests = (private["test"] for private in line["private"])
+        found = (f"{test['accuracy']:.3f} ({test['f1']:.3f})" for test in tests)
+        rows.append([line["data"], f"{line['private'][0]['delta']:.1e}", *found])
+    return table(("", "delta", *(f"epsilon {private['asked']:g}" for private in first[0]["private"])), rows)
 
 
 def _attack_tables(attacks: Sequence[Line]) -> str:
-    game = attacks[0]["game"]
+    attack, game = attacks[0], attacks[0]["game"]
     text = (
         f"Adult, DNN-1: {game['num_trials']} targets, each with {2 * game['size']} candidates, half of which were "
         f"used. The intruder trains on {game['num_subsamples']} guesses and takes the records that the best "
-        f"{game['num_best']} share for members."
+        f"{game['num_best']} share for members. In bold: it beats chance."
     )
-    return f"{text}\n\n{_target_table(attacks[0])}"
-
-
-def _useful_table(line: Line) -> str:
-    game = line["game"]
-    return (
-        f"Training sets of the paper's {game['size']} records, {line['architecture'].upper()} after {line['epochs']} "
-        f"epochs, where the mean has learnt something: {game['num_trials']} targets, {game['num_subsamples']} guesses, "
-        f"the best {game['num_best']}:\n\n{_target_table(line)}"
-    )
-
-
-def _target_table(attack: Line) -> str:
-    """The attack's success on each target, by one way of comparing models."""
     rows = []
     for row in attack["rows"]:
-        if row["note"]:
-            rows.append((row["name"], "", "", "", row["note"]))
-            continue
-        verdict = "**beats chance**" if row["beats_chance"] else "no better than chance"
-        success = f"{row['success']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
-        rows.append((row["name"], f"{row['num_generators']:.1f}", success, f"{row['test_accuracy']:.3f}", verdict))
-    return table(("target", "generators", f"success by `{attack['comparison']}`", "test accuracy", ""), rows)
+        known = not row["note"]
+        cells = (f"{row['num_generators']:.1f}", _success(row), f"{row['test_accuracy']:.3f}") if known else ("",) * 3
+        rows.append((row["name"] if known else f"{row['name']}: {row['note']}", *cells))
+    headers = ("target", "generators", f"success by `{attack['comparison']}`", "test accuracy")
+    return f"{text}\n\n{table(headers, rows)}"
+
+
+def _success(row: Line) -> str:
+    mark = "**" if row["beats_chance"] else ""
+    return f"{mark}{row['success']:.3f}{mark} ({row['low']:.3f} to {row['high']:.3f})"
+
+
+def _useful(line: Line) -> str:
+    game = line["game"]
+    found = (f"{row['name']}, {_success(row)} at accuracy {row['test_accuracy']:.3f}" for row in line["rows"])
+    return (
+        f"Training sets of the paper's {game['size']} records, {line['architecture'].upper()} after {line['epochs']} "
+        f"epochs, where the mean has learnt something, {game['num_trials']} targets, {game['num_subsamples']} guesses, "
+        f"the best {game['num_best']}: {'; '.join(found)}."
+    )
 
 
 def _plots(folder: Path, selections: Sequence[Line]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     figures = {
-        "integral-recurrence.png": (
-            _recurrence(selections),
-            "Recurrence over epochs",
-            "The share of models in the largest cluster after each epoch, and the accuracy of its mean.",
-        ),
-        "integral-f1.png": (
-            _curves(selections, "train", "f1", "F1, training records"),
-            "F1 over epochs",
-            "F1 on training records (Figure 3): the models of the table's cluster (light) and their mean (dark).",
-        ),
-        "integral-loss.png": (
-            _curves(selections, "train", "loss", "loss, training records"),
-            "Loss over epochs",
-            "The same for the loss (Figure 4).",
-        ),
+        "integral-recurrence.png": (_recurrence(selections), "models in the largest cluster by epoch"),
+        "integral-f1.png": (_curves(selections), "F1 on training records by epoch: the table's cluster, its mean"),
         "integral-test-f1.png": (
             _members(selections),
-            "F1 of the clusters",
-            "F1 of the table's clusters (Figures 5 and 6): members on test records (light), their mean on training "
-            "(filled) and test records (hollow), and the plain model on both (solid, dashed).",
+            "F1: members on test records, their mean on training (filled) and test records, the plain model",
         ),
     }
-    lines = [f"For the training setting `{selections[0]['way']}`.\n"]
-    for name, (figure, shows, caption) in figures.items():
+    for name, (figure, _) in figures.items():
         figure.savefig(folder / name, dpi=110, metadata={"Software": None})
-        lines.append(f"{caption}\n\n![{shows}]({name})\n")
-    return "\n".join(lines)
+    return "\n\n".join(f"![{shows}]({name})" for name, (_, shows) in figures.items())
 
 
 def _recurrence(selections: Sequence[Line]) -> Figure:
@@ -195,28 +177,28 @@ def _recurrence(selections: Sequence[Line]) -> Figure:
     return figure
 
 
-def _curves(selections: Sequence[Line], part: str, metric: str, label: str) -> Figure:
-    """Members of the chosen cluster (light), their mean (dark), the plain model (black) and DP-SGD (dashed), DNN-1."""
+def _curves(selections: Sequence[Line]) -> Figure:
+    """F1 on training records: members of the cluster (light), their mean (dark), the plain model, DP-SGD; DNN-1."""
     chosen = [line for line in _first_way(selections, None) if line["architecture"] == "dnn-1" and line["curves"]]
     figure = Figure(figsize=(4.5 * max(len(chosen), 1), 3.4), layout="constrained")
     for column, line in enumerate(chosen, start=1):
         axes = figure.add_subplot(1, len(chosen), column)
         epochs = [int(epoch) for epoch in line["curves"]]
         for member in zip(*(curve["members"] for curve in line["curves"].values()), strict=True):
-            axes.plot(epochs, [epoch[part][metric] for epoch in member], color="tab:blue", alpha=0.2, linewidth=0.8)
-        means = [curve["mean"][part][metric] for curve in line["curves"].values()]
+            axes.plot(epochs, [epoch["train"]["f1"] for epoch in member], color="tab:blue", alpha=0.2, linewidth=0.8)
+        means = [curve["mean"]["train"]["f1"] for curve in line["curves"].values()]
         axes.plot(epochs, means, color="tab:blue", linewidth=2, label="mean of the cluster's models")
         plain = [look for look in line["looks"] if look["epsilon"] == EPSILON]
         axes.plot(
             [look["epochs"] for look in plain],
-            [look["plain"][part][metric] for look in plain],
+            [look["plain"]["train"]["f1"] for look in plain],
             color="black",
             label="plain",
         )
         for private, style in zip(line["private"], (":", "--", "-."), strict=False):
             name = f"DP-SGD, epsilon {private['asked']:g}"
-            axes.axhline(private[part][metric], color="tab:red", linestyle=style, linewidth=1, label=name)
-        axes.set(title=f"{line['data']}, DNN-1", xlabel="epochs", ylabel=label)
+            axes.axhline(private["train"]["f1"], color="tab:red", linestyle=style, linewidth=1, label=name)
+        axes.set(title=f"{line['data']}, DNN-1", xlabel="epochs", ylabel="F1, training records")
         axes.legend(frameon=False, fontsize=7)
     return figure
 

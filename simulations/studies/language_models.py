@@ -213,7 +213,7 @@ def _gained(results: Results, cells: Sequence[LanguageCell]) -> Iterator[str]:
 
 def _answers(results: Results) -> str:
     private, noiseless = LanguageCell(task=ANSWERS, epsilon=8.0), LanguageCell(task=ANSWERS)
-    rows = [("none", shown(_estimate(results, private, "perplexity_initial")), "")]
+    rows: list[Sequence[str]] = [("none", shown(_estimate(results, private, "perplexity_initial")), "")]
     for how, cell in (
         ("private, local epsilon 8", private),
         ("the same without noise, clipping kept", noiseless),
