@@ -17,7 +17,7 @@ from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from fedpriv.accounting.accountants import PrivacySpent, epsilon_of
 from fedpriv.accounting.calibration import calibrate, noise_multiplier_for
-from fedpriv.accounting.events import Event, SubsampledGaussian
+from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import Release, num_readers, smallest_aggregate_scales
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.secure_aggregation import smallest_threshold
@@ -26,7 +26,6 @@ from fedpriv.secure_aggregation.grid import largest_number_included, sum_grid
 SAMPLING_PROBABILITY, NUM_STEPS, DELTA = 0.256, 30, 1e-5
 TARGET = 2.0
 NUM_CLIENTS = (5, 10, 30, 100)
-QUOTED_NOISE, QUOTED_CLIENTS = 0.548, 5
 
 _NUM_RECORDS, _DIMENSION, _CLIP_NORM = 800, 28_000, 0.8
 
@@ -112,22 +111,6 @@ def noise_for(each: Sum, epsilon: float = TARGET) -> float:
 def central_noise(epsilon: float = TARGET) -> float:
     """z of central DP-SGD with continuous noise and the same schedule."""
     return noise_multiplier_for(epsilon, DELTA, sampling_probability=SAMPLING_PROBABILITY, steps=NUM_STEPS)
-
-
-def quoted() -> dict[str, float]:
-    """Epsilon of five clients with z = 0.548 each, alone and in the sum, with continuous and with discrete noise."""
-    five = Sum(clients=QUOTED_CLIENTS, threshold=QUOTED_CLIENTS, colluding=0)
-
-    def continuous(noise: float) -> float:
-        event = SubsampledGaussian(noise_multiplier=noise, sampling_probability=SAMPLING_PROBABILITY, count=NUM_STEPS)
-        return epsilon_of([event], DELTA).epsilon
-
-    return {
-        "alone, continuous": continuous(QUOTED_NOISE),
-        "alone, discrete": epsilon_alone(QUOTED_CLIENTS, QUOTED_NOISE).epsilon,
-        "sum, continuous": continuous(QUOTED_NOISE * sqrt(five.honest)),
-        "sum, discrete": epsilon_in(five, QUOTED_NOISE).epsilon,
-    }
 
 
 def sums(num_clients: int) -> Iterator[Sum]:

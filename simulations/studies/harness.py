@@ -204,9 +204,9 @@ def verdict(met: bool | Estimate | None) -> str:
     return "not run" if met is None else "yes" if met else "**no**"
 
 
-def with_target(found: Estimate | None, target: str, met: Callable[[Estimate], bool]) -> str:
-    """A difference as a table's cell, with its target in brackets, which `**not**` precedes where it is missed."""
-    return "not run" if found is None else f"{found.text(sign=True)} ({'' if met(found) else '**not** '}{target})"
+def with_target(found: Estimate | None, target: str, met: Callable[[Estimate], bool], *, sign: bool = True) -> str:
+    """An estimate as a table's cell, with its target in brackets, which `**not**` precedes where it is missed."""
+    return "not run" if found is None else f"{found.text(sign=sign)} ({'' if met(found) else '**not** '}{target})"
 
 
 def fill(page: Path, blocks: Mapping[str, str]) -> None:
