@@ -26,6 +26,7 @@ from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean, stdev
+from textwrap import wrap
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -35,6 +36,8 @@ from fedpriv.runs import environment
 
 Line = Mapping[str, Any]
 """The results of one cell."""
+
+_WIDTH = 120
 
 _SOFTWARE = ("fedpriv", "commit", "python", "torch", "flwr", "gpu")
 
@@ -180,12 +183,12 @@ class Results:
         keys = {seed: replace(cell, seed=seed).key for seed in seeds}  # type: ignore[type-var]
         return {seed: self._lines[key][figure] for seed, key in keys.items() if key in self._lines}
 
-    def missing(self, planned: Iterable[C], kind: Callable[[C], Sequence[str]], headers: Sequence[str]) -> str:
-        """A table of the kinds of planned cells of which some have no line, and how many of each."""
-        cells = [(tuple(kind(cell)), cell in self) for cell in planned]
+    def missing(self, planned: Iterable[C], kind: Callable[[C], Sequence[str]]) -> str:
+        """The kinds of planned cells of which some have no line, and how many of each."""
+        cells = [(", ".join(kind(cell)), cell in self) for cell in planned]
         counts, done = Counter(kind for kind, _ in cells), Counter(kind for kind, is_done in cells if is_done)
-        rows = [(*kind, f"{num - done[kind]} of {num}") for kind, num in counts.items() if done[kind] < num]
-        return table(headers, rows) if rows else "Every cell was run."
+        left = [f"{kind}, {num - done[kind]} of {num}" for kind, num in counts.items() if done[kind] < num]
+        return f"{'; '.join(left)}." if left else "Every cell was run."
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -212,7 +215,7 @@ def with_target(found: Estimate | None, target: str, met: Callable[[Estimate], b
 def fill(page: Path, blocks: Mapping[str, str]) -> None:
     """Rewrite what stands between the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->` of a page.
 
-    All else is the author's. A page that is missing is made of the blocks alone.
+    All else is the author's. A page that is missing is made of the blocks alone. Long lines of text are broken.
 
     Args:
         page: the Markdown file.
@@ -227,9 +230,23 @@ def fill(page: Path, blocks: Mapping[str, str]) -> None:
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
             raise InputError(f"{page}: must hold {begin} and after it {end}, each once")
         before, after = text[: text.index(begin) + len(begin)], text[text.index(end) :]
-        text = f"{before}\n\n{blocks[name].strip()}\n\n{after}"
+        text = f"{before}\n\n{_wrapped(blocks[name].strip())}\n\n{after}"
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text)
+
+
+def _wrapped(block: str) -> str:
+    """The block with its text in lines of a page's width; tables, pictures and code stay as they are."""
+    found, in_code = list[str](), False
+    for line in block.splitlines():
+        in_code ^= line.startswith("```")
+        if in_code or line.startswith(("|", "!", "```")):
+            found.append(line)
+            continue
+        indent = "  " if line.startswith("- ") else ""
+        broken = wrap(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        found += broken or [""]
+    return "\n".join(found)
 
 
 def parser(text: str | None, study: str = "") -> argparse.ArgumentParser:

@@ -179,7 +179,7 @@ def write(page: Path, runs: Path) -> None:
         "choices": table(("training", REVIEWS, "less untrained", MESSAGES, "less untrained"), _choices(results)),
         "answers": _answers(results),
         "grid": _grids(results),
-        "missing": results.missing(cells(), lambda cell: (cell.task, cell.method), ("records", "training", "left")),
+        "missing": results.missing(cells(), lambda cell: (cell.task, cell.method)),
     }
     fill(page, blocks)
 

@@ -149,7 +149,7 @@ def write(page: Path, runs: Path) -> None:
     columns = (f"{name} {epsilon:g}" for name in ("epsilon", "person less it, epsilon") for epsilon in EPSILONS)
     blocks = {
         "accuracies": table(("records", "method", *columns), _rows(results)),
-        "missing": results.missing(cells(), lambda cell: (cell.setting, cell.method), ("records", "method", "left")),
+        "missing": results.missing(cells(), lambda cell: (cell.setting, cell.method)),
     }
     fill(page, blocks)
 

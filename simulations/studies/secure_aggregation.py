@@ -211,8 +211,7 @@ def assumed(found: Results) -> str:
 
 def missing(found: Results) -> str:
     """How many of the planned cells have no line."""
-    headers = ("corpus", "trains", "epsilon", "runs that are missing")
-    return found.missing(cells(), lambda cell: (cell.corpus, cell.method, f"{cell.epsilon:g}"), headers)
+    return found.missing(cells(), lambda cell: (cell.corpus, cell.method, f"epsilon {cell.epsilon:g}"))
 
 
 def by_colluders(counts: Sequence[int] = (5, 100)) -> str:

@@ -77,7 +77,7 @@ def test_tables_say_what_was_written(tmp_path):
     assert "| the default recipe | not run | not run | not run |" in claims
     assert "| embedded | 2 | 0.775 ± 0.005 (2 runs) | 0.810 ± 0.010 (2 runs) | 0.815 ± 0.005 (2 runs) |" in accuracy
     assert "| none counted | 1.000 | " in tables.assumed(found), "4 clients with half of central's noise each"
-    assert "| embedded | head | 2 | 33 of 39 |" in tables.missing(found)
+    assert "embedded, head, epsilon 2, 33 of 39; " in tables.missing(found)
 
 
 def test_a_claim_that_is_missed_is_marked():

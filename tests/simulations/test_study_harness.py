@@ -79,9 +79,9 @@ def test_results_are_found_by_cell_and_what_is_missing_is_counted_by_kind():
     results = Results({"key": cell.key, **squared(cell)} for cell in cells[:4])
     assert results.by_seed(NumberCell(2)) == {0: 4, 1: 5, 2: 6}
     assert results.by_seed(NumberCell(2), [1]) == {1: 5}
-    missing = results.missing(cells, lambda cell: (str(cell.number),), ("number", "missing"))
-    assert missing == table(("number", "missing"), [("3", "2 of 3")])
-    assert results.missing(cells[:4], lambda cell: (), ()) == "Every cell was run."
+    missing = results.missing(cells, lambda cell: ("number", str(cell.number)))
+    assert missing == "number, 3, 2 of 3."
+    assert results.missing(cells[:4], lambda cell: ()) == "Every cell was run."
     assert Estimate.of(results.by_seed(NumberCell(2)).values()).text(sign=True, digits=1) == "+5.0 ± 0.6"
 
 
@@ -102,6 +102,14 @@ def test_only_what_is_between_a_blocks_markers_changes(tmp_path):
         with pytest.raises(InputError, match="must hold <!-- two:begin -->"):
             fill(page, {"two": "third"})
         assert page.read_text() == broken
+
+
+def test_long_lines_of_text_are_broken_and_no_others(tmp_path):
+    words, long = "word " * 30, "x" * 130
+    fill(tmp_path / "page.md", {"one": f"- {words}\n\n| {words}|\n\n```\n{words}\n```\n\n{long}"})
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    assert [line for line in lines if len(line) > 120] == [f"| {words}|", words, long]
+    assert lines[3].startswith("  word"), "still of the list's item"
 
 
 def test_every_page_of_a_study_has_its_lines_or_says_that_it_has_not():
