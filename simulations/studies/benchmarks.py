@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -25,10 +24,9 @@ from typing import Any
 
 from fedpriv.errors import InputError
 from fedpriv.runs import environment
-from simulations.studies.harness import Line, append, fill, lines, software, table, verdict
+from simulations.studies.harness import Line, append, fill, lines, software, table
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-_DETAILS = re.compile(r": \{.*\}$")
 NAMES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 
 
@@ -92,22 +90,35 @@ def newest(found: Iterable[Line]) -> dict[str, Line]:
 
 
 def write_page(page: Path, found: dict[str, Line]) -> None:
-    """Write what was measured between the page's markers: a table of all claims, and what each benchmark printed.
-
-    Details of the output stay in the stored line alone: indented lines, and a dictionary at the end of a line.
-    """
-    fill(page, {"summary": _summary(found), "measured": _measured(found)})
+    """Write a table of all claims between the page's markers; what a benchmark printed stays in its line."""
+    fill(page, {"summary": _summary(found)})
 
 
 def _summary(found: dict[str, Line]) -> str:
-    rows = [
-        (claim["claim"], *_figure_and_target(claim), "" if "met" not in claim else verdict(claim["met"]), f"`{name}`")
-        for name, line in sorted(found.items())
-        for claim in line["claims"]
-    ]
+    rows = []
+    for name, line in sorted(found.items()):
+        shown = f"`{' '.join([name, *line['command'].split()[3:]])}`"
+        for number, claim in enumerate(line["claims"]):
+            figure, target = _figure_and_target(claim)
+            verdict = "" if claim.get("met", True) else "**missed**: "
+            rows.append((shown if number == 0 else "", claim["claim"], figure, verdict + target))
+    made: dict[str, dict[str, list[str]]] = {}
+    for name, line in sorted(found.items()):
+        commit = f"commit {line['software']['commit'][:8]}, {line['date']}"
+        made.setdefault(_place(line), {}).setdefault(commit, []).append(f"`{name}`")
+    origins = ". ".join(
+        f"{place}: " + "; ".join(f"{commit}, {', '.join(names)}" for commit, names in commits.items())
+        for place, commits in made.items()
+    )
     missing = ", ".join(f"`{name}`" for name in NAMES if name not in found)
     left = f"\n\nWithout a line yet: {missing}." if missing else ""
-    return table(("claim", "figure", "target", "met", "benchmark"), rows) + left
+    return f"{table(('benchmark', 'claim', 'figure', 'target'), rows)}\n\n{origins}.{left}"
+
+
+def _place(line: Line) -> str:
+    """The machine, and the version that decides most of its times."""
+    on = line["machine"]
+    return f"{on['processor']}, {on['cores']} cores, {on['gib']} GiB, torch {line['software']['torch']}"
 
 
 def _figure_and_target(claim: Line) -> tuple[str, str]:
@@ -119,23 +130,6 @@ def _figure_and_target(claim: Line) -> tuple[str, str]:
     target = claim.get("target")
     figure = f"{claim[unit]:.3g}" if abs(claim[unit]) < 1000 else f"{claim[unit]:,.0f}"
     return f"{figure}{shown}", "" if target is None else f"{target:,g}{shown}"
-
-
-def _measured(found: dict[str, Line]) -> str:
-    places = list(dict.fromkeys(map(_place, found.values())))
-    parts = [f"All on one kind of machine: {places[0]}."] if len(places) == 1 else []
-    for name, line in sorted(found.items()):
-        place = "" if len(places) == 1 else f", {_place(line)}"
-        made = f"`{line['command']}`, {line['date']}{place}, commit {line['software']['commit'][:8]}."
-        printed = "\n".join(_DETAILS.sub("", each) for each in line["output"] if not each.startswith(" "))
-        parts.append(f"### {name}\n\n{made}\n\n```\n{printed}\n```")
-    return "\n\n".join(parts)
-
-
-def _place(line: Line) -> str:
-    """The machine, and the version that decides most of its times."""
-    on = line["machine"]
-    return f"{on['processor']}, {on['cores']} cores, {on['gib']} GiB, torch {line['software']['torch']}"
 
 
 if __name__ == "__main__":

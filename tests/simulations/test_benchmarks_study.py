@@ -20,22 +20,19 @@ MADE = {"date": "2026-11-27", "machine": {"processor": "P", "cores": 2, "gib": 2
 SOFTWARE = {"torch": "2.13.0", "commit": "0123456789"}
 
 
-def line(name: str, *claims: dict, output: tuple[str, ...] = ()) -> dict:
+def line(name: str, *claims: dict) -> dict:
     command = f"python -m simulations.benchmarks.{name}"
     return {
         "name": name,
         "command": command,
         "claims": list(claims),
-        "output": list(output),
         "software": SOFTWARE,
     } | MADE
 
 
 def test_a_benchmark_leaves_a_line_and_the_page_shows_it(tmp_path, monkeypatch, capsys):
     kept, page = tmp_path / "lines.jsonl", tmp_path / "page.md"
-    page.write_text(
-        "# Mine\n<!-- summary:begin -->\n<!-- summary:end -->\n<!-- measured:begin -->\n<!-- measured:end -->\n"
-    )
+    page.write_text("# Mine\n<!-- summary:begin -->\n<!-- summary:end -->\n")
     places = ["--lines", str(kept), "--page", str(page)]
     for step in ([*places, "run", "discrete_gaussian", "--repeats", "2"], [*places, "tables"]):
         monkeypatch.setattr(sys, "argv", ["benchmarks", *step])
@@ -46,28 +43,29 @@ def test_a_benchmark_leaves_a_line_and_the_page_shows_it(tmp_path, monkeypatch, 
     assert {"date", "machine", "software", "seconds"} <= made.keys()
     text = page.read_text()
     assert text.startswith("# Mine\n")
-    assert f"| {made['claims'][0]['claim']} | {made['claims'][0]['ratio']:.3g} |" in text
-    assert f"`{made['command']}`, {made['date']}, commit " in text
-    assert f"All on one kind of machine: {made['machine']['processor']}, " in text
+    claim = made["claims"][0]
+    assert f"| `discrete_gaussian --repeats 2` | {claim['claim']} | {claim['ratio']:.3g} |" in text
+    assert f"\n{made['machine']['processor']}, " in text
+    assert f", {made['date']}, `discrete_gaussian`." in " ".join(text.split())
 
 
 def test_the_newest_line_of_each_counts_and_the_others_are_named(tmp_path):
-    older, newer = (line("dp_step", CLAIM | {"ratio": ratio}, output=(f"{ratio} so far",)) for ratio in (2.0, 1.2345))
+    older, newer = (line("dp_step", CLAIM | {"ratio": ratio}) for ratio in (2.0, 1.2345))
     page = tmp_path / "page.md"
     benchmarks.write_page(page, benchmarks.newest([older, newer]))
     text = page.read_text()
-    assert "| one over other | 1.23 | 1.1 | **no** | `dp_step` |" in text
-    assert "2.0 so far" not in text
+    assert "| `dp_step` | one over other | 1.23 | **missed**: 1.1 |" in text
+    assert "| 2 |" not in text
     assert "Without a line yet: `accounting_scale`, " in text
 
 
-def test_lines_of_other_machines_name_them_and_details_of_the_output_stay_in_the_line(tmp_path):
-    one, two = line("dp_step", CLAIM, output=("1.2 in all: {'a': 1}", "    of which 1.0")), line("prefix_cache", CLAIM)
-    benchmarks.write_page(tmp_path / "page.md", {"one": one, "two": two | {"machine": two["machine"] | {"cores": 4}}})
-    text = (tmp_path / "page.md").read_text()
-    assert "prefix_cache`, 2026-11-27, P, 4 cores, 23 GiB, torch 2.13.0, commit 01234567." in text
-    assert "1.2 in all\n" in text
-    assert "of which" not in text
+def test_benchmarks_of_one_machine_and_commit_are_named_together(tmp_path):
+    found = {name: line(name, CLAIM) for name in ("dp_step", "engine_cost", "prefix_cache")}
+    found["prefix_cache"] |= {"machine": MADE["machine"] | {"cores": 4}}
+    benchmarks.write_page(tmp_path / "page.md", found)
+    text = " ".join((tmp_path / "page.md").read_text().split())
+    made = "GiB, torch 2.13.0: commit 01234567, 2026-11-27"
+    assert f"P, 2 cores, 23 {made}, `dp_step`, `engine_cost`. P, 4 cores, 23 {made}, `prefix_cache`." in text
 
 
 @pytest.mark.parametrize(
