@@ -236,11 +236,11 @@ def fill(page: Path, blocks: Mapping[str, str]) -> None:
 
 
 def _wrapped(block: str) -> str:
-    """The block with its text in lines of a page's width; tables, pictures and code stay as they are."""
+    """The block with its text in lines of a page's width; tables, links and code stay as they are."""
     found, in_code = list[str](), False
     for line in block.splitlines():
         in_code ^= line.startswith("```")
-        if in_code or line.startswith(("|", "!", "```")):
+        if in_code or line.startswith(("|", "```")) or "](" in line:
             found.append(line)
             continue
         indent = "  " if line.startswith("- ") else ""

@@ -31,31 +31,27 @@ def _groups(lines: Sequence[Line], *names: str) -> dict[tuple[Any, ...], list[Li
     return groups
 
 
-def _seconds(lines: Sequence[Line]) -> str:
-    return f"{len(lines)} runs, {sum(line['seconds'] for line in lines):.0f} s."
-
-
 def _claim(line: Line) -> str:
     return "infinite" if line["epsilon"] is None else f"{line['epsilon']:.2f}"
 
 
 def _local(lines: Sequence[Line]) -> str:
-    rows = []
-    groups = _groups(lines, "schedule", "claim", "num_canaries")
-    most = max(num for _, _, num in groups)
-    for (schedule, claim, num), group in sorted(groups.items(), key=itemgetter(0)):
-        if num < most:
-            continue
-        names = ("one_run", "ideal_one_run", "searched", "f_dp", "ideal_f_dp")
-        rows.append((schedule, f"{claim:g}", *(f"{_median(group, name):.2f}" for name in names)))
+    most = max(line["num_canaries"] for line in lines)
+    by_claim: dict[str, dict[float, str]] = {}
+    groups = _groups([line for line in lines if line["num_canaries"] == most], "schedule", "claim")
+    for (schedule, claim), group in sorted(groups.items(), key=itemgetter(0)):
+        names = ("one_run", "ideal_one_run", "f_dp", "ideal_f_dp")
+        one, ideal, f_dp, ideal_f_dp = (f"{_median(group, name):.2f}" for name in names)
+        by_claim.setdefault(schedule, {})[claim] = f"{one} ({ideal}), {f_dp} ({ideal_f_dp})"
+    claims = sorted({claim for _, claim in groups})
+    rows = [(schedule, *(found.get(claim, "") for claim in claims)) for schedule, found in by_claim.items()]
     largest = [max(line["one_run"], line["searched"], line["f_dp"]) / line["claim"] for line in lines]
     above = sum(share > 1 for share in largest)
-    headers = ("schedule", "claim", "one run", "ideal", "searched", "f-DP", "ideal f-DP")
     told = (
         f"{most} canaries. With any number of canaries, the largest bound of a run is at most {max(largest):.2f} of "
-        f"its claim, and above it in {above} of {len(lines)} runs. {_seconds(lines)}"
+        f"its claim, and above it in {above} of {len(lines)} runs."
     )
-    return f"{table(headers, rows)}\n\n{told}"
+    return f"{table(('schedule', *(f'claim {claim:g}' for claim in claims)), rows)}\n\n{told}"
 
 
 def _views(lines: Sequence[Line]) -> str:
@@ -63,32 +59,37 @@ def _views(lines: Sequence[Line]) -> str:
     for (schedule,), group in _groups(lines, "schedule").items():
         claims = [f"{group[0][f'claim_{view}']:.2f}" for view in ("local", "rho", "aggregate")]
         local, total = f"{_median(group, 'local'):.2f}", f"{_median(group, 'aggregate'):.2f}"
-        rows.append((schedule, claims[0], local, claims[1], local, claims[2], total, len(group)))
-    headers = ("schedule", "claim local", "found", "claim rho", "found", "claim aggregate", "found", "seeds")
-    return table(headers, rows)
+        rows.append((schedule, claims[0], claims[1], local, claims[2], total))
+    return table(("schedule", "claim local", "claim rho", "found", "claim aggregate", "found"), rows)
 
 
 def _clients(lines: Sequence[Line]) -> str:
-    rows = []
-    for (claim,), group in sorted(_groups(lines, "claim").items(), key=itemgetter(0)):
-        above = f"{sum(line['one_run'] > line['claim'] for line in group)} of {len(group)}"
-        medians = [f"{_median(group, name):.2f}" for name in ("one_run", "ideal_one_run")]
-        largest = f"{max(line['one_run'] for line in group):.2f}"
-        rows.append((f"{claim:g}", group[0]["num_canaries"], group[0]["num_guesses"], *medians, largest, above))
-    return table(("claim", "clients", "guesses", "one run", "ideal", "largest", "above the claim"), rows)
+    groups = sorted(_groups(lines, "claim").items(), key=itemgetter(0))
+    cells = (
+        f"{_median(group, 'one_run'):.2f} ({_median(group, 'ideal_one_run'):.2f}), largest "
+        f"{max(line['one_run'] for line in group):.2f}"
+        for _, group in groups
+    )
+    above = sum(line["one_run"] > line["claim"] for line in lines)
+    headers = tuple(f"claim {claim:g}" for (claim,), _ in groups)
+    return f"{table(headers, [tuple(cells)])}\n\nAbove the claim: {above} of {len(lines)} runs."
 
 
 def _broken(lines: Sequence[Line]) -> str:
     rows = (
         (
-            line["name"], line["detector"], line["configuration"], f"{line['num_flagged']} of {line['num_seeds']}",
-            f"{line['median']:.3g} ({line['limit']:.4g})", f"{line['num_flagged_correct']} of {line['num_seeds']}",
+            *(line["name"], line["detector"], f"{line['median']:.3g} ({line['limit']:.4g})"),
             f"{line['median_correct']:.3g} ({line['limit_correct']:.4g})",
         )
         for line in lines
-    )  # fmt: skip
-    headers = ("broken", "detector", "configuration", "flagged", "median (limit)", "correct one flagged")
-    return table((*headers, "median (limit)"), rows)
+    )
+    least = min(lines, key=lambda line: line["num_flagged"] / line["num_seeds"])
+    false, seeds = (sum(line[name] for line in lines) for name in ("num_flagged_correct", "num_seeds"))
+    told = (
+        f"Each broken mechanism is flagged with at least {least['num_flagged']} of {least['num_seeds']} seeds, correct "
+        f"ones with {false} of {seeds}."
+    )
+    return f"{table(('broken', 'detector', 'median (limit)', 'the correct one'), rows)}\n\n{told}"
 
 
 def _share(line: Line, how: str = "") -> str:
@@ -96,8 +97,13 @@ def _share(line: Line, how: str = "") -> str:
 
 
 def _coverage(lines: Sequence[Line]) -> str:
-    rows = ((line["mechanism"], f"{line['epsilon']:.3g}", line["num_canaries"], _share(line)) for line in lines)
-    return table(("mechanism", "epsilon", "canaries", "above"), rows)
+    rows = []
+    for (mechanism,), group in _groups(lines, "mechanism").items():
+        epsilons, counts = (sorted({line[name] for line in group}) for name in ("epsilon", "num_canaries"))
+        worst = max(group, key=lambda line: line["num_exceeding"] / line["trials"])
+        listed = (", ".join(f"{value:.3g}" for value in epsilons), ", ".join(map(str, counts)))
+        rows.append((mechanism, *listed, _share(worst)))
+    return table(("mechanism", "epsilons", "canaries", "above, at most"), rows)
 
 
 def _graded(lines: Sequence[Line]) -> str:
@@ -107,23 +113,26 @@ def _graded(lines: Sequence[Line]) -> str:
 
 
 def _membership(lines: Sequence[Line]) -> str:
-    rows = (
-        (
-            line["corpus"], line["condition"], name, _auc(attack), _at_one_percent(attack),
-            f"{line['loss_members']:.2f}, {line['loss_others']:.2f}", f"{line['accuracy']:.3f}",
-        )
-        for line in lines
-        for name, attack in line["attacks"].items()
-    )  # fmt: skip
+    rows = []
+    for line in lines:
+        attacks = line["attacks"]
+        highest = max(attacks, key=lambda name, attacks=attacks: attacks[name]["auc"][0])  # type: ignore[misc]
+        most = max(attacks, key=lambda name, attacks=attacks: attacks[name]["rates"][-1][1])  # type: ignore[misc]
+        losses = f"{line['loss_members']:.2f}, {line['loss_others']:.2f}"
+        found = (f"{_auc(attacks[highest])}, {highest}", f"{_at_one_percent(attacks[most])}, {most}")
+        rows.append((_run(line), losses, f"{line['accuracy']:.3f}", *found))
     counts = (f"{e['corpus']} {e['num_members']} and {e['num_others']}" for e in lines if e["epsilon"] is None)
-    stems = (f"{line['corpus']} {line['condition']}" for line in lines)
-    plots = (f"![ROC, {stem}](audit-roc-{stem.replace(' ', '-')}.png)" for stem in stems)
-    told = (
-        f"Members and non-members: {'; '.join(counts)}; the mean losses are of these. Accuracy is on test records. "
-        f"{_seconds(lines)}"
-    )
-    headers = ("corpus", "run", "attack", "AUC", "true positives at 1 % false positives", "mean losses", "accuracy")
-    return "\n\n".join((table(headers, rows), told, *plots))
+    curves = (f"[{_run(line)}](audit-roc-{_run(line).replace(' ', '-')}.png)" for line in lines)
+    headers = ("corpus and run", "losses", "accuracy", "highest AUC", f"most {_AT_ONE_PERCENT}")
+    told = f"Members and non-members: {'; '.join(counts)}. ROC curves of all attacks: {', '.join(curves)}."
+    return f"{table(headers, rows)}\n\n{told}"
+
+
+def _run(line: Line) -> str:
+    return f"{line['corpus']} {line['condition']}"
+
+
+_AT_ONE_PERCENT = "true positives at 1 % false positives"
 
 
 def _auc(attack: Mapping[str, Any]) -> str:
@@ -135,43 +144,44 @@ def _at_one_percent(attack: Mapping[str, Any]) -> str:
     return f"{100 * found:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 
+# Forms that hardly differ from the model as trained, and so have no column.
+_SAME = ("shared basis", "float16")
+
+
 def _forms(lines: Sequence[Line]) -> str:
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for line in lines:
-        forms = {"as trained": line["attacks"]["LiRA"], **line["forms"], "uploads": line["uploads"]}
-        rows.extend(
-            (
-                line["corpus"], line["condition"], form,
-                f"{found['distance']:.2g}" if "distance" in found else "", _auc(found), _at_one_percent(found),
-            )
-            for form, found in forms.items()
-        )  # fmt: skip
-    headers = ("corpus", "run", "attacked", "distance", "AUC of LiRA", "true positives at 1 % false positives")
-    return table(headers, rows)
+        other, uploads = line["forms"]["deduplicated"], line["uploads"]
+        forms = (_auc(line["attacks"]["LiRA"]), _auc(other), f"{other['distance']:.2g}")
+        rows.append((_run(line), *forms, _auc(uploads), _at_one_percent(uploads)))
+    apart = max(abs(e["forms"][form]["auc"][0] - e["attacks"]["LiRA"]["auc"][0]) for e in lines for form in _SAME)
+    farthest = ", ".join(f"{form} {max(line['forms'][form]['distance'] for line in lines):.2g}" for form in _SAME)
+    headers = ("corpus and run", "as trained", "deduplicated", "distance", "uploads", f"uploads, {_AT_ONE_PERCENT}")
+    told = f"{' and '.join(_SAME)} change the AUC by at most {apart:.3f}; their largest distances are {farthest}."
+    return f"{table(headers, rows)}\n\n{told[0].upper()}{told[1:]}"
 
 
 def _extraction(lines: Sequence[Line]) -> str:
     rows = (
         (
-            line["condition"], _claim(line), f"{line['num_completed']} of {line['num_included']}",
+            *(line["condition"], f"{line['num_completed']} of {line['num_included']}"),
             f"{line['num_completed_left_out']} of {line['num_left_out']}",
         )
         for line in lines
-    )  # fmt: skip
-    headers = ("run", "epsilon", "completed of those included", "completed of those left out")
-    return f"{table(headers, rows)}\n\n{_seconds(lines)}"
+    )
+    return table(("run", "completed of those included", "completed of those left out"), rows)
 
 
 def _full_model(lines: Sequence[Line]) -> str:
     rows = (
         (
-            line["condition"], _claim(line), f"{line['num_correct']} of {line['num_guesses']}", f"{line['auc']:.2f}",
+            line["condition"], _claim(line), f"{line['num_correct']} of {line['num_guesses']}",
             f"{line['epsilon_lower']:.2f}", f"{line['epsilon_lower_f_dp']:.2f}", f"{line['test_accuracy']:.3f}",
         )
         for line in lines
     )  # fmt: skip
-    headers = ("run", "largest epsilon", "right guesses", "AUC", "lower bound", "by f-DP", "test accuracy")
-    return f"{table(headers, rows)}\n\n{_seconds(lines)}"
+    headers = ("run", "largest epsilon", "right guesses", "lower bound", "by f-DP", "test accuracy")
+    return table(headers, rows)
 
 
 def _language_models(lines: Sequence[Line]) -> str:
@@ -181,36 +191,25 @@ def _language_models(lines: Sequence[Line]) -> str:
         each = [", ".join(f"{line[name]:.2f}" for line in group) for name in ("epsilon_lower", "epsilon_lower_f_dp")]
         ideal = f"{_median(group, 'ideal'):.2f}, {_median(group, 'ideal_f_dp'):.2f}" if "ideal" in group[0] else ""
         right = ", ".join(str(line["num_correct"]) for line in group)
-        drop = ", ".join(f"{line['drop_epsilon_lower']:.2f}" for line in group)
-        rows.append((condition, f"{right} of {group[0]['num_guesses']}", *each, ideal, drop))
-    headers = ("epsilon", "right guesses", "lower bounds", "by f-DP", "ideal attacker", "by the drop in loss")
-    return f"{table(headers, rows)}\n\n{_seconds(lines)}"
+        rows.append((condition, f"{right} of {group[0]['num_guesses']}", *each, ideal))
+    headers = ("epsilon", "right guesses", "lower bounds", "by f-DP", "ideal attacker")
+    dropped = max(line["drop_epsilon_lower"] for line in lines)
+    return f"{table(headers, rows)}\n\nScored by how far their loss fell, the same canaries give at most {dropped:.2f}."
 
 
 def _vault(lines: Sequence[Line]) -> str:
-    rows = (
-        (
-            line["observer"], f"{line['charged']:.2f}", f"{line['found']:.2f}",
-            f"{100 * line['found'] / line['charged']:.0f} %",
-            f"{line['num_false_positives']} of {line['num_without']}",
-            f"{line['num_false_negatives']} of {line['num_with']}",
-        )
-        for line in lines
-    )  # fmt: skip
-    headers = ("reads", "charged", "lower bound", "share", "accused without the record", "missed with it")
-    return f"{table(headers, rows)}\n\n{_seconds(lines)}"
+    rows = ((line["observer"], f"{line['charged']:.2f}", f"{line['found']:.2f}") for line in lines)
+    return table(("reads", "charged", "lower bound"), rows)
 
 
 def _repeated(lines: Sequence[Line]) -> str:
-    rows = (
-        (
-            how, line["num_runs"], f"{line['epsilon']:g}", f"{line[f'{name}_mean']:.2f}",
-            f"{line[f'{name}_largest']:.2f}", line[f"{name}_above"],
-        )
+    told = (
+        f"{how} of {line['num_runs']} runs, claim {line['epsilon']:g}: mean {line[f'{name}_mean']:.2f}, largest "
+        f"{line[f'{name}_largest']:.2f}, above the claim {line[f'{name}_above']} times."
         for line in lines
-        for how, name in (("one run", "epsilon_lower"), ("f-DP", "epsilon_lower_f_dp"))
-    )  # fmt: skip
-    return table(("bound", "runs", "claim", "mean", "largest", "above the claim"), rows)
+        for how, name in (("One-run bounds", "epsilon_lower"), ("f-DP bounds", "epsilon_lower_f_dp"))
+    )
+    return "\n".join(told)
 
 
 TABLES: Mapping[str, Callable[[Sequence[Line]], str]] = {
