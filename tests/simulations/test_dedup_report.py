@@ -142,8 +142,8 @@ def test_every_section_and_figure_is_made_and_tables_are_whole(tmp_path):
             if before.startswith("|") and after.startswith("|"):
                 assert before.count("|") == after.count("|"), f"{before}\n{after}"
     joined = "\n".join(texts(found))
-    for number in range(1, 8):
-        assert f"Table {number})" in joined
+    for table in ("Tables 2, 4 and 5", "Table 3", "Table 6", "Table 7"):
+        assert f"({table})" in joined
     for figure in ("4", "6", "7", "9", "5 and 8"):
         assert f"(Figure {figure})" in joined or f"(Figures {figure})" in joined
     assert not re.search(r"\bnan\b|None", joined)
@@ -153,13 +153,13 @@ def test_every_section_and_figure_is_made_and_tables_are_whole(tmp_path):
 def test_pictures_are_small():
     found = everything()
     sizes = {each.file: len(figures.to_png(each.figure(found))) for each in page.SECTIONS if each.figure}
-    assert len(sizes) == 6
+    assert len(sizes) == 5
     assert max(sizes.values()) <= 60_000, sizes
 
 
 def test_pictures_are_the_same_each_time_and_keep_their_colours():
     found = everything()
-    first, again = (figures.to_png(figures.own_bases(found)) for _ in range(2))
+    first, again = (figures.to_png(figures.relaxed_bases(found)) for _ in range(2))
     assert first == again
     shown = {colour for _, colour in Image.open(BytesIO(first)).convert("RGB").getcolors()}
     for colour in ("#ffffff", figures.BLUE, figures.BROWN, figures.RED):
@@ -191,14 +191,18 @@ def test_a_cell_without_targets_or_without_measured_accuracy_is_shown_empty():
         outcome["bases"] = []
     found = results(alone, {**unmeasured, "accuracy": {}})
     assert not re.search(r"\bnan\b|None", "\n".join(texts(found)))
-    assert line_of(searches.eight(found), "`dred`")[3:] == ["", ""]
+    assert line_of(searches.compared(found), "`dred`")[2:] == [""]
 
 
 def test_cells_stand_beside_the_papers():
-    alone = searches.eight(results(run(ratio=0.4126, num=99)))
-    assert line_of(alone, "`drd`")[1:] == ["41.3, 99 (29.7, 18)", "50.0", "0.0100", "0 of 4"]
-    both = searches.eight(results(run(ratio=0.4126, num=99), run("B3", ratio=0.5, drop=0.03)))
-    assert line_of(both, "`drd`")[1:] == ["45.6, 109 (33.6, 132)", "50.0", "0.0265", "19 of 23"]
+    alone = searches.compared(results(run(ratio=0.4126, num=99)))
+    assert line_of(alone, "`drd`")[1:] == ["41.3, 99 (29.7, 18)", "0 of 4"]
+    both = searches.compared(results(run(ratio=0.4126, num=99), run("B3", ratio=0.5, drop=0.03)))
+    assert line_of(both, "`drd`")[1:] == ["45.6, 109 (33.6, 132)", "19 of 23"]
+    all_of_them = searches.compared(results(run(), run("fifty"), run("hetero"), run("hetero", row="greedy-1")))
+    assert line_of(all_of_them, "")[1::2] == ["A1", "fifty", "hetero"]
+    assert line_of(all_of_them, "`drd`")[3::2] == ["40.0, 10 (23.7, 264)", "40.0, 10 (73.6, 50)"]
+    assert line_of(all_of_them, "`greedy-1`")[1:5] == [""] * 4
     means = validation.private(results(*(private_run("A1", num=num, seed=num) for num in (10, 20))))
     assert line_of(means, IN_STEPS)[1] == "40.0, 15 (32.1, 28); 0.010; 8 of 8"
 
@@ -209,25 +213,21 @@ def test_each_scenarios_own_number_of_seeds_is_stated():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "num", "verdict"),
-    [
-        (0.32, 9, "yes"),
-        (0.3201, 9, "**no**: C.R."),
-        (0.2, 10, "**no**: validations"),
-        (0.4, 11, "**no**: validations and C.R."),
-    ],
+    ("ratio", "num", "missed"),
+    [(0.32, 9, ""), (0.3201, 9, "C.R."), (0.2, 10, "validations"), (0.4, 11, "validations and C.R.")],
 )
-def test_the_claim_needs_fewer_validations_and_at_most_two_points(ratio, num, verdict):
+def test_the_claim_needs_fewer_validations_and_at_most_two_points(ratio, num, missed):
     found = results(run(row="greedy-20", ratio=0.3), run(row="drd", ratio=ratio, num=num))
     text = settings.claim(found)
-    assert line_of(text, "A1")[3] == verdict
-    assert f"met on {int(verdict == 'yes')} of 1 scenarios; the target, 7 of 8, is **not reached**" in text
+    assert (f"Missed: A1 ({missed})." in text) == bool(missed)
+    assert f"on {int(not missed)} of 1 scenarios" in text
+    assert "The target, 7 of 8, is **not reached**" in text
 
 
 def test_the_studys_own_cells_have_all_that_the_claim_and_every_l_are_judged_by():
     own = [run(each.scenario, each.table, each.row) for each in CELLS if each.scenario in paper.EIGHT]
     found = results(*own)
-    assert f"met on 0 of {len(paper.EIGHT)} scenarios" in settings.claim(found)
+    assert f"worse** on 0 of {len(paper.EIGHT)} scenarios" in settings.claim(found)
     every = ", ".join(row.split("-")[1] for row in BY_L)
     for label in ("`drd`, rule", "`dred`, rule", f"`drd`, L = {every}"):
         columns = line_of(settings.lengths(found), label)
@@ -250,11 +250,6 @@ def test_the_papers_numbers_agree_with_each_other():
     assert sum(len(paper.SCENARIOS[name].epsilons) for name in FIFTY) == 50
 
 
-def test_what_the_published_stopping_rules_change_is_stated():
-    text = searches.eight(results(run(ratio=0.4, num=20), run(row="drd-published", ratio=0.45, num=10)))
-    assert "`drd-published` takes 0.50 times the validations of `drd`, and its C.R. is +5.0 points" in text
-
-
 def test_a_drop_equal_to_the_bound_is_within_it():
     assert beyond(run(drop=0.02), "test") == (0, 4)
     assert beyond(run(drop=0.0201), "test") == (4, 4)
@@ -272,8 +267,9 @@ def test_heterogeneous_targets_beyond_a_bound_are_counted():
     broken = run("hetero")
     broken["outcomes"][1]["epsilon_after"] = 3.1
     broken["accuracy"]["validation"]["hetero-2"] = [0.8, 0.77]
-    cells = line_of(searches.heterogeneous(results(broken)), "`drd`")
-    assert (cells[1], cells[3]) == ("40.0, 10 (73.6, 50)", "4 of 6")
+    text = searches.compared(results(broken))
+    assert line_of(text, "`drd`")[1] == "40.0, 10 (73.6, 50)"
+    assert "4 of 6 targets of hetero keep both bounds" in text
 
 
 def test_private_validations_changes_are_points_of_the_same_model():
@@ -284,13 +280,10 @@ def test_private_validations_changes_are_points_of_the_same_model():
     assert sorted(validation.change(results(public, privately))) == pytest.approx([-5.0, *[0.0] * 6, 10.0])
 
 
-def test_speed_ups_are_judged_with_and_without_inference():
+def test_speed_ups_are_judged_with_inference():
     text = serving.serving(results(serving=[served(safetensors=19.0), served("hetero", safetensors=18.9)]))
-    assert line_of(text, "minilm", "safetensors")[4:] == ["10.0", "10", "yes", "19.00"]
-    assert line_of(text, "minilm", "straight")[4:] == ["2.0", "3", "**no**", "3.00"]
-    assert line_of(text, "hetero", "safetensors")[4:7] == ["9.9", "10", "**no**"]
-    assert line_of(text, "minilm", "mmap")[4:7] == ["1.5", "", ""]
-    assert line_of(text, "minilm", "store")[4:] == ["", "", "", "1.00"]
+    assert line_of(text, "minilm")[1:] == ["2.00", "10.0 (10)", "2.0 (**not** 3)", "1.5"]
+    assert line_of(text, "hetero")[2] == "9.9 (**not** 10)"
 
 
 def test_an_arm_that_failed_and_files_that_stayed_cached_are_named():
@@ -319,9 +312,12 @@ def test_an_arm_that_failed_once_has_no_medians_and_its_failure_is_kept(tmp_path
     assert (line["arms"][0]["load_seconds"], line["failures"]) == (1.0, {"straight": "failed"})
 
 
-def test_each_way_to_choose_bases_has_a_cell():
-    text = searches.own(results(run("C1", "bases", "single"), run("C1", "bases", "cross", ratio=0.3, epsilon_bound=5)))
-    assert line_of(text, "C1")[1:] == ["own", "40.0, 1.50; 4", "", "30.0, 1.50; 4"]
+def test_several_bases_are_compared_with_one_and_with_the_paper():
+    own = (run("C1", "bases", "single"), run("C1", "bases", "cross", ratio=0.2, epsilon_bound=5))
+    wider = (run("A2", "bases", "single"), run("A2", "bases", "multi", ratio=0.8))
+    text = searches.by_bases(results(*own, *wider))
+    assert "(Figure 9): `cross`: C.R. 0.5, rise 1.0." in text
+    assert "(Figure 6): `multi`: C.R. 2.0 (the paper's: 1 to 1.7), rise 1.0 (1.0 to 3.5)." in text
 
 
 def test_models_that_beat_their_start_are_counted():
@@ -333,7 +329,8 @@ def test_models_that_beat_their_start_are_counted():
 
 def test_targets_beyond_their_bound_by_basic_are_counted():
     text = page.epsilons(results(run()))
-    assert line_of(text, "A1")[1:] == ["1.100", "0.300", "1.00", "4 of 4"]
+    assert "rises by at most 1.100 by `basic` and 0.300 by `provenance`" in text
+    assert "4 of 4 targets would exceed their bounds" in text
 
 
 def write_lines(out, runs):
@@ -354,7 +351,7 @@ def test_only_what_is_between_the_markers_is_rewritten(tmp_path):
     assert text.startswith("# Kept\n")
     assert text.endswith("\nkept too\n")
     assert "\nold\n" not in text
-    assert "3 stores, 0 violations" in text
+    assert "3 stores, 0 violations" in " ".join(text.split())
     pictures = {line.rsplit("(", 1)[1].rstrip(")") for line in text.splitlines() if line.startswith("![")}
     assert pictures == {file.name for file in tmp_path.glob("*.png")}
     assert pictures == {"dedup-figure-4.png", "dedup-figures-5-8.png"}

@@ -134,11 +134,6 @@ def relaxed_bases(results: DedupResults) -> Figure | None:
     return _bases(results, searches.RELAXED, "Base selection, relaxed bounds (the paper's Figure 6)")
 
 
-def own_bases(results: DedupResults) -> Figure | None:
-    """Figure 9, as far as it is redrawn: one base against several on C1 to C4."""
-    return _bases(results, searches.OWN, "Base selection, own bounds (the paper's Figure 9)")
-
-
 def _bases(results: DedupResults, scenarios: Sequence[str], title: str) -> Figure | None:
     here = results.having(searches.BASES, scenarios)
     if not here:

@@ -5,77 +5,36 @@ The sections on models, costs and times are here; those of one theme are in a fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from simulations.studies.dedup import serving
-from simulations.studies.dedup.report import figures, paper, searches, settings, validation
+from simulations.studies.dedup.report import figures, searches, settings, validation
 from simulations.studies.dedup.report.results import (
-    NAMES,
     ROUNDING,
     DedupResults,
     bounds,
     count,
-    members,
     read,
     section,
     span,
     targets,
 )
-from simulations.studies.dedup.scenarios import Scenario
-from simulations.studies.harness import Line, fill, table
+from simulations.studies.harness import fill
 
 METHODS = ("basic", "accountant", "provenance")
 SHOWN = ("basic", "provenance")
 
 
-def scenarios(results: DedupResults) -> str:
-    """The scenarios and those of Table 1."""
-    here = [name for name in NAMES if any(run["cell"]["scenario"] == name for run in results.runs)]
-    own = [(name, members(name)[0]) for name in here if name != "fifty" and members(name)]
-    rows = [_scenario_row(results, name, scenario) for name, scenario in own]
-    headers = ("", "models", "epsilons", "epsilon bound", "utility bound")
-    differing = [f"`{name}`" for name, scenario in own if name in paper.SCENARIOS and not _as_stated(name, scenario)]
-    save = f", except in {', '.join(differing)}" if differing else ""
-    return section(
-        "Scenarios (Table 1)",
-        f"Epsilons and bounds are those of the paper, where it states them{save}.",
-        table(headers, rows) if rows else "",
-    )
-
-
-def _as_stated(name: str, scenario: Scenario) -> bool:
-    """Whether epsilons and bounds are those that the paper gives."""
-    papers, limits = paper.SCENARIOS[name], (scenario.epsilon_bound, scenario.utility_bound)
-    equal = sorted(model.epsilon for model in scenario.models) == sorted(papers.epsilons)
-    return equal and (papers.epsilon_bound is None or limits == (papers.epsilon_bound, papers.utility_bound))
-
-
-def _scenario_row(results: DedupResults, name: str, scenario: Scenario) -> Sequence[object]:
-    known = [results.models[model.name] for model in scenario.models if model.name in results.models]
-    tasks = {each["architecture"]: dict[str, None]() for each in known}
-    for each in known:
-        tasks[each["architecture"]][each["task"]] = None
-    stated = [model.epsilon for model in scenario.models]
-    return (
-        name,
-        "; ".join(f"{architecture} on {', '.join(each)}" for architecture, each in tasks.items()),
-        f"{len(stated)}, {min(stated):g} to {max(stated):g}",
-        f"{scenario.epsilon_bound:g}",
-        f"{scenario.utility_bound:g}",
-    )
-
-
 def learned(results: DedupResults) -> str:
     """How many models are better than their public start by two standard errors, and by how much."""
     num = sum(bool(model["beats_start"]) for model in results.models.values())
-    return section(
-        "Did the models learn anything?",
+    return (
         f"{num} of {count(len(results.models), 'model')} beat their public start on the test records by more than two "
-        f"standard errors of the paired difference; gains of accuracy are {_gains(results)}.",
+        f"standard errors of the paired difference; gains of accuracy are {_gains(results)}."
     )
 
 
@@ -88,33 +47,30 @@ def _gains(results: DedupResults) -> str:
 
 
 def epsilons(results: DedupResults) -> str:
-    """The largest rise of an epsilon under each composition, scenario by scenario."""
-    rows, num_beyond, num, apart = [], 0, 0, 0.0
+    """The largest rise of an epsilon under each composition, over the scenarios."""
+    largest: dict[str, list[float]] = {name: [] for name in SHOWN}
+    num_beyond, num, apart = 0, 0, 0.0
     for scenario in results.having("algorithms"):
         for run in results.cells(scenario, "algorithms", "drd"):
-            chosen = targets(run)
+            chosen, limits = targets(run), bounds(run)
             rises = {name: [o["epsilons"][name] - o["epsilon_before"] for o in chosen] for name in METHODS}
-            limits = bounds(run)
-            over = sum(
+            num_beyond += sum(
                 rise > limits[outcome["name"]][0] + ROUNDING
                 for outcome, rise in zip(chosen, rises["basic"], strict=True)
                 if outcome["name"] in limits
             )
             apart = max([apart, *(abs(o["epsilons"]["accountant"] - o["epsilons"]["provenance"]) for o in chosen)])
-            num_beyond, num = num_beyond + over, num + len(chosen)
-            if chosen:
-                largest = (f"{max(rises[name]):.3f}" for name in SHOWN)
-                allowed = span((limit for limit, _ in limits.values()), 2)
-                rows.append((scenario, *largest, allowed, f"{over} of {len(chosen)}"))
-    if not rows:
+            num += len(chosen)
+            for name in SHOWN:
+                largest[name] += rises[name]
+    if not num:
         return ""
-    headers = ("", *(f"`{name}`" for name in SHOWN), "bound", "beyond it by `basic`")
+    most = " and ".join(f"{max(rises):.3f} by `{name}`" for name, rises in largest.items())
     return section(
         "What deduplicated variants cost, `drd`",
-        "Largest rise of a target's epsilon, by each composition at one delta.",
-        table(headers, rows),
-        f"By `basic`, which splits one delta among the models, {num_beyond} of {count(num, 'target')} would exceed "
-        f"their bounds. `accountant` and `provenance` differ by at most {apart:.3f}.",
+        f"At one delta a target's epsilon rises by at most {most}. By `basic`, which splits one delta among the "
+        f"models, {num_beyond} of {count(num, 'target')} would exceed their bounds. `accountant` and `provenance` "
+        f"differ by at most {apart:.3f}.",
     )
 
 
@@ -131,26 +87,6 @@ def checked(results: DedupResults) -> str:
             if found
             else "It has not run yet."
         ),
-    )
-
-
-def times(results: DedupResults) -> str:
-    """Seconds of training and of all cells, and what a search saves: seconds per validation."""
-    kinds: Mapping[str, Sequence[Line]] = {
-        "training": [*results.models.values(), *results.retrained],
-        "deduplication": results.runs,
-    }
-    seconds = ", ".join(f"{sum(line['seconds'] for line in lines):.0f} of {kind}" for kind, lines in kinds.items())
-    spent = {
-        scenario: (sum(run["seconds"] for run in runs), sum(run["num_validations"] for run in runs))
-        for scenario in results.having("algorithms")
-        for runs in [results.table(scenario, "algorithms")]
-    }
-    shown = span((seconds / num for seconds, num in spent.values() if num), 2)
-    return section(
-        "Running times",
-        f"Seconds of one thread each: {seconds}."
-        + (f" A validation takes {shown} s, all else included; the paper names 58 to 86 s, on a GPU." if shown else ""),
     )
 
 
@@ -172,11 +108,9 @@ class Section:
 
 
 SECTIONS = (
-    Section(scenarios),
     Section(learned),
-    Section(searches.eight),
-    Section(settings.claim),
-    Section(settings.lengths, figures.lengths, "dedup-l.png", "Validations against C.R. for every L"),
+    Section(searches.compared),
+    Section(settings.by_length, figures.lengths, "dedup-l.png", "Validations against C.R. for every L"),
     Section(searches.individual, figures.single_models, "dedup-figure-4.png", "C.R. and accuracy of single models"),
     Section(validation.minilm),
     Section(validation.private),
@@ -189,19 +123,11 @@ SECTIONS = (
     Section(settings.other_settings),
     Section(settings.thresholds),
     Section(
-        searches.relaxed,
+        searches.by_bases,
         figures.relaxed_bases,
         "dedup-figure-6.png",
         "C.R. and rise of epsilons by the choice of bases",
     ),
-    Section(
-        searches.own,
-        figures.own_bases,
-        "dedup-figure-9.png",
-        "C.R. and rise of epsilons by the choice of bases in C1 to C4",
-    ),
-    Section(searches.fifty),
-    Section(searches.heterogeneous),
     Section(
         serving.serving,
         figures.latency,
@@ -210,7 +136,6 @@ SECTIONS = (
     ),
     Section(epsilons),
     Section(checked),
-    Section(times),
 )
 
 

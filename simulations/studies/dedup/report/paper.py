@@ -108,6 +108,16 @@ HETEROGENEOUS: Mapping[str, tuple[Found, ...]] = {
 }
 """Table 5: the columns are `HETEROGENEOUS_TARGETS`."""
 
+
+def of_search(name: str, scenario: str) -> Found | None:
+    """The figures of Tables 2, 4 and 5; None where the paper has none."""
+    if scenario == "fifty":
+        return FIFTY.get(name)
+    if scenario == "hetero":
+        return HETEROGENEOUS[name][-1] if name in HETEROGENEOUS else None
+    return SEARCHES.get(name, {}).get(scenario)
+
+
 Ablation = tuple[float, float, float]
 """C.R. in percent, validations, largest drop of accuracy."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
@@ -15,9 +14,7 @@ from simulations.studies.dedup.report.results import (
     bounds,
     by_target,
     count,
-    found,
     lost_on_test,
-    own_ratio,
     section,
     span,
     targets,
@@ -32,8 +29,7 @@ OWN = ("C1", "C2", "C3", "C4")
 SINGLY = ("A1", "A2", "A3", "A4", "A5")
 """The scenarios whose models are shown one by one."""
 
-_IN_TABLE = ("greedy-20", "drd", "dred")
-SHOWN_SINGLY = ("dedup-20", "mistique-20", *_IN_TABLE)
+SHOWN_SINGLY = ("dedup-20", "mistique-20", "greedy-20", "drd", "dred")
 ORIGINAL, RETRAIN = "original", "retrain"
 
 # Of section 5.2.2: C.R. and rise of the epsilons over those of one base.
@@ -45,28 +41,33 @@ def shown(results: DedupResults, among: Sequence[str]) -> list[str]:
     return [name for name in results.rows(TABLE, among) if not name.endswith("-30")]
 
 
-def eight(results: DedupResults) -> str:
-    """Every search over A1 to A5 and B1 to B3, with Table 2: means, sums and the largest drop."""
-    here = results.having(TABLE, paper.EIGHT)
-    if not here:
+def compared(results: DedupResults) -> str:
+    """Every search over A1 to A5 and B1 to B3, on the fifty models and on two architectures: Tables 2, 4 and 5."""
+    groups = [here for among in (paper.EIGHT, ("fifty",), ("hetero",)) if (here := results.having(TABLE, among))]
+    names = dict.fromkeys(name for here in groups for name in shown(results, here))
+    if not names:
         return ""
-    rows = []
-    for name in shown(results, here):
-        cells = [cell for scenario in here for cell in results.cells(scenario, TABLE, name)]
-        known = [scenario for scenario in here if results.cells(scenario, TABLE, name)]
-        papers = [paper.SEARCHES[name][scenario] for scenario in known] if name in paper.SEARCHES else []
-        rows.append((f"`{name}`", _over(cells, papers), _in_bytes(cells), *lost_on_test(cells)))
-    scenarios = count(len(here), "scenario")
+    rows = [(f"`{name}`", *(cell for here in groups for cell in _judged(results, here, name))) for name in names]
+    titles = (here[0] if len(here) == 1 else count(len(here), "scenario") for here in groups)
+    headers = [column for title in titles for column in (title, "beyond")]
     return section(
-        "Search algorithms on public validation (Table 2)",
-        f"Over {scenarios}: mean C.R. %, all validations (the paper's); targets that lost more than they may on the "
-        "test records, which no search has seen.",
-        table(_PUBLICLY, rows),
+        "Search algorithms on public validation (Tables 2, 4 and 5)",
+        "Mean C.R. %, all validations (the paper's). *Beyond*: targets that lost more than they may on the test "
+        "records, which no search has seen.",
+        table(("", *headers), rows),
         "`-20`: blocks per validation. `drd` and `dred` choose L by the library's rule, and with `-published` stop as "
         f"the authors' code does. `mcts` ends after {MCTS_ITERATIONS} iterations. `all or nothing` replaces a whole "
         "model or nothing.",
-        " ".join(_published(results, here, name) for name in ("drd", "dred")).strip(),
+        _within(results.table("hetero", TABLE)),
     )
+
+
+def _judged(results: DedupResults, here: Sequence[str], name: str) -> tuple[str, str]:
+    """A search over the scenarios that have it, next to the paper's, and its targets beyond their bounds."""
+    known = [scenario for scenario in here if results.cells(scenario, TABLE, name)]
+    cells = [cell for scenario in known for cell in results.cells(scenario, TABLE, name)]
+    papers = [found for scenario in known if (found := paper.of_search(name, scenario))]
+    return (_over(cells, papers), lost_on_test(cells)[1]) if cells else ("", "")
 
 
 def _over(cells: Sequence[Line], papers: Sequence[paper.Found]) -> str:
@@ -76,85 +77,22 @@ def _over(cells: Sequence[Line], papers: Sequence[paper.Found]) -> str:
     return with_papers(ours, theirs)
 
 
-def _published(results: DedupResults, here: Sequence[str], name: str) -> str:
-    """The effect of the stopping rules in the authors' code; empty if they have not run."""
-    pairs = [
-        (theirs, ours)
-        for scenario in here
-        for theirs in [found(results.cells(scenario, TABLE, f"{name}-published"))]
-        for ours in [found(results.cells(scenario, TABLE, name))]
-        if theirs and ours
-    ]
-    if not pairs:
-        return ""
-    num = mean(theirs[1] / max(ours[1], 1) for theirs, ours in pairs)
-    points = mean(theirs[0] - ours[0] for theirs, ours in pairs)
-    return (
-        f"`{name}-published` takes {num:.2f} times the validations of `{name}`, and its C.R. is {points:+.1f} points "
-        "from it."
-    )
+def _within(runs: Sequence[Line]) -> str:
+    """How many targets of two architectures kept both of their bounds on the records of validation."""
+    kept = [each for run in runs for each in _kept(run)]
+    told = "targets of hetero keep both bounds: epsilon, and accuracy on the validation records."
+    return f"{sum(kept)} of {len(kept)} {told}" if kept else ""
 
 
-_PUBLICLY = ("", "C.R. %, validations (the paper's)", "C.R. in bytes %", "mean drop, test", "beyond the bound, test")
-
-
-def _in_bytes(cells: Sequence[Line]) -> str:
-    """C.R. in bytes %, the mean."""
-    return f"{100 * mean(run['bytes_ratio'] for run in cells):.1f}"
-
-
-def fifty(results: DedupResults) -> str:
-    """Every search on the fifty models, with Table 4."""
-    rows = []
-    for name in (each for each in shown(results, ["fifty"]) if each in paper.FIFTY):
-        cells = results.cells("fifty", TABLE, name)
-        ours = with_papers(found(cells), paper.FIFTY.get(name))
-        rows.append((f"`{name}`", ours, lost_on_test(cells)[1]))
-    if not rows:
-        return ""
-    num_models = len(results.table("fifty", TABLE)[0]["outcomes"])
-    headers = (*_PUBLICLY[:2], _PUBLICLY[-1])
-    return section(f"{num_models} models in one store (Table 4)", table(headers, rows), _untouched(results))
-
-
-def _untouched(results: DedupResults) -> str:
-    """Why models are no targets; two architectures here learn from the same images, the paper's from different ones."""
-    reasons = Counter(outcome["untouched"] for outcome in results.table("fifty", TABLE)[0]["outcomes"])
-    named = [f"{num} {reason}" for reason, num in reasons.items() if reason]
-    return f"Not targets: {'; '.join(named)}." if named else ""
-
-
-def heterogeneous(results: DedupResults) -> str:
-    """Every search on the models of two architectures in one store, with Table 5."""
-    runs = results.table("hetero", TABLE)
-    if not runs:
-        return ""
-    givers = dict.fromkeys(f"`{base}`" for run in runs for outcome in targets(run) for base in outcome["bases"])
-    rows = []
-    for name in shown(results, ["hetero"]):
-        run = results.cells("hetero", TABLE, name)[0]
-        papers = paper.HETEROGENEOUS[name][-1] if name in paper.HETEROGENEOUS else None
-        ratios = span((own_ratio(outcome) for outcome in targets(run)), 1)
-        rows.append((f"`{name}`", with_papers(found([run]), papers), ratios, _within(run), *lost_on_test([run])))
-    headers = (*_PUBLICLY[:2], "of single targets", "within both bounds", *_PUBLICLY[-2:])
-    return section(
-        "Different architectures in one store (Table 5)",
-        f"Bases: {', '.join(givers)}. Within both bounds: epsilon, and accuracy on the validation records.",
-        table(headers, rows),
-    )
-
-
-def _within(run: Line) -> str:
-    """How many targets kept both of their bounds on the records of validation."""
+def _kept(run: Line) -> list[bool]:
     limits = bounds(run)
     lost = {name: before - after for name, (before, after) in run["accuracy"].get("validation", {}).items()}
-    kept = [
+    return [
         outcome["epsilon_after"] <= outcome["epsilon_before"] + limits[outcome["name"]][0] + ROUNDING
         and lost.get(outcome["name"], 0.0) <= limits[outcome["name"]][1] + ROUNDING
         for outcome in targets(run)
         if outcome["name"] in limits
     ]
-    return f"{sum(kept)} of {len(kept)}"
 
 
 def accuracies_on_test(results: DedupResults, scenario: str) -> Mapping[str, Mapping[str, float]]:
@@ -178,7 +116,7 @@ def individual(results: DedupResults) -> str:
         return ""
     measured = {scenario: accuracies_on_test(results, scenario) for scenario in here}
     rows = []
-    for name in (ORIGINAL, *_IN_TABLE, RETRAIN):
+    for name in (ORIGINAL, "drd", RETRAIN):
         cells = []
         for scenario in here:
             values = measured[scenario].get(name, {})
@@ -198,25 +136,37 @@ def rise(run: Line) -> float:
     return float(sum(outcome["epsilon_after"] - outcome["epsilon_before"] for outcome in run["outcomes"]))
 
 
-def relaxed(results: DedupResults) -> str:
-    """Base selection with bounds that leave a choice, and what the text says of Figure 6."""
-    rows = _rows(results, RELAXED)
-    if not rows:
-        return ""
-    said = [sentence for name, theirs in _PAPER.items() if (sentence := _said(results, name, *theirs))]
-    return section(
-        "Base selection, `dred`, epsilon bounds relaxed to the sum of the first three epsilons (Figure 6)",
-        _BASES,
-        table(_HEADERS, rows),
-        f"{'; '.join(said)}. The rise is compared where that of `single` is not zero." if said else "",
+def by_bases(results: DedupResults) -> str:
+    """The three ways to choose bases, and what the text says of Figure 6."""
+    return (
+        section(
+            "Base selection, `dred` (Figures 6 and 9)",
+            "C.R. and rise of the epsilons over those of `single`; the rise where that of `single` is not zero.",
+            "\n".join(filter(None, (_relaxed(results), _own(results)))),
+        )
+        if results.having(BASES)
+        else ""
     )
 
 
-def _said(results: DedupResults, strategy: str, papers_ratio: str, papers_rise: str) -> str:
-    """C.R. and rise over those of `single`, as ranges over the scenarios; empty without cells."""
+def _relaxed(results: DedupResults) -> str:
+    said = [sentence for name in _PAPER if (sentence := _said(results, RELAXED, name, *_PAPER[name]))]
+    told = "Epsilon bounds relaxed to the sum of the first three epsilons (Figure 6)"
+    return f"- {told}: {'; '.join(said)}." if said else ""
+
+
+def _own(results: DedupResults) -> str:
+    said = [sentence for name in _PAPER if (sentence := _said(results, OWN, name))]
+    return f"- C1 to C4 with their own bounds (Figure 9): {'; '.join(said)}." if said else ""
+
+
+def _said(
+    results: DedupResults, scenarios: Sequence[str], strategy: str, papers_ratio: str = "", papers_rise: str = ""
+) -> str:
+    """C.R. and rise over those of `single`, as ranges over the scenarios, and the paper's; empty without cells."""
     pairs = [
         (run, single)
-        for scenario in RELAXED
+        for scenario in scenarios
         for run in results.cells(scenario, BASES, strategy)
         for single in results.cells(scenario, BASES, "single")
     ]
@@ -224,39 +174,5 @@ def _said(results: DedupResults, strategy: str, papers_ratio: str, papers_rise: 
         return ""
     ratios = span((run["block_ratio"] / single["block_ratio"] for run, single in pairs), 1)
     rises = span((rise(run) / rise(single) for run, single in pairs if rise(single) > 0), 1)
-    return (
-        f"`{strategy}`: C.R. {ratios} times that of `single` (the paper's: {papers_ratio}), rise of the epsilons "
-        f"{rises + ' times' if rises else 'not comparable'} ({papers_rise})"
-    )
-
-
-def own(results: DedupResults) -> str:
-    """Base selection on the subsets C1 to C4, with their own bounds."""
-    rows = _rows(results, OWN)
-    if not rows:
-        return ""
-    return section(
-        "Base selection, `dred`, C1 to C4 with their own bounds (Figure 9)",
-        _BASES,
-        table(_HEADERS, rows),
-    )
-
-
-_BASES = "C.R. %, total rise of epsilons; number of targets."
-_HEADERS = ("", "bound", *(f"`{strategy}`" for strategy in STRATEGIES))
-
-
-def _rows(results: DedupResults, scenarios: Sequence[str]) -> list[Sequence[object]]:
-    rows: list[Sequence[object]] = []
-    for scenario in scenarios:
-        found = {name: results.cells(scenario, BASES, name) for name in STRATEGIES}
-        limits = [each[0]["cell"]["epsilon_bound"] for each in found.values() if each]
-        if limits:
-            bound = "own" if limits[0] is None else f"{limits[0]:g}"
-            rows.append((scenario, bound, *(_strategy(cells) for cells in found.values())))
-    return rows
-
-
-def _strategy(cells: Sequence[Line]) -> str:
-    """One way to choose bases in a scenario; empty if it has not run."""
-    return "; ".join(f"{100 * run['block_ratio']:.1f}, {rise(run):.2f}; {len(targets(run))}" for run in cells)
+    papers = (f" (the paper's: {papers_ratio})", f" ({papers_rise})") if papers_ratio else ("", "")
+    return f"`{strategy}`: C.R. {ratios}{papers[0]}, rise {rises or 'not comparable'}{papers[1]}"

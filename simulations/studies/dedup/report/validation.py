@@ -31,27 +31,30 @@ SEARCH = "dred"
 
 def minilm(results: DedupResults) -> str:
     """The MiniLM cluster: what each search does to its targets."""
-    names: dict[Sequence[str], list[str]] = {}  # searches with the same figures share a row
+    names: dict[str, list[str]] = {}  # searches with the same figures share a line
     for place, suffix in ((PUBLIC, ""), (PRIVATE, ", private")):
         for name in results.rows(place, ["minilm"]):
             if not name.endswith("-30") and (cells := results.cells("minilm", place, name)):
-                names.setdefault(tuple(_minilm_row(cells)), []).append(f"`{name}`{suffix}")
+                names.setdefault(_minilm_figures(cells), []).append(f"`{name}`{suffix}")
     if not names:
         return ""
-    rows = [(", ".join(alike), *figures) for figures, alike in names.items()]
-    headers = ("", "accuracy, test", "after", "largest drop, test", "largest rise of epsilon", "beyond the bound, test")
     return section(
         "A pretrained transformer: the MiniLM cluster",
-        "Means over targets, and over the seeds of private validation.",
-        table(headers, rows),
+        "Means over targets, and over the seeds of private validation, on test records.",
+        "\n".join(f"- {', '.join(alike)}: {figures}." for figures, alike in names.items()),
     )
 
 
-def _minilm_row(cells: Sequence[Line]) -> Sequence[str]:
+def _minilm_figures(cells: Sequence[Line]) -> str:
     before, after = (accuracies(cells, "test", after=after).values() for after in (False, True))
     rises = [outcome["epsilon_after"] - outcome["epsilon_before"] for run in cells for outcome in targets(run)]
-    means = (f"{mean(each):.4f}" if each else "" for each in (before, after))
-    return *means, number(largest_drop(cells, "test"), 4), number(max(rises, default=None), 2), lost_on_test(cells)[1]
+    if not before or not rises:
+        return "nothing measured"
+    drop = number(largest_drop(cells, "test"), 4)
+    return (
+        f"accuracy {mean(before):.4f} before and {mean(after):.4f} after, largest drop {drop}, beyond the bound "
+        f"{lost_on_test(cells)[1]}, largest rise of epsilon {max(rises):.2f}"
+    )
 
 
 def private(results: DedupResults) -> str:
