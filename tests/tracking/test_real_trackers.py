@@ -91,7 +91,7 @@ def reached(run: Path) -> dict[str, float]:
 def asked(run: Path) -> dict[str, object]:
     """The configuration as it may be told: the names of files, and no folder."""
     values = tomllib.loads((run / "config.toml").read_text())
-    for key in ("out", "ledger", "node_keys", "resume", "ray_address", "track"):
+    for key in ("out", "ledger", "node_keys", "resume", "ray_address", "table_checks", "track"):
         del values[key]
     values |= {key: Path(values[key]).name for key in ("model", "data")}
     return {key: value for key, value in values.items() if value not in ("", [])}
