@@ -197,10 +197,10 @@ def test_train_auto_is_explained_and_changes_the_plan_where_lora_pays(five):
     assert "train = auto" not in {row["plan"] for row in five["alternatives"]}
     setting = Setting.of(LARGE, epsilon=8.0)
     chosen, reason = budget.lora_choice(setting)
-    assert reason.startswith("train = auto: A, B and head, since nu^2 d")
+    assert reason.startswith("train = auto: R of rank 64 and head, since nu^2 d")
     found = budget.plan(chosen)
     specs = [(p.spec.noise_multiplier, p.spec.sampling_probability, p.num_rounds) for p in found.phases]
-    assert [(q, rounds) for _, q, rounds in specs] == [(1.0, 1), (1.0, 13), (0.25, 39)]
+    assert [(q, rounds) for _, q, rounds in specs] == [(1.0, 1), (1.0, 53), (1 / 16, 160)]
     assert composed(*specs, delta=1 / 120_000) == pytest.approx(8.0, abs=1e-2)
     assert found == budget.plan(Setting.of(LARGE, epsilon=8.0, train="auto"))
     assert found == budget.alternatives(setting)["train = auto"]
