@@ -74,7 +74,7 @@ def to_bfloat16(model: Any) -> _InFloat32:
     """Convert a peft model's frozen base, and return what it was.
 
     On a CPU it computes attention product by product from then on: there torch's fused attention is ten times slower
-    in its bfloat16 backward pass (results/benchmarks.md).
+    in its bfloat16 backward pass.
     """
     on_cpu = next(model.parameters()).device.type == "cpu"
     before = _InFloat32({n: p.data for n, p in frozen_base(model).items()}, model.config._attn_implementation)

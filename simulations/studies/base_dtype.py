@@ -50,7 +50,7 @@ def measure(data: Path, cell: FormatCell) -> Line:
 
 
 def main() -> None:
-    """Run what is missing, and print the table of results/benchmarks.md."""
+    """Run what is missing, and print a table of both formats."""
     own = parser(__doc__)
     own.add_argument("--data", type=Path, required=True, help="folder of the public files")
     own.add_argument("--seeds", default=",".join(map(str, SEEDS)))

@@ -202,11 +202,6 @@ def shown(found: Estimate | None, *, sign: bool = False, usual: int = 3) -> str:
     return found.text(sign=sign, usual=usual) if found else "not run"
 
 
-def verdict(met: bool | Estimate | None) -> str:
-    """`yes`, `no` in bold, or `not run` for None, as in `verdict(found and found.mean >= 0.8)`."""
-    return "not run" if met is None else "yes" if met else "**no**"
-
-
 def with_target(found: Estimate | None, target: str, met: Callable[[Estimate], bool], *, sign: bool = True) -> str:
     """An estimate as a table's cell, with its target in brackets, which `**not**` precedes where it is missed."""
     return "not run" if found is None else f"{found.text(sign=sign)} ({'' if met(found) else '**not** '}{target})"

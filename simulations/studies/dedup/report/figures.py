@@ -131,14 +131,10 @@ def _name_models(results: DedupResults, upper: Axes, lower: Axes, names: Sequenc
 
 def relaxed_bases(results: DedupResults) -> Figure | None:
     """Figure 6: C.R. and total rise of the epsilons of the three ways to choose searches."""
-    return _bases(results, searches.RELAXED, "Base selection, relaxed bounds (the paper's Figure 6)")
-
-
-def _bases(results: DedupResults, scenarios: Sequence[str], title: str) -> Figure | None:
-    here = results.having(searches.BASES, scenarios)
+    here = results.having(searches.BASES, searches.RELAXED)
     if not here:
         return None
-    figure, panels = _grid(title, 1, 2, width=4.0)
+    figure, panels = _grid("Base selection, relaxed bounds (the paper's Figure 6)", 1, 2, width=4.0)
     for shift, (strategy, colour) in enumerate(_STRATEGIES.items()):
         runs = [
             (place, run) for place, name in enumerate(here) for run in results.cells(name, searches.BASES, strategy)
