@@ -1,6 +1,6 @@
 """How fast variants that share blocks are loaded: a store against three ways of loading plain safetensors files.
 
-    python -m simulations.benchmarks.dedup_loading [--cases cluster scattered] [--queries 100] [--repeats 3]
+    python -m simulations.benchmarks.dedup_loading [--cases cluster scattered adapters] [--queries 100] [--repeats 3]
     python -m simulations.benchmarks.dedup_loading STORE [--files RUN/variants] [--cold] [--json]
 
 Without a store, it makes models of MiniLM's shape (22.7 million float32 values), in two cases. `cluster`: eight models
@@ -8,6 +8,10 @@ with equal embeddings and first four layers (84 % of the values); of the blocks 
 are a model's own, and so are all small tensors there. `scattered`: twelve models, in each of which a tenth of all
 blocks of 16,384 values is its own, at random. Each random query loads one of them into a built model, which then runs
 one batch.
+
+`adapters` is fifty small models: LoRA of MiniLM (61 kB), of whose blocks of 64 values 40 % are a model's own. A
+server reads such models once and keeps them, so both of its readers load each query's model from files that the system
+has cached, checked against its digest; safetensors' `load_file`, which checks nothing, is shown next to them.
 
 A given store is only read, and every load is checked against the variant, bit for bit. Its variants are used as
 --workload says; those of a run classify a batch of the run's test records.
@@ -34,6 +38,7 @@ import json
 import pickle
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,7 +54,10 @@ from fedpriv import texts
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.errors import InputError, StoreError
 from fedpriv.variants import folders
-from fedpriv.variants.blocks import BlockLayout, layout_of
+from fedpriv.variants.blocks import BlockLayout, Tensors, layout_of
+from fedpriv.variants.composition import History
+from fedpriv.variants.folders import Described
+from fedpriv.variants.kept import VariantFolders
 from fedpriv.variants.store import Store
 from simulations.benchmarks._bounded_memory import kind_of, read_speed, temporary_group
 from simulations.benchmarks._dedup_process import ARMS, Arm, ArmFigures, ArmJob, Workload, digest, in_a_process
@@ -324,6 +332,7 @@ def is_late(name: str) -> bool:
     return name.startswith(("encoder.layer.4.", "encoder.layer.5.", "pooler."))
 
 
+ADAPTERS, ADAPTER_BLOCK, ADAPTER_SHARE, NUM_ADAPTERS = "adapters", 64, 0.4, 50
 CASES = {
     "cluster": VariantKind(num_variants=8, block_size=1024, share=2 / 3, may_differ=is_late),
     "scattered": VariantKind(num_variants=12, block_size=16_384, share=0.1, may_differ=lambda _name: True),
@@ -351,6 +360,69 @@ def changed(
             blocks[own] += generator.standard_normal((len(own), case.block_size), np.float32)
     late = {name: values + np.float32(generator.normal()) for name, values in extras.items() if is_late(name)}
     return dict(layout.from_blocks(blocks, {**extras, **late}))
+
+
+def make_adapters(folder: Path, num_variants: int) -> None:
+    """LoRA of MiniLM's last layer and a head for each variant, in a store and in folders of their own."""
+    generator = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {
+        "query.lora_A": (8, 384),
+        "query.lora_B": (384, 8),
+        "value.lora_A": (8, 384),
+        "value.lora_B": (384, 8),
+    }
+    shapes |= {"classifier.weight": (8, 384), "classifier.bias": (8,)}
+    layout = layout_of({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, ADAPTER_BLOCK)
+    shared = generator.standard_normal((layout.num_blocks, ADAPTER_BLOCK), np.float32)
+    with Store(folder / "store") as store:
+        for number in range(num_variants):
+            name, own = f"v{number}", generator.random(layout.num_blocks) < ADAPTER_SHARE
+            blocks = np.where(own[:, None], generator.standard_normal(shared.shape, np.float32), shared)
+            tensors = layout.from_blocks(blocks, {"classifier.bias": np.zeros(8, np.float32)})
+            described = Described(
+                name=name,
+                architecture="MiniLM",
+                utility=None,
+                epsilon_bound=0.0,
+                utility_bound=0.0,
+                deltas={},
+                history=History(name=name),
+            )
+            store.add(name, layout, *layout.to_blocks(tensors), described=described)
+            folders.write(folder / "variants" / name, described, tensors)
+
+
+def measure_adapters(folder: Path, num_variants: int, num_queries: int, repeats: int) -> list[dict[str, Any]]:
+    """Claims about loading adapters by the readers of a server, the store's and that of folders."""
+    make_adapters(folder, num_variants)
+    own = VariantFolders(folder / "variants")
+    queries = _queries(own.names, num_queries, seed=0)
+    with Store(folder / "store", read_only=True) as store:
+        arms: dict[str, Callable[[str], Tensors]] = {
+            "the store": store.tensors,
+            "a folder each": own.tensors,
+            "`load_file`, unchecked": lambda name: safetensors.numpy.load_file(own.path / name / "model.safetensors"),
+        }
+        for name in own.names:
+            given = {digest(load(name)) for load in arms.values()}
+            if len(given) > 1:
+                raise StoreError(f"variant {name!r}: was not loaded bit for bit")
+        seconds = {arm: list[float]() for arm in arms}
+        for _ in range(repeats):
+            for arm, load in arms.items():
+                began = time.perf_counter()
+                for name in queries:
+                    load(name)
+                seconds[arm].append(time.perf_counter() - began)
+    middle = {arm: float(np.median(taken)) / num_queries for arm, taken in seconds.items()}
+    print("adapters: " + ", ".join(f"{arm} {1e6 * each:.0f} microseconds a load" for arm, each in middle.items()))
+    claim = "adapters: loading of checked variants, a folder each / the store"
+    ratio = middle["a folder each"] / middle["the store"]
+    unchecked = middle["`load_file`, unchecked"] / middle["the store"]
+    return [
+        {"claim": claim, "ratio": ratio, "target": 1.0, "met": ratio >= 1.0},
+        {"claim": "adapters: loading, `load_file` without a check / the store", "ratio": unchecked},
+    ]
 
 
 def claims_of(case: str, reports: list[LoadingReport]) -> list[dict[str, Any]]:
@@ -470,7 +542,7 @@ def measure_cases(arguments: argparse.Namespace) -> dict[str, list[LoadingReport
     """{case: its repetitions}, each printed when it is done."""
     workload = Encoding()
     measured: dict[str, list[LoadingReport]] = {}
-    for name in arguments.cases:
+    for name in filter(CASES.__contains__, arguments.cases):
         case = CASES[name]
         with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
             store = Path(temporary) / "store"
@@ -488,8 +560,9 @@ def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--queries", type=int, default=100, help="number of random variants to load")
     made = parser.add_argument_group("without a store")
-    made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    made.add_argument("--variants", type=int, help="in each case; default 8 and 12")
+    cases = [*CASES, ADAPTERS]
+    made.add_argument("--cases", nargs="+", choices=cases, default=cases)
+    made.add_argument("--variants", type=int, help=f"in each case; default 8, 12 and {NUM_ADAPTERS}")
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--folder", type=Path, help="a folder with 1.3 GB free; default the system's temporary one")
     given = parser.add_argument_group("for a given store")
@@ -517,12 +590,18 @@ def main(words: Sequence[str] | None = None) -> None:
         for name, reports in measure_cases(arguments).items():
             for claim in claims_of(name, reports):
                 print(json.dumps(claim))
+        if ADAPTERS in arguments.cases:
+            number = arguments.variants or NUM_ADAPTERS
+            with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+                found = measure_adapters(Path(temporary), number, arguments.queries, arguments.repeats)
+            for claim in found:
+                print(json.dumps(claim))
         return
     try:
-        found = measure_store(arguments)
+        report = measure_store(arguments)
     except (InputError, StoreError) as error:
         parser.exit(2 if isinstance(error, InputError) else 1, f"error: {error}\n")
-    print(texts.strict_json(found.as_dict()) if arguments.json else "\n".join(lines_of(found)))
+    print(texts.strict_json(report.as_dict()) if arguments.json else "\n".join(lines_of(report)))
 
 
 if __name__ == "__main__":
