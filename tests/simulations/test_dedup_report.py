@@ -17,7 +17,7 @@ from simulations.benchmarks.dedup_loading import Arm, LoadingReport
 from simulations.studies.dedup import serving
 from simulations.studies.dedup.cells import BY_L, IN_STEPS, cells
 from simulations.studies.dedup.report import figures, page, paper, searches, settings, validation
-from simulations.studies.dedup.report.results import DedupResults, beyond, own_ratio, read
+from simulations.studies.dedup.report.results import DedupResults, beyond, keep, own_ratio, read
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS
 from simulations.studies.harness import append
 
@@ -346,7 +346,8 @@ def test_only_what_is_between_the_markers_is_rewritten(tmp_path):
     out, path = tmp_path / "out", tmp_path / "page.md"
     write_lines(out, [run()])
     path.write_text("# Kept\n\n<!-- study:begin -->\nold\n<!-- study:end -->\nkept too\n")
-    page.write(path, out)
+    keep(out, tmp_path / "kept.jsonl")
+    page.write(path, tmp_path / "kept.jsonl")
     text = path.read_text()
     assert text.startswith("# Kept\n")
     assert text.endswith("\nkept too\n")
@@ -359,17 +360,26 @@ def test_only_what_is_between_the_markers_is_rewritten(tmp_path):
 
 def test_a_page_without_its_markers_and_a_study_without_results_are_refused(tmp_path):
     path = tmp_path / "page.md"
+    kept = tmp_path / "kept.jsonl"
     with pytest.raises(InputError, match="holds no results; train and run come first"):
-        page.write(path, tmp_path)
+        keep(tmp_path, kept)
+    with pytest.raises(InputError, match="holds no results; train and run come first"):
+        page.write(path, kept)
     write_lines(tmp_path, [run()])
+    keep(tmp_path, kept)
     path.write_text("<!-- study:end --><!-- study:begin -->")
     with pytest.raises(InputError, match="must hold <!-- study:begin -->"):
-        page.write(path, tmp_path)
+        page.write(path, kept)
 
 
-def test_results_are_read_back(tmp_path):
+def test_what_tables_need_of_results_is_kept_in_place_of_earlier_lines(tmp_path):
     write_lines(tmp_path, [run()])
-    found = read(tmp_path)
-    assert found.runs == [run()]
+    kept = tmp_path / "kept.jsonl"
+    for _ in range(2):
+        keep(tmp_path, kept)
+    found = read(kept)
+    assert len(found.runs) == 1
+    assert page.epsilons(found) == page.epsilons(results(run()))
+    assert found.checked["stores"] == CHECKED["stores"]
     assert found.models["A1-1"]["beats_start"]
     assert found.retrained == []

@@ -29,6 +29,7 @@ from simulations.studies.dedup.networks import encoder, load, network, to_arrays
 from simulations.studies.dedup.records import TokenRecords, Vectors
 from simulations.studies.dedup.report import page as study_page
 from simulations.studies.dedup.report import paper
+from simulations.studies.dedup.report.results import keep
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS, Model, Scenario
 from simulations.studies.harness import append, lines
 
@@ -321,7 +322,8 @@ def test_a_scenario_from_training_to_tables_and_a_tampered_bound_is_seen(tiny, t
     assert public["outcomes"][1]["epsilon_after"] <= public["outcomes"][1]["epsilon_before"] + 2.0
     assert private["outcomes"][1]["utility_after"] is None
     assert check.check_all(out, jobs=1)
-    study_page.write(page, out)
+    keep(out, tmp_path / "kept.jsonl")
+    study_page.write(page, tmp_path / "kept.jsonl")
     assert "of 2 models beat their public start" in " ".join(page.read_text().split())
 
     described = out / "cells" / public["key"] / "variants" / tiny.models[1].name / "variant.json"

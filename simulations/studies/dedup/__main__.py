@@ -6,7 +6,8 @@
 `train` trains the models and writes a folder of variants for each scenario, `run` deduplicates them in every way of
 the study, one JSON line for each, `retrain` trains the targets of A1 to A5 again with the epsilons that they have then,
 `check` verifies every store by other means, `serve` measures loading and inference in bounded memory, and `tables`
-writes the study's part of results/dedup.md and its figures. `all`, the default, does these one after another. Results
+keeps what it needs of their lines in results/dedup.jsonl, and writes the study's part of results/dedup.md and its
+figures; without a folder of results, from the kept lines. `all`, the default, does these one after another. Results
 that are there are not computed again, so what was interrupted goes on.
 """
 
@@ -20,7 +21,7 @@ import torch
 
 from fedpriv.errors import InputError
 from simulations.studies.dedup import check, run, serving, train
-from simulations.studies.dedup.report import page
+from simulations.studies.dedup.report import page, results
 from simulations.studies.dedup.scenarios import SCENARIOS
 from simulations.studies.harness import listed, parser
 
@@ -32,6 +33,7 @@ def main() -> None:
     own = parser(__doc__)
     own.add_argument("step", choices=("all", *STEPS), nargs="?", default="all")
     own.add_argument("--out", type=Path, default=Path("results/studies/dedup"))
+    own.add_argument("--lines", type=Path, default=Path("results/dedup.jsonl"), help="the kept lines")
     own.add_argument("--page", type=Path, default=Path("results/dedup.md"))
     own.add_argument("--scenarios", type=listed(","), default=list(SCENARIOS))
     own.add_argument("--data", type=Path, default=Path("../shared/data"), help="holds the texts that train encodes")
@@ -60,7 +62,9 @@ def _do(step: str, arguments: argparse.Namespace) -> None:
     elif step == "serve":
         serving.serve_all(out)
     elif step == "tables":
-        page.write(arguments.page, out)
+        if out.is_dir():
+            results.keep(out, arguments.lines)
+        page.write(arguments.page, arguments.lines)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from fedpriv.errors import InputError
 from fedpriv.variants.store import Store
 from simulations.studies.dedup.data import Split, records
 from simulations.studies.dedup.networks import network
+from simulations.studies.dedup.report.results import CHECK
 from simulations.studies.dedup.scenarios import SCENARIOS, Model
 from simulations.studies.harness import Line, in_processes, lines
 
@@ -38,7 +39,7 @@ Description = Mapping[str, Any]
 
 
 def check_all(out: Path, *, jobs: int = 2) -> bool:
-    """Print a line for each cell, write a summary to `check.json`, and return whether every cell is within its bounds.
+    """Print a line for each cell, write a summary to `CHECK`, and return whether every cell is within its bounds.
 
     Raises:
         InputError: there are no results.
@@ -56,7 +57,7 @@ def check_all(out: Path, *, jobs: int = 2) -> bool:
         summary["private_beyond"] += len(missed)
         print(f"{line['key']}: {'; '.join(wrong) or 'within its bounds'}{_noted(missed)}", flush=True)
     print(json.dumps(summary))
-    (out / "check.json").write_text(json.dumps(summary) + "\n")
+    (out / CHECK).write_text(json.dumps(summary) + "\n")
     return not summary["violations"]
 
 

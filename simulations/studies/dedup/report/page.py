@@ -139,13 +139,17 @@ SECTIONS = (
 )
 
 
-def write(page: Path, out: Path) -> None:
+def write(page: Path, path: Path) -> None:
     """Rewrite the study's part of a page, which is made if it is missing, and the pictures next to it.
+
+    Args:
+        page: the page.
+        path: the kept lines, see `keep`.
 
     Raises:
         InputError: there are no results, or the page lacks a marker of the part.
     """
-    results, texts, pictures = read(out), list[str](), dict[str, bytes]()
+    results, texts, pictures = read(path), list[str](), dict[str, bytes]()
     for part in SECTIONS:
         text = part.text(results)
         figure = part.figure(results) if text and part.figure else None

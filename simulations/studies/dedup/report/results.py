@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from fedpriv.errors import InputError
 from simulations.studies.dedup.report.paper import EIGHT, Found
@@ -16,8 +17,15 @@ from simulations.studies.harness import Line, lines
 NAMES = (*EIGHT, "C1", "C2", "C3", "C4", "minilm", "hetero", "fifty")
 """The scenarios in the order of the page; `fifty` is the union of several."""
 
-# Of a difference of two shares of correct answers.
-ROUNDING = 1e-9
+# Of a difference of two shares of correct answers, as they are kept.
+ROUNDING = 2e-6
+
+CHECK = "check.json"
+_FILES = {"models": "models.jsonl", "runs": "runs.jsonl", "retrained": "retrain.jsonl", "serving": "serving.jsonl"}
+_OF_OUTCOMES = (
+    *("name", "bases", "num_blocks", "num_replaced", "num_records", "records_needed", "bound", "loss_limit"),
+    *("utility_before", "utility_after", "epsilon_before", "epsilon_after", "epsilons"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +63,51 @@ class DedupResults:
         return list(dict.fromkeys(run["cell"]["row"] for name in among for run in self.table(name, table)))
 
 
-def read(out: Path) -> DedupResults:
-    """The results in a folder.
+def keep(out: Path, path: Path) -> None:
+    """Write what tables need of the results in the study's folder into one file of lines, in place of what it held.
 
     Raises:
         InputError: there are no models, or no cells.
     """
-    models, runs = lines(out / "models.jsonl"), lines(out / "runs.jsonl")
-    if not models or not runs:
+    found = {part: lines(out / file) for part, file in _FILES.items()}
+    if not found["models"] or not found["runs"]:
         raise InputError(f"out = {str(out)!r}: holds no results; train and run come first")
-    checked = out / "check.json"
+    if (out / CHECK).is_file():
+        found["checked"] = [json.loads((out / CHECK).read_text())]
+    for run in found["runs"]:
+        run["outcomes"] = [{key: outcome[key] for key in _OF_OUTCOMES if key in outcome} for outcome in run["outcomes"]]
+    kept = [{"part": part, **_rounded(line)} for part, several in found.items() for line in several]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    temporary.replace(path)
+
+
+def _rounded(value: Any) -> Any:
+    """The value with at most six digits after the point."""
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def read(path: Path) -> DedupResults:
+    """The results that `keep` wrote.
+
+    Raises:
+        InputError: there are none.
+    """
+    found: dict[str, list[Line]] = {}
+    for line in lines(path):
+        found.setdefault(line["part"], []).append(line)
+    if not found:
+        raise InputError(f"lines = {str(path)!r}: holds no results; train and run come first")
     return DedupResults(
-        models={model["name"]: model for model in models},
-        runs=runs,
-        retrained=lines(out / "retrain.jsonl"),
-        serving=lines(out / "serving.jsonl"),
-        checked=json.loads(checked.read_text()) if checked.is_file() else {},
+        models={model["name"]: model for model in found["models"]},
+        runs=found["runs"],
+        retrained=found.get("retrained", []),
+        serving=found.get("serving", []),
+        checked=found["checked"][0] if "checked" in found else {},
     )
 
 
