@@ -6,6 +6,7 @@ listens twice, with one app, one state and one certificate:
 
 - at the coordinator's address, where those requests pass that Flower authenticates by a node's key;
 - on a free port of 127.0.0.1, for `flwr`, SuperExec and ServerApps: for this process's own user and root alone.
+  Others are refused even with a ServerApp's token, which the list of processes shows.
 
 And the process of an app receives no bundle that the coordinator's operator has not approved. The SuperExec, which
 starts these processes, is started again if it dies, and says at once of one that was killed that its run failed.
