@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -69,6 +70,24 @@ def test_a_citation_holds_where_its_row_has_the_figure(tmp_path, cited, definiti
     (tmp_path / "results" / "r.md").write_text(TABLE)
     found = site_figures.wrong_citations(f"It is {cited}.\n\n[a]: ../results/r.md{definition}\n", "docs/p.md", tmp_path)
     assert [wrong in fault for fault in found] == [True] * bool(wrong)
+
+
+def test_a_page_cites_rows_of_its_own_tables(tmp_path):
+    (tmp_path / "results").mkdir()
+    page = f'It gains [0.017][a], or [0.5][a].\n\n{TABLE}\n[a]: #one "digits"\n'
+    (tmp_path / "results" / "r.md").write_text(page)
+    found = site_figures.wrong_citations(page, "results/r.md", tmp_path)
+    assert found == ["results/r.md: [0.5][a] differs from #one, which has digits | 0.017"]
+
+
+# The pages whose leads do not cite yet.
+UNCITED = ("benchmarks", "dedup")
+
+
+@pytest.mark.parametrize("page", [page for page in sorted(ROOT.glob("results/*.md")) if page.stem not in UNCITED])
+def test_every_figure_of_a_lead_is_cited(page: Path) -> None:
+    lead = page.read_text(encoding="utf-8").split("\n\n")[1]
+    assert not re.search(r"\d\.\d", site_figures.CITATION.sub("", lead))
 
 
 def test_lines_are_outdated_once_the_code_that_decides_them_changes(tmp_path, monkeypatch):

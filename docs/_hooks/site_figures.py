@@ -66,8 +66,8 @@ def wrong_citations(markdown: str, source: str, root: Path) -> list[str]:
             found.append(f"{source}: [{text}][{key}] has no definition")
             continue
         target, cells = defined[key]["target"], (defined[key]["title"] or "").split(" | ")
-        page, _, section = target.partition("#")
-        rows = list(_rows((root / site_links.resolved(page, source)).read_text(encoding="utf-8"), section))
+        page, section = root / site_links.resolved(target, source), target.partition("#")[2]
+        rows = list(_rows(page.read_text(encoding="utf-8"), section))
         named = [row for row in rows if all(cell in row for cell in cells)]
         figures = NUMERAL.findall(text)
         if not named:

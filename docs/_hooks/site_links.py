@@ -22,9 +22,11 @@ def resolved(target: str, source: str) -> str:
     """The repository path that a link leads to.
 
     Args:
-        target: as it stands in the page, perhaps with an anchor.
+        target: as it stands in the page, perhaps with an anchor; an anchor alone leads to the page itself.
         source: the page's own path in the repository.
     """
+    if target.startswith("#"):
+        return source
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), target.partition("#")[0]))
 
 

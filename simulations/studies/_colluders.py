@@ -114,11 +114,16 @@ def central_noise(epsilon: float = TARGET) -> float:
 
 
 def sums(num_clients: int) -> Iterator[Sum]:
-    """The table's rows for K clients: every client's upload or the fewest with none or a third colluding; then most."""
+    """The table's rows for K clients: every client's upload or the fewest with none or a third colluding; then most.
+
+    Sums with as many honest clients cost the same and are one row.
+    """
+    seen = set[int]()
     for colluding in sorted({0, num_clients // 3, num_clients - 2}):
         for threshold in sorted({num_clients, smallest_threshold(num_clients, colluding)}, reverse=True):
             each = Sum(clients=num_clients, threshold=threshold, colluding=colluding)
-            if each.is_allowed:
+            if each.is_allowed and each.honest not in seen:
+                seen.add(each.honest)
                 yield each
 
 

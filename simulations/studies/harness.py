@@ -202,6 +202,20 @@ def shown(found: Estimate | None, *, sign: bool = False, usual: int = 3) -> str:
     return found.text(sign=sign, usual=usual) if found else "not run"
 
 
+def bare(found: Estimate | None, *, usual: int = 3) -> str:
+    """An estimate as a table's cell without its error, which `errors` bounds; empty for none, marked if of few runs."""
+    if found is None:
+        return ""
+    few = "" if found.num_runs >= usual else f" ({found.num_runs} runs)" if found.num_runs > 1 else " (one seed)"
+    return f"{found.mean:.3f}{few}"
+
+
+def errors(found: Iterable[Estimate | None]) -> str:
+    """A sentence that bounds the standard errors of a table's bare estimates."""
+    known = [each.standard_error for each in found if each and each.standard_error is not None]
+    return f"Standard errors are at most {max(known):.3f}." if known else "No standard error is known."
+
+
 def with_target(found: Estimate | None, target: str, met: Callable[[Estimate], bool], *, sign: bool = True) -> str:
     """An estimate as a table's cell, with its target in brackets, which `**not**` precedes where it is missed."""
     return "not run" if found is None else f"{found.text(sign=sign)} ({'' if met(found) else '**not** '}{target})"

@@ -48,27 +48,36 @@ def write(page: Path, selections: Sequence[Line], attacks: Sequence[Line], usefu
 def _selection_table(selections: Sequence[Line]) -> str:
     first = _first_way(selections, None)
     headers = (
-        *("", "", "epoch", "recurrence (k)", "accuracy of the mean", "F1", "plain model, same epoch"),
+        *("models", "epoch", "recurrence (k)", "accuracy of the mean", "F1", "plain model, same epoch"),
         "paper: recurrence, accuracy",
     )
     majorities = {line["data"]: _majority(line) for line in first}
     told = " and ".join(f"{accuracy:.4f} on {name}" for name, accuracy in majorities.items())
+    ahead = [line for line in first if _is_ahead(line)]
+    behind = ", ".join(f"{' '.join(_named(line))} ({_recurrence_of(line)})" for line in first if line not in ahead)
     return (
-        f"With {first[0]['way']}:\n\n{table(headers, map(_selection_row, first))}\n\n"
-        f"The majority class has {told}. By other trainings the mean is above it only here:\n\n"
-        f"{_other_ways(selections)}"
+        f"With {first[0]['way']}:\n\n{table(headers, map(_selection_row, ahead))}\n\n"
+        f"The majority class has {told}. The mean is not above it with {behind or 'none'}. By other trainings it is "
+        f"above it only here:\n\n{_other_ways(selections)}"
     )
+
+
+def _is_ahead(line: Line) -> bool:
+    """Whether the chosen mean beats the majority class."""
+    return bool(line["chosen"]) and line["chosen"]["mean"]["test"]["accuracy"] > _majority(line)
+
+
+def _recurrence_of(line: Line) -> str:
+    return f"{line['chosen']['recurrence']} of {line['num_subsamples']}" if line["chosen"] else "no cluster"
 
 
 def _other_ways(selections: Sequence[Line]) -> str:
     """For each other way of training the selections whose mean beats the majority class."""
     ahead: dict[str, list[str]] = {line["way"]: [] for line in selections if line["way"] != selections[0]["way"]}
     for line in selections:
-        if line["way"] != selections[0]["way"] and (chosen := line["chosen"]):
-            accuracy = chosen["mean"]["test"]["accuracy"]
-            if accuracy > _majority(line):
-                count = f"{chosen['recurrence']} of {line['num_subsamples']}"
-                ahead[line["way"]].append(f"{' '.join(_named(line))} ({count}, {accuracy:.4f})")
+        if line["way"] != selections[0]["way"] and _is_ahead(line):
+            accuracy = line["chosen"]["mean"]["test"]["accuracy"]
+            ahead[line["way"]].append(f"{' '.join(_named(line))} ({_recurrence_of(line)}, {accuracy:.4f})")
     whole = [
         f"{' '.join(_named(line))} ({own['recurrence']} of {own['num_subsamples']}, {own['accuracy']:.4f})"
         for line in _first_way(selections, None)
@@ -87,18 +96,17 @@ def _majority(line: Line) -> float:
 
 
 def _selection_row(line: Line) -> Sequence[str]:
-    chosen, row = line["chosen"], ["none"] + [""] * 4
-    if chosen is not None:
-        test = chosen["mean"]["test"]
-        row = [
-            str(chosen["epochs"]),
-            f"{chosen['recurrence']} of {line['num_subsamples']} ({chosen['k']})",
-            f"**{test['accuracy']:.4f}**",
-            f"{test['f1']:.3f}",
-            f"{chosen['plain']['test']['accuracy']:.4f}",
-        ]
+    chosen, test = line["chosen"], line["chosen"]["mean"]["test"]
     count, accuracy = PUBLISHED[line["data"]][line["architecture"]]
-    return *_named(line), *row, f"{count} of {PUBLISHED_MODELS[line['data']]}, {accuracy:.4f}"
+    return (
+        " ".join(_named(line)),
+        str(chosen["epochs"]),
+        f"{_recurrence_of(line)} ({chosen['k']})",
+        f"{test['accuracy']:.4f}",
+        f"{test['f1']:.3f}",
+        f"{chosen['plain']['test']['accuracy']:.4f}",
+        f"{count} of {PUBLISHED_MODELS[line['data']]}, {accuracy:.4f}",
+    )
 
 
 def _private_table(selections: Sequence[Line]) -> str:
@@ -121,9 +129,9 @@ def _attack_tables(attacks: Sequence[Line]) -> str:
     rows = []
     for row in attack["rows"]:
         known = not row["note"]
-        cells = (f"{row['num_generators']:.1f}", _success(row), f"{row['test_accuracy']:.3f}") if known else ("",) * 3
+        cells = (_success(row), f"{row['test_accuracy']:.3f}") if known else ("", "")
         rows.append((row["name"] if known else f"{row['name']}: {row['note']}", *cells))
-    headers = ("target", "generators", f"success by `{attack['comparison']}`", "test accuracy")
+    headers = ("target", f"success by `{attack['comparison']}`", "test accuracy")
     return f"{text}\n\n{table(headers, rows)}"
 
 

@@ -29,7 +29,9 @@ from simulations.studies.harness import (
     Estimate,
     Line,
     Results,
+    bare,
     difference,
+    errors,
     fill,
     parser,
     run_missing,
@@ -176,7 +178,7 @@ def write(page: Path, runs: Path) -> None:
     """Write the page's tables from the lines in the study's file of runs."""
     results = Results.read(runs)
     blocks = {
-        "choices": table(("training", REVIEWS, "less untrained", MESSAGES, "less untrained"), _choices(results)),
+        "choices": _choices(results),
         "answers": _answers(results),
         "grid": _grids(results),
         "missing": results.missing(cells(), lambda cell: (cell.task, cell.method)),
@@ -184,25 +186,32 @@ def write(page: Path, runs: Path) -> None:
     fill(page, blocks)
 
 
-def _choices(results: Results) -> Iterator[Sequence[str]]:
+def _choices(results: Results) -> str:
+    known = list[Estimate | None]()
+
     def both(figure: str, method: str = PRIVATE) -> list[str]:
         cells = (LanguageCell(task=task, method=method, epsilon=8.0 if method == PRIVATE else None) for task in tasks)
-        return [text for cell in cells for text in (shown(_estimate(results, cell, figure)), "")]
+        found = [_estimate(results, cell, figure) for cell in cells]
+        known.extend(found)
+        return [text for each in found for text in (bare(each), "")]
 
     tasks = (REVIEWS, MESSAGES)
-    yield "none, the commonest answer", *both("majority_accuracy")
-    yield "none", *both("accuracy_initial")
+    rows = [("none, the commonest answer", *both("majority_accuracy")), ("none", *both("accuracy_initial"))]
     for epsilon in (2.0, 8.0, None):
         how = "private, without noise" if epsilon is None else f"private, local epsilon {epsilon:g}"
-        yield how, *_gained(results, [LanguageCell(task=task, epsilon=epsilon) for task in tasks])
-    yield PLAIN, *_gained(results, [LanguageCell(task=task, method=PLAIN) for task in tasks])
-    yield "TF-IDF in one place", *both("tfidf_accuracy", PLAIN)
+        cells = [LanguageCell(task=task, epsilon=epsilon) for task in tasks]
+        known += [_estimate(results, cell, "accuracy") for cell in cells]
+        rows.append((how, *_gained(results, cells)))
+    rows.append((PLAIN, *_gained(results, [LanguageCell(task=task, method=PLAIN) for task in tasks])))
+    rows.append(("TF-IDF in one place", *both("tfidf_accuracy", PLAIN)))
+    headers = ("training", REVIEWS, "less untrained", MESSAGES, "less untrained")
+    return f"{table(headers, rows)}\n\n{errors(known)}"
 
 
 def _gained(results: Results, cells: Sequence[LanguageCell]) -> Iterator[str]:
     """For each cell its accuracy, and by how much that exceeds the untrained model's, with its target if it has one."""
     for cell in cells:
-        yield shown(_estimate(results, cell, "accuracy"))
+        yield bare(_estimate(results, cell, "accuracy"))
         gain = difference(_by_seed(results, cell, "accuracy"), _by_seed(results, cell, "accuracy_initial"))
         if cell.epsilon is None:
             yield shown(gain, sign=True)
@@ -229,30 +238,40 @@ def _answers(results: Results) -> str:
 
 # Scores of Tables 3 and 4 on MedQuAD, higher is better.
 _PAPER_BY_EPSILON = {
-    None: (73.1, 66.6), 2.0: (66.5, 66.4), 4.0: (66.6, 57.1), 6.0: (67.3, 60.6), 8.0: (66.2, 59.8), 10.0: (69.7, 65.9)
+    2.0: (66.5, 66.4), 4.0: (66.6, 57.1), 6.0: (67.3, 60.6), 8.0: (66.2, 59.8), 10.0: (69.7, 65.9), None: (73.1, 66.6)
 }  # fmt: skip
 _PAPER_BY_DELTA = {1e-2: (70.6, 65.3), 1e-3: (64.1, 65.4), 1e-4: (70.3, 64.3), 1e-6: (59.9, 62.9)}
 
 
 def _grids(results: Results) -> str:
-    cell = LanguageCell(task=GRID)
-    untrained = _estimate(results, cell, "perplexity_initial")
-    rows: list[Sequence[object]] = [("untrained", "", "", "", shown(untrained, usual=_USUAL))]
+    """Perplexity by epsilon and by delta, each a column, under the paper's scores; then by rank."""
+    cell, known = LanguageCell(task=GRID), list[Estimate | None]()
 
-    def add(cell: LanguageCell, scores: Sequence[object] = ("", "")) -> None:
-        epsilon = "not private" if cell.epsilon is None else f"{cell.epsilon:g}"
-        delta = "" if cell.epsilon is None else f"{cell.delta:g}"
-        rank = f", rank {cell.rank}" if cell.rank else ""
-        rows.append((f"{epsilon}{rank}", delta, *scores, shown(_estimate(results, cell, "perplexity"), usual=_USUAL)))
+    def here(cell: LanguageCell) -> str:
+        known.append(_estimate(results, cell, "perplexity"))
+        return bare(known[-1], usual=_USUAL)
 
-    for epsilon, scores in _PAPER_BY_EPSILON.items():
-        add(replace(cell, epsilon=epsilon), scores)
-    for delta, scores in _PAPER_BY_DELTA.items():
-        add(replace(cell, epsilon=2.0, delta=delta), scores)
-    for rank in filter(None, RANKS):
-        add(replace(cell, epsilon=8.0, rank=rank))
-    headers = ("epsilon", "delta", "paper: Llama-7B", "paper: ChatGLM-6B", "here: perplexity")
-    return f"{table(headers, rows)}\n\n{_steps(results)}"
+    by_epsilon = {_named_epsilon(each): here(replace(cell, epsilon=each)) for each in _PAPER_BY_EPSILON}
+    by_delta = {f"{each:g}": here(replace(cell, epsilon=2.0, delta=each)) for each in _PAPER_BY_DELTA}
+    tables = [
+        table((given, *found), [*_of_paper(scores), ("perplexity here", *found.values())])
+        for given, found, scores in (
+            ("epsilon, at delta 1e-05", by_epsilon, _PAPER_BY_EPSILON),
+            ("delta, at epsilon 2", by_delta, _PAPER_BY_DELTA),
+        )
+    ]
+    ranks = ", ".join(f"rank {rank} {here(replace(cell, epsilon=8.0, rank=rank))}" for rank in RANKS if rank)
+    known.append(_estimate(results, cell, "perplexity_initial"))
+    told = f"At epsilon 8: {ranks}. Untrained: {bare(known[-1], usual=_USUAL)}. {errors(known)}"
+    return "\n\n".join((*tables, told, _steps(results)))
+
+
+def _named_epsilon(epsilon: float | None) -> str:
+    return "not private" if epsilon is None else f"{epsilon:g}"
+
+
+def _of_paper(scores: Mapping[Any, tuple[float, float]]) -> Iterator[Sequence[object]]:
+    yield from zip(("paper: Llama-7B", "paper: ChatGLM-6B"), *scores.values(), strict=True)
 
 
 def _steps(results: Results) -> str:
@@ -260,7 +279,7 @@ def _steps(results: Results) -> str:
     by_epsilon = [LanguageCell(task=GRID, epsilon=epsilon) for epsilon in (*EPSILONS, None)]
     by_delta = [LanguageCell(task=GRID, epsilon=EPSILONS[0], delta=delta) for delta in reversed(DELTAS)]
     largest = (
-        f"Perplexity less that of the next smaller {name} is at most "
+        f"Perplexity less that of the next smaller {name}: at most "
         f"{with_target(_largest_step(results, grid), '<= 2 standard errors', _is_no_rise)}."
         for name, grid in (("epsilon", by_epsilon), ("delta", by_delta))
     )

@@ -27,7 +27,18 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.data import hospital
 from simulations.studies.corpora import QUESTION_TYPES, TEST_FRACTION
 from simulations.studies.federations import run_federations
-from simulations.studies.harness import Estimate, Results, difference, fill, parser, shown, table, with_target
+from simulations.studies.harness import (
+    Estimate,
+    Results,
+    bare,
+    difference,
+    errors,
+    fill,
+    parser,
+    shown,
+    table,
+    with_target,
+)
 
 DELTA = 1e-5
 SEEDS = (0, 1, 2)
@@ -35,6 +46,7 @@ EPSILONS = (2.0, 8.0)
 CAP = 3
 EMBEDDED, BY_FOCUS, BY_SOURCE = "embedded", "MedQuAD by focus", "MedQuAD by source"
 PERSON, RECORD, GROUP, CAPPED = "person", "record", "group", "group, capped"
+_OTHERS = (RECORD, GROUP, CAPPED)
 
 SETTINGS = (EMBEDDED, BY_FOCUS, BY_SOURCE)
 
@@ -73,8 +85,7 @@ class PersonCell:
 
 def cells(seeds: Sequence[int] = SEEDS) -> Iterator[PersonCell]:
     """All cells; those with the same features are neighbours."""
-    methods = (PERSON, RECORD, GROUP, CAPPED)
-    for setting, seed, epsilon, method in product(SETTINGS, seeds, EPSILONS, methods):
+    for setting, seed, epsilon, method in product(SETTINGS, seeds, EPSILONS, (PERSON, *_OTHERS)):
         yield PersonCell(setting=setting, method=method, epsilon=epsilon, seed=seed)
 
 
@@ -146,20 +157,20 @@ _LEAST |= dict.fromkeys(((GROUP, 8.0), (CAPPED, 8.0)), 0.0)
 def write(page: Path, runs: Path) -> None:
     """Write the page's tables from the lines in the study's file of runs."""
     results = Results.read(runs)
-    columns = (f"{name} {epsilon:g}" for name in ("epsilon", "person less it, epsilon") for epsilon in EPSILONS)
+    headers = ("records", "epsilon", PERSON, *(f"less {method}" for method in _OTHERS))
+    found = (Estimate.of(_by_seed(results, each, PERSON, e).values()) for each, e in product(SETTINGS, EPSILONS))
     blocks = {
-        "accuracies": table(("records", "method", *columns), _rows(results)),
+        "accuracies": f"{table(headers, _rows(results))}\n\n{errors(found)}",
         "missing": results.missing(cells(), lambda cell: (cell.setting, cell.method)),
     }
     fill(page, blocks)
 
 
 def _rows(results: Results) -> Iterator[Sequence[str]]:
-    for setting in SETTINGS:
-        for method in (PERSON, RECORD, GROUP, CAPPED):
-            found = [Estimate.of(_by_seed(results, setting, method, epsilon).values()) for epsilon in EPSILONS]
-            leads = ("" if method == PERSON else _lead(results, setting, method, epsilon) for epsilon in EPSILONS)
-            yield setting, method, *map(shown, found), *leads
+    for setting, epsilon in product(SETTINGS, EPSILONS):
+        found = Estimate.of(_by_seed(results, setting, PERSON, epsilon).values())
+        leads = (_lead(results, setting, method, epsilon) for method in _OTHERS)
+        yield setting, f"{epsilon:g}", bare(found), *leads
 
 
 def _lead(results: Results, setting: str, method: str, epsilon: float) -> str:

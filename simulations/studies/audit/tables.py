@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,13 @@ from simulations.studies.harness import Line, fill, table
 
 def write(page: Path, lines: Sequence[Line]) -> None:
     """Write the page's tables; those whose lines are missing stay as they are."""
-    kinds = {name: "membership" if name == "forms" else name.replace("-", " ") for name in TABLES}
-    found = {name: [line for line in lines if line["kind"] == kind] for name, kind in kinds.items()}
-    fill(page, {name: TABLES[name](own) for name, own in found.items() if own})
+    kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in (*BOUNDS, *TABLES)}
+    kinds["forms"] = kinds["membership"]
+    found = {name: TABLES[name](kinds[name]) for name in TABLES if kinds[name]}
+    bounds = [row for kind, rows in BOUNDS.items() if kinds[kind] for row in rows(kinds[kind])]
+    if bounds:
+        found["bounds"] = _bounds(bounds, kinds["language models"])
+    fill(page, found)
 
 
 def _median(lines: Sequence[Line], name: str) -> float:
@@ -31,65 +35,133 @@ def _groups(lines: Sequence[Line], *names: str) -> dict[tuple[Any, ...], list[Li
     return groups
 
 
-def _claim(line: Line) -> str:
-    return "infinite" if line["epsilon"] is None else f"{line['epsilon']:.2f}"
+@dataclass(frozen=True, kw_only=True)
+class _Bounds:
+    """The lower bounds of the runs of one audit.
+
+    Attributes:
+        audit: its name on the page, with its setting.
+        claim: the epsilon that is audited; None where there is no noise.
+        one_run: the median, or the mean, and the largest of several runs; empty if there are none of this kind.
+        f_dp: the same of the other kind.
+        ideal: the median bounds of an ideal attacker, of both kinds.
+        above: how many runs have a bound above the claim; None if they may.
+        num_runs: how many there are.
+        is_shown: whether it is a row; all count.
+    """
+
+    audit: str
+    claim: float | None
+    one_run: Sequence[float] = ()
+    f_dp: Sequence[float] = ()
+    ideal: Sequence[float] = ()
+    above: int | None = None
+    num_runs: int = 0
+    is_shown: bool = True
+
+    @property
+    def row(self) -> Sequence[str]:
+        """Its cells, with the largest bound in brackets."""
+        claim = "infinite" if self.claim is None else f"{self.claim:.2f}"
+        return self.audit, claim, _largest(self.one_run), _largest(self.f_dp), ", ".join(f"{e:.2f}" for e in self.ideal)
 
 
-def _local(lines: Sequence[Line]) -> str:
-    most = max(line["num_canaries"] for line in lines)
-    by_claim: dict[str, dict[float, str]] = {}
-    groups = _groups([line for line in lines if line["num_canaries"] == most], "schedule", "claim")
-    for (schedule, claim), group in sorted(groups.items(), key=itemgetter(0)):
-        names = ("one_run", "ideal_one_run", "f_dp", "ideal_f_dp")
-        one, ideal, f_dp, ideal_f_dp = (f"{_median(group, name):.2f}" for name in names)
-        by_claim.setdefault(schedule, {})[claim] = f"{one} ({ideal}), {f_dp} ({ideal_f_dp})"
-    claims = sorted({claim for _, claim in groups})
-    rows = [(schedule, *(found.get(claim, "") for claim in claims)) for schedule, found in by_claim.items()]
-    largest = [max(line["one_run"], line["searched"], line["f_dp"]) / line["claim"] for line in lines]
-    above = sum(share > 1 for share in largest)
-    told = (
-        f"{most} canaries. With any number of canaries, the largest bound of a run is at most {max(largest):.2f} of "
-        f"its claim, and above it in {above} of {len(lines)} runs."
-    )
-    return f"{table(('schedule', *(f'claim {claim:g}' for claim in claims)), rows)}\n\n{told}"
+def _largest(bounds: Sequence[float]) -> str:
+    return " ".join(f"({bound:.2f})" if place else f"{bound:.2f}" for place, bound in enumerate(bounds))
 
 
-def _views(lines: Sequence[Line]) -> str:
-    rows = []
+def _bounds(found: Sequence[_Bounds], language_models: Sequence[Line]) -> str:
+    counted = [each for each in found if each.above is not None]
+    above, num = sum(each.above or 0 for each in counted), sum(each.num_runs for each in counted)
+    told = [f"A run's bound is above the claim in {above} of {num} comparisons, the vault aside."]
+    if language_models:
+        dropped = max(line["drop_epsilon_lower"] for line in language_models)
+        told.append(f"Scored by how far their loss fell, the language model's canaries give at most {dropped:.2f}.")
+    headers = ("audit", "claim", "one-run bound", "f-DP bound", "ideal attacker")
+    return f"{table(headers, [each.row for each in found if each.is_shown])}\n\n{' '.join(told)}"
+
+
+def _measured(audit: str, lines: Sequence[Line], claim: float | None, names: Sequence[str], **values: Any) -> _Bounds:
+    """The bounds of some runs; `names` are the keys of those by one run, by f-DP and of any that are only counted."""
+    bounds = [[_median(lines, name), max(line[name] for line in lines)][: len(lines)] for name in names]
+    values |= {"one_run": bounds[0], "f_dp": bounds[1] if len(bounds) > 1 else ()}
+    if claim is not None:
+        values["above"] = sum(any(line[name] > claim for name in names) for line in lines)
+    return _Bounds(audit=audit, claim=claim, num_runs=len(lines), **values)
+
+
+_OWN = ("epsilon_lower", "epsilon_lower_f_dp")
+
+
+def _language_models(lines: Sequence[Line]) -> Iterator[_Bounds]:
+    for group in _groups(lines, "condition").values():
+        ideal = [_median(group, name) for name in ("ideal", "ideal_f_dp")] if "ideal" in group[0] else ()
+        name = "language model" + (", no noise" if group[0]["epsilon"] is None else "")
+        yield _measured(name, group, group[0]["epsilon"], _OWN, ideal=ideal)
+
+
+def _vault(lines: Sequence[Line]) -> Iterator[_Bounds]:
+    for line in lines:
+        yield _Bounds(audit=f"vault, {line['observer']}", claim=line["charged"], f_dp=[line["found"]])
+
+
+def _repeated(lines: Sequence[Line]) -> Iterator[_Bounds]:
+    for line in lines:
+        one_run, f_dp = ([line[f"{name}_mean"], line[f"{name}_largest"]] for name in _OWN)
+        values = {"above": max(line[f"{name}_above"] for name in _OWN), "num_runs": line["num_runs"]}
+        yield _Bounds(audit="own audit", claim=line["epsilon"], one_run=one_run, f_dp=f_dp, **values)
+
+
+def _full_model(lines: Sequence[Line]) -> Iterator[_Bounds]:
+    for line in lines:
+        yield _measured(f"default run, {line['condition']}", [line], line["epsilon"], _OWN)
+
+
+def _local(lines: Sequence[Line]) -> Iterator[_Bounds]:
+    most, claims = max(line["num_canaries"] for line in lines), sorted({line["claim"] for line in lines})
+    for (schedule, claim, num), group in sorted(_groups(lines, "schedule", "claim", "num_canaries").items()):
+        ideal = [_median(group, name) for name in ("ideal_one_run", "ideal_f_dp")]
+        is_shown = num == most and claim in (claims[0], claims[-1])
+        yield _measured(
+            f"engine, {schedule}", group, claim, ("one_run", "f_dp", "searched"), ideal=ideal, is_shown=is_shown
+        )
+
+
+def _views(lines: Sequence[Line]) -> Iterator[_Bounds]:
     for (schedule,), group in _groups(lines, "schedule").items():
-        claims = [f"{group[0][f'claim_{view}']:.2f}" for view in ("local", "rho", "aggregate")]
-        local, total = f"{_median(group, 'local'):.2f}", f"{_median(group, 'aggregate'):.2f}"
-        rows.append((schedule, claims[0], claims[1], local, claims[2], total))
-    return table(("schedule", "claim local", "claim rho", "found", "claim aggregate", "found"), rows)
+        for view, seen in (("local", "local"), ("rho", "local"), ("aggregate", "aggregate")):
+            is_shown = schedule == lines[0]["schedule"]
+            yield _measured(f"view {view}, {schedule}", group, group[0][f"claim_{view}"], (seen,), is_shown=is_shown)
 
 
-def _clients(lines: Sequence[Line]) -> str:
-    groups = sorted(_groups(lines, "claim").items(), key=itemgetter(0))
-    cells = (
-        f"{_median(group, 'one_run'):.2f} ({_median(group, 'ideal_one_run'):.2f}), largest "
-        f"{max(line['one_run'] for line in group):.2f}"
-        for _, group in groups
-    )
-    above = sum(line["one_run"] > line["claim"] for line in lines)
-    headers = tuple(f"claim {claim:g}" for (claim,), _ in groups)
-    return f"{table(headers, [tuple(cells)])}\n\nAbove the claim: {above} of {len(lines)} runs."
+def _clients(lines: Sequence[Line]) -> Iterator[_Bounds]:
+    claims = sorted({line["claim"] for line in lines})
+    for (claim,), group in sorted(_groups(lines, "claim").items()):
+        ideal, is_shown = [_median(group, "ideal_one_run")], claim in (claims[0], claims[-1])
+        yield _measured("clients", group, claim, ("one_run",), ideal=ideal, is_shown=is_shown)
+
+
+BOUNDS: Mapping[str, Callable[[Sequence[Line]], Iterator[_Bounds]]] = {
+    "language models": _language_models,
+    "vault": _vault,
+    "repeated": _repeated,
+    "full model": _full_model,
+    "local": _local,
+    "views": _views,
+    "clients": _clients,
+}
+"""{kind of the lines: their bounds}, in the order of the table."""
 
 
 def _broken(lines: Sequence[Line]) -> str:
-    rows = (
-        (
-            *(line["name"], line["detector"], f"{line['median']:.3g} ({line['limit']:.4g})"),
-            f"{line['median_correct']:.3g} ({line['limit_correct']:.4g})",
-        )
-        for line in lines
-    )
+    rows = ((line["name"], line["detector"], f"{line['median']:.3g} ({line['limit']:.4g})") for line in lines)
     least = min(lines, key=lambda line: line["num_flagged"] / line["num_seeds"])
     false, seeds = (sum(line[name] for line in lines) for name in ("num_flagged_correct", "num_seeds"))
     told = (
         f"Each broken mechanism is flagged with at least {least['num_flagged']} of {least['num_seeds']} seeds, correct "
         f"ones with {false} of {seeds}."
     )
-    return f"{table(('broken', 'detector', 'median (limit)', 'the correct one'), rows)}\n\n{told}"
+    return f"{table(('broken', 'detector', 'median (limit)'), rows)}\n\n{told}"
 
 
 def _share(line: Line, how: str = "") -> str:
@@ -120,12 +192,11 @@ def _membership(lines: Sequence[Line]) -> str:
         most = max(attacks, key=lambda name, attacks=attacks: attacks[name]["rates"][-1][1])  # type: ignore[misc]
         losses = f"{line['loss_members']:.2f}, {line['loss_others']:.2f}"
         found = (f"{_auc(attacks[highest])}, {highest}", f"{_at_one_percent(attacks[most])}, {most}")
-        rows.append((_run(line), losses, f"{line['accuracy']:.3f}", *found))
-    counts = (f"{e['corpus']} {e['num_members']} and {e['num_others']}" for e in lines if e["epsilon"] is None)
-    curves = (f"[{_run(line)}](audit-roc-{_run(line).replace(' ', '-')}.png)" for line in lines)
+        name = f"[{_run(line)}](audit-roc-{_run(line).replace(' ', '-')}.png)"
+        rows.append((name, losses, f"{line['accuracy']:.3f}", *found))
+    counts = sorted({f"{line['num_members']} and {line['num_others']}" for line in lines})
     headers = ("corpus and run", "losses", "accuracy", "highest AUC", f"most {_AT_ONE_PERCENT}")
-    told = f"Members and non-members: {'; '.join(counts)}. ROC curves of all attacks: {', '.join(curves)}."
-    return f"{table(headers, rows)}\n\n{told}"
+    return f"{table(headers, rows)}\n\nMembers and others: {'; '.join(counts)}."
 
 
 def _run(line: Line) -> str:
@@ -144,21 +215,15 @@ def _at_one_percent(attack: Mapping[str, Any]) -> str:
     return f"{100 * found:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-# Forms that hardly differ from the model as trained, and so have no column.
-_SAME = ("shared basis", "float16")
-
-
 def _forms(lines: Sequence[Line]) -> str:
-    rows = []
-    for line in lines:
-        other, uploads = line["forms"]["deduplicated"], line["uploads"]
-        forms = (_auc(line["attacks"]["LiRA"]), _auc(other), f"{other['distance']:.2g}")
-        rows.append((_run(line), *forms, _auc(uploads), _at_one_percent(uploads)))
-    apart = max(abs(e["forms"][form]["auc"][0] - e["attacks"]["LiRA"]["auc"][0]) for e in lines for form in _SAME)
-    farthest = ", ".join(f"{form} {max(line['forms'][form]['distance'] for line in lines):.2g}" for form in _SAME)
-    headers = ("corpus and run", "as trained", "deduplicated", "distance", "uploads", f"uploads, {_AT_ONE_PERCENT}")
-    told = f"{' and '.join(_SAME)} change the AUC by at most {apart:.3f}; their largest distances are {farthest}."
-    return f"{table(headers, rows)}\n\n{told[0].upper()}{told[1:]}"
+    rows = [(_run(line), _auc(line["uploads"]), _at_one_percent(line["uploads"])) for line in lines]
+    told = []
+    for form in ("deduplicated", "shared basis", "float16"):
+        gains = [line["forms"][form]["auc"][0] - line["attacks"]["LiRA"]["auc"][0] for line in lines]
+        farthest = max(line["forms"][form]["distance"] for line in lines)
+        told.append(f"{form} {min(gains):+.3f} to {max(gains):+.3f}, at distances of at most {farthest:.2g}")
+    headers = ("corpus and run", "uploads, AUC of LiRA", f"uploads, {_AT_ONE_PERCENT}")
+    return f"{table(headers, rows)}\n\nAUC of LiRA less that of the model as trained: {'; '.join(told)}."
 
 
 def _extraction(lines: Sequence[Line]) -> str:
@@ -172,59 +237,12 @@ def _extraction(lines: Sequence[Line]) -> str:
     return table(("run", "completed of those included", "completed of those left out"), rows)
 
 
-def _full_model(lines: Sequence[Line]) -> str:
-    rows = (
-        (
-            line["condition"], _claim(line), f"{line['num_correct']} of {line['num_guesses']}",
-            f"{line['epsilon_lower']:.2f}", f"{line['epsilon_lower_f_dp']:.2f}", f"{line['test_accuracy']:.3f}",
-        )
-        for line in lines
-    )  # fmt: skip
-    headers = ("run", "largest epsilon", "right guesses", "lower bound", "by f-DP", "test accuracy")
-    return table(headers, rows)
-
-
-def _language_models(lines: Sequence[Line]) -> str:
-    rows = []
-    for (condition,), group in _groups(lines, "condition").items():
-        group = sorted(group, key=itemgetter("seed"))
-        each = [", ".join(f"{line[name]:.2f}" for line in group) for name in ("epsilon_lower", "epsilon_lower_f_dp")]
-        ideal = f"{_median(group, 'ideal'):.2f}, {_median(group, 'ideal_f_dp'):.2f}" if "ideal" in group[0] else ""
-        right = ", ".join(str(line["num_correct"]) for line in group)
-        rows.append((condition, f"{right} of {group[0]['num_guesses']}", *each, ideal))
-    headers = ("epsilon", "right guesses", "lower bounds", "by f-DP", "ideal attacker")
-    dropped = max(line["drop_epsilon_lower"] for line in lines)
-    return f"{table(headers, rows)}\n\nScored by how far their loss fell, the same canaries give at most {dropped:.2f}."
-
-
-def _vault(lines: Sequence[Line]) -> str:
-    rows = ((line["observer"], f"{line['charged']:.2f}", f"{line['found']:.2f}") for line in lines)
-    return table(("reads", "charged", "lower bound"), rows)
-
-
-def _repeated(lines: Sequence[Line]) -> str:
-    told = (
-        f"{how} of {line['num_runs']} runs, claim {line['epsilon']:g}: mean {line[f'{name}_mean']:.2f}, largest "
-        f"{line[f'{name}_largest']:.2f}, above the claim {line[f'{name}_above']} times."
-        for line in lines
-        for how, name in (("One-run bounds", "epsilon_lower"), ("f-DP bounds", "epsilon_lower_f_dp"))
-    )
-    return "\n".join(told)
-
-
 TABLES: Mapping[str, Callable[[Sequence[Line]], str]] = {
-    "local": _local,
-    "views": _views,
-    "clients": _clients,
     "broken": _broken,
     "coverage": _coverage,
     "graded": _graded,
     "membership": _membership,
     "forms": _forms,
     "extraction": _extraction,
-    "full-model": _full_model,
-    "language-models": _language_models,
-    "vault": _vault,
-    "repeated": _repeated,
 }
 """{block of the page: from the lines of that kind}."""
