@@ -34,14 +34,12 @@ class Corpus:
         files: that the data folder must hold.
         sharing: the configuration's keys that say which client has which records.
         named: whether the recipe's constants were chosen with these data in view; the others are untuned.
-        targets: {epsilon: accuracy} that the default must reach on the local view.
     """
 
     frames: Callable[[Path, int], Frames]
     files: tuple[str, ...] = ()
     sharing: tuple[tuple[str, Any], ...] = (("partition", "iid"), ("num_clients", 5))
     named: bool = True
-    targets: tuple[tuple[float, float], ...] = ()
 
 
 def missing_file(name: str, data: Path) -> str | None:
@@ -151,20 +149,17 @@ CORPORA = {
     "embedded": Corpus(
         frames=_embedded,
         sharing=(("partition", "natural"), ("client_column", "client")),
-        targets=((2.0, 0.77), (8.0, 0.82)),
     ),
-    "SST-2 6,000 iid": Corpus(frames=_sst2(_MOST), files=_SST2, targets=((2.0, 0.805), (8.0, 0.815))),
+    "SST-2 6,000 iid": Corpus(frames=_sst2(_MOST), files=_SST2),
     "SST-2 6,000 Dirichlet": Corpus(
         frames=_sst2(_MOST),
         files=_SST2,
         sharing=(("partition", "dirichlet"), ("num_clients", 5), ("dirichlet_alpha", 1.0)),
-        targets=((2.0, 0.805), (8.0, 0.815)),
     ),
     "MedQuAD by source": Corpus(
         frames=_medquad(classes=QUESTION_TYPES),
         files=_MEDQUAD,
         sharing=(("partition", "natural"), ("client_column", "client")),
-        targets=((2.0, 0.90), (8.0, 0.925)),
     ),
     "SST-2 5,000": Corpus(frames=_sst2(5000), files=_SST2),
     "SST-2 15,000": Corpus(frames=_sst2(15_000), files=_SST2),

@@ -126,13 +126,11 @@ def _attack_tables(attacks: Sequence[Line]) -> str:
         f"used. The intruder trains on {game['num_subsamples']} guesses and takes the records that the best "
         f"{game['num_best']} share for members. In bold: it beats chance."
     )
-    rows = []
-    for row in attack["rows"]:
-        known = not row["note"]
-        cells = (_success(row), f"{row['test_accuracy']:.3f}") if known else ("", "")
-        rows.append((row["name"] if known else f"{row['name']}: {row['note']}", *cells))
+    rows = [(row["name"], _success(row), f"{row['test_accuracy']:.3f}") for row in attack["rows"] if not row["note"]]
     headers = ("target", f"success by `{attack['comparison']}`", "test accuracy")
-    return f"{text}\n\n{table(headers, rows)}"
+    without = [row["name"] for row in attack["rows"] if row["note"]]
+    told = f"Without a model to attack: {'; '.join(without)}." if without else ""
+    return f"{text}\n\n{table(headers, rows)}\n\n{told}".rstrip()
 
 
 def _success(row: Line) -> str:

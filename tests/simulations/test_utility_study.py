@@ -141,17 +141,13 @@ def line(method, accuracy, *, epsilon=2.0, seed=0, corpus="embedded"):
     return {"key": cell.key, "accuracy": accuracy}
 
 
-def test_the_page_states_what_was_met_and_what_was_not_run(tmp_path):
+def test_the_page_states_what_was_missed_and_what_was_not_run(tmp_path):
     for each in (line("head", 0.775), line("head", 0.785, seed=1), line("recipe", 0.7), line("recipe", 0.7, seed=1)):
         append(tmp_path / RUNS, each)
     tables.write(tmp_path / "page.md", tmp_path / RUNS)
     page = " ".join((tmp_path / "page.md").read_text().split())
-    where = "recipe, embedded, epsilon 2"
-    shown = f">= 0.77 to 0.925 | **1 of 2** | 0.700 ± 0.000 (2 runs) (>= 0.77) | {where} |"
-    assert f"| head and recipe, local | {shown}" in page
     assert "| recipe less head | >= 0 | **0 of 2** | -0.080 ± 0.005 (2 runs) | embedded, epsilon 2, local |" in page
     assert "recipe less head over all 2 pairs of runs: -0.0800 ± 0.0050." in page
-    assert "| auto less head | >= -0.002 | not run |" not in page, "nothing was compared"
     assert "| embedded | head | 0.780 (2 runs) | | | |" in page
     assert "Standard errors are at most 0.005. " in page
     assert "head, local, 97 of 99; " in page

@@ -15,7 +15,7 @@ from simulations.studies.harness import Line, fill, table
 def write(page: Path, lines: Sequence[Line]) -> None:
     """Write the page's tables; those whose lines are missing stay as they are."""
     kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in (*BOUNDS, *TABLES)}
-    kinds["forms"] = kinds["membership"]
+    kinds["coverage"] += [line for line in lines if line["kind"] == "graded"]
     found = {name: TABLES[name](kinds[name]) for name in TABLES if kinds[name]}
     bounds = [row for kind, rows in BOUNDS.items() if kinds[kind] for row in rows(kinds[kind])]
     if bounds:
@@ -121,7 +121,7 @@ def _local(lines: Sequence[Line]) -> Iterator[_Bounds]:
     most, claims = max(line["num_canaries"] for line in lines), sorted({line["claim"] for line in lines})
     for (schedule, claim, num), group in sorted(_groups(lines, "schedule", "claim", "num_canaries").items()):
         ideal = [_median(group, name) for name in ("ideal_one_run", "ideal_f_dp")]
-        is_shown = num == most and claim in (claims[0], claims[-1])
+        is_shown = num == most and claim == claims[-1]
         yield _measured(
             f"engine, {schedule}", group, claim, ("one_run", "f_dp", "searched"), ideal=ideal, is_shown=is_shown
         )
@@ -137,7 +137,7 @@ def _views(lines: Sequence[Line]) -> Iterator[_Bounds]:
 def _clients(lines: Sequence[Line]) -> Iterator[_Bounds]:
     claims = sorted({line["claim"] for line in lines})
     for (claim,), group in sorted(_groups(lines, "claim").items()):
-        ideal, is_shown = [_median(group, "ideal_one_run")], claim in (claims[0], claims[-1])
+        ideal, is_shown = [_median(group, "ideal_one_run")], claim == claims[-1]
         yield _measured("clients", group, claim, ("one_run",), ideal=ideal, is_shown=is_shown)
 
 
@@ -154,34 +154,34 @@ BOUNDS: Mapping[str, Callable[[Sequence[Line]], Iterator[_Bounds]]] = {
 
 
 def _broken(lines: Sequence[Line]) -> str:
-    rows = ((line["name"], line["detector"], f"{line['median']:.3g} ({line['limit']:.4g})") for line in lines)
+    rows = [
+        (detector, "; ".join(line["name"] for line in group))
+        for (detector,), group in _groups(lines, "detector").items()
+    ]
     least = min(lines, key=lambda line: line["num_flagged"] / line["num_seeds"])
     false, seeds = (sum(line[name] for line in lines) for name in ("num_flagged_correct", "num_seeds"))
     told = (
         f"Each broken mechanism is flagged with at least {least['num_flagged']} of {least['num_seeds']} seeds, correct "
         f"ones with {false} of {seeds}."
     )
-    return f"{table(('broken', 'detector', 'median (limit)'), rows)}\n\n{told}"
-
-
-def _share(line: Line, how: str = "") -> str:
-    return f"{100 * line[f'num_exceeding{how}'] / line['trials']:.2f} %"
+    return f"{table(('detector', 'broken mechanisms'), rows)}\n\n{told}"
 
 
 def _coverage(lines: Sequence[Line]) -> str:
-    rows = []
-    for (mechanism,), group in _groups(lines, "mechanism").items():
-        epsilons, counts = (sorted({line[name] for line in group}) for name in ("epsilon", "num_canaries"))
-        worst = max(group, key=lambda line: line["num_exceeding"] / line["trials"])
-        listed = (", ".join(f"{value:.3g}" for value in epsilons), ", ".join(map(str, counts)))
-        rows.append((mechanism, *listed, _share(worst)))
+    known = [line for line in lines if line["kind"] == "coverage"]
+    rows = [_worst(mechanism, group, "") for (mechanism,), group in _groups(known, "mechanism").items()]
+    if graded := [line for line in lines if line["kind"] == "graded"]:
+        for how, name in (("_fixed", "fixed"), ("_unpaid", "best of 15, unpaid"), ("_paid", "best of 15, paid")):
+            rows.append(_worst(f"graded, {name}", graded, how))
     return table(("mechanism", "epsilons", "canaries", "above, at most"), rows)
 
 
-def _graded(lines: Sequence[Line]) -> str:
-    hows = ("_fixed", "_unpaid", "_paid")
-    rows = ((f"{each['epsilon']:g}", each["num_canaries"], *(_share(each, how) for how in hows)) for each in lines)
-    return table(("epsilon", "canaries", "fixed", "best, unpaid", "best, paid"), rows)
+def _worst(mechanism: str, lines: Sequence[Line], how: str) -> Sequence[str]:
+    """The row of the share that is largest."""
+    epsilons, counts = (sorted({line[name] for line in lines}) for name in ("epsilon", "num_canaries"))
+    worst = max(lines, key=lambda line: line[f"num_exceeding{how}"] / line["trials"])
+    listed = (", ".join(f"{value:.3g}" for value in epsilons), ", ".join(map(str, counts)))
+    return mechanism, *listed, f"{100 * worst[f'num_exceeding{how}'] / worst['trials']:.2f} %"
 
 
 def _membership(lines: Sequence[Line]) -> str:
@@ -193,10 +193,11 @@ def _membership(lines: Sequence[Line]) -> str:
         losses = f"{line['loss_members']:.2f}, {line['loss_others']:.2f}"
         found = (f"{_auc(attacks[highest])}, {highest}", f"{_at_one_percent(attacks[most])}, {most}")
         name = f"[{_run(line)}](audit-roc-{_run(line).replace(' ', '-')}.png)"
-        rows.append((name, losses, f"{line['accuracy']:.3f}", *found))
+        rows.append((name, losses, f"{line['accuracy']:.3f}", *found, _auc(line["uploads"])))
     counts = sorted({f"{line['num_members']} and {line['num_others']}" for line in lines})
-    headers = ("corpus and run", "losses", "accuracy", "highest AUC", f"most {_AT_ONE_PERCENT}")
-    return f"{table(headers, rows)}\n\nMembers and others: {'; '.join(counts)}."
+    headers = ("run", "losses", "accuracy", "highest AUC", f"most {_AT_ONE_PERCENT}", "AUC of uploads")
+    told = f"Members and others: {'; '.join(counts)}. AUC of LiRA less that of the model as trained: {_forms(lines)}."
+    return f"{table(headers, rows)}\n\n{told}"
 
 
 def _run(line: Line) -> str:
@@ -216,14 +217,13 @@ def _at_one_percent(attack: Mapping[str, Any]) -> str:
 
 
 def _forms(lines: Sequence[Line]) -> str:
-    rows = [(_run(line), _auc(line["uploads"]), _at_one_percent(line["uploads"])) for line in lines]
+    """What each form of a model changes of its AUC, and its largest distance."""
     told = []
     for form in ("deduplicated", "shared basis", "float16"):
         gains = [line["forms"][form]["auc"][0] - line["attacks"]["LiRA"]["auc"][0] for line in lines]
         farthest = max(line["forms"][form]["distance"] for line in lines)
         told.append(f"{form} {min(gains):+.3f} to {max(gains):+.3f}, at distances of at most {farthest:.2g}")
-    headers = ("corpus and run", "uploads, AUC of LiRA", f"uploads, {_AT_ONE_PERCENT}")
-    return f"{table(headers, rows)}\n\nAUC of LiRA less that of the model as trained: {'; '.join(told)}."
+    return "; ".join(told)
 
 
 def _extraction(lines: Sequence[Line]) -> str:
@@ -240,9 +240,7 @@ def _extraction(lines: Sequence[Line]) -> str:
 TABLES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "broken": _broken,
     "coverage": _coverage,
-    "graded": _graded,
     "membership": _membership,
-    "forms": _forms,
     "extraction": _extraction,
 }
 """{block of the page: from the lines of that kind}."""
