@@ -5,7 +5,9 @@ at the end of the page names cells of that row; each number of the link's text m
 
     the head stays [0.034 below a probe][probe].
 
-    [probe]: ../results/utility.md#targets "head less linear probe, epsilon 8 | MedQuAD source of answer"
+    [probe]: ../results/utility.md#corpora-that-chose-nothing "MedQuAD source of answer"
+
+A page of results cites rows of its own tables, by the anchor alone.
 
 Lines are out of date once a commit after theirs changes the code that decides their figures. If a change moves no
 figure, `CHECKED` names the commit up to which that was made sure. Where the history is missing, nothing is known.
