@@ -217,7 +217,7 @@ def _at_one_percent(attack: Mapping[str, Any]) -> str:
 
 
 def _forms(lines: Sequence[Line]) -> str:
-    """What each form of a model changes of its AUC, and its largest distance."""
+    """How far each form of a model changes its AUC, and its largest distance."""
     told = []
     for form in ("deduplicated", "shared basis", "float16"):
         gains = [line["forms"][form]["auc"][0] - line["attacks"]["LiRA"]["auc"][0] for line in lines]
