@@ -99,7 +99,7 @@ def runs(small_run, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["single", "summed"])
+@pytest.mark.parametrize("name", [pytest.param("single", marks=pytest.mark.slow), "summed"])
 def test_the_evidence_of_a_run_is_confirmed(runs, name, tmp_path):
     values = as_json("evidence", runs / name, "--out", tmp_path / "bundle.zip")
     code, lines = verified(tmp_path / "bundle.zip", "--head", values["heads"]["run"])

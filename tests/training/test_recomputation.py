@@ -51,7 +51,13 @@ def test_gradients_have_the_same_bits(kind, layers):
 
 
 @pytest.mark.parametrize(
-    "options", [{"trains": "lora-b"}, {"trains": "lora-r"}, {"trains": "weights"}, {"bfloat16": True}]
+    "options",
+    [
+        pytest.param({"trains": "lora-b"}, marks=pytest.mark.slow),
+        {"trains": "lora-r"},
+        pytest.param({"trains": "weights"}, marks=pytest.mark.slow),
+        {"bfloat16": True},
+    ],
 )
 def test_they_have_whatever_is_trained_and_in_bfloat16(options):
     plain, recomputing = models("llama", **options)

@@ -261,8 +261,9 @@ def test_whatever_frames_it_sends_nothing_unpaid_comes_back(folder, settings, va
         pytest.skip("one user: the answers were looked at, whether it can open the files was not")
 
 
-def test_two_hundred_at_once_are_all_answered(settings, vault, honest):
-    with ThreadPoolExecutor(200) as pool:
-        responses = list(pool.map(lambda index: ask(settings.socket, honest[index % 2]), range(200)))
-    assert len(responses) == 200
-    assert check_paid(settings, responses) in (0, 100)
+@pytest.mark.parametrize("num", [70, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_at_once_are_all_answered(settings, vault, honest, num):
+    with ThreadPoolExecutor(num) as pool:
+        responses = list(pool.map(lambda index: ask(settings.socket, honest[index % 2]), range(num)))
+    assert len(responses) == num
+    assert check_paid(settings, responses) in (0, num // 2)
