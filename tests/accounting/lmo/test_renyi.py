@@ -36,7 +36,7 @@ def test_theorem_4_2_is_too_small_and_is_not_zero_at_sensitivity_zero():
     assert theorem_4_2(EXAMPLE, ORDERS) == pytest.approx(published(EXAMPLE, ORDERS))
 
 
-def test_equation_1_as_printed_calls_almost_no_noise_private():
+def test_equation_1_as_printed_calls_noise_near_zero_private():
     almost_none = Columns.of(uniform(1.1, 1.1))
     epsilons = equation_1(published(almost_none, [2, 128]), [2, 128], 1e-10)
     assert epsilons[1] < 0 < 2 < epsilons[0]
