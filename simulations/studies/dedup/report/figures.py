@@ -12,10 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from PIL import Image
 
-from simulations.studies.dedup.cells import IN_STEPS
-from simulations.studies.dedup.report import searches, settings, validation
+from simulations.studies.dedup.report import searches, settings
 from simulations.studies.dedup.report.paper import EIGHT
-from simulations.studies.dedup.report.results import DedupResults, accuracies, by_target, found
+from simulations.studies.dedup.report.results import DedupResults, by_target, found
 
 INK, GRID = "#1d2126", "#d5d9de"
 BLUE, RED, GREEN, PURPLE, BROWN, GREY = "#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#5a5a5a"
@@ -84,30 +83,6 @@ def single_models(results: DedupResults) -> Figure | None:
             _draw_models(lower, names, measured.get(search, {}), search, colour, marker)
         for name, colour, marker in ((searches.ORIGINAL, INK, "_"), (searches.RETRAIN, PURPLE, "*")):
             _draw_models(lower, names, measured.get(name, {}), name, colour, marker)
-        _name_models(results, upper, lower, names)
-    panels[0].set_ylabel("C.R. %", fontsize=8)
-    panels[len(here)].set_ylabel("accuracy, test", fontsize=8)
-    return _finished(figure, panels, len(panels))
-
-
-def private_models(results: DedupResults) -> Figure | None:
-    """Figure 7: C.R. above and accuracy below of each model of B2 and B3, public validation against validation."""
-    here = [name for name in validation.BY_MODEL if results.table(name, validation.PRIVATE)]
-    if not here:
-        return None
-    figure, panels = _grid("Private validation by model (the paper's Figure 7)", 2, len(here), width=4.2)
-    for place, scenario in enumerate(here):
-        upper, lower = panels[place], panels[len(here) + place]
-        upper.set_title(scenario, fontsize=9)
-        colour, marker = _SEARCHES[validation.SEARCH]
-        arms = {
-            f"{validation.SEARCH}, public": (results.cells(scenario, validation.PUBLIC, validation.SEARCH), marker),
-            f"{IN_STEPS}, private": (results.cells(scenario, validation.PRIVATE, IN_STEPS), "x"),
-        }
-        names = list(dict.fromkeys(name for each, _ in arms.values() for name in by_target(each)))
-        for label, (each, marker) in arms.items():
-            _draw_models(upper, names, by_target(each), label, colour, marker)
-            _draw_models(lower, names, accuracies(each, "test", after=True), label, colour, marker)
         _name_models(results, upper, lower, names)
     panels[0].set_ylabel("C.R. %", fontsize=8)
     panels[len(here)].set_ylabel("accuracy, test", fontsize=8)

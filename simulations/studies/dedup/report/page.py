@@ -114,12 +114,6 @@ SECTIONS = (
     Section(searches.individual, figures.single_models, "dedup-figure-4.png", "C.R. and accuracy of single models"),
     Section(validation.minilm),
     Section(validation.private),
-    Section(
-        validation.by_model,
-        figures.private_models,
-        "dedup-figure-7.png",
-        "Public and private validation of the models of B2 and B3",
-    ),
     Section(settings.other_settings),
     Section(settings.thresholds),
     Section(

@@ -22,10 +22,7 @@ ROUNDING = 2e-6
 
 CHECK = "check.json"
 _FILES = {"models": "models.jsonl", "runs": "runs.jsonl", "retrained": "retrain.jsonl", "serving": "serving.jsonl"}
-_OF_OUTCOMES = (
-    *("name", "bases", "num_blocks", "num_replaced", "num_records", "records_needed", "bound", "loss_limit"),
-    *("utility_before", "utility_after", "epsilon_before", "epsilon_after", "epsilons"),
-)
+_OF_OUTCOMES = ("name", "bases", "num_blocks", "num_replaced", "epsilon_before", "epsilon_after")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +72,14 @@ def keep(out: Path, path: Path) -> None:
     if (out / CHECK).is_file():
         found["checked"] = [json.loads((out / CHECK).read_text())]
     for run in found["runs"]:
-        run["outcomes"] = [{key: outcome[key] for key in _OF_OUTCOMES if key in outcome} for outcome in run["outcomes"]]
+        names = [outcome["name"] for outcome in targets(run)]
+        run["outcomes"] = [
+            {key: outcome[key] for key in (*_OF_OUTCOMES, *(["epsilons"] if outcome["bases"] else []))}
+            for outcome in run["outcomes"]
+        ]
+        run["accuracy"] = {
+            split: {name: values[name] for name in names if name in values} for split, values in run["accuracy"].items()
+        }
     kept = [{"part": part, **_rounded(line)} for part, several in found.items() for line in several]
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
