@@ -36,6 +36,10 @@ DECIDED_BY: Mapping[str, tuple[str, ...]] = {
         *("fedpriv/audit", "fedpriv/mechanisms", "fedpriv/training/clipping.py", "fedpriv/training/stacked.py"),
         *("simulations/studies/audit", ":(exclude)simulations/studies/audit/tables.py"),
     ),
+    "dedup": (
+        "fedpriv/dedup",
+        *(f"simulations/studies/dedup/{name}.py" for name in ("cells", "data", "dp_sgd", "run", "scenarios", "train")),
+    ),
     "language_models": (*_RECIPE, "fedpriv/training/public_factors.py"),
     "persons": _RECIPE,
     "secure_aggregation": (*_RECIPE, "fedpriv/accounting/views.py"),
@@ -44,6 +48,7 @@ DECIDED_BY: Mapping[str, tuple[str, ...]] = {
 # Up to this commit no change of that code moved a figure of lines that are older.
 CHECKED: Mapping[str, str] = {
     "audit": "e60458cf",
+    "dedup": "00a746f2",
     "language_models": "5f17291e",
     "persons": "81331c34",
     "secure_aggregation": "81331c34",
