@@ -95,6 +95,8 @@ def count_correct(store: Store, run: Path, name: str, bench: Workbench, chosen: 
         tensors = {key: torch.from_numpy(value.copy()) for key, value in store.tensors(name).items()}
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         model = adapters.load(bench.base.name, folder)
+    if bench.config.base_dtype == "bfloat16":  # as the run computed, since rounding can turn an answer
+        adapters.to_bfloat16(model)
     correct = 0
     for index in chosen:
         batch = collate(bench.test.items([index]))
