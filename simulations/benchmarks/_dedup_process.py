@@ -140,6 +140,7 @@ def measure(job: ArmJob) -> ArmFigures:
     Raises:
         StoreError: the store is damaged, or a load did not give the variant.
     """
+    _return_freed_memory()
     workloads: dict[str, Workload] = pickle.loads(job.workloads)
     for workload in {id(workload): workload for workload in workloads.values()}.values():
         workload.infer()  # which allocates what the first inference needs
@@ -247,6 +248,16 @@ def _release_weights(targets: Targets) -> None:
         trim(0)
 
 
+def _return_freed_memory() -> None:
+    """Have the C library give back every large block that is freed; by itself it keeps those of sizes seen before.
+
+    Models of several architectures take turns, and what it kept of one would not serve another.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_MMAP_THRESHOLD, 2**17)
+
+
 def _mapped_at_once(job: ArmJob) -> int:
     """The address space of files that an arm maps while it reads them, which holds no weights of its own."""
     paths = _files_of(job.store) if job.arm == "store" else [*job.files.values()]
@@ -262,6 +273,8 @@ ARMS = ("store", "safetensors", "straight", "mmap")
 """The store's registry; safetensors' `load_file`, copied into the model; the file read straight into the model's
 memory; and the file mapped, its tensors taken as they are"""
 
+
+_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 IN_FLIGHT_BYTES = 16 * 2**20
 """Added to every arm's memory, for pages under way."""
