@@ -75,13 +75,15 @@ def measured(name: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """The processor, its cores that this process may use, and the memory in GiB."""
+    """The processor, its cores that this process may use, the memory in GiB, and the threads if they were bounded."""
     model = platform.machine()
     if Path("/proc/cpuinfo").is_file():
         named = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         model = named[0].partition(":")[2].strip() if named else model
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"processor": model, "cores": len(os.sched_getaffinity(0)), "gib": round(memory)}
+    found = {"processor": model, "cores": len(os.sched_getaffinity(0)), "gib": round(memory)}
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return found if threads is None else {**found, "threads": int(threads)}
 
 
 def newest(found: Iterable[Line]) -> dict[str, Line]:
@@ -100,7 +102,7 @@ def _summary(found: dict[str, Line]) -> str:
         shown = f"`{' '.join([name, *line['command'].split()[3:]])}`"
         for number, claim in enumerate(line["claims"]):
             figure, target = _figure_and_target(claim)
-            verdict = "" if claim.get("met", True) else "**missed**: "
+            verdict = "**missed**: " if claim.get("met") is False else ""
             rows.append((shown if number == 0 else "", claim["claim"], figure, verdict + target))
     made: dict[str, dict[str, list[str]]] = {}
     for name, line in sorted(found.items()):
@@ -118,7 +120,8 @@ def _summary(found: dict[str, Line]) -> str:
 def _place(line: Line) -> str:
     """The machine, and the version that decides most of its times."""
     on = line["machine"]
-    return f"{on['processor']}, {on['cores']} cores, {on['gib']} GiB, torch {line['software']['torch']}"
+    threads = f", OMP_NUM_THREADS={on['threads']}" if "threads" in on else ""
+    return f"{on['processor']}, {on['cores']} cores, {on['gib']} GiB, torch {line['software']['torch']}{threads}"
 
 
 def _figure_and_target(claim: Line) -> tuple[str, str]:

@@ -50,11 +50,13 @@ def test_a_benchmark_leaves_a_line_and_the_page_shows_it(tmp_path, monkeypatch, 
 
 
 def test_the_newest_line_of_each_counts_and_the_others_are_named(tmp_path):
-    older, newer = (line("dp_step", CLAIM | {"ratio": ratio}) for ratio in (2.0, 1.2345))
+    unjudged = {"claim": "a small one over other", "ratio": 1.6, "target": 1.1, "met": None}
+    older, newer = (line("dp_step", CLAIM | {"ratio": ratio}, unjudged) for ratio in (2.0, 1.2345))
     page = tmp_path / "page.md"
     benchmarks.write_page(page, benchmarks.newest([older, newer]))
     text = page.read_text()
     assert "| `dp_step` | one over other | 1.23 | **missed**: 1.1 |" in text
+    assert "|  | a small one over other | 1.6 | 1.1 |" in text
     assert "| 2 |" not in text
     assert "Without a line yet: `accounting_scale`, " in text
 
