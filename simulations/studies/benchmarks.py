@@ -92,7 +92,7 @@ def newest(found: Iterable[Line]) -> dict[str, Line]:
 
 
 def write_page(page: Path, found: dict[str, Line]) -> None:
-    """Write a table of all claims between the page's markers; what a benchmark printed stays in its line."""
+    """Write a table between the page's markers, of claims with a verdict, or all where none has one; lines keep the rest."""
     fill(page, {"summary": _summary(found)})
 
 
@@ -100,7 +100,8 @@ def _summary(found: dict[str, Line]) -> str:
     rows = []
     for name, line in sorted(found.items()):
         shown = f"`{' '.join([name, *line['command'].split()[3:]])}`"
-        for number, claim in enumerate(line["claims"]):
+        judged = [claim for claim in line["claims"] if None not in (claim.get("target"), claim.get("met", True))]
+        for number, claim in enumerate(judged or line["claims"]):
             figure, target = _figure_and_target(claim)
             verdict = "**missed**: " if claim.get("met") is False else ""
             rows.append((shown if number == 0 else "", claim["claim"], figure, verdict + target))
