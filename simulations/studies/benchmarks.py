@@ -92,7 +92,7 @@ def newest(found: Iterable[Line]) -> dict[str, Line]:
 
 
 def write_page(page: Path, found: dict[str, Line]) -> None:
-    """Write a table between the page's markers, of claims with a verdict, or all where none has one; lines keep the rest."""
+    """Write a table between the page's markers: claims with a verdict, or all if none has one; lines keep the rest."""
     fill(page, {"summary": _summary(found)})
 
 
