@@ -38,7 +38,6 @@ import json
 import pickle
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -54,11 +53,9 @@ from fedpriv import texts
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.errors import InputError, StoreError
 from fedpriv.variants import folders
-from fedpriv.variants.blocks import BlockLayout, Tensors, layout_of
-from fedpriv.variants.composition import History
-from fedpriv.variants.folders import Described
-from fedpriv.variants.kept import VariantFolders
+from fedpriv.variants.blocks import BlockLayout, layout_of
 from fedpriv.variants.store import Store
+from simulations.benchmarks import _adapter_readers
 from simulations.benchmarks._bounded_memory import kind_of, read_speed, temporary_group
 from simulations.benchmarks._dedup_process import ARMS, Arm, ArmFigures, ArmJob, Workload, digest, in_a_process
 from simulations.benchmarks._plain_files import read_header
@@ -332,7 +329,7 @@ def is_late(name: str) -> bool:
     return name.startswith(("encoder.layer.4.", "encoder.layer.5.", "pooler."))
 
 
-ADAPTERS, ADAPTER_BLOCK, ADAPTER_SHARE, NUM_ADAPTERS = "adapters", 64, 0.4, 50
+ADAPTERS = "adapters"
 CASES = {
     "cluster": VariantKind(num_variants=8, block_size=1024, share=2 / 3, may_differ=is_late),
     "scattered": VariantKind(num_variants=12, block_size=16_384, share=0.1, may_differ=lambda _name: True),
@@ -360,69 +357,6 @@ def changed(
             blocks[own] += generator.standard_normal((len(own), case.block_size), np.float32)
     late = {name: values + np.float32(generator.normal()) for name, values in extras.items() if is_late(name)}
     return dict(layout.from_blocks(blocks, {**extras, **late}))
-
-
-def make_adapters(folder: Path, num_variants: int) -> None:
-    """LoRA of MiniLM's last layer and a head for each variant, in a store and in folders of their own."""
-    generator = np.random.default_rng(0)
-    shapes: dict[str, tuple[int, ...]] = {
-        "query.lora_A": (8, 384),
-        "query.lora_B": (384, 8),
-        "value.lora_A": (8, 384),
-        "value.lora_B": (384, 8),
-    }
-    shapes |= {"classifier.weight": (8, 384), "classifier.bias": (8,)}
-    layout = layout_of({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, ADAPTER_BLOCK)
-    shared = generator.standard_normal((layout.num_blocks, ADAPTER_BLOCK), np.float32)
-    with Store(folder / "store") as store:
-        for number in range(num_variants):
-            name, own = f"v{number}", generator.random(layout.num_blocks) < ADAPTER_SHARE
-            blocks = np.where(own[:, None], generator.standard_normal(shared.shape, np.float32), shared)
-            tensors = layout.from_blocks(blocks, {"classifier.bias": np.zeros(8, np.float32)})
-            described = Described(
-                name=name,
-                architecture="MiniLM",
-                utility=None,
-                epsilon_bound=0.0,
-                utility_bound=0.0,
-                deltas={},
-                history=History(name=name),
-            )
-            store.add(name, layout, *layout.to_blocks(tensors), described=described)
-            folders.write(folder / "variants" / name, described, tensors)
-
-
-def measure_adapters(folder: Path, num_variants: int, num_queries: int, repeats: int) -> list[dict[str, Any]]:
-    """Claims about loading adapters by the readers of a server, the store's and that of folders."""
-    make_adapters(folder, num_variants)
-    own = VariantFolders(folder / "variants")
-    queries = _queries(own.names, num_queries, seed=0)
-    with Store(folder / "store", read_only=True) as store:
-        arms: dict[str, Callable[[str], Tensors]] = {
-            "the store": store.tensors,
-            "a folder each": own.tensors,
-            "`load_file`, unchecked": lambda name: safetensors.numpy.load_file(own.path / name / "model.safetensors"),
-        }
-        for name in own.names:
-            given = {digest(load(name)) for load in arms.values()}
-            if len(given) > 1:
-                raise StoreError(f"variant {name!r}: was not loaded bit for bit")
-        seconds = {arm: list[float]() for arm in arms}
-        for _ in range(repeats):
-            for arm, load in arms.items():
-                began = time.perf_counter()
-                for name in queries:
-                    load(name)
-                seconds[arm].append(time.perf_counter() - began)
-    middle = {arm: float(np.median(taken)) / num_queries for arm, taken in seconds.items()}
-    print("adapters: " + ", ".join(f"{arm} {1e6 * each:.0f} microseconds a load" for arm, each in middle.items()))
-    claim = "adapters: loading of checked variants, a folder each / the store"
-    ratio = middle["a folder each"] / middle["the store"]
-    unchecked = middle["`load_file`, unchecked"] / middle["the store"]
-    return [
-        {"claim": claim, "ratio": ratio, "target": 1.0, "met": ratio >= 1.0},
-        {"claim": "adapters: loading, `load_file` without a check / the store", "ratio": unchecked},
-    ]
 
 
 def claims_of(case: str, reports: list[LoadingReport]) -> list[dict[str, Any]]:
@@ -562,7 +496,7 @@ def _options() -> argparse.ArgumentParser:
     made = parser.add_argument_group("without a store")
     cases = [*CASES, ADAPTERS]
     made.add_argument("--cases", nargs="+", choices=cases, default=cases)
-    made.add_argument("--variants", type=int, help=f"in each case; default 8, 12 and {NUM_ADAPTERS}")
+    made.add_argument("--variants", type=int, help=f"in each case; default 8, 12 and {_adapter_readers.NUM_ADAPTERS}")
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--folder", type=Path, help="a folder with 1.3 GB free; default the system's temporary one")
     given = parser.add_argument_group("for a given store")
@@ -591,9 +525,9 @@ def main(words: Sequence[str] | None = None) -> None:
             for claim in claims_of(name, reports):
                 print(json.dumps(claim))
         if ADAPTERS in arguments.cases:
-            number = arguments.variants or NUM_ADAPTERS
+            number = arguments.variants or _adapter_readers.NUM_ADAPTERS
             with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
-                found = measure_adapters(Path(temporary), number, arguments.queries, arguments.repeats)
+                found = _adapter_readers.measure_adapters(Path(temporary), number, arguments.queries, arguments.repeats)
             for claim in found:
                 print(json.dumps(claim))
         return
