@@ -38,7 +38,11 @@ DECIDED_BY: Mapping[str, tuple[str, ...]] = {
     ),
     "dedup": (
         "fedpriv/dedup",
-        *(f"simulations/studies/dedup/{name}.py" for name in ("cells", "data", "dp_sgd", "run", "scenarios", "train")),
+        "simulations/studies/dedup",
+        *(
+            f":(exclude)simulations/studies/dedup/{name}"
+            for name in ("__main__.py", "check.py", "serving.py", "report")
+        ),
     ),
     "language_models": (*_RECIPE, "fedpriv/training/public_factors.py"),
     "persons": _RECIPE,

@@ -149,9 +149,9 @@ def rows_of(catalogue: NDArray[Any], blocks: NDArray[np.integer[Any]]) -> NDArra
     """[k] The rows of the blocks with numbers [k]; -1 where the catalogue has no such block."""
     numbers = catalogue["block"]
     if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1:  # as before any compaction: none is left out
-        rows = blocks - numbers[0]
-        return np.where((rows >= 0) & (rows < len(numbers)), rows, -1)
-    rows = np.searchsorted(numbers, blocks)
-    known = rows < len(numbers)
+        rows = np.asarray(blocks, np.int64) - numbers[0]
+    else:
+        rows = np.searchsorted(numbers, blocks)
+    known = (rows >= 0) & (rows < len(numbers))
     known[known] = numbers[rows[known]] == blocks[known]
     return np.where(known, rows, -1)

@@ -253,13 +253,13 @@ class Store:
                 return self._basis(manifest.basis, manifest.layout).tensors(extras)
         rows = self.rows(manifest.blocks)
         present = rows < len(self._mapped)
-        if present.all():
+        if are_present := bool(present.all()):
             blocks = self._mapped[rows]
         else:
             blocks = np.zeros((len(rows), manifest.layout.block_size), manifest.layout.dtype)
             blocks[present] = self._mapped[rows[present]]
         whole = manifest.blocks_sha256
-        if whole is None or not present.all() or array_sha256(blocks) != whole:
+        if whole is None or not are_present or array_sha256(blocks) != whole:
             damaged = damaged_tensors(manifest, ~present | damaged_rows(blocks, self._catalogue[rows]))
             if whole is not None:  # rows may be sound, yet not those of the model: then the catalogue is damaged
                 damaged = [*damaged, f"model {name!r}: its blocks are not those of its digest"]

@@ -26,13 +26,9 @@ ADAPTER_BLOCK, ADAPTER_SHARE = 64, 0.4
 def make_adapters(folder: Path, num_variants: int) -> None:
     """LoRA of MiniLM's last layer and a head for each variant, in a store and in folders of their own."""
     generator = np.random.default_rng(0)
-    shapes: dict[str, tuple[int, ...]] = {
-        "query.lora_A": (8, 384),
-        "query.lora_B": (384, 8),
-        "value.lora_A": (8, 384),
-        "value.lora_B": (384, 8),
-    }
-    shapes |= {"classifier.weight": (8, 384), "classifier.bias": (8,)}
+    shapes: dict[str, tuple[int, ...]] = {"classifier.weight": (8, 384), "classifier.bias": (8,)}
+    for module in ("query", "value"):
+        shapes |= {f"{module}.lora_A": (8, 384), f"{module}.lora_B": (384, 8)}
     layout = layout_of({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, ADAPTER_BLOCK)
     shared = generator.standard_normal((layout.num_blocks, ADAPTER_BLOCK), np.float32)
     with Store(folder / "store") as store:

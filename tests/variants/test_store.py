@@ -496,3 +496,18 @@ def test_a_store_of_version_3_is_read_and_becomes_one_of_today_when_it_is_writte
     flip_block(tmp_path / "s", -200)
     with Store(tmp_path / "s", read_only=True) as store, pytest.raises(StoreError, match="model 'b', tensor"):
         store.tensors("b")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([], [-1, -1, -1, -1]),
+        ([3, 4, 5], [-1, 0, 2, -1]),
+        ([3, 5, 9], [-1, 0, 1, 2]),
+        ([3, 5, 4, 6], [-1, 0, -1, -1]),  # damaged: no block may pass for another one
+    ],
+)
+def test_a_block_has_the_row_of_its_number_or_none(numbers, expected):
+    catalogue = np.zeros(len(numbers), _manifests.CATALOGUE)
+    catalogue["block"] = numbers
+    assert _manifests.rows_of(catalogue, np.array([2, 3, 5, 9])).tolist() == expected

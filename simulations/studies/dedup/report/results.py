@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file
 from simulations.studies.dedup.report.paper import EIGHT, Found
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS, Scenario
 from simulations.studies.harness import Line, lines
@@ -81,9 +82,7 @@ def keep(out: Path, path: Path) -> None:
             split: {name: values[name] for name in names if name in values} for split, values in run["accuracy"].items()
         }
     kept = [{"part": part, **_rounded(line)} for part, several in found.items() for line in several]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    temporary.replace(path)
+    replace_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 def _rounded(value: Any) -> Any:
