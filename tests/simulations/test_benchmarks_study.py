@@ -26,6 +26,7 @@ def line(name: str, *claims: dict) -> dict:
         "name": name,
         "command": command,
         "claims": list(claims),
+        "output": ["one over other", "| arm | ms |", "| --- | --- |", "| one | 12 |"],
         "software": SOFTWARE,
     } | MADE
 
@@ -68,6 +69,15 @@ def test_benchmarks_of_one_machine_and_commit_are_named_together(tmp_path):
     text = " ".join((tmp_path / "page.md").read_text().split())
     made = "GiB, torch 2.13.0: commit 01234567, 2026-11-27"
     assert f"P, 2 cores, 23 {made}, `dp_step`, `engine_cost`. P, 4 cores, 23 {made}, `prefix_cache`." in text
+
+
+def test_a_table_that_a_benchmark_printed_stands_where_the_page_names_it(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"<!-- {name}:begin --><!-- {name}:end -->\n" for name in ("summary", "dp_step")))
+    benchmarks.write_page(page, {name: line(name, CLAIM) for name in ("dp_step", "engine_cost")})
+    shown = "<!-- dp_step:begin -->\n\n| arm | ms |\n| --- | --- |\n| one | 12 |\n\n<!-- dp_step:end -->"
+    assert shown in page.read_text()
+    assert page.read_text().count("| one | 12 |") == 1
 
 
 @pytest.mark.parametrize(
