@@ -6,8 +6,12 @@
 SmolLM2-135M-Instruct learns to choose between answers, where the configuration names columns, `answers` and epsilon
 alone, and to answer medical questions freely. The private runs are compared with the same runs without noise, and with
 what a tutorial of peft would do with all records in one place. The grids are those of the DP-LoRA paper: epsilon at
-delta 1e-5, delta at epsilon 2, and ranks at epsilon 8. All cells of a seed have the same test records. Lines whose
-`software` names a `gpu` ran on a part of one, all others on two CPU cores with bfloat16 instructions.
+delta 1e-5, delta at epsilon 2, and ranks at epsilon 8. Lines whose `software` names a `gpu` ran on a part of one, all
+others on two CPU cores with bfloat16 instructions.
+
+The data folder holds medquad.csv.gz, with the first 600 characters of each answer, and sst2_train.csv.gz. The base is
+read from a GGUF file of 4 bits a weight and computed in bfloat16. A seed decides the clients' records, the noise and,
+for MedQuAD and SST-2, the test records, which all cells of a seed share.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ Secure sums are compared with uploads that the server sees, and with one holder 
 federation for each cell and keeps a line of each; cells that have one are not run again. `tables` writes the tables of
 results/secure_aggregation.md and draws its plot. The data folder holds sst2_train.csv.gz, sst2_dev.csv.gz and
 medquad.csv.gz; cells whose files it lacks are skipped. Noise is seeded, and masks are left out, since they cancel
-exactly.
+exactly. Cells train MiniLM for 40 rounds. The cost of colluders is computed for equal clients and the discrete
+mechanism, at sampling probability 0.256, 30 steps and 28,000 values.
 """
 
 from __future__ import annotations
