@@ -74,8 +74,8 @@ class LoadedBase:
 def find(path: Path, *, base: str = "") -> Source:
     """The variants in the folder of a finished run, or in a store of them.
 
-    A run's variants are read from its store if there is one, and those that it does not hold from their own files. A
-    store alone belongs to the run in whose folder it lies.
+    A run's variants are read from its store if there is one, and those that it does not hold, or holds as they were
+    before the run was resumed, from their own files. A store alone belongs to the run in whose folder it lies.
 
     Args:
         path: of the run's folder or of the store.
@@ -128,7 +128,7 @@ def _of_run(run: Path, again: Callable[[], Source]) -> Source:
     num_own = sum(kept.reader(name) is kept.own for name in kept.names)
     origin = str(run / (files.VARIANTS if num_own == len(kept.names) else files.STORE))
     if 0 < num_own < len(kept.names):
-        origin += f", and {num_own} that it does not hold from {run / files.VARIANTS}"
+        origin += f", and {num_own} that it does not hold, or holds as they were, from {run / files.VARIANTS}"
     return _source(kept, _servable(config), labels, origin, again, check=lambda name: kept.reader(name) is kept.own)
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, StoreError
 from fedpriv.variants import folders
 from fedpriv.variants._manifests import CATALOGUE
 from fedpriv.variants._opening import is_store
@@ -208,7 +208,9 @@ class VariantFolders:
 
 
 class StoredOrOwn:
-    """Variants in a store, and those in folders of their own that it does not hold.
+    """Variants in a store, and those in folders of their own that it does not hold, or holds as they were earlier.
+
+    A store may be older than a run that was resumed; then the variant in the folder descends from further uploads.
 
     Args:
         own: the folders.
@@ -217,6 +219,7 @@ class StoredOrOwn:
 
     def __init__(self, own: VariantFolders, stored: Store | None) -> None:
         self.own, self.stored = own, stored
+        self._older: dict[str, bool] = {}
 
     @property
     def names(self) -> list[str]:
@@ -244,8 +247,21 @@ class StoredOrOwn:
         return self.reader(name).is_chosen_privately(name)
 
     def reader(self, name: str) -> KeptVariants:
-        """The reader that has the variant."""
-        return self.stored if self.stored is not None and name in self.stored.names else self.own
+        """The reader that has the variant as it is now."""
+        if self.stored is None or name not in self.stored.names or self._is_older(self.stored, name):
+            return self.own
+        return self.stored
+
+    def _is_older(self, store: Store, name: str) -> bool:
+        """Whether the folder's variant descends from an upload from which the store's does not."""
+        if name not in self._older:
+            try:
+                stored, own = store.describe(name), self.own.describe(name).history.ancestors
+            except (InputError, StoreError):  # there is no such folder, or it is damaged: the store's is what there is
+                stored, own = None, None
+            known = stored.history.ancestors if stored else None
+            self._older[name] = own is not None and known is not None and not own <= known
+        return self._older[name]
 
 
 def open_variants(own: Path, store: Path) -> StoredOrOwn:

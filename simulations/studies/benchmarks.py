@@ -5,7 +5,7 @@
 
 `run` runs one benchmark, with its arguments, or every one with its defaults, each in a process of its own, and appends
 a line: its command, what it printed, the claims, machine, versions, commit and date. `tables` writes the page from the
-newest line of each benchmark. Nothing else should be at work meanwhile.
+newest line of each command. Nothing else should be at work meanwhile.
 """
 
 from __future__ import annotations
@@ -86,40 +86,40 @@ def machine() -> dict[str, Any]:
     return found if threads is None else {**found, "threads": int(threads)}
 
 
-def newest(found: Iterable[Line]) -> dict[str, Line]:
-    """{benchmark: its last line}."""
-    return {line["name"]: line for line in found}
+def newest(found: Iterable[Line]) -> list[Line]:
+    """The last line of each command, by name."""
+    return sorted({line["command"]: line for line in found}.values(), key=lambda line: line["command"])
 
 
-def write_page(page: Path, found: dict[str, Line]) -> None:
+def write_page(page: Path, found: Sequence[Line]) -> None:
     """Write the claims with a verdict, or all if none has one, between the page's markers; lines keep the rest.
 
     Where the page has markers with a benchmark's name, the table that it printed stands between them.
     """
     text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    printed = {name: "\n".join(row for row in line["output"] if row.startswith("|")) for name, line in found.items()}
+    printed = {line["name"]: "\n".join(row for row in line["output"] if row.startswith("|")) for line in found}
     own = {name: rows for name, rows in printed.items() if f"<!-- {name}:begin -->" in text}
     fill(page, {"summary": _summary(found), **own})
 
 
-def _summary(found: dict[str, Line]) -> str:
+def _summary(found: Sequence[Line]) -> str:
     rows = []
-    for name, line in sorted(found.items()):
-        shown = f"`{' '.join([name, *line['command'].split()[3:]])}`"
+    for line in found:
+        shown = f"`{' '.join([line['name'], *line['command'].split()[3:]])}`"
         judged = [claim for claim in line["claims"] if None not in (claim.get("target"), claim.get("met", True))]
         for number, claim in enumerate(judged or line["claims"]):
             figure, target = _figure_and_target(claim)
             verdict = "**missed**: " if claim.get("met") is False else ""
             rows.append((shown if number == 0 else "", claim["claim"], figure, verdict + target))
-    made: dict[str, dict[str, list[str]]] = {}
-    for name, line in sorted(found.items()):
+    made: dict[str, dict[str, dict[str, None]]] = {}
+    for line in found:
         commit = f"commit {line['software']['commit'][:8]}, {line['date']}"
-        made.setdefault(_place(line), {}).setdefault(commit, []).append(f"`{name}`")
+        made.setdefault(_place(line), {}).setdefault(commit, {})[f"`{line['name']}`"] = None
     origins = ". ".join(
         f"{place}: " + "; ".join(f"{commit}, {', '.join(names)}" for commit, names in commits.items())
         for place, commits in made.items()
     )
-    missing = ", ".join(f"`{name}`" for name in NAMES if name not in found)
+    missing = ", ".join(f"`{name}`" for name in NAMES if name not in {line["name"] for line in found})
     left = f"\n\nWithout a line yet: {missing}." if missing else ""
     return f"{table(('benchmark', 'claim', 'figure', 'target'), rows)}\n\n{origins}.{left}"
 

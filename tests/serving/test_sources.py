@@ -7,11 +7,13 @@ import random
 import shutil
 import tracemalloc
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.aggregation.rules import RULES
 from fedpriv.errors import InputError
 from fedpriv.serving._engine import Weights
@@ -19,7 +21,8 @@ from fedpriv.serving.requests import Classified, DamagedVariantError, Failed, Se
 from fedpriv.serving.sources import VariantMemory, find
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.cache import NoRoomError
-from fedpriv.variants.folders import read_tensors
+from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.folders import describe, read, read_tensors
 from fedpriv.variants.store import Store
 from tests.served import LABELS, ask_classes, save_run, serving
 
@@ -80,7 +83,9 @@ def test_a_run_answers_from_its_store_bit_for_bit_and_from_its_folders_what_that
     assert find(run).origin == str(run / "variants")
     store_of(run, run / "store", names=NAMES[:2])
     both = find(run)
-    assert both.origin == f"{run / 'store'}, and 1 that it does not hold from {run / 'variants'}"
+    assert (
+        both.origin == f"{run / 'store'}, and 1 that it does not hold, or holds as they were, from {run / 'variants'}"
+    )
     for name in NAMES:
         own = read_tensors(run / "variants" / name)
         read = both.readers[name](2**30)
@@ -94,6 +99,30 @@ def test_a_run_answers_from_its_store_bit_for_bit_and_from_its_folders_what_that
     assert [type(answer) for answer in answers(run)] == [Failed, Failed, Classified]
     store_of(shutil.copytree(run, run.parent / "whole"), run / "store", names=NAMES[2:])
     assert find(run).origin.startswith(f"{run / 'store'}, and 2 that")
+
+
+def test_a_variant_of_a_resumed_run_is_not_read_from_the_store_of_before(run):
+    event = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1)
+    uploads = [Upload(data_set="clinic", run="r", round=round_, event=event) for round_ in (1, 2, 3)]
+
+    def described(name, number):
+        kept = read(run / "variants" / name)
+        return replace(kept, history=History(name=name, ancestors=frozenset(uploads[:number])), deltas={"clinic": 1e-5})
+
+    with Store(run / "store") as store:
+        for name in NAMES:
+            tensors = {key: -values for key, values in read_tensors(run / "variants" / name).items()}
+            layout = layout_of(tensors, 64)
+            store.add(name, layout, *layout.to_blocks(tensors), described=described(name, 2))
+    for name, number in zip(NAMES, (3, 2, 1), strict=True):
+        describe(run / "variants" / name, described(name, number))
+    found = find(run)
+    assert found.origin.startswith(f"{run / 'store'}, and 1 that")
+    for name, own in zip(NAMES, (True, False, False), strict=True):
+        tensors = read_tensors(run / "variants" / name)
+        sign = 1 if own else -1
+        assert all(torch.equal(values, sign * torch.from_numpy(tensors[key])) for key, values in
+                   found.readers[name](2**30).items())  # fmt: skip
 
 
 def damage_store(run):

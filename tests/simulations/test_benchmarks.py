@@ -24,7 +24,7 @@ SMALL = {
     "dedup_distance": ["--models", "2", "--values", "200000"],
     "dedup_resume": ["--variants", "2", "--kills", "1"],
     "dedup_loading": ["--variants", "3", "--queries", "4", "--repeats", "1"],
-    "deployed_round": ["--rounds", "2", "--setting", "lora_rounds=0", 'train="head"'],
+    "deployed_round": ["--nodes", "3", "--rounds", "2", "--setting", "lora_rounds=0", 'train="head"'],
     "discrete_gaussian": ["--repeats", "2"],
     "lossless_store": ["--models", "MiniLM-bfloat16", "--steps", "1"],
     "dp_step": ["--steps", "4"],

@@ -50,21 +50,23 @@ def test_a_benchmark_leaves_a_line_and_the_page_shows_it(tmp_path, monkeypatch, 
     assert f", {made['date']}, `discrete_gaussian`." in " ".join(text.split())
 
 
-def test_the_newest_line_of_each_counts_and_the_others_are_named(tmp_path):
+def test_the_newest_line_of_each_command_counts_and_the_others_are_named(tmp_path):
     unjudged = {"claim": "a small one over other", "ratio": 1.6, "target": 1.1, "met": None}
     older, newer = (line("dp_step", CLAIM | {"ratio": ratio}, unjudged) for ratio in (2.0, 1.2345))
+    other = line("dp_step", CLAIM | {"ratio": 1.05}) | {"command": older["command"] + " --layers last-2"}
     page = tmp_path / "page.md"
-    benchmarks.write_page(page, benchmarks.newest([older, newer]))
+    benchmarks.write_page(page, benchmarks.newest([other, older, newer]))
     text = page.read_text()
     assert "| `dp_step` | one over other | 1.23 | **missed**: 1.1 |" in text
+    assert "| `dp_step --layers last-2` | one over other | 1.05 |" in text
     assert "a small one" not in text
     assert "| 2 |" not in text
     assert "Without a line yet: `accounting_scale`, " in text
 
 
 def test_benchmarks_of_one_machine_and_commit_are_named_together(tmp_path):
-    found = {name: line(name, CLAIM) for name in ("dp_step", "engine_cost", "prefix_cache")}
-    found["prefix_cache"] |= {"machine": MADE["machine"] | {"cores": 4}}
+    found = [line(name, CLAIM) for name in ("dp_step", "engine_cost", "prefix_cache")]
+    found[-1] |= {"machine": MADE["machine"] | {"cores": 4}}
     benchmarks.write_page(tmp_path / "page.md", found)
     text = " ".join((tmp_path / "page.md").read_text().split())
     made = "GiB, torch 2.13.0: commit 01234567, 2026-11-27"
@@ -74,7 +76,7 @@ def test_benchmarks_of_one_machine_and_commit_are_named_together(tmp_path):
 def test_a_table_that_a_benchmark_printed_stands_where_the_page_names_it(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("".join(f"<!-- {name}:begin --><!-- {name}:end -->\n" for name in ("summary", "dp_step")))
-    benchmarks.write_page(page, {name: line(name, CLAIM) for name in ("dp_step", "engine_cost")})
+    benchmarks.write_page(page, [line(name, CLAIM) for name in ("dp_step", "engine_cost")])
     shown = "<!-- dp_step:begin -->\n\n| arm | ms |\n| --- | --- |\n| one | 12 |\n\n<!-- dp_step:end -->"
     assert shown in page.read_text()
     assert page.read_text().count("| one | 12 |") == 1
