@@ -3,9 +3,9 @@
     python -m simulations.benchmarks.secure_aggregation [--clients 3 5 10 30 100] [--dimension 28000] [--repeats 3]
 
 The protocol alone, without Flower and training: all nodes and the server in one process, every signature checked as
-often as in a deployment, CPU seconds of one core; a client's are the mean over nodes. At most a tenth of the clients
-collude, and the threshold is the smallest allowed. Once every client stays, and once all but the threshold drop out
-after they have shared, which costs the server most. The median of the repeats.
+often as in a deployment, a modulus of 32 bits, CPU seconds of one core; a client's are the mean over nodes. At most a
+tenth of the clients collude, and the threshold is the smallest allowed. Once every client stays, and once all but the
+threshold drop out after they have shared, which costs the server most. The median of the repeats.
 """
 
 from __future__ import annotations
