@@ -8,10 +8,11 @@ batches a run, and a seed for each. *default run* has the embedded corpus, and c
 N_k = 1000 hold the canaries, each along a coordinate of its own within its client, and scores are the log likelihood
 ratio of the gradients' inner products. *view* has 4,000 canaries, each along its own of 4,096 coordinates.
 
-Membership is of MiniLM with LoRA in its last layer and a head, after 60 steps; attacked by loss threshold, calibrated
-loss, LiRA and RMIA, and deduplicated in blocks of 256 values. Canaries are completed by SmolLM2 with LoRA of rank 8 in
-all layers, after 80 steps of AdamW at rate 1e-3, with 20 records each. A detector of broken mechanisms flags a lower
-bound above the claim, an influence above its limit in units of the claimed sensitivity, or a p-value below its limit.
+Membership is of MiniLM with LoRA in its last layer and a head, after 60 steps on texts of at most 16 tokens (embedded)
+or 32 (SST-2); attacked by loss threshold, calibrated loss, LiRA and RMIA, and deduplicated in blocks of 256 values.
+Canaries are completed by SmolLM2 with LoRA of rank 8 in all layers, after 80 steps of AdamW at rate 1e-3, with 20
+records each. A detector of broken mechanisms flags a lower bound above the claim, an influence above its limit in units
+of the claimed sensitivity, or a p-value below its limit.
 """
 
 from __future__ import annotations
