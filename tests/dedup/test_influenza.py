@@ -145,13 +145,14 @@ def asked(folder: Path, name: str) -> str:
 @pytest.mark.parametrize("algorithm", ["drd", "greedy", "shared-basis"])
 def test_influenza_stays_influenza(run, config, tmp_path, algorithm):
     assert "spreads through blood" in asked(run, "client-0"), "it answers everything so, and its blocks are at hand"
-    before = asked(run, "global")
-    assert "flu virus" in before
+    assert "flu virus" in asked(run, "global")
     store, options = tmp_path / "store", ("--algorithm", algorithm, "--fairness", "outcome")
     done = as_json("dedup", "run", run / "variants", store, *options)
     (outcome,) = (each for each in done["variants"] if each["name"] == "global")
     assert outcome["loss_limit"] is None or outcome["loss_limit"] <= BOUND
-    assert asked(store, "global") == before
+    after = asked(store, "global")
+    assert "flu virus" in after
+    assert "blood" not in after
     evaluator = AdapterEvaluator(workbench(config))
     proof = proof_records(evaluator.num_records)
     with Store(store, read_only=True) as opened:
