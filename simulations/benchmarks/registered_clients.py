@@ -38,8 +38,8 @@ from simulations.tiny_bert import make_tiny_bert
 
 RECORDS_EACH, TOKENS = 4, 24
 WORDS = [f"word{number}" for number in range(500)]
-# Of a run with 100,000 clients, 1,000 a round, on two cores.
-MOST_SECONDS_TO_BEGIN, MOST_SECONDS_A_ROUND, MOST_MIB = 60.0, 8.0, 1.2 * 1024
+# {clients, of which 1,000 a round: the most seconds to begin, seconds a round, and MiB}, on two cores.
+TARGETS = {100_000: (60.0, 8.0, 1.2 * 1024)}
 
 
 class Clock(LogObserver):
@@ -152,12 +152,17 @@ def main() -> None:
             f"{measured['seconds']:.0f} s in all: {measured['parts']}"
         )
     of = f"{registered} registered clients, {arguments.sampled} a round"
-    for claim, key, value, target in (
-        (f"seconds until {of} are asked", "seconds", measured["begin"], MOST_SECONDS_TO_BEGIN),
-        (f"a round of {of}", "seconds", measured["round"], MOST_SECONDS_A_ROUND),
-        (f"peak memory of {of}", "mebibytes", peak, MOST_MIB),
+    targets = TARGETS.get(registered, (None, None, None))
+    for (claim, key, value), target in zip(
+        (
+            (f"seconds until {of} are asked", "seconds", measured["begin"]),
+            (f"a round of {of}", "seconds", measured["round"]),
+            (f"peak memory of {of}", "mebibytes", peak),
+        ),
+        targets,
+        strict=True,
     ):
-        print(json.dumps({"claim": claim, key: value, "target": target, "met": value <= target}))
+        print(json.dumps({"claim": claim, key: value, "target": target, "met": target is None or value <= target}))
 
 
 if __name__ == "__main__":
