@@ -48,7 +48,7 @@ from simulations.benchmarks.dp_step import FixedBatches, peak_during
 
 TARGETS = ("q_proj", "v_proj")
 RANK = 16
-PLAN_TARGET, STEP_TARGET = 0.15, 1.15
+PLAN_TARGET, STEP_TARGET = 1.15, 1.15
 
 _SMOLLM = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536}
 _SMOLLM |= {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
@@ -238,9 +238,9 @@ def main() -> None:
         found[name] = measured(name, "dp", arguments.repeats)
         plan, real = planned(name), found[name]["bytes"]
         print(f"{name}: planned {plan / 1e6:,.0f} MB, measured {real / 1e6:,.0f} MB, {found[name]['seconds']:.1f} s")
-        off = abs(plan / real - 1)
-        claim = f"memory of a DP step, planned / measured, {name}"
-        lines.append({"claim": claim, "ratio": plan / real, "target": PLAN_TARGET, "met": off <= PLAN_TARGET})
+        ratio = max(plan / real, real / plan)
+        claim = f"memory of a DP step, planned and measured, the larger / the smaller, {name}"
+        lines.append({"claim": claim, "ratio": ratio, "target": PLAN_TARGET, "met": ratio <= PLAN_TARGET})
     if "smollm2" in found:
         plain = measured("smollm2", "plain", arguments.repeats)
         ratio = found["smollm2"]["bytes"] / plain["bytes"]
