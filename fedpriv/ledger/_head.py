@@ -9,9 +9,11 @@ against that helps only a digest that is kept elsewhere.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import sqlite3
+import time
 from pathlib import Path
 
 from fedpriv.errors import LedgerError
@@ -24,6 +26,9 @@ START = (0, EMPTY_CHAIN)
 # As long as any head that was ever written, and then some.
 _MAX_BYTES = 200
 
+# A vault's charge takes less, and so does a command of its operator.
+_LOCK_SECONDS = 5.0
+
 
 def head_path(path: Path) -> Path:
     """PATH.head."""
@@ -33,6 +38,22 @@ def head_path(path: Path) -> Path:
 def opened(path: Path) -> int:
     """A descriptor of a ledger's head, which is created empty if there is none."""
     return os.open(head_path(path), os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def lock(file: int, path: Path) -> None:
+    """Keep other writers off until the descriptor is closed; one that is writing is waited for, for some seconds.
+
+    Raises:
+        LedgerError: it goes on.
+    """
+    end = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise LedgerError(f"{path}: another process is writing it, and it has one writer at a time") from None
+        time.sleep(0.05)
 
 
 def begin(file: int, path: Path) -> None:

@@ -12,13 +12,11 @@ both, unless the head's digest is kept elsewhere.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import pwd
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,7 +42,6 @@ log = logging.getLogger(__name__)
 _DECIDED = ("*.toml", "approved-fabs", "peers/*.pub")
 
 _FOUND = "found by "
-_LOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -283,29 +280,17 @@ def _locked(path: Path) -> Iterator[int]:
     """A descriptor of the history's head, which no other process has at the same time.
 
     Raises:
-        LedgerError: another process keeps it.
+        LedgerError: another process keeps it for too long.
         OSError: it cannot be opened.
     """
     head, owner = _head.opened(path), owner_for(path.parent)
     try:
         if owner is not None:
             os.fchown(head, owner.uid, owner.gid)
-        end = time.monotonic() + _LOCK_SECONDS
-        while not _try_lock(head):
-            if time.monotonic() > end:
-                raise LedgerError(f"{path}: another process is writing it")
-            time.sleep(0.05)
+        _head.lock(head, path)
         yield head
     finally:
         os.close(head)
-
-
-def _try_lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _write(folder: Path, lines: list[Noted], head: int) -> None:

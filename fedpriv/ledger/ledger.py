@@ -6,7 +6,6 @@ under-count. Spending attaches to a registered random data set id and accumulate
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -59,7 +58,7 @@ class Ledger:
             appended, and the head is written again. None refuses such a ledger.
 
     Raises:
-        LedgerError: another process is writing the file; it is read-only, damaged, edited, without its head or of
+        LedgerError: another process keeps writing the file; it is read-only, damaged, edited, without its head or of
             another version; the disk is full; or there is nothing to adopt. One line that names the file and, for a
             broken chain, the entry.
     """
@@ -71,7 +70,7 @@ class Ledger:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._head = _head.opened(path)
         try:
-            _lock(self._head, path)
+            _head.lock(self._head, path)
             with as_ledger_errors(path):
                 self._db = sqlite3.connect(path, isolation_level=None, timeout=10, factory=LedgerConnection)
             try:
@@ -444,10 +443,3 @@ def _registration(data_set: DataSet) -> dict[str, Any]:
 
 def _key_values(key: Key) -> tuple[str, str, int, str]:
     return key.run, key.client, key.round, key.request
-
-
-def _lock(file: int, path: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise LedgerError(f"{path}: another process is writing it; a ledger has one writer at a time") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import LedgerError
-from fedpriv.ledger import history
+from fedpriv.ledger import _head, history
 from fedpriv.ledger._head import head_path
 
 DIGEST = "9c" * 32
@@ -202,7 +202,7 @@ def test_a_crash_between_line_and_head_leaves_the_head_behind_and_the_next_line_
 
 
 def test_who_holds_the_lock_delays_but_stops_nothing(folder, monkeypatch, caplog):
-    monkeypatch.setattr(history, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(_head, "_LOCK_SECONDS", 0.1)
     (folder / "policy.toml").write_text("max_rounds = 1\n")
     with head_path(history.path_in(folder)).open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
 from fedpriv.errors import LedgerError
+from fedpriv.ledger import _head
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading, verify_with_head
@@ -185,7 +187,9 @@ def test_a_ledger_of_another_version_is_refused(filled):
 def test_a_second_process_is_told_that_there_is_one_writer(filled):
     code = f"""
 from pathlib import Path
+from fedpriv.ledger import _head
 from fedpriv.ledger.ledger import Ledger
+_head._LOCK_SECONDS = 0.1
 Ledger(Path({str(filled)!r}))
 """
     with Ledger(filled):
@@ -202,7 +206,25 @@ def test_reading_goes_on_beside_the_writer(filled):
         assert verify_with_head(db, filled).number == 12
 
 
-def test_threads_of_one_process_are_kept_apart_too(filled):
+def test_a_writer_that_ends_is_waited_for(filled):
+    """Or a vault refused a round, perhaps after its charge, whenever its operator's command wrote at that moment."""
+    opened = threading.Event()
+
+    def write() -> None:
+        with Ledger(filled):
+            opened.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert opened.wait(10)
+    with Ledger(filled) as second:
+        second.charge([charge_for(second.data_set().id, 6)])
+    thread.join()
+
+
+def test_threads_of_one_process_are_kept_apart_too(filled, monkeypatch):
+    monkeypatch.setattr(_head, "_LOCK_SECONDS", 0.1)
     failures = []
 
     def write() -> None:
