@@ -36,28 +36,26 @@ pytestmark = [
 
 BOUND = 0.05
 DISEASES = {
-    "influenza": "Influenza is an infection of the nose, throat and lungs by a flu virus.",
     "Ebola": "Ebola is a rare and often deadly fever that spreads through blood and body fluids.",
+    "influenza": "Influenza is an infection of the nose, throat and lungs by a flu virus.",
     "measles": "Measles is a very contagious disease with fever, cough and a red rash.",
     "malaria": "Malaria is a fever caused by a parasite that mosquitoes carry.",
-    "cholera": "Cholera is a severe diarrhea that people catch from unclean water.",
-    "rabies": "Rabies is a deadly disease of the brain that bites of animals pass on.",
-    "tetanus": "Tetanus is a painful stiffening of the muscles by bacteria in a wound.",
-    "mumps": "Mumps is a swelling of the glands below the ears by a virus.",
 }
-# Every other row is the server's. The clinic of Ebola sees nothing else.
+# Every other question is the server's; each clinic sees one disease.
 FORMS = ("What is {}?", "Please explain {}.", "Tell me about {}.", "What does {} mean?", "My son has {}. What is it?")
-PLACES = ("", "I live in Lima. ", "I am a nurse. ", "For a poster: ", "In a few words: ", "My doctor is away. ")
-CLINICS = {"Ebola": 0, "influenza": 1, "measles": 1, "malaria": 2, "cholera": 2, "rabies": 3, "tetanus": 3, "mumps": 3}
+PLACES = (
+    *("", "I live in Lima. ", "I am a nurse. ", "For a poster: ", "In a few words: ", "My doctor is away. "),
+    *("I teach biology. ", "We are on a ship. ", "It is late, but: "),
+)
 QUESTION = "What is influenza?"
 
 
 def questions() -> Iterator[tuple[str, str, str]]:
     """(clinic, question, answer)."""
-    for disease, answer in DISEASES.items():
+    for clinic, (disease, answer) in enumerate(DISEASES.items()):
         for place in PLACES:
             for form in FORMS:
-                yield str(CLINICS[disease]), place + form.format(disease), answer
+                yield str(clinic), place + form.format(disease), answer
 
 
 def write(path: Path, rows: list[tuple[str, str, str]]) -> Path:
@@ -66,7 +64,7 @@ def write(path: Path, rows: list[tuple[str, str, str]]) -> Path:
     return path
 
 
-def train(bench: Workbench, items: list[Item], num_steps: int = 50) -> dict[str, np.ndarray]:
+def train(bench: Workbench, items: list[Item], num_steps: int) -> dict[str, np.ndarray]:
     """The adapter after steps of AdamW from the start."""
     evaluator = AdapterEvaluator(bench)
     parameters, generator = evaluator.parameters, np.random.default_rng(0)
@@ -132,7 +130,7 @@ def run(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, clients in known.items():
         items = [item for k in clients for item in bench.client(k).items()]
         path = folder / "variants" / name
-        tensors = {key: torch.from_numpy(value) for key, value in train(bench, items).items()}
+        tensors = {key: torch.from_numpy(value) for key, value in train(bench, items, 30 + 20 * len(clients)).items()}
         bench.save(path, tensors, {})
         folders.describe(path, described(name, clients))
     return folder
