@@ -18,6 +18,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
 from sklearn.preprocessing import StandardScaler
+from threadpoolctl import threadpool_limits
 
 from fedpriv.adapters import B_SUFFIX, lora, pooling
 from fedpriv.config import ON_NODES, RunConfig
@@ -238,9 +239,11 @@ def _predicted(transform: Any, inputs: Any, labels: _Vector, others: Any, grid: 
         grid: values of C, from which cross-validation on the inputs chooses.
         seed: of the folds.
     """
-    rows = transform.fit_transform(inputs)
-    fit = _path(rows, labels)
-    return fit(_best(rows, labels, grid, seed), transform.transform(others))
+    # Each of a fit's many small products would wait for another thread, and on a busy machine for that to get a core.
+    with threadpool_limits(1, user_api="blas"):
+        rows = transform.fit_transform(inputs)
+        fit = _path(rows, labels)
+        return fit(_best(rows, labels, grid, seed), transform.transform(others))
 
 
 def _best(rows: Any, labels: _Vector, grid: Sequence[float], seed: int) -> float:

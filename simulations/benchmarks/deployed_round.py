@@ -189,7 +189,7 @@ def _started_by(kind: str) -> str:
 def main() -> None:
     """Print tables and a JSON line last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[3])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[3], help="a federation of each number is measured")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--setting", nargs="*", default=[], help="key=value of the run's configuration, value in JSON")
     parser.add_argument("--own-records", action="store_true", help="nodes with files of their own")

@@ -45,7 +45,7 @@ DISEASES = {
 FORMS = ("What is {}?", "Please explain {}.", "Tell me about {}.", "What does {} mean?", "My son has {}. What is it?")
 PLACES = (
     *("", "I live in Lima. ", "I am a nurse. ", "For a poster: ", "In a few words: ", "My doctor is away. "),
-    *("I teach biology. ", "We are on a ship. ", "It is late, but: "),
+    *("I teach biology. ", "We are on a ship. ", "It is late, but: ", "For my report: ", "Good morning. "),
 )
 QUESTION = "What is influenza?"
 
@@ -84,8 +84,9 @@ def train(bench: Workbench, items: list[Item], num_steps: int) -> dict[str, np.n
 
 
 def described(name: str, clients: list[int]) -> Described:
-    event = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
-    uploads = frozenset(Upload(data_set=f"clinic {k}", run="r", round=1, event=event) for k in clients)
+    # Ebola's clinic has the least epsilon, and so becomes the base.
+    events = [SubsampledGaussian(noise_multiplier=2.0 - (k > 0), sampling_probability=0.05) for k in range(4)]
+    uploads = frozenset(Upload(data_set=f"clinic {k}", run="r", round=1, event=events[k]) for k in clients)
     return Described(
         name=name,
         architecture="llama",
@@ -147,6 +148,8 @@ def test_influenza_stays_influenza(run, config, tmp_path, algorithm):
     store, options = tmp_path / "store", ("--algorithm", algorithm, "--fairness", "outcome")
     done = as_json("dedup", "run", run / "variants", store, *options)
     (outcome,) = (each for each in done["variants"] if each["name"] == "global")
+    assert "client-0" in outcome["bases"] or algorithm == "shared-basis"
+    assert outcome["num_records"] >= outcome["records_needed"]
     assert outcome["loss_limit"] is None or outcome["loss_limit"] <= BOUND
     after = asked(store, "global")
     assert "flu virus" in after
