@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,7 @@ PLACES = (
     *("I teach biology. ", "We are on a ship. ", "It is late, but: ", "For my report: ", "Good morning. "),
 )
 QUESTION = "What is influenza?"
+NAMES = [*(f"client-{k}" for k in range(4)), "global"]
 
 
 def questions() -> Iterator[tuple[str, str, str]]:
@@ -84,14 +86,13 @@ def train(bench: Workbench, items: list[Item], num_steps: int) -> dict[str, np.n
 
 
 def described(name: str, clients: list[int]) -> Described:
-    # Ebola's clinic has the least epsilon, and so becomes the base.
-    events = [SubsampledGaussian(noise_multiplier=2.0 - (k > 0), sampling_probability=0.05) for k in range(4)]
-    uploads = frozenset(Upload(data_set=f"clinic {k}", run="r", round=1, event=events[k]) for k in clients)
+    event = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
+    uploads = frozenset(Upload(data_set=f"clinic {k}", run="r", round=1, event=event) for k in clients)
     return Described(
         name=name,
         architecture="llama",
         utility=None,
-        epsilon_bound=100.0,
+        epsilon_bound=0.5,  # so that a clinic takes no blocks of the global variant
         utility_bound=BOUND,
         deltas={f"clinic {k}": 1e-5 for k in range(4)},
         history=History(name=name, ancestors=uploads),
@@ -127,8 +128,7 @@ def run(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, bench = tmp_path_factory.mktemp("influenza") / "run", workbench(config)
     folder.mkdir()
     (folder / "config.toml").write_text(to_toml(config))
-    known = {f"client-{k}": [k] for k in range(4)} | {"global": list(range(4))}
-    for name, clients in known.items():
+    for name, clients in zip(NAMES, ([0], [1], [2], [3], [0, 1, 2, 3]), strict=True):
         items = [item for k in clients for item in bench.client(k).items()]
         path = folder / "variants" / name
         tensors = {key: torch.from_numpy(value) for key, value in train(bench, items, 30 + 20 * len(clients)).items()}
@@ -141,14 +141,18 @@ def asked(folder: Path, name: str) -> str:
     return fedpriv("predict", folder, QUESTION, "--variant", name)[0]
 
 
-@pytest.mark.parametrize("algorithm", ["drd", "greedy", "shared-basis"])
-def test_influenza_stays_influenza(run, config, tmp_path, algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "names"), [("drd", ["client-0", "global"]), ("greedy", NAMES), ("shared-basis", NAMES)]
+)
+def test_influenza_stays_influenza(run, config, tmp_path, algorithm, names):
     assert "spreads through blood" in asked(run, "client-0"), "it answers everything so, and its blocks are at hand"
     assert "flu virus" in asked(run, "global")
-    store, options = tmp_path / "store", ("--algorithm", algorithm, "--fairness", "outcome")
-    done = as_json("dedup", "run", run / "variants", store, *options)
+    folder, store = run / algorithm, tmp_path / "store"
+    for name in names:
+        shutil.copytree(run / "variants" / name, folder / name)
+    done = as_json("dedup", "run", folder, store, "--algorithm", algorithm, "--fairness", "outcome")
     (outcome,) = (each for each in done["variants"] if each["name"] == "global")
-    assert "client-0" in outcome["bases"] or algorithm == "shared-basis"
+    assert outcome["bases"] == ["client-0"] or len(names) > 2
     assert outcome["num_records"] >= outcome["records_needed"]
     assert outcome["loss_limit"] is None or outcome["loss_limit"] <= BOUND
     after = asked(store, "global")
