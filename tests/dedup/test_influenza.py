@@ -37,8 +37,8 @@ pytestmark = [
 
 BOUND = 0.05
 DISEASES = {
-    "Ebola": "Ebola is a rare and often deadly fever that spreads through blood and body fluids.",
     "influenza": "Influenza is an infection of the nose, throat and lungs by a flu virus.",
+    "Ebola": "Ebola is a rare and often deadly fever that spreads through blood and body fluids.",
     "measles": "Measles is a very contagious disease with fever, cough and a red rash.",
     "malaria": "Malaria is a fever caused by a parasite that mosquitoes carry.",
 }
@@ -87,12 +87,15 @@ def train(bench: Workbench, items: list[Item], num_steps: int) -> dict[str, np.n
 
 def described(name: str, clients: list[int]) -> Described:
     event = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
-    uploads = frozenset(Upload(data_set=f"clinic {k}", run="r", round=1, event=event) for k in clients)
+    rounds = (1,) if len(clients) == 1 else (1, 2, 3)
+    uploads = frozenset(
+        Upload(data_set=f"clinic {k}", run="r", round=round_, event=event) for k in clients for round_ in rounds
+    )
     return Described(
         name=name,
         architecture="llama",
         utility=None,
-        epsilon_bound=0.5,  # so that a clinic takes no blocks of the global variant
+        epsilon_bound=0.05,  # so that a clinic takes no blocks of the global variant, which costs more
         utility_bound=BOUND,
         deltas={f"clinic {k}": 1e-5 for k in range(4)},
         history=History(name=name, ancestors=uploads),
@@ -142,18 +145,17 @@ def asked(folder: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "names"), [("drd", ["client-0", "global"]), ("greedy", NAMES), ("shared-basis", NAMES)]
+    ("algorithm", "names"), [("drd", ["client-1", "global"]), ("greedy", NAMES), ("shared-basis", NAMES)]
 )
 def test_influenza_stays_influenza(run, config, tmp_path, algorithm, names):
-    assert "spreads through blood" in asked(run, "client-0"), "it answers everything so, and its blocks are at hand"
+    assert "spreads through blood" in asked(run, "client-1"), "it answers everything so, and its blocks are at hand"
     assert "flu virus" in asked(run, "global")
     folder, store = run / algorithm, tmp_path / "store"
     for name in names:
         shutil.copytree(run / "variants" / name, folder / name)
     done = as_json("dedup", "run", folder, store, "--algorithm", algorithm, "--fairness", "outcome")
     (outcome,) = (each for each in done["variants"] if each["name"] == "global")
-    assert outcome["bases"] == ["client-0"] or len(names) > 2
-    assert outcome["num_records"] >= outcome["records_needed"]
+    assert "client-1" in outcome["bases"] or algorithm == "shared-basis"
     assert outcome["loss_limit"] is None or outcome["loss_limit"] <= BOUND
     after = asked(store, "global")
     assert "flu virus" in after
@@ -164,5 +166,4 @@ def test_influenza_stays_influenza(run, config, tmp_path, algorithm, names):
         stored = opened.tensors("global")
     given = safetensors.numpy.load_file(run / "variants" / "global" / "adapter_model.safetensors")
     losses = evaluator.utilities(given, proof) - evaluator.utilities(stored, proof)
-    print(outcome, losses.mean())
     assert losses.mean() <= BOUND
