@@ -17,6 +17,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -111,17 +112,22 @@ def _summary(found: Sequence[Line]) -> str:
             figure, target = _figure_and_target(claim)
             verdict = "**missed**: " if claim.get("met") is False else ""
             rows.append((shown if number == 0 else "", claim["claim"], figure, verdict + target))
-    made: dict[str, dict[str, dict[str, None]]] = {}
-    for line in found:
-        commit = f"commit {line['software']['commit'][:8]}, {line['date']}"
-        made.setdefault(_place(line), {}).setdefault(commit, {})[f"`{line['name']}`"] = None
-    origins = ". ".join(
-        f"{place}: " + "; ".join(f"{commit}, {', '.join(names)}" for commit, names in commits.items())
-        for place, commits in made.items()
-    )
     missing = ", ".join(f"`{name}`" for name in NAMES if name not in {line["name"] for line in found})
     left = f"\n\nWithout a line yet: {missing}." if missing else ""
-    return f"{table(('benchmark', 'claim', 'figure', 'target'), rows)}\n\n{origins}.{left}"
+    return f"{table(('benchmark', 'claim', 'figure', 'target'), rows)}\n\n{_origins(found)}{left}"
+
+
+def _origins(found: Sequence[Line]) -> str:
+    """Where and when the lines were made; of all places but the commonest, also which."""
+    places = Counter(_place(line) for line in found)
+    told = []
+    for number, (place, _) in enumerate(places.most_common()):
+        here = [line for line in found if _place(line) == place]
+        dates = sorted({line["date"] for line in here})
+        when = dates[0] if len(dates) < 2 else f"{dates[0]} to {dates[-1]}"
+        names = dict.fromkeys(f"`{line['name']}`" for line in here)
+        told.append(f"{place}, {when}" + (f": {', '.join(names)}" if number else ""))
+    return f"{'. '.join(told)}. Each line has its commit."
 
 
 def _place(line: Line) -> str:

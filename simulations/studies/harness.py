@@ -184,11 +184,11 @@ class Results:
         return {seed: self._lines[key][figure] for seed, key in keys.items() if key in self._lines}
 
     def missing(self, planned: Iterable[C], kind: Callable[[C], Sequence[str]]) -> str:
-        """The kinds of planned cells of which some have no line, and how many of each."""
+        """A sentence on the kinds of planned cells of which some have no line, and how many of each."""
         cells = [(", ".join(kind(cell)), cell in self) for cell in planned]
         counts, done = Counter(kind for kind, _ in cells), Counter(kind for kind, is_done in cells if is_done)
         left = [f"{kind}, {num - done[kind]} of {num}" for kind, num in counts.items() if done[kind] < num]
-        return f"{'; '.join(left)}." if left else "Every cell was run."
+        return f"Not run: {'; '.join(left)}." if left else "Every cell was run."
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -185,9 +185,9 @@ def write(page: Path, runs: Path) -> None:
         "choices": _choices(results),
         "answers": _answers(results),
         "grid": _grids(results),
-        "missing": results.missing(cells(), lambda cell: (cell.task, cell.method)),
     }
     fill(page, blocks)
+    print(results.missing(cells(), lambda cell: (cell.task, cell.method)))
 
 
 def _choices(results: Results) -> str:

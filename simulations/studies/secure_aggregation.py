@@ -143,9 +143,9 @@ def write(page: Path, runs: Path, plot: Path) -> None:
         "accuracies": accuracies(found),
         "assumed": assumed(found),
         "colluders": by_colluders(),
-        "missing": missing(found),
     }
     fill(page, blocks)
+    print(missing(found))
     colluders.plot(plot)
 
 

@@ -85,9 +85,9 @@ def write(page: Path, runs: Path) -> None:
         "budgets": _budgets(results),
         "ingredients": _ingredients(results),
         "unnamed": _unnamed(results),
-        "missing": results.missing(cells(), _kind),
     }
     fill(page, blocks)
+    print(results.missing(cells(), _kind))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ def test_a_benchmark_leaves_a_line_and_the_page_shows_it(tmp_path, monkeypatch, 
     claim = made["claims"][0]
     assert f"| `discrete_gaussian --repeats 2` | {claim['claim']} | {claim['ratio']:.3g} |" in text
     assert f"\n{made['machine']['processor']}, " in text
-    assert f", {made['date']}, `discrete_gaussian`." in " ".join(text.split())
+    assert f", {made['date']}. Each line has its commit." in " ".join(text.split())
 
 
 def test_the_newest_line_of_each_command_counts_and_the_others_are_named(tmp_path):
@@ -64,13 +64,14 @@ def test_the_newest_line_of_each_command_counts_and_the_others_are_named(tmp_pat
     assert "Without a line yet: `accounting_scale`, " in text
 
 
-def test_benchmarks_of_one_machine_and_commit_are_named_together(tmp_path):
+def test_benchmarks_of_another_machine_than_most_are_named(tmp_path):
     found = [line(name, CLAIM) for name in ("dp_step", "engine_cost", "prefix_cache")]
+    found[0] |= {"date": "2026-11-28"}
     found[-1] |= {"machine": MADE["machine"] | {"cores": 4}}
     benchmarks.write_page(tmp_path / "page.md", found)
     text = " ".join((tmp_path / "page.md").read_text().split())
-    made = "GiB, torch 2.13.0: commit 01234567, 2026-11-27"
-    assert f"P, 2 cores, 23 {made}, `dp_step`, `engine_cost`. P, 4 cores, 23 {made}, `prefix_cache`." in text
+    made = "GiB, torch 2.13.0, 2026-11-27"
+    assert f"P, 2 cores, 23 {made} to 2026-11-28. P, 4 cores, 23 {made}: `prefix_cache`. Each line" in text
 
 
 def test_a_table_that_a_benchmark_printed_stands_where_the_page_names_it(tmp_path):

@@ -91,7 +91,7 @@ def test_a_claim_that_is_missed_is_marked():
 def test_the_page_has_the_tables_of_its_lines():
     found = Results.read(RESULTS / "secure_aggregation.jsonl")
     page = " ".join((RESULTS / "secure_aggregation.md").read_text().split())
-    of_runs = (tables.accuracies, tables.assumed, tables.missing)
+    of_runs = (tables.accuracies, tables.assumed)
     texts = [table(found) for table in of_runs]
     texts.append(tables.by_colluders([5]))
     for row in "\n".join(texts).splitlines():

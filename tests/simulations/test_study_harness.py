@@ -80,7 +80,7 @@ def test_results_are_found_by_cell_and_what_is_missing_is_counted_by_kind():
     assert results.by_seed(NumberCell(2)) == {0: 4, 1: 5, 2: 6}
     assert results.by_seed(NumberCell(2), [1]) == {1: 5}
     missing = results.missing(cells, lambda cell: ("number", str(cell.number)))
-    assert missing == "number, 3, 2 of 3."
+    assert missing == "Not run: number, 3, 2 of 3."
     assert results.missing(cells[:4], lambda cell: ()) == "Every cell was run."
     assert Estimate.of(results.by_seed(NumberCell(2)).values()).text(sign=True, digits=1) == "+5.0 ± 0.6"
 

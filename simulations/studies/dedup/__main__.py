@@ -6,9 +6,9 @@
 `train` trains the models and writes a folder of variants for each scenario, `run` deduplicates them in every way of
 the study, one JSON line for each, `retrain` trains the targets of A1 to A5 again with the epsilons that they have then,
 `check` verifies every store by other means, `serve` measures loading and inference in bounded memory, and `tables`
-keeps what it needs of their lines in results/dedup.jsonl, and writes the study's part of results/dedup.md and its
-figures; without a folder of results, from the kept lines. `all`, the default, does these one after another. Results
-that are there are not computed again, so what was interrupted goes on.
+keeps what it needs of their lines in results/dedup.jsonl, writes the study's part of results/dedup.md and its figures,
+and prints the tables that the page leaves out; without a folder of results, from the kept lines. `all`, the default,
+does these one after another. Results that are there are not computed again, so what was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def _do(step: str, arguments: argparse.Namespace) -> None:
         if out.is_dir():
             results.keep(out, arguments.lines)
         page.write(arguments.page, arguments.lines)
+        print(page.printed(arguments.lines))
 
 
 if __name__ == "__main__":

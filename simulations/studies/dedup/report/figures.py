@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 
 import numpy as np
@@ -12,15 +12,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from PIL import Image
 
-from simulations.studies.dedup.report import searches, settings
+from simulations.studies.dedup.report import settings
 from simulations.studies.dedup.report.paper import EIGHT
-from simulations.studies.dedup.report.results import DedupResults, by_target, found
+from simulations.studies.dedup.report.results import DedupResults, found
 
 INK, GRID = "#1d2126", "#d5d9de"
 BLUE, RED, GREEN, PURPLE, BROWN, GREY = "#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#5a5a5a"
 _DRAWN = (INK, "black", BLUE, RED, GREEN, PURPLE, BROWN, GREY)
-_SEARCHES = dict(zip(searches.SHOWN_SINGLY, zip((GREY, BROWN, GREEN, BLUE, RED), "vP^os", strict=True), strict=True))
-_STRATEGIES = dict(zip(searches.STRATEGIES, (BLUE, BROWN, RED), strict=True))
 
 
 def lengths(results: DedupResults) -> Figure | None:
@@ -64,64 +62,6 @@ def _draw_lengths(axes: Axes, results: DedupResults, scenario: str, name: str, c
     for pair, marker, label in ((rule, "*", "rule"), (published, "x", "published")):
         if pair:
             axes.plot(pair[1], pair[0], marker, color=colour, markersize=9, label=f"{name}, {label}")
-
-
-def single_models(results: DedupResults) -> Figure | None:
-    """Figure 4: C.R. above and accuracy below, model by model."""
-    here = [name for name in searches.SINGLY if searches.accuracies_on_test(results, name)]
-    if not here:
-        return None
-    figure, panels = _grid("Single models (the paper's Figure 4)", 2, len(here))
-    for place, scenario in enumerate(here):
-        upper, lower = panels[place], panels[len(here) + place]
-        measured = searches.accuracies_on_test(results, scenario)
-        names = list(dict.fromkeys(name for values in measured.values() for name in values))
-        upper.set_title(scenario, fontsize=9)
-        for search, (colour, marker) in _SEARCHES.items():
-            ratios = by_target(results.cells(scenario, "algorithms", search))
-            _draw_models(upper, names, ratios, search, colour, marker)
-            _draw_models(lower, names, measured.get(search, {}), search, colour, marker)
-        for name, colour, marker in ((searches.ORIGINAL, INK, "_"), (searches.RETRAIN, PURPLE, "*")):
-            _draw_models(lower, names, measured.get(name, {}), name, colour, marker)
-        _name_models(results, upper, lower, names)
-    panels[0].set_ylabel("C.R. %", fontsize=8)
-    panels[len(here)].set_ylabel("accuracy, test", fontsize=8)
-    return _finished(figure, panels, len(panels))
-
-
-def _draw_models(
-    axes: Axes, names: Sequence[str], values: Mapping[str, float], label: str, colour: str, marker: str
-) -> None:
-    known = [(place, values[name]) for place, name in enumerate(names) if name in values]
-    if known:
-        axes.plot(*zip(*known, strict=True), marker, color=colour, markersize=6, label=label)
-
-
-def _name_models(results: DedupResults, upper: Axes, lower: Axes, names: Sequence[str]) -> None:
-    labels = [f"{results.models[name]['epsilon']:.2g}" if name in results.models else name for name in names]
-    upper.set_xticks(range(len(names)), [""] * len(names))
-    lower.set_xticks(range(len(names)), labels, rotation=90 if len(names) > 10 else 0)
-    lower.set_xlabel("epsilon of the model", fontsize=8)
-
-
-def relaxed_bases(results: DedupResults) -> Figure | None:
-    """Figure 6: C.R. and total rise of the epsilons of the three ways to choose searches."""
-    here = results.having(searches.BASES, searches.RELAXED)
-    if not here:
-        return None
-    figure, panels = _grid("Base selection, relaxed bounds (the paper's Figure 6)", 1, 2, width=4.0)
-    for shift, (strategy, colour) in enumerate(_STRATEGIES.items()):
-        runs = [
-            (place, run) for place, name in enumerate(here) for run in results.cells(name, searches.BASES, strategy)
-        ]
-        places = [place + 0.27 * (shift - 1) for place, _ in runs]
-        values = ([100 * run["block_ratio"] for _, run in runs], [searches.rise(run) for _, run in runs])
-        for axes, heights in zip(panels, values, strict=True):
-            axes.bar(places, heights, width=0.25, color=colour, label=strategy)
-    for axes, label in zip(panels, ("C.R. %", "total rise of epsilons"), strict=True):
-        axes.set_xticks(range(len(here)), here)
-        axes.set_ylabel(label, fontsize=8)
-    return _finished(figure, panels, 2)
 
 
 def latency(results: DedupResults) -> Figure | None:

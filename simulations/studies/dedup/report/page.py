@@ -1,4 +1,4 @@
-"""The study's part of results/dedup.md, and the pictures next to the page.
+"""The study's part of results/dedup.md, the pictures next to the page, and the tables that are printed alone.
 
 The sections on models, costs and times are here; those of one theme are in a file each.
 """
@@ -111,17 +111,7 @@ SECTIONS = (
     Section(learned),
     Section(searches.compared),
     Section(settings.by_length, figures.lengths, "dedup-l.png", "Validations against C.R. for every L"),
-    Section(searches.individual, figures.single_models, "dedup-figure-4.png", "C.R. and accuracy of single models"),
-    Section(validation.minilm),
     Section(validation.private),
-    Section(settings.other_settings),
-    Section(settings.thresholds),
-    Section(
-        searches.by_bases,
-        figures.relaxed_bases,
-        "dedup-figure-6.png",
-        "C.R. and rise of epsilons by the choice of bases",
-    ),
     Section(
         serving.serving,
         figures.latency,
@@ -131,6 +121,23 @@ SECTIONS = (
     Section(epsilons),
     Section(checked),
 )
+
+
+PRINTED = (
+    settings.lengths,
+    searches.individual,
+    validation.minilm,
+    settings.other_settings,
+    settings.thresholds,
+    searches.by_bases,
+)
+"""Tables that the page leaves out."""
+
+
+def printed(path: Path) -> str:
+    """The tables of the kept lines that the page leaves out; see `write`."""
+    results = read(path)
+    return "\n\n".join(filter(None, (text(results) for text in PRINTED)))
 
 
 def write(page: Path, path: Path) -> None:

@@ -79,16 +79,9 @@ def papers_against(scenario: str, name: str) -> Against:
 
 
 def by_length(results: DedupResults) -> str:
-    """Whether `drd` meets its claim against Greedy-20, and what every L does."""
-    return (
-        section(
-            "L, the shortest range that is tried",
-            claim(results),
-            lengths(results),
-        )
-        if results.having(TABLE, EIGHT) or against_of(results, "drd")
-        else ""
-    )
+    """Whether `drd` meets its claim against Greedy-20."""
+    told = claim(results)
+    return section("L, the shortest range that is tried", told) if told else ""
 
 
 def against_of(results: DedupResults, name: str) -> dict[str, Against]:
@@ -129,7 +122,7 @@ def lengths(results: DedupResults) -> str:
         "tuning records: validations / `greedy-20`'s", "C.R., points", "met",
     )  # fmt: skip
     told = f"Means over the scenarios, against `{YARDSTICK}` on the same records. `rule` is the library's default:"
-    return f"{told}\n\n{table(headers, rows)}"
+    return section("Every L", told, table(headers, rows))
 
 
 def _search(row: str) -> str:
