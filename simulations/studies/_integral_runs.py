@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,14 @@ from fedpriv.integral.attack import (
 from fedpriv.integral.procedure import Data, SelectionSettings, evaluate, recommend
 from fedpriv.integral.tabular import Scaling, prepare
 from fedpriv.mechanisms.sources import SeededSource
-from simulations.studies.harness import Line, run_missing
+from simulations.studies.harness import Line
 
 EPSILON = 0.05
 """The largest difference of two weights in one cluster."""
 
 EPOCHS = 20
-CURVE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 18, 20)
+NUM_TARGETS = 40
+"""Of each kind, that are attacked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,25 +99,11 @@ class SelectionCell:
     @property
     def key(self) -> str:
         """Unique among the cells."""
-        return f"{self.data}, {self.way}, {self.architecture}"
-
-
-def select_all(folder: Path, out: Path) -> None:
-    """Select where there is no line yet for a table, way of training and architecture."""
-    cells = [
-        SelectionCell(data=name, way=way, architecture=each) for way in WAYS for name in SOURCES for each in HIDDEN
-    ]
-    run_missing(
-        out / "select.jsonl",
-        cells,
-        partial(selected, folder),
-        lambda line: f"{line['num_subsamples']} models",
-        key="{0[data]}, {0[way]}, {0[architecture]}".format,
-    )
+        return f"select/{self.data}/{self.way}/{self.architecture}"
 
 
 def selected(folder: Path, cell: SelectionCell) -> Line:
-    """Recurrence and accuracy after every epoch, curves of the chosen cluster's models, and the published protocol."""
+    """Recurrence and accuracy after every epoch, the models of the chosen cluster, and the published protocol."""
     scaling, schedule = WAYS[cell.way]
     data, source, architecture = data_of(folder, cell.data, scaling), SOURCES[cell.data], cell.architecture
     network = perceptron(architecture, data.train_features.shape[1], len(data.classes), seed=0)
@@ -133,32 +119,20 @@ def selected(folder: Path, cell: SelectionCell) -> Line:
     chosen = best_epoch(looks)
     epoch = chosen["epochs"] if chosen else 1
     generators = list(recommendation.subsamples.records)
-    members: tuple[int, ...] = ()
     if chosen:
-        vectors = recommendation.vectors[epoch].numpy()
-        strict = select(vectors, generators, epsilon=EPSILON, clustering="complete", top=1)[0]
-        (cluster,) = select(vectors, generators, epsilon=EPSILON, top=1)
-        members = cluster.members
-        chosen |= {
-            "largest_difference": cluster.largest_difference,
-            "complete_recurrence": strict.recurrence,
-            "complete_accuracy": evaluate(network, torch.from_numpy(strict.mean), data).test.accuracy,
-            "members": [asdict(evaluate(network, recommendation.vectors[epoch][row], data)) for row in members],
-        }
-    curves = {}
-    if architecture == "dnn-1" and members:
-        for at in CURVE:
-            own = recommendation.vectors[at][list(members)]
-            curves[at] = {
-                "members": [asdict(evaluate(network, vector, data)) for vector in own],
-                "mean": asdict(evaluate(network, own.mean(dim=0), data)),
-            }
+        vectors = recommendation.vectors[epoch]
+        (cluster,) = select(vectors.numpy(), generators, epsilon=EPSILON, top=1)
+        chosen["members"] = [asdict(evaluate(network, vectors[row], data).test) for row in cluster.members]
     return {
+        "kind": "select",
         **asdict(cell),
         "num_subsamples": len(generators),
-        "looks": looks,
+        "looks": [
+            {"epochs": look["epochs"], "recurrence": look["recurrence"], "mean": look["mean"] and look["mean"]["test"]}
+            for look in looks
+            if look["epsilon"] == EPSILON
+        ],
         "chosen": chosen,
-        "curves": curves,
         "majority": asdict(recommendation.majority),
         "plain": asdict(recommendation.plain),
         "whole_table": whole_table(network, data, source, schedule, epoch),
@@ -221,28 +195,28 @@ class AttackCell:
 
     @property
     def key(self) -> str:
-        """Unique among the cells of a file."""
-        return self.game.comparison
+        """Unique among the cells."""
+        return f"attack/{self.architecture}/{self.game.size}/{self.game.comparison}"
 
 
-def attack_all(folder: Path, out: Path, trials: int) -> None:
-    """Attack all kinds of targets by each comparison that has no line yet."""
-    small = Game(size=10, num_owners=20, num_subsamples=500, num_trials=trials)
+def cells() -> list[SelectionCell | AttackCell]:
+    """All cells: selections, attacks on small training sets, and one on sets of the paper's size.
+
+    With sets of that size the recommended mean has learnt something.
+    """
+    selections = [
+        SelectionCell(data=name, way=way, architecture=each) for way in WAYS for name in SOURCES for each in HIDDEN
+    ]
+    small = Game(size=10, num_owners=20, num_subsamples=500, num_trials=NUM_TARGETS)
     games = [replace(small, comparison="norm"), replace(small, comparison="projection")]
-    cells = [AttackCell(game=game, architecture="dnn-1", epochs=10, overfit_epochs=200) for game in games]
-    _attack(folder, out / "attack.jsonl", cells)
+    attacks = [AttackCell(game=game, architecture="dnn-1", epochs=10, overfit_epochs=200) for game in games]
+    large = Game(size=1000, num_owners=20, num_subsamples=200, num_best=5, num_trials=20)
+    return [*selections, *attacks, AttackCell(game=large, architecture="dnn-3", epochs=7, epsilon=0.1)]
 
 
-def attack_useful(folder: Path, out: Path) -> None:
-    """Attack targets of the paper's subsample size, at which the recommended mean has learnt something."""
-    game = Game(size=1000, num_owners=20, num_subsamples=200, num_best=5, num_trials=20)
-    cells = [AttackCell(game=game, architecture="dnn-3", epochs=7, epsilon=0.1)]
-    _attack(folder, out / "attack-useful.jsonl", cells)
-
-
-def _attack(folder: Path, path: Path, cells: Sequence[AttackCell]) -> None:
-    tell = "{0[rows]}".format
-    run_missing(path, cells, partial(_attacked, folder), tell, key=lambda line: str(line["game"]["comparison"]))
+def run(folder: Path, cell: SelectionCell | AttackCell) -> Line:
+    """The results of a cell on the tables in a folder."""
+    return selected(folder, cell) if isinstance(cell, SelectionCell) else _attacked(folder, cell)
 
 
 def _attacked(folder: Path, cell: AttackCell) -> Line:
@@ -259,5 +233,6 @@ def _attacked(folder: Path, cell: AttackCell) -> Line:
             "the same, all other generators known": recommended_mean(cell.epsilon, others_known=True),
         }
         found = [attacked(name, network, data, cell.game, train, way, seed=0) for name, way in targets.items()]
-    own = {"comparison": cell.game.comparison, "architecture": cell.architecture, "epochs": cell.epochs}
+    kind = "attack" if cell.overfit_epochs else "attack-useful"
+    own = {"kind": kind, "comparison": cell.game.comparison, "architecture": cell.architecture, "epochs": cell.epochs}
     return {**own, "game": asdict(cell.game), "rows": [asdict(row) for row in found]}

@@ -1,11 +1,11 @@
 """Integrally private model selection on Adult and AI4I 2020, as in Varshney and Torra 2023, sections 2 and 4.
 
-    python -m simulations.studies.integral select|attack|attack-useful|page [--data FOLDER]
+    python -m simulations.studies.integral run|tables [--data FOLDER] [--runs results/integral.jsonl]
 
-FOLDER holds the UCI tables adult.csv.gz and ai4i2020.csv.gz with header lines. `select` trains the models of all
-subsamples and measures recurrence and accuracy after every epoch, `attack` runs the model comparison attack on small
-training sets and `attack-useful` on sets of the paper's size; each writes JSON lines. `page` makes results/integral.md
-and its plots from them. Results that are there are not computed again.
+FOLDER holds the UCI tables adult.csv.gz and ai4i2020.csv.gz with header lines. `run` trains the models of all
+subsamples, measures recurrence and accuracy after every epoch, and runs the model comparison attack, on small training
+sets and on sets of the paper's size; each selection and attack is a line. `tables` makes those of results/integral.md,
+and its plots. Lines that are there are not computed again.
 
 Adult has 32,561 records, and AI4I 10,000 with the paper's 8 features; 70 % of them are for training. All networks see
 their batches of 32 in one order. DP-SGD trains DNN-1 by 300 steps of 512 expected records, at rate 0.5 and clip norm 1.
@@ -14,13 +14,14 @@ their batches of 32 in one order. DP-SGD trains DNN-1 by 300 steps of 512 expect
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 
-from simulations.studies._integral_runs import EPSILON, attack_all, attack_useful, select_all
-from simulations.studies.harness import Line, fill, lines, parser, table
+from simulations.studies._integral_runs import cells, run
+from simulations.studies.harness import Line, fill, lines, parser, run_missing, table
 
 # Table 2 of the paper: recurrence and test accuracy; section 4: how many models there were in all.
 PUBLISHED = {
@@ -29,22 +30,19 @@ PUBLISHED = {
 }
 PUBLISHED_MODELS = {"Adult": 47, "AI4I": 19}
 
+KINDS = ("select", "attack", "attack-useful")
 
-def write(page: Path, selections: Sequence[Line], attacks: Sequence[Line], useful: Sequence[Line]) -> None:
-    """Write the page's tables, and its plots next to it; those without lines stay as they are.
 
-    Args:
-        page: the Markdown file.
-        selections: lines of `select`.
-        attacks: lines of `attack`.
-        useful: lines of `attack-useful`.
-    """
-    blocks = {}
-    if selections:
-        plots = _plots(page.parent, selections)
-        blocks = {"selection": _selection_table(selections), "plots": plots, "dp-sgd": _private_table(selections)}
-    if attacks:
-        blocks["attacks"] = "\n\n".join([_attack_tables(attacks), *map(_useful, useful)])
+def write(page: Path, runs: Path) -> None:
+    """Write the page's tables from the lines in the study's file of runs, and its plots next to it."""
+    found = lines(runs)
+    selections, attacks, useful = ([line for line in found if line["kind"] == kind] for kind in KINDS)
+    blocks = {
+        "selection": _selection_table(selections),
+        "plots": _plots(page.parent, selections),
+        "dp-sgd": _private_table(selections),
+        "attacks": "\n\n".join([_attack_tables(attacks), *map(_useful, useful)]),
+    }
     fill(page, blocks)
 
 
@@ -155,7 +153,6 @@ def _plots(folder: Path, selections: Sequence[Line]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     figures = {
         "integral-recurrence.png": (_recurrence(selections), "models in the largest cluster by epoch"),
-        "integral-f1.png": (_curves(selections), "F1 on training records by epoch: the table's cluster, its mean"),
         "integral-test-f1.png": (
             _members(selections),
             "F1: members on test records, their mean on training (filled) and test records, the plain model",
@@ -173,42 +170,16 @@ def _recurrence(selections: Sequence[Line]) -> Figure:
     for row, name in enumerate(names):
         share, accuracy = (figure.add_subplot(len(names), 2, 2 * row + column) for column in (1, 2))
         for line in _first_way(selections, name):
-            looks = [look for look in line["looks"] if look["epsilon"] == EPSILON]
+            looks = line["looks"]
             with_mean = [look for look in looks if look["mean"]]
             shares = [look["recurrence"] / line["num_subsamples"] for look in looks]
             share.plot([look["epochs"] for look in looks], shares, marker=".", label=line["architecture"].upper())
-            values = [look["mean"]["test"]["accuracy"] for look in with_mean]
+            values = [look["mean"]["accuracy"] for look in with_mean]
             accuracy.plot([look["epochs"] for look in with_mean], values, marker=".")
             accuracy.axhline(line["majority"]["test"]["accuracy"], color="grey", linestyle=":")
         share.set(title=f"{name}: models in the largest cluster", xlabel="epochs", ylim=(0, 1.05))
         accuracy.set(title=f"{name}: test accuracy of its mean (dotted: majority)", xlabel="epochs")
         share.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def _curves(selections: Sequence[Line]) -> Figure:
-    """F1 on training records: members of the cluster (light), their mean (dark), the plain model, DP-SGD; DNN-1."""
-    chosen = [line for line in _first_way(selections, None) if line["architecture"] == "dnn-1" and line["curves"]]
-    figure = Figure(figsize=(4.5 * max(len(chosen), 1), 3.4), layout="constrained")
-    for column, line in enumerate(chosen, start=1):
-        axes = figure.add_subplot(1, len(chosen), column)
-        epochs = [int(epoch) for epoch in line["curves"]]
-        for member in zip(*(curve["members"] for curve in line["curves"].values()), strict=True):
-            axes.plot(epochs, [epoch["train"]["f1"] for epoch in member], color="tab:blue", alpha=0.2, linewidth=0.8)
-        means = [curve["mean"]["train"]["f1"] for curve in line["curves"].values()]
-        axes.plot(epochs, means, color="tab:blue", linewidth=2, label="mean of the cluster's models")
-        plain = [look for look in line["looks"] if look["epsilon"] == EPSILON]
-        axes.plot(
-            [look["epochs"] for look in plain],
-            [look["plain"]["train"]["f1"] for look in plain],
-            color="black",
-            label="plain",
-        )
-        for private, style in zip(line["private"], (":", "--", "-."), strict=False):
-            name = f"DP-SGD, epsilon {private['asked']:g}"
-            axes.axhline(private["train"]["f1"], color="tab:red", linestyle=style, linewidth=1, label=name)
-        axes.set(title=f"{line['data']}, DNN-1", xlabel="epochs", ylabel="F1, training records")
-        axes.legend(frameon=False, fontsize=7)
     return figure
 
 
@@ -221,7 +192,7 @@ def _members(selections: Sequence[Line]) -> Figure:
         lines = [line for line in _first_way(selections, name) if line["chosen"]]
         for x, line in enumerate(lines):
             chosen = line["chosen"]
-            values = [member["test"]["f1"] for member in chosen["members"]]
+            values = [member["f1"] for member in chosen["members"]]
             axes.scatter([x] * len(values), values, color="tab:blue", alpha=0.25, s=18)
             axes.scatter([x], [chosen["mean"]["train"]["f1"]], color="tab:blue", s=45)
             axes.scatter([x], [chosen["mean"]["test"]["f1"]], facecolors="none", edgecolors="tab:blue", s=90)
@@ -239,23 +210,13 @@ def _first_way(selections: Sequence[Line], name: str | None) -> list[Line]:
 
 def main() -> None:
     """Do one step of the study."""
-    own = parser(__doc__)
-    own.add_argument("step", choices=("select", "attack", "attack-useful", "page"))
-    own.add_argument("--data", type=Path, default=Path("data"))
-    own.add_argument("--out", type=Path, default=Path("results/studies/integral"))
-    own.add_argument("--page", type=Path, default=Path("results/integral.md"))
-    own.add_argument("--trials", type=int, default=40)
-    arguments = own.parse_args()
+    arguments = parser(__doc__, "integral").parse_args()
+    if arguments.step == "tables":
+        write(arguments.page, arguments.runs)
+        return
     torch.set_num_threads(1)
-    if arguments.step == "select":
-        select_all(arguments.data, arguments.out)
-    elif arguments.step == "attack":
-        attack_all(arguments.data, arguments.out, arguments.trials)
-    elif arguments.step == "attack-useful":
-        attack_useful(arguments.data, arguments.out)
-    else:
-        results = (lines(arguments.out / f"{name}.jsonl") for name in ("select", "attack", "attack-useful"))
-        write(arguments.page, *results)
+    measure = partial(run, arguments.data)
+    run_missing(arguments.runs, cells(), measure, lambda line: str(line["kind"]), until=arguments.until)
 
 
 if __name__ == "__main__":
