@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from fedpriv.accounting.recipe import LearningRate
@@ -24,19 +25,24 @@ from fedpriv.config import RunConfig
 from fedpriv.data.records import BatchShape, Item
 from fedpriv.protocol import Registration
 from fedpriv.runs import RoundRow, RunFolder
+from fedpriv.runs.show import run_name
 from fedpriv.training import Body, FeatureCache
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
 from server.observer import RunProgress
 from simulations.engines import federation
 from simulations.studies.corpora import missing_file
-from simulations.studies.harness import Line, run_missing, software
+from simulations.studies.harness import Line, append, lines, run_missing, software
+from simulations.sweeps import plan
+from simulations.sweeps.command import sweep
 
 # Of a run's summary.
 _KEPT = (
     "accuracy", "accuracy_initial", "accuracy_standard_error", "macro_f1", "majority_accuracy", "epsilon_local_max",
-    "epsilon_aggregate_max", "delta_max", "num_clients", "num_rounds", "seconds",
+    "epsilon_aggregate_max", "delta_max", "num_clients", "num_rounds", "seconds", "bytes_up", "bytes_down",
 )  # fmt: skip
+
+SWEEPS = Path(__file__).parents[1] / "configs" / "sweeps"
 
 
 class FederatedCell(Protocol):
@@ -148,6 +154,25 @@ def run_federations(
 
     here = [cell for cell in cells if not missing[cell.corpus]]
     run_missing(runs, here, run, lambda line: f"{line['accuracy']:.4f}", until=until)
+
+
+def run_sweep(name: str, runs: Path, out: Path, overrides: Mapping[str, Any] | None = None) -> None:
+    """Run a sweep of simulations/configs/sweeps, and append a line for each of its runs that has none yet.
+
+    Args:
+        name: of its file.
+        runs: file of the lines.
+        out: folder of the sweeps' folders, in which finished runs are kept.
+        overrides: of the file's keys, such as the place of its data.
+    """
+    planned = plan.read(SWEEPS / f"{name}.toml", overrides)
+    known = {line["key"] for line in lines(runs)}
+    left = {f"{name}/{run_name(run.varied)}": run for run in planned.runs}
+    left = {key: run for key, run in left.items() if key not in known}
+    if left:
+        sweep(planned, out / name, max_parallel=1, console=Console())
+    for key, run in left.items():
+        append(runs, {"key": key, "sweep": name, "cell": run.varied, **results_of(out / name / run.key)})
 
 
 Compute = Callable[[Sequence[Item], BatchShape, Body, bool], Tensor]
