@@ -8,15 +8,10 @@ A *filter* fixes one measure of cost when a data set is registered, adds it up, 
 of one fixed order (Feldman and Zrnic 2021) and Gaussian DP (Smith and Thakurta 2022; Koskela, Tobaben and Honkela 2023)
 are such measures.
 
-A *committed plan* fixes the releases themselves, in any order and each at most once. Let V(S, g) be the hockey-stick
-divergence, at g, of the product of the dominating pairs (P_s, Q_s) of the slots s in S. Then no strategy that has the
-slots S left makes more than V(S, g) of its transcript. By induction: if the next release has the upload y, density p or
-q there, and slot s, the rest is worth at most V(S - s, g q(y) / p(y)), whatever was asked for because of y. So all is
-worth at most the mean of that over p, the divergence at g of the release beside the pairs of S - s, and this is at most
-V(S, g), since (P_s, Q_s) dominates (p, q). An end before all slots are used is worth no more. The proof holds for each
-of the two directions, a record added or removed, with the pairs of that direction (Zhu, Dong and Wang 2022 for a fixed
-order). Plans that follow each other cost at most the sums of their epsilons and of their deltas, also if their releases
-alternate: all uploads of a plan are post-processing of one draw from each of its pairs (Rogers et al. 2016).
+A *committed plan* fixes the releases themselves, in any order and each at most once. It costs what pld composes all of
+them to (docs/appendices/budget_rules.md has the proof). Plans that follow each other cost at most the sums of their
+epsilons and of their deltas, also if their releases alternate: all uploads of a plan are post-processing of one draw
+from each of its pairs (Rogers et al. 2016).
 
 A single run counts as fixed, and is composed by loss distributions: which clients replace those that did not reply
 depends on who was reachable, which a record does not change at an honest node.
