@@ -33,15 +33,14 @@ class FederationSection(ConfigSection, title="Federation"):
     clients_per_round: Annotated[int, Field(ge=0)] = 0
     """clients sampled per round; 0: all"""
     min_clients: Count = 1
-    """with fewer valid replies a round asks further clients or ends the run, which can be resumed; no sum has fewer
-    uploads. With `secure_aggregation` this is t, and [each client is charged for t uploads](secure_aggregation.md)"""
+    """with fewer valid replies a round asks further clients or ends the run, which can be resumed. With
+    `secure_aggregation` this is [the threshold t](secure_aggregation.md#the-threshold)"""
     round_seconds: Positive = 3600.0
     """how long a round waits; later replies are discarded, and their clients remain charged"""
     registration_seconds: Annotated[Positive, Fact.RELOADS] = 300.0
     """how long a run waits for nodes; it goes on with those that registered"""
     node_keys: Annotated[str, Fact.LOCATION] = ""
-    """a folder with each vault's public key, `PARTITION-ID.pub`; nodes whose registration is not signed with it are
-    left out"""
+    """a folder with each vault's public key, `PARTITION-ID.pub`; other nodes are left out"""
     aggregation: Annotated[str, Fact.RELEASE | Fact.RELOADS] = "dp-lora"
     """[how uploads become the next model](aggregation.md); or [a rule of your
     own](aggregation.md#a-rule-of-your-own)"""
@@ -65,11 +64,10 @@ class FederationSection(ConfigSection, title="Federation"):
     upload_codec: Annotated[Literal["float32", "bfloat16", "int8", "ternary"], Fact.RELOADS] = "float32"
     """of uploads; rounding comes after the noise, so it costs no privacy"""
     relevance_threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
-    """of [`cmfl`](aggregation.md#what-each-rule-does): how far an update must agree with the last global one to be
-    sent"""
+    """of [`cmfl`](aggregation.md#what-each-rule-does): how far an update must agree with the last to be sent"""
     max_update_norm: Annotated[Positive | None, Maybe] = None
-    """the largest L2 distance of an accepted upload from the broadcast; empty: no limit. With a limit the server
-    measures every upload, so the `aggregate` view does not hold"""
+    """the largest L2 distance of an accepted upload from the broadcast; empty: no limit. With a limit the `aggregate`
+    view does not hold"""
 
     @property
     def rule(self) -> Rule:
@@ -147,8 +145,8 @@ class AuditSection(ConfigSection, title="Variants and deduplication"):
     max_new_tokens: Annotated[Count, Fact.TEXTS] = 96
     """the most tokens of an answer"""
     audit: Annotated[Literal["", "tokens", "mislabelled"], Fact.RELOADS | Fact.TEXTS] = ""
-    """inserts [canaries](audit.md) into every client's data, each with probability 1/2: random tokens, or the client's
-    last records mislabelled. In simulations only"""
+    """inserts [canaries](audit.md) into every client's data: random tokens, or records mislabelled; in simulations
+    only"""
     audit_canaries: Annotated[int, Field(ge=2), Fact.RELOADS | Fact.TEXTS] = 50
     """canaries of each client; `fedpriv audit power` says how much they can find"""
     audit_repeats: Annotated[Count, Fact.RELOADS | Fact.LATER | Fact.TEXTS] = 1
@@ -190,13 +188,11 @@ class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
 
     base_dtype: Annotated[BaseFormat, Fact.TEXTS] = "auto"
     """of the frozen base: [`nf4`](base_models.md#the-frozen-base-in-4-bits) needs the extra `quantized`; `auto` is
-    bfloat16 on a GPU, and on a CPU where that is faster. Each node decides its own `auto`, and a resumed run keeps
-    it"""
+    bfloat16 on a GPU, and on a CPU where that is faster. Each node decides its own `auto`"""
     prefix_cache: Annotated[bool, Fact.TEXTS] = True
     """caches the states below the first trainable layer"""
     activation_checkpointing: Annotated[bool, Fact.TEXTS] = False
-    """recomputes trained layers in the backward pass: less memory for long records, up to half more time, the same
-    bits"""
+    """recomputes trained layers in the backward pass: less memory for long records, up to half more time"""
     memory_limit_mb: Count = 1024
     """MiB for one pass, and again for the prefix cache"""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Fact.TEXTS] = "auto"
@@ -210,7 +206,7 @@ class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
     ray_workers: Annotated[int, Field(ge=0), Fact.TEXTS] = 0
     """the most actors; 0: one per GPU, or per core without a GPU"""
     track: Annotated[Track, Fact.OUTSIDE] = "none"
-    """a [tracker](trackers.md) for the figures, with the extra of its name; a resumed run may change it"""
+    """a [tracker](trackers.md) for the figures, with the extra of its name"""
     ledger: Annotated[str, Fact.LOCATION | Fact.BY_SWEEP] = ""
     """an SQLite file in which spending accumulates over runs; simulated nodes keep theirs in `<ledger>.nodes/`. Empty:
     a new one in the run's folder, with nothing spent before"""

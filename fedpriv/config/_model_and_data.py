@@ -60,14 +60,13 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     layers: Annotated[Layers, Fact.TEXTS] = "last-1"
     """`all`, `last-N`, or indices such as `4,5`"""
     factors: Annotated[Literal["weights", "answers", "inputs"], Fact.TEXTS | Fact.LATER] = "weights"
-    """what [frozen factors](aggregation.md#what-each-rule-does) are made of. `weights`: a weight's singular vectors
-    around R, random values in A. `answers`: [the run's `answers`](recipes.md#answers-that-are-classes). `inputs`: [a
-    layer's inputs](recipes.md#instruction)"""
+    """what [frozen factors](aggregation.md#what-each-rule-does) are made of. `answers`: [the
+    run's](recipes.md#answers-that-are-classes); `inputs`: [a layer's](recipes.md#instruction)"""
     max_length: Annotated[Count, Fact.TEXTS] = 64
     """the most tokens of a record; longer ones are truncated, prompts before responses"""
     normalize_features: Annotated[bool, Fact.TEXTS] = True
-    """scales the head's input to unit length, so that all records count alike; [heads of several
-    layers](base_models.md#encoders-are-mean-pooled) become linear"""
+    """scales the head's input to unit length; [heads of several layers](base_models.md#encoders-are-mean-pooled)
+    become linear"""
     train: Annotated[Train, Fact.TEXTS] = "all"
     """`all`: A, B and head. `auto`: by N, K and epsilon, the head or [R between frozen
     factors](recipes.md#r-between-frozen-factors)"""
@@ -117,14 +116,13 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     """names the holder of each record"""
     unit: Annotated[Literal["record", "person"], Fact.RECORDS | Fact.LATER | Fact.TEXTS] = "record"
     """whom epsilon protects: a record, or a [person](privacy.md#persons) with all records at one client, implied by
-    `person_column`. N_k, B and q then count persons"""
+    `person_column`"""
     person_column: Annotated[str, Fact.RECORDS | Fact.LATER | Fact.TEXTS] = ""
     """says whom a record is about; with `data = on-nodes` each node names its own"""
     max_records_per_person: Annotated[Count, Fact.LATER | Fact.TEXTS] = 8
-    """m, public: the most records of a person that count in a step; time and memory are those of m for each"""
+    """m, public: the most records of a person that count in a step, at the cost in time and memory of m for each"""
     holders_per_person: Annotated[Count, Fact.LATER | Fact.TEXTS] = 1
-    """h, public: at how many clients a person may have records; epsilon is that of a person at the [h costliest
-    clients](privacy.md#a-person-at-several-holders)"""
+    """h, public: at how many clients [a person](privacy.md#a-person-at-several-holders) may have records"""
     labels: Annotated[Names, Fact.RELEASE | Fact.RECORDS | Fact.TEXTS] = ()
     """the classes; empty: those of the training records. Other records are omitted"""
     partition: Annotated[Literal["auto", "natural", "iid", "dirichlet", "sizes"], Fact.RECORDS | Fact.TEXTS] = "auto"

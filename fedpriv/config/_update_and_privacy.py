@@ -96,8 +96,8 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
     lora_noise_multiplier: Annotated[NonNegative | None, Maybe, Fact.CALIBRATED | Fact.TEXTS] = None
     """z of the last `lora_rounds`; empty: for `lora_share`"""
     target_epsilon: Annotated[Positive | None, Maybe, Fact.PRIVACY] = 2.3
-    """derives the least noise that keeps every client within this epsilon at its delta on the `privacy_view`, even if
-    it takes part in every round. Empty (by default with a `noise_multiplier`): no target"""
+    """derives the least noise that keeps every client within this epsilon on the `privacy_view`, even if it takes part
+    in every round. Empty (by default with a `noise_multiplier`): no target"""
     target_risk: Annotated[str, Fact.PRIVACY | Fact.LATER] = ""
     """instead of `target_epsilon`: a [risk](accounting.md#risk) at every client. `tpr=0.1@fpr=0.01`: an attacker who
     wrongly accuses 1 % of outsiders finds at most 10 % of those who took part; `mu=0.9` bounds mu"""
@@ -109,24 +109,21 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
     of random scale](lmo.md)"""
     mechanism_parameters: Annotated[str, Fact.PATH] = ""
     """of `lmo`: JSON, or a JSON file as `fedpriv lmo search` writes; its noise is scaled by `noise_multiplier` and
-    `clip_norm`. `"accounting": "published"` **is no privacy guarantee**: the run is marked, its epsilon is infinite,
-    and targets and budgets are refused"""
+    `clip_norm`. `"accounting": "published"` **is no privacy guarantee**: its epsilon is infinite"""
     privacy_view: Literal["local", "rho", "aggregate"] = "local"
     """the [view](privacy.md#who-observes-three-views-of-one-history) of target, risk and budget"""
     budget_epsilon: Annotated[Budgets, Fact.PRIVACY] = ()
     """what all runs on a client's data together may spend on the `privacy_view`: one number, or one per client by id. A
     client whose next round would exceed it retires"""
     secure_aggregation: bool = False
-    """the server learns the sum of a round's uploads and [nothing of its parts](secure_aggregation.md), so the noise of
-    all clients adds up and the `aggregate` view holds. Unless given, `mechanism` is then `discrete-gaussian`,
-    `privacy_view` is `aggregate`, and `min_clients` is all of a round. With `noise_on = gradients` a round is one step
-    of sgd"""
+    """the server learns only [the sum of a round's uploads](secure_aggregation.md). Unless given, `mechanism` is then
+    `discrete-gaussian`, `privacy_view` is `aggregate`, and `min_clients` is all of a round"""
     secure_masks: Annotated[bool | None, Maybe] = None
-    """masks uploads; empty: with `data = on-nodes` only. In a simulation masks only take time; `engine = flower` needs
-    them off"""
+    """masks uploads; empty: with `data = on-nodes` only. In a simulation masks only take time, and `engine = flower`
+    needs them off"""
     colluding_clients: Annotated[int, Field(ge=0)] = 0
-    """c, how many other clients may reveal their noise and shares to the server; the noise of max(c, 1) is not counted.
-    `min_clients` [has bounds](secure_aggregation.md)"""
+    """c, how many other clients may reveal their noise and shares to the server; the noise of max(c, 1) [is not
+    counted](secure_aggregation.md#what-each-party-learns)"""
     delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Maybe] = None
     """of every epsilon; empty: 1 / (10 N_k) per client, at most 1e-5"""
 
