@@ -67,7 +67,7 @@ class OwnModel:
         losses: takes a batch, lets the module compute it, and returns one loss for each record, [records].
         public: public or made-up records, at least four and not all equal, in the form of the private ones: tensors
             with one row per record, or a tuple, list or dictionary of them. They try the module and fill passes.
-        rows: of a pass, at most; >= 1.
+        rows: of a pass, at most; >= 1. Fewer take less memory: each has a gradient of all trained values.
         evaluate: takes a batch and returns how right the module is on each record, [records] in [0, 1]. Without it,
             where the losses are a cross-entropy over logits, that is 1 where the likeliest class is the right one, else
             0. `fedpriv.run` needs it where it tests the model.

@@ -131,6 +131,7 @@ class RayExecutor:
                 continue
 
     def _collect(self, k: int, sent: Any, share: list[_Parcel]) -> list[ClientUpdate | Exception]:
+        """The updates of a share; if its actor dies, another one trains it once more under the same charge."""
         for attempt in ("first", "second"):
             try:
                 updates: list[ClientUpdate | Exception] = self._ray.get(sent)
