@@ -10,7 +10,7 @@ is 1 - m^(t - s + 1), s <= t. C is the Toeplitz matrix with the least root mean 
 
 Figures are the noise in the model over that of independent noise, at equal epsilon, records a round and rounds: over
 all rounds, and after the last one. The third in a cell is that of independent noise of b times as many records in
-J / b rounds, which takes as long.
+J / b rounds, which takes as long. No cell is better than that, so runs have no such noise.
 """
 
 from __future__ import annotations
