@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -129,7 +129,7 @@ def render(
             ),
             charged=_charged(run),
             failures=_failures(run),
-            panels=[*_quality_panels(run), *_epsilon_panels(run), *_traffic_panels(run)],
+            panels=[*_first_of_each(_quality_panels(run), _epsilon_panels(run)), *_traffic_panels(run)],
             settings={"Configuration": _texts(config), "Environment": _texts(environment)},
         )
     )
@@ -235,6 +235,11 @@ def _failures(run: RunFolder) -> dict[str, int]:
     """The number of replies that failed, by status."""
     failed = run.clients.loc[run.clients["status"] != "ok", "status"].fillna("unknown")
     return {str(status): int(count) for status, count in failed.value_counts().sort_index().items()}
+
+
+def _first_of_each(quality: Sequence[Panel], cost: Sequence[Panel]) -> list[Panel]:
+    """All panels, begun by what the run reached and what that cost."""
+    return [*quality[:1], *cost[:1], *quality[1:], *cost[1:]]
 
 
 def _quality_panels(run: RunFolder) -> list[Panel]:
