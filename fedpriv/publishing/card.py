@@ -188,7 +188,7 @@ def _privacy(saved: SavedVariant, summary: Mapping[str, Any], reason: str) -> li
         "",
         *(_risk(summary, reason) if summary.get("privacy_view") in views else []),
         *(f"- {name}: {markdown(value)}" for name, value in facts.items()),
-        f"- ledger head: {ledger}. Whoever has the ledger can check it: `fedpriv ledger verify PATH --head HEAD`.",
+        f"- ledger head: {ledger}. Anyone with the ledger can check it: `fedpriv ledger verify PATH --head HEAD`.",
         "",
         "Not covered:",
         "",

@@ -1,6 +1,6 @@
-"""A node's state between two exchanges as a text, for a program that is started anew for each message.
+"""A node's state between two exchanges as a text, for a program that is started for each message.
 
-The text holds the secrets of an attempt: whoever keeps it must seal it. It is read strictly, by the code that wrote it.
+The text holds the secrets of an attempt: its keeper must seal it. It is read strictly, by the code that wrote it.
 """
 
 from __future__ import annotations

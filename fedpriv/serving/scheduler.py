@@ -146,7 +146,7 @@ class Scheduler:
     def load(self, name: str) -> None:
         """See `Serving`; by one thread at a time."""
         if name in self.names:
-            raise LoadedError("it is loaded; to read it anew, unload it first")
+            raise LoadedError("it is loaded; to read it again, unload it first")
         if name in self._leaving:
             raise LoadedError("it was unloaded and still answers earlier requests; try again when these are done")
         try:

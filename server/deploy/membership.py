@@ -30,7 +30,7 @@ _LIVE = ("registered", "online", "offline")
 def invite(
     coordinator: Coordinator, names: Sequence[str], *, partition_id: int | None = None
 ) -> dict[Path, Invitation]:
-    """Write an invitation for each institution, and return them; one of a known name is written anew.
+    """Write an invitation for each institution, and return them; one of a known name is written again.
 
     Args:
         coordinator: that invites.

@@ -3,7 +3,7 @@
     python -m simulations.benchmarks.dedup_resume [--variants 8] [--kills 10] [--run RUN]
 
 A federation on the embedded corpus leaves the last upload of every client and its global model. The command stores them
-once in one go. Then it stores them in other folders, where it is sent SIGKILL at random instants and begun anew each
+once in one go. Then it stores them in other folders, where it is sent SIGKILL at random instants and begun again each
 time. Every store must in the end be equal to the first one byte for byte, be sound after each kill, and never get less.
 """
 

@@ -70,7 +70,7 @@ class _CostCards(Protocol):
         """The cost of reading several."""
 
     def forget(self) -> None:
-        """Read everything anew."""
+        """Read everything again."""
 
 
 def create_app(

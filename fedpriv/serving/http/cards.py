@@ -67,7 +67,7 @@ class Cards:
         self._cost = lru_cache(maxsize=1024)(self._compute_cost)
 
     def forget(self) -> None:
-        """Read everything anew when it is asked for: a variant has come."""
+        """Read everything again when it is asked for: a variant has come."""
         self._described.cache_clear()
         self._cost.cache_clear()
         for kept in ("_stored", "_damaged", "_manifests", "_run"):
