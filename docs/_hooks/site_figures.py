@@ -32,6 +32,7 @@ HEADING = re.compile(r"(#+) (.*)")
 # {page: the code that decides the figures of its lines}: its draws, rates, clipping, noise and charges.
 _RECIPE = ("fedpriv/accounting/recipe.py", "fedpriv/training/noise_plan.py", "fedpriv/training/schedule.py")
 DECIDED_BY: Mapping[str, tuple[str, ...]] = {
+    "aggregation": (*_RECIPE, "fedpriv/aggregation", "fedpriv/training/clipping.py", "fedpriv/training/stacked.py"),
     "audit": (
         *("fedpriv/audit", "fedpriv/mechanisms", "fedpriv/training/clipping.py", "fedpriv/training/stacked.py"),
         *("simulations/studies/audit", ":(exclude)simulations/studies/audit/tables.py"),
@@ -44,16 +45,21 @@ DECIDED_BY: Mapping[str, tuple[str, ...]] = {
             for name in ("__main__.py", "check.py", "serving.py", "report")
         ),
     ),
+    "integral": ("fedpriv/integral", "simulations/studies/_integral_runs.py"),
     "language_models": (*_RECIPE, "fedpriv/training/public_factors.py"),
+    "lmo": ("fedpriv/accounting/lmo", "fedpriv/lmo", "fedpriv/mechanisms/lmo.py"),
     "persons": _RECIPE,
     "secure_aggregation": (*_RECIPE, "fedpriv/accounting/views.py"),
     "utility": _RECIPE,
 }
 # Up to this commit no change of that code moved a figure of lines that are older.
 CHECKED: Mapping[str, str] = {
+    "aggregation": "c5d0ced8",
     "audit": "e60458cf",
     "dedup": "00a746f2",
+    "integral": "c5d0ced8",
     "language_models": "5f17291e",
+    "lmo": "c5d0ced8",
     "persons": "81331c34",
     "secure_aggregation": "81331c34",
     "utility": "81331c34",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -12,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InputError
-from simulations.studies import language_models, persons, secure_aggregation, utility
+from simulations.studies import aggregation, integral, language_models, lmo, persons, secure_aggregation, utility
 from simulations.studies.audit import tables as audit_tables
+from simulations.studies.dedup.report import page as dedup_page
 from simulations.studies.harness import Estimate, Results, fill, in_processes, lines, run_missing, table
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-PAGES = [page for page in sorted(RESULTS.glob("*.md")) if ":begin -->" in page.read_text()]
 
 
 @dataclass(frozen=True)
@@ -112,50 +111,27 @@ def test_long_lines_of_text_are_broken_and_no_others(tmp_path):
     assert lines[3].startswith("  word"), "still of the list's item"
 
 
-def test_every_page_of_a_study_has_its_lines_or_says_that_it_has_not():
-    studies = {
-        "audit",
-        "benchmarks",
-        "dedup",
-        "integral",
-        "language_models",
-        "persons",
-        "secure_aggregation",
-        "utility",
-    }
-    assert {page.stem for page in PAGES} == studies
-    for page in PAGES:
-        stored = page.with_suffix(".jsonl").is_file()
-        unkept = re.search(r"The lines of these runs \(results/studies/\w+[^)]*\) were not kept", page.read_text())
-        assert stored != bool(unkept), page.name
+WRITE = {
+    "aggregation": aggregation.write,
+    "audit": lambda page, runs: audit_tables.write(page, lines(runs)),
+    "dedup": dedup_page.write,
+    "integral": integral.write,
+    "language_models": language_models.write,
+    "lmo": lmo.write,
+    "persons": persons.write,
+    "secure_aggregation": lambda page, runs: secure_aggregation.write(page, runs, page.with_suffix(".png")),
+    "utility": utility.write,
+}
+LONG = ("dedup", "secure_aggregation")
 
 
-def test_the_tables_of_utility_are_those_of_its_stored_lines(tmp_path):
-    page = Path(shutil.copy(RESULTS / "utility.md", tmp_path))
-    utility.write(page, RESULTS / "utility.jsonl")
-    assert page.read_text() == (RESULTS / "utility.md").read_text()
+def test_every_page_of_results_has_its_lines():
+    pages = {page.stem for page in RESULTS.glob("*.md")}
+    assert pages == {*WRITE, "benchmarks"} == {path.stem for path in RESULTS.glob("*.jsonl")}
 
 
-def test_the_tables_of_language_models_are_those_of_its_stored_lines(tmp_path):
-    page = Path(shutil.copy(RESULTS / "language_models.md", tmp_path))
-    language_models.write(page, RESULTS / "language_models.jsonl")
-    assert page.read_text() == (RESULTS / "language_models.md").read_text()
-
-
-def test_the_tables_of_audits_are_those_of_its_stored_lines(tmp_path):
-    page = Path(shutil.copy(RESULTS / "audit.md", tmp_path))
-    audit_tables.write(page, lines(RESULTS / "audit.jsonl"))
-    assert page.read_text() == (RESULTS / "audit.md").read_text()
-
-
-def test_the_tables_of_persons_are_those_of_its_stored_lines(tmp_path):
-    page = Path(shutil.copy(RESULTS / "persons.md", tmp_path))
-    persons.write(page, RESULTS / "persons.jsonl")
-    assert page.read_text() == (RESULTS / "persons.md").read_text()
-
-
-@pytest.mark.slow
-def test_the_tables_of_secure_aggregation_are_those_of_its_stored_lines(tmp_path):
-    page = Path(shutil.copy(RESULTS / "secure_aggregation.md", tmp_path))
-    secure_aggregation.write(page, RESULTS / "secure_aggregation.jsonl", tmp_path / "plot.png")
-    assert page.read_text() == (RESULTS / "secure_aggregation.md").read_text()
+@pytest.mark.parametrize("study", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in WRITE])
+def test_the_tables_of_a_page_are_those_of_its_stored_lines(study, tmp_path):
+    page = Path(shutil.copy(RESULTS / f"{study}.md", tmp_path))
+    WRITE[study](page, RESULTS / f"{study}.jsonl")
+    assert page.read_text() == (RESULTS / f"{study}.md").read_text()
