@@ -64,7 +64,8 @@ class FederationSection(ConfigSection, title="Federation"):
     upload_codec: Annotated[Literal["float32", "bfloat16", "int8", "ternary"], Fact.RELOADS] = "float32"
     """of uploads; rounding comes after the noise, so it costs no privacy"""
     relevance_threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
-    """of [`cmfl`](aggregation.md#what-each-rule-does): how far an update must agree with the last to be sent"""
+    """of [`cmfl`](aggregation.md#what-each-rule-does): how far an update must agree with the last global one to be
+    sent"""
     max_update_norm: Annotated[Positive | None, Maybe] = None
     """the largest L2 distance of an accepted upload from the broadcast; empty: no limit. With a limit the `aggregate`
     view does not hold"""
@@ -190,7 +191,7 @@ class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
     """of the frozen base: [`nf4`](base_models.md#the-frozen-base-in-4-bits) needs the extra `quantized`; `auto` is
     bfloat16 on a GPU, and on a CPU where that is faster. Each node decides its own `auto`"""
     prefix_cache: Annotated[bool, Fact.TEXTS] = True
-    """caches the states below the first trainable layer"""
+    """caches records' states below the first trainable layer, beyond `memory_limit_mb` in a nameless temporary file"""
     activation_checkpointing: Annotated[bool, Fact.TEXTS] = False
     """recomputes trained layers in the backward pass: less memory for long records, up to half more time"""
     memory_limit_mb: Count = 1024
