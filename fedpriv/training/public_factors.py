@@ -31,7 +31,7 @@ from fedpriv.errors import InputError
 
 # Prompts whose states are whitened, and those of them whose gradients say what moves a logit: on SST-2's film reviews
 # with SmolLM2-135M 128, 256 and 512 of the former gave 0.824, 0.830 and 0.833;
-# docs/appendices/recipe_trials.md has the alternatives.
+# docs/appendices/recipe_trials.md says in which trial.
 _NUM_PROMPTS = 256
 _NUM_SLOPES = 32
 _PROMPT_TOKENS = (4, 40)

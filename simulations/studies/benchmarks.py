@@ -127,7 +127,7 @@ def _origins(found: Sequence[Line]) -> str:
         when = dates[0] if len(dates) < 2 else f"{dates[0]} to {dates[-1]}"
         names = dict.fromkeys(f"`{line['name']}`" for line in here)
         told.append(f"{place}, {when}" + (f": {', '.join(names)}" if number else ""))
-    return f"{'. '.join(told)}. Each line has its commit."
+    return f"{'. '.join(told)}. Each line of benchmarks.jsonl has its commit."
 
 
 def _place(line: Line) -> str:

@@ -47,7 +47,7 @@ def test_a_benchmark_leaves_a_line_and_the_page_shows_it(tmp_path, monkeypatch, 
     claim = made["claims"][0]
     assert f"| `discrete_gaussian --repeats 2` | {claim['claim']} | {claim['ratio']:.3g} |" in text
     assert f"\n{made['machine']['processor']}, " in text
-    assert f", {made['date']}. Each line has its commit." in " ".join(text.split())
+    assert f", {made['date']}. Each line of benchmarks.jsonl has its commit." in " ".join(text.split())
 
 
 def test_the_newest_line_of_each_command_counts_and_the_others_are_named(tmp_path):
