@@ -58,7 +58,7 @@ CHECKED: Mapping[str, str] = {
     "audit": "e60458cf",
     "dedup": "00a746f2",
     "integral": "c5d0ced8",
-    "language_models": "5f17291e",
+    "language_models": "f1ce3f28",
     "lmo": "c5d0ced8",
     "persons": "81331c34",
     "secure_aggregation": "81331c34",
