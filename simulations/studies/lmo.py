@@ -2,7 +2,7 @@
 
     python -m simulations.studies.lmo run|tables
 
-`run` keeps a line of `fedpriv lmo compare --ablations`, and one of each run of the sweep simulations/configs/sweeps/
+`run` keeps a line of what `fedpriv lmo compare --ablations` computes, and one of each run of the sweep simulations/configs/sweeps/
 lmo.toml; `tables` makes the page's tables. Comparisons cost one release at delta 1e-10 without sampling, by Renyi
 divergence at dp-accounting's orders. The sweep trains MiniLM's last layer in the DP-LoRA paper's setting on the
 embedded corpus at five hospitals, at delta 1e-5. Each noise is scaled until the run costs epsilon by the tightest
@@ -11,21 +11,19 @@ accounting that holds for it: pld for Gaussian noise, `sound` with rdp for the o
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from math import sqrt
 from pathlib import Path
 
 from fedpriv.accounting.lmo.parameters import LmoParameters
-from fedpriv.lmo.comparison import sizes
+from fedpriv.lmo import Budget
+from fedpriv.lmo.comparison import compare, reductions, sizes
 from fedpriv.runs import environment
 from simulations.studies.federations import run_sweep
 from simulations.studies.harness import Line, append, fill, lines, parser, software, table
 
 SWEEP, COMPARED = "lmo", "compare"
-COMMAND = ("-m", "fedpriv", "lmo", "compare", "--ablations", "--json")
+DIMENSION = 76_808
 EPSILONS = (0.3, 1.0, 3.0)
 NOISES = ("Gaussian", "Laplace, u = 1", "LMO, u uniform on [0.1, 0.5]")
 """In the order of the sweep's runs."""
@@ -34,8 +32,10 @@ NOISES = ("Gaussian", "Laplace, u = 1", "LMO, u uniform on [0.1, 0.5]")
 def run(runs: Path, out: Path) -> None:
     """Compare the noises, and run the sweep, where there are no lines yet."""
     if COMPARED not in {line["key"] for line in lines(runs)}:
-        done = subprocess.run([sys.executable, *COMMAND], stdout=subprocess.PIPE, check=True)
-        append(runs, {"key": COMPARED, **json.loads(done.stdout), "software": software(environment())})
+        budget = Budget(epsilon=1.0, delta=1e-10)
+        records = compare(budget, dimensions=(1, DIMENSION), ablations=True)
+        told = {"records": records, "reductions": reductions(records)}
+        append(runs, {"key": COMPARED, **told, "software": software(environment())})
     run_sweep(SWEEP, runs, out)
 
 
