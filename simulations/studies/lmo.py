@@ -2,11 +2,11 @@
 
     python -m simulations.studies.lmo run|tables
 
-`run` keeps a line of what `fedpriv lmo compare --ablations` computes, and one of each run of the sweep simulations/configs/sweeps/
-lmo.toml; `tables` makes the page's tables. Comparisons cost one release at delta 1e-10 without sampling, by Renyi
-divergence at dp-accounting's orders. The sweep trains MiniLM's last layer in the DP-LoRA paper's setting on the
-embedded corpus at five hospitals, at delta 1e-5. Each noise is scaled until the run costs epsilon by the tightest
-accounting that holds for it: pld for Gaussian noise, `sound` with rdp for the others.
+`run` keeps a line of what `fedpriv lmo compare --ablations` computes, and one of each run of the sweep `lmo.toml` of
+simulations/configs/sweeps; `tables` makes the page's tables. Comparisons cost one release at delta 1e-10 without
+sampling, by Renyi divergence at dp-accounting's orders. The sweep trains MiniLM's last layer in the DP-LoRA paper's
+setting on the embedded corpus at five hospitals, at delta 1e-5. Each noise is scaled until the run costs epsilon by the
+tightest accounting that holds for it: pld for Gaussian noise, `sound` with rdp for the others.
 """
 
 from __future__ import annotations
