@@ -10,7 +10,8 @@ clients, unevenly by label.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -26,11 +27,20 @@ FILES = {
 }
 """{sweep: its keys that name files of the data folder}."""
 
+PLOTS = {
+    PAPER: ("accuracy-against-epsilon.png", "aggregation-accuracy.png"),
+    WEIGHTS: ("bytes-against-accuracy.png", "aggregation-weights-bytes.png"),
+}
+"""{sweep: a plot in its folder, and the plot's name on the page}."""
 
-def run(runs: Path, out: Path, data: Path) -> None:
-    """Run every sweep that has runs without a line."""
+
+def run(runs: Path, out: Path, data: Path, folder: Path) -> None:
+    """Run every sweep that has runs without a line, and copy the plots of those into a folder."""
     for name in (DEFAULT, PAPER, WEIGHTS, RANKS, CODECS, MEDQUAD, SST2):
         run_sweep(name, runs, out, {key: str(data / file) for key, file in FILES.get(name, {}).items()})
+    for name, (drawn, shown_as) in PLOTS.items():
+        if (out / name / drawn).is_file():
+            shutil.copy(out / name / drawn, folder / shown_as)
 
 
 def write(page: Path, runs: Path) -> None:
@@ -107,13 +117,10 @@ def _real(found: Sequence[Line]) -> Iterator[Sequence[str]]:
     for rule in groups[0]:
         cells = ((shown(_accuracy(own := each.get(rule, []))), _megabytes(own, "bytes_down")) for each in groups)
         yield f"`{rule}`", *(value for pair in cells for value in pair)
-    first: Callable[[dict[str, list[Line]]], Line] = lambda each: next(iter(each.values()))[0]  # noqa: E731
-    untrained, largest = (
-        [f"{first(each)[figure]:.3f}" if each else "" for each in groups]
-        for figure in ("accuracy_initial", "majority_accuracy")
-    )
-    yield "untrained", untrained[0], "", untrained[1], ""
-    yield "largest class", largest[0], "", largest[1], ""
+    firsts = [next((line for line in found if line["sweep"] == sweep), None) for sweep in (MEDQUAD, SST2)]
+    for name, figure in (("untrained", "accuracy_initial"), ("largest class", "majority_accuracy")):
+        values = (f"{line[figure]:.3f}" if line else "" for line in firsts)
+        yield name, *(cell for value in values for cell in (value, ""))
 
 
 def main() -> None:
@@ -122,7 +129,7 @@ def main() -> None:
     if arguments.step == "tables":
         write(arguments.page, arguments.runs)
     else:
-        run(arguments.runs, arguments.out, arguments.data)
+        run(arguments.runs, arguments.out, arguments.data, arguments.page.parent)
 
 
 if __name__ == "__main__":
