@@ -43,7 +43,7 @@ EPSILON = 0.05
 
 EPOCHS = 20
 NUM_TARGETS = 40
-"""Of each kind, that are attacked."""
+"""Targets of each kind that are attacked."""
 
 
 @dataclass(frozen=True, kw_only=True)
