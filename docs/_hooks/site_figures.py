@@ -57,7 +57,7 @@ CHECKED: Mapping[str, str] = {
     "aggregation": "c5d0ced8",
     "audit": "e60458cf",
     "dedup": "00a746f2",
-    "integral": "c5d0ced8",
+    "integral": "1e4b9447",
     "language_models": "f1ce3f28",
     "lmo": "c5d0ced8",
     "persons": "81331c34",
