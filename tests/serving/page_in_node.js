@@ -64,7 +64,7 @@ const event = { preventDefault() {} };
   assert.deepEqual(byId("first").children.map((each) => each.textContent), [EVIL, "global"]);
   assert.deepEqual(byId("variants").children[0].children.map((each) => each.textContent),
     [EVIL, "50.0 %", "1.24", "0.00001", "3.4 %", "a record", EVIL]);
-  assert.match(byId("reader").textContent, /^Whoever reads all 2 variants listed here pays ε = 1.24/);
+  assert.match(byId("reader").textContent, /^A reader of all 2 variants listed here pays ε = 1.24/);
   assert.ok(byId("reader").textContent.endsWith(". An attacker finds few. " + EVIL), "the risk in words, as text");
   byId("first").value = EVIL;
   byId("second").value = "global";
