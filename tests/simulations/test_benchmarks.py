@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "simulations" / "benchmarks"
 NAMES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 SMALL = {
     "accounting_scale": ["--clients", "12"],
-    "busy_machine": ["--loops", "0", "1", "--repeats", "1", "--setting", "rounds=1", 'train="head"'],
+    "busy_machine": ["--loops", "0", "1", "--repeats", "1", "--setting", "rounds=2", 'train="head"'],
     "dedup_distance": ["--models", "2", "--values", "200000"],
     "dedup_resume": ["--variants", "2", "--kills", "1"],
     "dedup_loading": ["--variants", "3", "--queries", "4", "--repeats", "1"],
