@@ -27,6 +27,9 @@ FILES = {
 }
 """{sweep: its keys that name files of the data folder}."""
 
+NOISES = (2, 8, None)
+"""The epsilons of tables; None is without noise."""
+
 PLOTS = {
     PAPER: ("accuracy-against-epsilon.png", "aggregation-accuracy.png"),
     WEIGHTS: ("bytes-against-accuracy.png", "aggregation-weights-bytes.png"),
@@ -37,7 +40,11 @@ PLOTS = {
 def run(runs: Path, out: Path, data: Path, folder: Path) -> None:
     """Run every sweep that has runs without a line, and copy the plots of those into a folder."""
     for name in (DEFAULT, PAPER, WEIGHTS, RANKS, CODECS, MEDQUAD, SST2):
-        run_sweep(name, runs, out, {key: str(data / file) for key, file in FILES.get(name, {}).items()})
+        files = FILES.get(name, {})
+        if absent := [file for file in files.values() if not (data / file).is_file()]:
+            print(f"{name}: skipped: data = {data}: holds no {absent[0]}", flush=True)
+            continue
+        run_sweep(name, runs, out, {key: str(data / file) for key, file in files.items()})
     for name, (drawn, shown_as) in PLOTS.items():
         if (out / name / drawn).is_file():
             shutil.copy(out / name / drawn, folder / shown_as)
@@ -46,22 +53,19 @@ def run(runs: Path, out: Path, data: Path, folder: Path) -> None:
 def write(page: Path, runs: Path) -> None:
     """Write the page's tables from the lines in the study's file of runs."""
     found = lines(runs)
-    noises = ("epsilon 2", "epsilon 8", "no noise")
-    paper = _rules(found, PAPER), _rules(found, WEIGHTS)
+    epsilons, sizes = ("epsilon 2", "epsilon 8"), ("MB up", "MB down")
+    paper = (*_rows(found, PAPER, NOISES), *_rows(found, WEIGHTS, NOISES, ", full weights"))
     blocks = {
-        "default": table(("rule", *noises[:2], "MB up", "MB down"), _rows(found, DEFAULT, _rules(found, DEFAULT), 2)),
-        "paper": table(
-            ("rule", *noises, "MB up", "MB down"),
-            (*_rows(found, PAPER, paper[0], 3), *_rows(found, WEIGHTS, paper[1], 3, ", full weights")),
-        ),
+        "default": table(("rule", *epsilons, *sizes), _rows(found, DEFAULT, NOISES[:2])),
+        "paper": table(("rule", *epsilons, "no noise", *sizes), paper),
         "variants": table(("epsilon 8", "accuracy", "MB up"), _variants(found)),
         "real": table(("rule", "MedQuAD", "MB down", "SST-2", "MB down"), _real(found)),
     }
     fill(page, blocks)
 
 
-def _rules(found: Sequence[Line], sweep: str) -> list[str]:
-    return list(dict.fromkeys(line["cell"]["aggregation"] for line in found if line["sweep"] == sweep))
+def _of(found: Sequence[Line], sweep: str) -> list[Line]:
+    return [line for line in found if line["sweep"] == sweep]
 
 
 def _noise(cell: Line) -> float | None:
@@ -70,12 +74,11 @@ def _noise(cell: Line) -> float | None:
 
 
 def _rows(
-    found: Sequence[Line], sweep: str, rules: Sequence[str], num_noises: int, suffix: str = ""
+    found: Sequence[Line], sweep: str, noises: Sequence[float | None], suffix: str = ""
 ) -> Iterator[Sequence[str]]:
     """Accuracies by noise, and the bytes of all messages of a run, for each rule."""
-    for rule in rules:
-        own = [line for line in found if line["sweep"] == sweep and line["cell"]["aggregation"] == rule]
-        by_noise = [[line for line in own if _noise(line["cell"]) == noise] for noise in (2, 8, None)[:num_noises]]
+    for rule, own in _by("aggregation", _of(found, sweep)).items():
+        by_noise = [[line for line in own if _noise(line["cell"]) == noise] for noise in noises]
         accuracies = ("" if not each else shown(_accuracy(each)) for each in by_noise)
         yield f"`{rule}`{suffix}", *accuracies, _megabytes(own, "bytes_up"), _megabytes(own, "bytes_down")
 
@@ -90,14 +93,12 @@ def _megabytes(found: Sequence[Line], figure: str) -> str:
 
 def _variants(found: Sequence[Line]) -> Iterator[Sequence[str]]:
     """Ranks, and codecs of uploads, at epsilon 8."""
-    of_paper = [line for line in found if line["sweep"] == PAPER and _noise(line["cell"]) == 8]
-    for rule in _rules(found, RANKS):
-        own = [line for line in found if line["sweep"] == RANKS and line["cell"]["aggregation"] == rule]
-        for line in sorted(own, key=lambda line: int(line["cell"]["rank"])):
-            yield _row(f"`{rule}`, rank {line['cell']['rank']}", [line])
-    for name, own in _by("upload_codec", [line for line in found if line["sweep"] == CODECS]).items():
+    for line in _of(found, RANKS):
+        yield _row(f"`{line['cell']['aggregation']}`, rank {line['cell']['rank']}", [line])
+    own_of_paper = _by("aggregation", _of(found, PAPER)).get("dp-lora", [])
+    plain = [line for line in own_of_paper if _noise(line["cell"]) == 8]
+    for name, own in {**_by("upload_codec", _of(found, CODECS)), "float32": plain}.items():
         yield _row(f"`dp-lora`, rank 8, `{name}`", own)
-    yield _row("`dp-lora`, rank 8, `float32`", [line for line in of_paper if line["cell"]["aggregation"] == "dp-lora"])
 
 
 def _by(key: str, found: Sequence[Line]) -> dict[str, list[Line]]:
@@ -113,11 +114,11 @@ def _row(name: str, found: Sequence[Line]) -> Sequence[str]:
 
 def _real(found: Sequence[Line]) -> Iterator[Sequence[str]]:
     """Accuracies and bytes on the two corpora, and what the untrained model has."""
-    groups = [_by("aggregation", [line for line in found if line["sweep"] == sweep]) for sweep in (MEDQUAD, SST2)]
+    groups = [_by("aggregation", _of(found, sweep)) for sweep in (MEDQUAD, SST2)]
     for rule in groups[0]:
         cells = ((shown(_accuracy(own := each.get(rule, []))), _megabytes(own, "bytes_down")) for each in groups)
         yield f"`{rule}`", *(value for pair in cells for value in pair)
-    firsts = [next((line for line in found if line["sweep"] == sweep), None) for sweep in (MEDQUAD, SST2)]
+    firsts = [next(iter(_of(found, sweep)), None) for sweep in (MEDQUAD, SST2)]
     for name, figure in (("untrained", "accuracy_initial"), ("largest class", "majority_accuracy")):
         values = (f"{line[figure]:.3f}" if line else "" for line in firsts)
         yield name, *(cell for value in values for cell in (value, ""))

@@ -65,7 +65,6 @@ def _do(step: str, arguments: argparse.Namespace) -> None:
         if out.is_dir():
             results.keep(out, arguments.lines)
         page.write(arguments.page, arguments.lines)
-        print(page.printed(arguments.lines))
 
 
 if __name__ == "__main__":

@@ -134,14 +134,8 @@ PRINTED = (
 """Tables that the page leaves out."""
 
 
-def printed(path: Path) -> str:
-    """The tables of the kept lines that the page leaves out; see `write`."""
-    results = read(path)
-    return "\n\n".join(filter(None, (text(results) for text in PRINTED)))
-
-
 def write(page: Path, path: Path) -> None:
-    """Rewrite the study's part of a page, which is made if it is missing, and the pictures next to it.
+    """Rewrite the study's part of a page, which is made if it is missing, and the pictures next to it; print the rest.
 
     Args:
         page: the page.
@@ -160,3 +154,4 @@ def write(page: Path, path: Path) -> None:
     fill(page, {"study": "\n\n".join(filter(None, texts))})
     for file, content in pictures.items():
         (page.parent / file).write_bytes(content)
+    print("\n\n".join(filter(None, (text(results) for text in PRINTED))))
