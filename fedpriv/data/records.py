@@ -114,22 +114,6 @@ def usable(item: tuple[RecordSet, int]) -> bool:
     return records.unusable is None or not bool(records.unusable[index])
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchShape:
-    """The shape of a batch.
-
-    Attributes:
-        rows: records, and dummies where there are fewer.
-        tokens: of each row, padding included.
-        full: whether every row has `tokens` tokens; if not, every row has padding. Models leave out the attention mask
-            of a batch without padding, and then compute in another way.
-    """
-
-    rows: int
-    tokens: int
-    full: bool
-
-
 def check_max_length(tokenizer: Any, max_length: int, *, pairs: bool) -> None:
     """Refuse a length that has no room for a token of text.
 
@@ -221,31 +205,29 @@ def _known(row: Row, vocabulary: int | None) -> bool:
     return vocabulary is None or all(0 <= token < vocabulary for token in row["input_ids"])
 
 
-def collate(items: Sequence[Item], shape: BatchShape | None = None) -> dict[str, Tensor]:
-    """A batch of the given records, padded on the right to the given shape, or to the longest of them.
+def collate(items: Sequence[Item], tokens: int | None = None) -> dict[str, Tensor]:
+    """A batch of the given records, padded on the right.
 
     Args:
         items: at least one, all from the same tokenizer.
-        shape: has room for all of them; dummies of padding tokens fill the remaining rows.
+        tokens: of each row, padding included; None for those of the longest record.
 
     Returns:
-        input_ids, attention_mask and the tokenizer's other features, int64 [rows, tokens]; labels, int64
-        [rows], if the records have them.
+        input_ids, attention_mask and the tokenizer's other features, int64 [records, tokens]; labels, int64 [records],
+        if the records have them.
     """
     first, _ = items[0]
     lengths = [num_tokens(item) for item in items]
-    shape = shape or BatchShape(rows=len(items), tokens=max(lengths), full=False)
+    tokens = tokens or max(lengths)
     batch = {}
     for name in first.features:
         padding = first.pad_token_id if name == "input_ids" else 0
-        batch[name] = torch.full((shape.rows, shape.tokens), padding, dtype=torch.int64)
+        batch[name] = torch.full((len(items), tokens), padding, dtype=torch.int64)
         for row, (records, index) in enumerate(items):
             batch[name][row, : lengths[row]] = records.features[name][index]
-    lengths += [shape.tokens if shape.full else 1] * (shape.rows - len(items))
-    batch["attention_mask"] = (torch.arange(shape.tokens) < torch.tensor(lengths).unsqueeze(1)).to(torch.int64)
+    batch["attention_mask"] = (torch.arange(tokens) < torch.tensor(lengths).unsqueeze(1)).to(torch.int64)
     if len(first.labels):
-        batch["labels"] = torch.zeros(shape.rows, dtype=torch.int64)
-        batch["labels"][: len(items)] = torch.stack([records.labels[index] for records, index in items])
+        batch["labels"] = torch.stack([records.labels[index] for records, index in items])
     return batch
 
 

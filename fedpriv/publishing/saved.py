@@ -25,7 +25,7 @@ from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import TextReading, collate, tokenize, usable
 from fedpriv.errors import InputError
 from fedpriv.runs import RunFolder, files
-from fedpriv.training import Lengths, Tokens, ends_of_turn, greedy_answers, passes
+from fedpriv.training import Tokens, batches, ends_of_turn, greedy_answers
 from fedpriv.training.evaluation import text_of
 from fedpriv.variants import is_store
 from fedpriv.variants.blocks import Tensors
@@ -270,7 +270,7 @@ def _reading_of(folder: Path, convention: dict[str, Any]) -> TextReading:
     return TextReading.from_json(convention["reading"], where=str(where))
 
 
-# Texts of a pass, filled up with dummies: the same number for every text, so that none changes another's answer.
+# Texts of a pass.
 _ROWS = 8
 
 # Prompts are not cut: one that is too long is refused.
@@ -309,10 +309,9 @@ def classify(
         if not usable(item):
             raise InputError(f"text {number}: the model's tokenizer cannot read it")
     answers: dict[int, tuple[float, ...]] = {}
-    lengths = Lengths(longest=reading.max_length)
-    for together in passes(items, lengths, lambda _: (_ROWS,), filled=True):
-        batch = collate([items[position] for position in together.positions], together.shape)
-        for position, logits in zip(together.positions, loaded.peft_model(**batch).logits, strict=False):
+    for together in batches(items, lambda _: _ROWS):
+        batch = collate([items[position] for position in together])
+        for position, logits in zip(together, loaded.peft_model(**batch).logits, strict=True):
             if not logits.isfinite().all():
                 raise InputError(f"text {position + 1}: {loaded.saved.name} gives no number; its weights are damaged")
             answers[position] = tuple(logits.double().softmax(dim=0).tolist())

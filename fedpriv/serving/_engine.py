@@ -89,7 +89,7 @@ class SharedBase:
         self.peft_model: Any = model.peft_model
         self.config: Any = model.peft_model.config
         self.device: torch.device = model.device
-        self.shares_passes = model.records_share_passes
+        self.shares_passes = not model.alone
         self.most_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         self.num_embeddings: int = self.peft_model.get_input_embeddings().num_embeddings
         self._base: Any = self.peft_model.get_base_model()

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from fedpriv.training._decoding import with_adapter as with_adapter
     from fedpriv.training._live_bytes import peak_of_pass as peak_of_pass
     from fedpriv.training._losses import predictions as predictions
+    from fedpriv.training._passes import batches as batches
     from fedpriv.training._sampling import PoissonSampler as PoissonSampler
-    from fedpriv.training._shapes import Lengths as Lengths
-    from fedpriv.training._shapes import Pass as Pass
-    from fedpriv.training._shapes import passes as passes
     from fedpriv.training.clipping import clipped_rows as clipped_rows
     from fedpriv.training.evaluation import Evaluation as Evaluation
     from fedpriv.training.evaluation import class_figures as class_figures

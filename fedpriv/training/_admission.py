@@ -1,8 +1,8 @@
-"""Whether and how a model trains here: its records must not touch each other, and its base computes in a format.
+"""Whether and how a model trains here: a pass must leave it as it was, and its base computes in a format.
 
-In fixed shapes most architectures keep records apart. Some do not: experts compute all tokens that are routed to them
-in one product, whose shape depends on every record, and some approximations of attention normalise over the batch. Such
-models run one record a pass. Others keep state between passes or draw random numbers; no shape helps against that.
+Where each record has a pass of its own, nothing couples records but what a pass leaves behind. So a model that changes
+itself or draws random numbers is refused. In a simulation records share passes; a model that mixes them there, by more
+than rounding, runs them alone.
 """
 
 from __future__ import annotations
@@ -18,50 +18,17 @@ import torch
 from torch import Tensor
 
 from fedpriv.adapters import lora, restore_float32, to_bfloat16
-from fedpriv.data.records import BatchShape, Item, Records
+from fedpriv.data.records import Item, Records
 from fedpriv.errors import InputError
 from fedpriv.training._isolation import raising_failures, refusing
-from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
 from fedpriv.training.independence import dependence
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
-from fedpriv.training.rehearsal import synthetic_records
+from fedpriv.training.rehearsal import left_as_it_is, random_records
 
 log = logging.getLogger(__name__)
 
-# Of these it is known that they neither mix the records of a pass nor remember any: tests/training/test_independence.py
-# holds each to it, to the bit. How their kernels round is tried on the machine all the same; see `_pass_sizes.py`.
-VERIFIED = frozenset(
-    {
-        "bert",
-        "camembert",
-        "convbert",
-        "deberta",
-        "deberta-v2",
-        "distilbert",
-        "electra",
-        "ernie",
-        "fnet",
-        "gemma",
-        "gemma2",
-        "gpt2",
-        "gpt_neox",
-        "llama",
-        "mistral",
-        "modernbert",
-        "mpnet",
-        "olmo2",
-        "opt",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "roberta",
-        "xlm-roberta",
-    }
-)
-
-# A test on a few records can miss what depends on the data, so these are refused by name.
+# A trial on a few records can miss what depends on the data, so these are refused by name.
 REFUSED = {
     "big_bird": "a short record switches its attention for all later ones",
     "bigbird_pegasus": "a short record switches its attention for all later ones",
@@ -70,118 +37,92 @@ REFUSED = {
     "xlnet": "its passes fail depending on the data",
 }
 
-# Experts are found by their configuration: whether a sum over routed tokens rounds differently depends on the data.
-_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Tokens of the records with which a model is tried: two to watch, and two to replace.
+_TRIED = (8, 5, 7, 3)
 
-# Expected records of a step, which decide how many rows a pass has: the fewest, the default and the most.
-_STEPS = (1, RECORDS_OF_A_STEP, math.inf)
-
-# The longest synthetic records; a longer one takes the same way through a model.
-_LONGEST = 64
-
-# This share of a gradient's norm may be rounding: on a GPU, where passes have different numbers of rows, and between
-# the whole model and the prefix cache.
-_TOLERANCE = 0.05
+# The share of a gradient's norm that may be rounding, by the bytes of a value of the base.
+_TOLERANCES = {4: 1e-3, 2: 0.05}
 
 
 def admit(model: TrainingModel) -> None:
-    """Let a model train if its records cannot touch each other; one whose records can in a pass runs them apart.
+    """Let a model train if its passes leave it as it was; one that mixes the records of a pass runs them alone.
 
     Raises:
-        InputError: they can even then; names the architecture, and some that would do.
+        InputError: they do not; names the architecture, and some that would do.
     """
     kind = model.peft_model.config.model_type
-    if kind in VERIFIED:
-        return
     with refusing(kind):
         reason = REFUSED.get(kind) or _reason_to_refuse(model)
     if reason:
         raise InputError(f"model: a {kind} model cannot train here ({reason}); bert, roberta, gpt2 or llama can")
-    if not model.records_share_passes:
+    if not model.alone and not _records_are_independent(model, cached=False):
         log.warning("%s models mix the records of a pass, so each record has a pass of its own: training is slow", kind)
+        model.alone = True
     if model.cache is not None and not _can_cache(model):
         log.warning("%s models do not run from their middle, so there is no prefix cache: training is slower", kind)
         model.cache = None
 
 
 def _reason_to_refuse(model: TrainingModel) -> str:
-    """Empty if records of the model, in passes of their own if they must, cannot touch each other."""
-    config = model.peft_model.config
-    model.records_share_passes = not any(getattr(config, name, None) for name in _NUMBERS_OF_EXPERTS)
-    if not _records_are_independent(model):
-        model.records_share_passes = False
-        if not _records_are_independent(model):
-            return "one record's result depends on the others'"
-    return ""
+    """Empty if passes leave the model as it was: the same record then has the same gradient again, to the bit."""
+    first, other, *_ = _tried(model, seed=0).items()
+    with left_as_it_is(model.peft_model):
+        before, _, after = (_gradients(model, [item], cached=False) for item in (first, other, first))
+    return "" if torch.equal(before, after) else "a pass changes the next one's results"
 
 
 def _can_cache(model: TrainingModel) -> bool:
-    """Whether records stay apart with the prefix cache too, and have the gradients of the whole model."""
-    records = _synthetic(model, RECORDS_OF_A_STEP, seed=0)
+    """Whether records have the gradients of the whole model with the prefix cache too, and none changes another's."""
+    items = _tried(model, seed=0).items()
     try:
         with raising_failures():
-            whole, cached = (_gradients(model, records.items(), cached=flag) for flag in (False, True))
-            return _close(cached, whole) and _records_are_independent(model, cached=True)
-    except Exception as error:  # as above
+            whole, cached = (_gradients(model, items, cached=flag) for flag in (False, True))
+            return _close(model, cached, whole) and (model.alone or _records_are_independent(model, cached=True))
+    except Exception as error:  # whatever it is, synthetic records alone have caused it
         log.warning("the prefix cache fails on synthetic records: %s", error)
         return False
 
 
-def _records_are_independent(model: TrainingModel, *, cached: bool = False) -> bool:
-    """Whether removing, replacing and permuting synthetic records changes no bit of the others' gradients.
+def _records_are_independent(model: TrainingModel, *, cached: bool) -> bool:
+    """Whether removing, replacing and permuting synthetic records changes the others' gradients by rounding alone."""
+    records, others = (_tried(model, seed=seed).items() for seed in (0, 1))
 
-    Args:
-        model: to test, in passes of as many rows as the smallest and the largest steps have.
-        cached: through its prefix cache.
-    """
-    steps = _STEPS if model.records_share_passes else (RECORDS_OF_A_STEP,)
-    return all(_independent(model, num_expected, cached=cached) for num_expected in steps)
+    def gradients(items: Sequence[Item]) -> Tensor:
+        return _gradients(model, items, cached=cached)
 
-
-def _independent(model: TrainingModel, num_expected: float, *, cached: bool) -> bool:
-    records, others = (_synthetic(model, num_expected, seed=seed) for seed in (0, 1))
-    gradients = partial(_gradients, model, num_expected=num_expected, cached=cached)
-    return dependence(gradients, records.items(), others.items(), partial(_equal, model)) is None
+    return dependence(gradients, records, others, lambda one, other: _close(model, one, other)) is None
 
 
-def _synthetic(model: TrainingModel, num_expected: float, *, seed: int) -> Records:
-    classes = 0 if lora.is_causal(model.peft_model) else model.peft_model.config.num_labels
-    longest = min(_LONGEST, model.longest or _LONGEST)
-    return synthetic_records(model, max_length=longest, num_labels=classes, seed=seed, num_expected=num_expected)
+def _tried(model: TrainingModel, *, seed: int) -> Records:
+    longest = model.longest or max(_TRIED)
+    return random_records(
+        model,
+        [min(tokens, longest) for tokens in _TRIED],
+        num_labels=0 if lora.is_causal(model.peft_model) else model.peft_model.config.num_labels,
+        seed=seed,
+    )
 
 
-def _equal(model: TrainingModel, one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other) if model.device.type == "cpu" else _close(one, other)
+def _close(model: TrainingModel, one: Tensor, other: Tensor) -> bool:
+    bound = _TOLERANCES[model.base_dtype.itemsize] * other.norm(dim=1)
+    return bool(((one - other).norm(dim=1) <= bound).all())
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    return bool(((one - other).norm(dim=1) <= _TOLERANCE * other.norm(dim=1)).all())
-
-
-def _gradients(
-    model: TrainingModel, items: Sequence[Item], *, num_expected: float = RECORDS_OF_A_STEP, cached: bool
-) -> Tensor:
-    """[records, values] The records' gradients in the items' order, with parameters at which none of them vanishes."""
+def _gradients(model: TrainingModel, items: Sequence[Item], *, cached: bool) -> Tensor:
+    """[records, values] The records' gradients in one pass, with parameters at which none of them vanishes."""
     generator = torch.Generator().manual_seed(0)
     parameters = {
         name: (p.detach().cpu() + 0.05 * torch.randn(p.shape, generator=generator)).unsqueeze(0).to(model.device)
         for name, p in model.peft_model.named_parameters()
         if p.requires_grad
     }
-    rows: dict[int, Tensor] = {}
-    for together in model.passes(items, num_expected):
-        batch = [items[position] for position in together.positions]
-        owners = torch.zeros(together.shape.rows, dtype=torch.int64, device=model.device)
-
-        def losses(batch: list[Item] = batch, shape: BatchShape = together.shape) -> Tensor:
-            return model.predictions(batch, cached=cached, shape=shape).losses
-
-        gradients, _ = per_sample_gradients(
-            model.layers, losses, Stack(parameters=parameters, owners=owners), recomputed=model.recomputed
-        )
-        flat = torch.cat([gradient.flatten(1) for gradient in gradients.values()], dim=1)
-        rows.update(zip(together.positions, flat, strict=False))  # dummies' rows come last
-    return torch.stack([rows[position] for position in range(len(items))])
+    gradients, _ = per_sample_gradients(
+        model.layers,
+        lambda: model.predictions(items, cached=cached).losses,
+        Stack(parameters=parameters, owners=torch.zeros(len(items), dtype=torch.int64, device=model.device)),
+        recomputed=model.recomputed,
+    )
+    return torch.cat([gradient.flatten(1) for gradient in gradients.values()], dim=1)
 
 
 # bfloat16 costs precision, so it must save at least this share of the time.
@@ -190,8 +131,9 @@ _LEAST_SAVING = 0.2
 # In narrower models a pass is mostly overhead, and which format is faster is chance.
 _LEAST_WIDTH = 128
 
-# Tokens of the synthetic records, and the seconds for which each format is timed.
+# Tokens of the synthetic records, the most that share a pass, and the seconds for which each format is timed.
 _TOKENS = 32
+_RECORDS = 32
 _SECONDS = 0.15
 
 
@@ -257,16 +199,13 @@ def _seconds_of_a_pass(peft_model: Any, build: Callable[..., TrainingModel]) -> 
     model = build(prefix_cache=False)
     classes = 0 if lora.is_causal(peft_model) else peft_model.config.num_labels
     tokens = min(_TOKENS, model.longest or _TOKENS)
-    records = synthetic_records(model, max_length=tokens, num_labels=classes)
-    *_, longest = model.passes(records.items())
-    items = [records.items()[position] for position in longest.positions]
+    items = random_records(model, [tokens] * _RECORDS, num_labels=classes).items()
+    (together, *_) = model.passes(items)
 
     def one_pass() -> None:
-        per_sample_gradients(
-            model.layers,
-            lambda: model.predictions(items, cached=False, shape=longest.shape).losses,
-            recomputed=model.recomputed,
-        )
+        batch = [items[position] for position in together]
+        losses = partial(model.predictions, batch, cached=False)
+        per_sample_gradients(model.layers, lambda: losses().losses, recomputed=model.recomputed)
 
     clock = time.perf_counter if _on_gpu(peft_model) else time.process_time
     one_pass()

@@ -19,17 +19,17 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedpriv.adapters import Merged, same_merged
-from fedpriv.data.records import BatchShape, Item, Records, num_tokens, usable
+from fedpriv.data.records import Item, Records, num_tokens, usable
 from fedpriv.training._isolation import isolated
-from fedpriv.training._shapes import Pass
+from fedpriv.training._workers import shared, side_by_side
 from fedpriv.training.progress import FEATURES, READING, Tell, silent
 
 log = logging.getLogger(__name__)
@@ -113,6 +113,16 @@ def skipping_prefix(prefix: Prefix, hidden: Tensor) -> Iterator[None]:
         handle.remove()
 
 
+class Passes(Protocol):
+    """How a model shares records out among passes."""
+
+    num_workers: int
+    """Processes in which passes run side by side."""
+
+    def passes(self, items: Sequence[Item]) -> Iterable[list[int]]:
+        """The positions of the records in each pass."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Room:
     """The memory or the file that states are kept in.
@@ -148,17 +158,16 @@ class _Reserved:
 class PrefixCache:
     """Hidden states below the first trainable layer, for any number of record sets.
 
-    The states are in the base's format and unpadded, and computed in fixed shapes, so those of a record do not depend
-    on the batch it is drawn in, nor on the other records. All states of a record set are computed at once and freed
-    together with the records. A record whose states cannot be computed has NaN, and so a gradient that counts as zero.
-    One for which there is no room has its states computed, in the same shape and so to the same bits, whenever they are
-    needed.
+    The states are in the base's format and unpadded. All of a record set are computed at once and freed together with
+    the records. A record whose states cannot be computed has NaN, and so a gradient that counts as zero. One for which
+    there is no room has its states computed whenever they are needed; where each record has a pass of its own, to the
+    same bits.
 
     Without `reserve` the room depends on the number of tokens of a record set: this is for public records.
 
     Args:
-        forward: runs the model in eval mode on records, in a shape.
-        passes: splits records into passes of fixed shapes.
+        forward: runs the model in eval mode on records.
+        model: shares records out among passes.
         prefix: from `find_prefix`.
         width: of a hidden state.
         dtype: of the base.
@@ -169,8 +178,8 @@ class PrefixCache:
 
     def __init__(
         self,
-        forward: Callable[[Sequence[Item], BatchShape], object],
-        passes: Callable[[Sequence[Item]], Iterable[Pass]],
+        forward: Callable[[Sequence[Item]], object],
+        model: Passes,
         prefix: Prefix,
         *,
         width: int,
@@ -181,7 +190,7 @@ class PrefixCache:
         self.prefix = prefix
         self._tell = tell
         self._forward = forward
-        self._passes = passes
+        self._model = model
         self._width = width
         self._dtype = dtype
         self._memory_limit = memory_limit
@@ -212,15 +221,9 @@ class PrefixCache:
         return self._reserved is not None
 
     def fill(self, items: Sequence[Item]) -> None:
-        """Keep the states of all records of these records' sets, as far as there is room.
-
-        It also has the sizes of their passes tried. A pass that stops at its middle would disturb that, so this comes
-        first.
-        """
+        """Keep the states of all records of these records' sets, as far as there is room."""
         for records in dict.fromkeys(records for records, _ in items):
             if records not in self._kept:
-                for _ in self._passes(records.items()):
-                    pass
                 self._kept[records] = self._keep(records)
 
     def hidden(self, items: Sequence[Item], shape: Sequence[int]) -> Tensor:
@@ -237,18 +240,25 @@ class PrefixCache:
         own = room.states[starts[index] : starts[index + 1]]
         if len(own):
             return own
-        ((_, computed),) = self._computed([(records, index)])
-        return computed
+        return self._computed([(records, index)])[0]
 
     def _keep(self, records: Records) -> tuple[_Room, list[int]]:
         """The states of all records that there is room for, and where each begins; the others have no tokens there."""
         room, lengths = self._room_for(records)
         starts = [0, *np.cumsum(lengths).tolist()]
         roomy = [index for index, length in enumerate(lengths) if length]
-        for num_read, (position, states) in enumerate(self._computed(records.items(roomy)), start=1):
-            index = roomy[position]
-            room.states[starts[index] : starts[index + 1]] = states
-            self._tell(READING, num_read, len(roomy))
+        items = records.items(roomy)
+        passes = list(self._model.passes(items))
+        num_read = list(accumulate(map(len, passes)))
+
+        def keep(number: int, _worker: int) -> None:
+            together = passes[number]
+            for position, states in zip(together, self._computed([items[p] for p in together]), strict=True):
+                begin = starts[roomy[position]]
+                room.states[begin : begin + len(states)] = states
+            self._tell(READING, num_read[number], len(roomy))
+
+        side_by_side(keep, len(passes), self._model.num_workers)
         return room, starts
 
     def _room_for(self, records: Records) -> tuple[_Room, list[int]]:
@@ -264,20 +274,20 @@ class PrefixCache:
         return room, lengths
 
     @torch.no_grad()
-    def _computed(self, items: Sequence[Item]) -> Iterator[tuple[int, Tensor]]:
-        """The position and the states, [tokens, width], of each record; NaN for one that fails."""
-        for together in self._passes(items):
-            run = partial(self._hidden_of, items, together.shape)
-            for positions, hidden in isolated(run, together.positions):
-                for row, position in enumerate(positions):
-                    tokens = num_tokens(items[position])
-                    failed = torch.full((tokens, self._width), torch.nan, dtype=self._dtype)
-                    yield position, failed if hidden is None else hidden[row, :tokens]
+    def _computed(self, items: Sequence[Item]) -> list[Tensor]:
+        """The states of each record of a pass, [tokens, width]; NaN for one that fails."""
+        found = [torch.full((num_tokens(item), self._width), torch.nan, dtype=self._dtype) for item in items]
 
-    def _hidden_of(self, items: Sequence[Item], shape: BatchShape, positions: list[int]) -> Tensor:
-        with input_of(self.prefix.layers[self.prefix.length]) as captured:
-            self._forward([items[position] for position in positions], shape)
-        return captured[0].to("cpu", self._dtype)
+        def hidden_of(positions: list[int]) -> Tensor:
+            with input_of(self.prefix.layers[self.prefix.length]) as captured:
+                self._forward([items[position] for position in positions])
+            return captured[0].to("cpu", self._dtype)
+
+        for positions, hidden in isolated(hidden_of, range(len(items))):
+            if hidden is not None:
+                for position, states in zip(positions, hidden, strict=True):
+                    found[position] = states[: len(found[position])]
+        return found
 
     def _room(self, num_tokens: int) -> _Room | None:
         """Room for so many tokens' states, taken at once: neither memory nor disk can run out later. None if full."""
@@ -285,7 +295,7 @@ class PrefixCache:
         size = self._dtype.itemsize * num_tokens * self._width
         try:
             if self.bytes_in_memory + size <= self._memory_limit:
-                return _Room(torch.full(shape, torch.nan, dtype=self._dtype), in_memory=True)
+                return _Room(shared(*shape, dtype=self._dtype).fill_(torch.nan), in_memory=True)
             # Deleted before it is written to; the mapping keeps its contents until the states are freed.
             with tempfile.TemporaryFile(prefix="fedpriv-prefix-") as file:
                 os.posix_fallocate(file.fileno(), 0, size)
@@ -337,32 +347,34 @@ class _Kept:
 class FeatureCache:
     """Features of any number of record sets.
 
-    A record is computed in a shape that it alone decides, so its features do not depend on the others by a bit. One
-    that is unusable or fails has NaN, and so a gradient that counts as zero. One for which there is no room is computed
-    whenever it is needed, to the same bits.
+    A record that is unusable or fails has NaN, and so a gradient that counts as zero. One for which there is no room is
+    computed whenever it is needed; where each record has a pass of its own, to the same bits.
 
     Without `reserve` the room depends on the number of records of a set: this is for public records.
 
     Args:
-        compute: the features, [rows, width], of records in a shape, with a body and through the prefix cache or not.
-        passes: splits records into passes of fixed shapes, for a body.
+        compute: the features, [records, width], with a body and through the prefix cache or not.
+        model: shares records out among passes.
         width: of a record's features.
         memory_limit: bytes to keep, all in memory.
+        fill: fills the prefix cache with the states of these records' sets.
         tell: told how many of the records to be read are.
     """
 
     def __init__(
         self,
-        compute: Callable[[Sequence[Item], BatchShape, Body, bool], Tensor],
-        passes: Callable[[Sequence[Item], Body], Iterable[Pass]],
+        compute: Callable[[Sequence[Item], Body, bool], Tensor],
+        model: Passes,
         *,
         width: int,
         memory_limit: int,
+        fill: Callable[[Sequence[Item]], object],
         tell: Tell = silent,
     ) -> None:
         self._tell = tell
+        self._fill = fill
         self._compute = compute
-        self._passes = passes
+        self._model = model
         self._width = width
         self._memory_limit = memory_limit
         self._reserved: Tensor | None = None
@@ -453,18 +465,22 @@ class FeatureCache:
     @torch.no_grad()
     def _computed(self, items: Sequence[Item], body: Body, cached: bool) -> Tensor:
         """[records, width]; NaN for a record that is unusable or fails."""
-        result = torch.full((len(items), self._width), torch.nan)
+        result = shared(len(items), self._width, dtype=torch.float32).fill_(torch.nan)
         places = [place for place, item in enumerate(items) if usable(item)]
         readable = [items[place] for place in places]
-        num_read = 0
-        for together in self._passes(readable, body):
-            run = partial(self._of, readable, together.shape, body, cached)
-            for positions, states in isolated(run, together.positions):
-                if states is not None:
-                    result[[places[position] for position in positions]] = states[: len(positions)]
-            num_read += len(together.positions)
-            self._tell(FEATURES, num_read, len(readable))
-        return result
+        passes = list(self._model.passes(readable))
+        num_read = list(accumulate(map(len, passes)))
+        if cached:  # before there are workers, each of which would do it
+            self._fill(readable)
 
-    def _of(self, items: Sequence[Item], shape: BatchShape, body: Body, cached: bool, positions: list[int]) -> Tensor:
-        return self._compute([items[position] for position in positions], shape, body, cached).float().cpu()
+        def compute(positions: list[int]) -> Tensor:
+            return self._compute([readable[position] for position in positions], body, cached).float().cpu()
+
+        def keep(number: int, _worker: int) -> None:
+            for positions, states in isolated(compute, passes[number]):
+                if states is not None:
+                    result[[places[position] for position in positions]] = states
+            self._tell(FEATURES, num_read[number], len(readable))
+
+        side_by_side(keep, len(passes), self._model.num_workers)
+        return result

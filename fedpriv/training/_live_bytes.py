@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fedpriv.data.records import BatchShape, Records
+from fedpriv.data.records import Records
 from fedpriv.training._caches import input_of
-from fedpriv.training._losses import largest_block, sliced_predictions
+from fedpriv.training._losses import sliced_predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 
@@ -74,29 +74,28 @@ def peak_of_pass(model: Any, *, rows: int, tokens: int, activation_checkpointing
         training = TrainingModel(
             model, memory_limit=2**62, prefix_cache=False, activation_checkpointing=activation_checkpointing
         )
-        # One record, and dummies in the other rows, which take as much.
-        one = Records({"input_ids": (torch.ones(tokens, dtype=torch.int64),)}, torch.zeros(0, dtype=torch.int64), 0)
-        shape = BatchShape(rows=rows, tokens=tokens, full=True)
+        ids = (torch.ones(tokens, dtype=torch.int64),) * rows
+        records = Records({"input_ids": ids}, torch.zeros(0, dtype=torch.int64), 0)
         # As in a run: each record has its own client's parameters.
         own = {name: p.detach().unsqueeze(0) for name, p in model.named_parameters() if p.requires_grad}
         stack = Stack(parameters=own, owners=torch.zeros(rows, dtype=torch.int64))
         with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
             per_sample_gradients(
-                training.layers, lambda: _losses(training, one, shape), stack, recomputed=training.recomputed
+                training.layers, lambda: _losses(training, records), stack, recomputed=training.recomputed
             )
     return live.peak
 
 
-def _losses(training: TrainingModel, one: Records, shape: BatchShape) -> Tensor:
+def _losses(training: TrainingModel, records: Records) -> Tensor:
     """Losses of `TrainingModel.predictions` with a target at every place: values alone would tell where they are."""
     if training.output_layer is None:
-        return training.predictions(one.items(), cached=False, shape=shape).losses
+        return training.predictions(records.items(), cached=False).losses
     with input_of(training.output_layer) as captured:
-        training.logits(one.items(), cached=False, shape=shape)
-    targets = torch.zeros(shape.rows, shape.tokens - 1, dtype=torch.int64)
-    places = [torch.arange(shape.tokens - 1)] * shape.rows
-    blocks = (largest_block(training.output_layer),)
-    return sliced_predictions(captured[0], training.output_layer, targets, places, blocks).losses
+        training.logits(records.items(), cached=False)
+    rows, tokens = captured[0].shape[:2]
+    targets = torch.zeros(rows, tokens - 1, dtype=torch.int64)
+    places = [torch.arange(tokens - 1)] * rows
+    return sliced_predictions(captured[0], training.output_layer, targets, places).losses
 
 
 @contextmanager

@@ -2,10 +2,9 @@
 
 A language model's losses need not wait for the logits of a whole batch: a vocabulary of 50,000 and a batch of 8 records
 of 256 tokens make 400 MB of logits, and as much for their gradient. `sliced_predictions` computes those of the tokens
-that predict a target alone, a block of fixed size at a time: prompts and padding cost nothing, short answers share the
-reading of the layer's weights, and blocks have a size in which a target's bits do not depend on the others'. The
-backward pass needs the gradient of the hidden states alone, which is computed with the losses and kept in place of the
-logits.
+that predict a target alone, a block at a time: prompts and padding cost nothing, and short answers share the reading of
+the layer's weights. The backward pass needs the gradient of the hidden states alone, which is computed with the losses
+and kept in place of the logits.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from torch.nn import functional as F
 
 from fedpriv.adapters import lora
 from fedpriv.data.chat import RESPONSE_MASK
-from fedpriv.training._shapes import split
 from fedpriv.training._transfers import to_device
 
 IGNORED = -100
@@ -148,9 +146,7 @@ def places_of(targets: Tensor) -> list[Tensor]:
     return [(own != IGNORED).nonzero().squeeze(1) for own in targets]
 
 
-def sliced_predictions(
-    hidden: Tensor, layer: nn.Linear, targets: Tensor, places: Sequence[Tensor], blocks: Sequence[int]
-) -> Predictions:
+def sliced_predictions(hidden: Tensor, layer: nn.Linear, targets: Tensor, places: Sequence[Tensor]) -> Predictions:
     """The `predictions` of each record's targets that the layer's logits make.
 
     Args:
@@ -158,9 +154,8 @@ def sliced_predictions(
         layer: frozen, with vocabulary x width weights.
         targets: int64 [rows, tokens - 1], from `next_token_targets`, on the CPU, as their places are.
         places: from `places_of`.
-        blocks: numbers of targets that a block may have, ascending, >= 1.
     """
-    losses, hits = _Sliced.apply(hidden, layer, targets, places, blocks)  # type: ignore[no-untyped-call]
+    losses, hits = _Sliced.apply(hidden, layer, targets, places)  # type: ignore[no-untyped-call]
     return Predictions(
         losses=losses,
         hits=hits,
@@ -173,49 +168,41 @@ class _Sliced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, layer: nn.Linear, targets: Tensor, places: Sequence[Tensor], blocks: Sequence[int]
+        ctx: Any, hidden: Tensor, layer: nn.Linear, targets: Tensor, places: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         counts = [len(own) for own in places]
         gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         rows = torch.cat([own.new_full((len(own),), row) for row, own in enumerate(places)])
         columns = torch.cat(list(places))
         shares = to_device(torch.tensor(counts)[rows], hidden.device)
-        wanted_of_all = to_device(targets[rows, columns], hidden.device)
+        wanted = to_device(targets[rows, columns], hidden.device)
         rows, columns = to_device(rows, hidden.device), to_device(columns, hidden.device)
         # The first is there for batches without targets.
         of_losses, of_hits = [torch.zeros(0, device=hidden.device)], [torch.zeros(0, device=hidden.device)]
-        begin = 0
-        for size in split(len(rows), blocks):
-            at = rows[begin : begin + size], columns[begin : begin + size]
-            num = len(at[0])
-            states, wanted = _filled(hidden[at], size), _filled(wanted_of_all[begin : begin + size], size)
-            divisors = _filled(shares[begin : begin + size], size).clamp_min_(1) if gradient is not None else None
-            found = block_losses(states, layer, wanted, divisors)
-            of_losses.append(found[0][:num])
-            of_hits.append(found[1][:num])
+        size = largest_block(layer)
+        for begin in range(0, len(rows), size):
+            block = slice(begin, begin + size)
+            at = rows[block], columns[block]
+            found = block_losses(hidden[at], layer, wanted[block], shares[block] if gradient is not None else None)
+            of_losses.append(found[0])
+            of_hits.append(found[1])
             if gradient is not None:
-                gradient[at] = found[2][:num]
-            begin += size
+                gradient[at] = found[2]
         losses, hits = (_means(torch.cat(of_targets), counts) for of_targets in (of_losses, of_hits))
         ctx.mark_non_differentiable(hits)
         ctx.save_for_backward(gradient)
         return losses, hits
 
     @staticmethod
-    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * of_outputs[0][:, None, None].to(gradient.dtype), None, None, None, None
+        return gradient * of_outputs[0][:, None, None].to(gradient.dtype), None, None, None
 
 
 def _means(values: Tensor, counts: Sequence[int]) -> Tensor:
     """[rows] The mean of each row's values, of which it has so many; zero for one without any."""
     # Divided once, after the sum: shares of hits that are added up may round to more than 1.
     return torch.stack([own.sum() / max(1, len(own)) for own in values.split(list(counts))])
-
-
-def _filled(values: Tensor, size: int) -> Tensor:
-    """The values, and zeros behind them up to this size."""
-    return torch.cat([values, values.new_zeros(size - len(values), *values.shape[1:])])
 
 
 def block_losses(

@@ -13,6 +13,7 @@ from fedpriv.data.persons import some_of
 from fedpriv.data.records import Records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource
+from fedpriv.training.clipping import MOST_ROWS
 
 # Words of a key that chooses among a person's records.
 _KEY_WORDS = 4
@@ -45,6 +46,7 @@ class PoissonSampler:
     ) -> None:
         if num_registered < 1:
             raise InputError(f"num_registered = {num_registered}: a client needs at least one record")
+        _check_sum(num_registered)
         if not 0 < expected_batch_size <= num_registered:
             raise InputError(
                 f"batch_size = {expected_batch_size}: must lie in 1..{num_registered}, the client's records"
@@ -72,7 +74,12 @@ class PoissonSampler:
         return sampler
 
     def draw(self, num_records: int) -> list[int]:
-        """Indices of the included records among `num_records`; their number varies around its mean and may be 0."""
+        """Indices of the included records among `num_records`; their number varies around its mean and may be 0.
+
+        Raises:
+            InputError: there are more than may be registered.
+        """
+        _check_sum(num_records)
         included = self.source.bernoulli(num_records, self.sampling_probability)
         return included.nonzero().squeeze(1).tolist()
 
@@ -90,3 +97,9 @@ class PoissonSampler:
         """The same of the given persons, by their place in `records.by_person`."""
         key = self.choices.words(_KEY_WORDS).tobytes()  # drawn whoever is included, so that no record decides it
         return [some_of(*records.by_person[person], most, key) for person in persons]
+
+
+def _check_sum(num: int) -> None:
+    """Refuse more records, or persons, than have an exact sum."""
+    if num > MOST_ROWS:
+        raise InputError(f"records = {num}: sums are exact up to {MOST_ROWS}; share them out among several clients")

@@ -1,7 +1,8 @@
 """Clipping of per-sample gradients, or of persons' sums of them, by parts: it bounds one's influence on a step.
 
 Gradients are the rows of a matrix [records, values]; a part is a slice of its columns. Norms and sums are float64: the
-square of every float32 value is a float64, so nothing under- or overflows.
+square of every float32 value is a float64, so nothing under- or overflows. A row's clipped values depend on this row
+alone where it is the only one of its call: kernels may round otherwise for another number of rows.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ Parts = Sequence[slice]
 # Keeps every norm, clipped or not, below the clip norm: the rounding error of a float64 norm of 10^7 values is < 2e-9.
 _ROUNDING_MARGIN = 1.0 - 1e-8
 
-# A clipped value is a multiple of 2^-32 C or so. A float64 then holds the sum of 2^20 rows exactly.
-_GRID_BITS = 32
+MOST_ROWS = 2**24
+"""Rows whose clipped sum is exact."""
+
+# A clipped value is a multiple of 2^-28 C or less, and less than 2^29 of these. A float64 holds 2^24 such values' sum.
+_GRID_BITS = 28
 
 # Far below every float32 gradient, and far above the smallest float64.
 _SMALLEST_CLIP_NORM = 1e-100
@@ -53,13 +57,13 @@ def add_clipped(totals: Tensor, rows: Tensor, owners: Tensor, clip_norm: float, 
 
     Guarantee: adding or removing one row moves each part of its owner's total by at most `clip_norm` in L2, hence the
     whole by at most sqrt(parts) * clip_norm, and no other total. A row that is not finite counts as zero. Clipped
-    values are truncated towards zero to multiples of a power of two, so sums of up to 2^20 rows are exact: they do not
-    depend on the order of the rows, and a sum with a row differs from that without it by this row alone.
+    values are truncated towards zero to multiples of a power of two, so sums of up to `MOST_ROWS` rows are exact: they
+    do not depend on the order of the rows, and a sum with a row differs from that without it by this row alone.
 
     Args:
         totals: float64 [owners, values], changed in place; holds sums of earlier calls with the same clip norm.
-        rows: [records or more, values], gradient units; rows beyond the owners fill a pass and are ignored.
-        owners: int64 [records], the row of `totals` to which each record is added; there may be none.
+        rows: [records, values], gradient units; there may be none.
+        owners: int64 [records], the row of `totals` to which each record is added.
         clip_norm: C, finite, >= 1e-100, gradient units.
         parts: slices that together cover every column once.
 
@@ -72,11 +76,11 @@ def add_clipped(totals: Tensor, rows: Tensor, owners: Tensor, clip_norm: float, 
         raise ValueError(f"totals: are {totals.dtype}; only float64 sums keep the guarantee")
     rows, scales = _finite_rows_and_scales(rows, clip_norm, parts)
     step = 2.0 ** (math.frexp(clip_norm)[1] - 1 - _GRID_BITS)
-    for part, scale in zip(parts, scales[:, : len(owners)], strict=True):
+    for part, scale in zip(parts, scales, strict=True):
         factor = (scale / step).unsqueeze(1)
         for columns in _pieces(part):
             # Conversion to integers truncates, in half the time that trunc takes on a CPU.
-            steps = (rows[: len(owners), columns] * factor).to(torch.int64)
+            steps = (rows[:, columns] * factor).to(torch.int64)
             totals[:, columns].index_add_(0, owners, steps.double(), alpha=step)
 
 
@@ -89,7 +93,7 @@ def add_finite(totals: Tensor, rows: Tensor, owners: Tensor) -> None:
     whole_row = (slice(0, rows.shape[1]),)
     rows, _ = _finite_rows(rows, part_norms(rows, whole_row))
     for columns in _pieces(*whole_row):
-        totals[:, columns].index_add_(0, owners, rows[: len(owners), columns].double())
+        totals[:, columns].index_add_(0, owners, rows[:, columns].double())
 
 
 def add_in_turn(totals: Tensor, rows: Tensor, targets: Tensor) -> None:
@@ -100,8 +104,8 @@ def add_in_turn(totals: Tensor, rows: Tensor, targets: Tensor) -> None:
 
     Args:
         totals: float64 [totals, values], changed in place.
-        rows: [records or more, values], gradient units; rows beyond the targets fill a pass and are ignored.
-        targets: int64 [records], the total to which each row is added; there may be none.
+        rows: [records, values], gradient units; there may be none.
+        targets: int64 [records], the total to which each row is added.
     """
     whole_row = (slice(0, rows.shape[1]),)
     rows, _ = _finite_rows(rows, part_norms(rows, whole_row))

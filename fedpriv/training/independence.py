@@ -87,7 +87,6 @@ def culprit(
     others: Sequence[Record],
     change: Change[Record],
     *,
-    equal: Callable[[Tensor, Tensor], bool],
     close: Callable[[Tensor, Tensor], bool],
 ) -> str | None:
     """The layer, by its name, in which a watched record's state first differs; None if it is the backward pass.
@@ -99,13 +98,12 @@ def culprit(
         losses: runs the pass of the records, with one loss for each.
         records, others: as for `changes`.
         change: from `dependence`.
-        equal: whether states in the same place of equally long passes are the same.
-        close: whether states are, in other places or in passes of another length.
+        close: whether states count as the same.
     """
     by_name = {each.name: each for each in changes(records, others)}
     joined, replaced, kept = by_name["joined"], by_name["replaced"], by_name["repeated"]
-    for one, other, same in ((joined, replaced, equal), (kept, change, close)):
-        found = _first_difference(module, losses, one, other, same)
+    for one, other in ((joined, replaced), (kept, change)):
+        found = _first_difference(module, losses, one, other, close)
         if found is not None:
             return found
     return None

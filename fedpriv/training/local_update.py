@@ -15,7 +15,7 @@ from fedpriv.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensit
 from fedpriv.adapters import Adapter, Merged
 from fedpriv.adapters.pooling import BIAS_SCALE
 from fedpriv.config import RunConfig
-from fedpriv.data.records import BatchShape, RecordSet
+from fedpriv.data.records import RecordSet
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.secure_aggregation.grid import ClientGrid
@@ -25,7 +25,6 @@ from fedpriv.training.progress import Tell
 if TYPE_CHECKING:
     from fedpriv.training._caches import FeatureCache, PrefixCache
     from fedpriv.training._losses import Predictions
-    from fedpriv.training._shapes import Pass
     from fedpriv.training.per_sample import TrainableLayer
 
 OPTIMIZERS = ("sgd", "adamw")
@@ -197,10 +196,6 @@ class UpdateSpec:
             num_registered=num_registered, expected_batch_size=self.batch_size, source=source, choices=choices
         )
 
-    def expected_records(self, sampler: PoissonSampler) -> float:
-        """The most records that a step draws on average, whoever they are about: B, or m B where B counts persons."""
-        return sampler.expected_batch_size * max(1, self.max_records_per_person)
-
     @property
     def broadcast_codec(self) -> str:
         """The codec of the adapter that a client starts from."""
@@ -267,7 +262,7 @@ class TrainedModel(Protocol):
 
     @property
     def memory_limit(self) -> int:
-        """Bytes for the clients of a stack, and for one pass."""
+        """Bytes for the clients of a stack, and for passes."""
 
     @property
     def recomputed(self) -> Sequence[nn.Module]:
@@ -298,19 +293,22 @@ class TrainedModel(Protocol):
     def merge(self, merged: Merged) -> None:
         """Set the frozen weights to the pretrained ones plus these."""
 
-    def passes(
-        self, items: Sequence[Any], num_expected: float, num_values: int | None = None, rank: int | None = None
-    ) -> Iterable[Pass]:
-        """The records in passes whose shapes do not depend on what else was drawn."""
+    @property
+    def alone(self) -> bool:
+        """Whether each record has a pass of its own."""
 
-    def predictions(self, items: Sequence[Any], *, cached: bool, shape: BatchShape | None = None) -> Predictions:
-        """The predictions of the records with the tensors of the model; rows beyond them are dummies'."""
+    @property
+    def num_workers(self) -> int:
+        """Processes in which such passes run side by side."""
 
-    def objectives(self, items: Sequence[Any], objective: str, *, cached: bool, shape: BatchShape) -> Tensor:
-        """[rows] The values whose gradients an update descends; rows beyond the records are dummies'."""
+    def passes(self, items: Sequence[Any], num_values: int | None = None) -> Iterable[list[int]]:
+        """The positions of the records that share a pass."""
 
-    def features_at_once(self, num_values: int) -> int:
-        """Records of a pass through the head alone."""
+    def predictions(self, items: Sequence[Any], *, cached: bool) -> Predictions:
+        """The predictions of the records with the tensors of the model."""
+
+    def objectives(self, items: Sequence[Any], objective: str, *, cached: bool) -> Tensor:
+        """[records] The values whose gradients an update descends."""
 
 
 @dataclass(frozen=True, kw_only=True)

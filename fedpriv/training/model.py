@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from fedpriv.adapters import (
     same_merged,
 )
 from fedpriv.data.chat import RESPONSE_MASK
-from fedpriv.data.records import BatchShape, Item, Records, collate
+from fedpriv.data.records import Item, Records, collate, num_tokens
 from fedpriv.training._caches import (
     Body,
     FeatureCache,
@@ -34,7 +34,6 @@ from fedpriv.training._caches import (
 )
 from fedpriv.training._isolation import raising_failures
 from fedpriv.training._losses import (
-    IGNORED,
     Predictions,
     class_sum_losses,
     next_token_targets,
@@ -43,19 +42,7 @@ from fedpriv.training._losses import (
     predictions,
     sliced_predictions,
 )
-from fedpriv.training._pass_sizes import (
-    RECORDS_OF_A_STEP,
-    Footprint,
-    bits_of_head,
-    bits_of_pass,
-    blocks_of_targets,
-    candidates,
-    chosen,
-    features_at_once,
-    found_once,
-    structure,
-)
-from fedpriv.training._shapes import MULTIPLE, Lengths, Pass, passes
+from fedpriv.training._passes import Footprint, batches, padded
 from fedpriv.training._transfers import to_device
 from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.training.progress import Tell, silent
@@ -63,8 +50,8 @@ from fedpriv.training.progress import Tell, silent
 # Of a LoRA layer's frozen weight, after the layer's name.
 _WEIGHT = ".base_layer.weight"
 
-# Tokens of the largest pass whose number of rows is free; larger ones are hardly faster, and are tried at a cost.
-_MOST_TOKENS = 4096
+# Of the record with which a model is tried.
+_FEW_TOKENS = 8
 
 
 def rank_of(shapes: Mapping[str, torch.Size]) -> int | None:
@@ -87,7 +74,10 @@ class TrainingModel:
         prefix_cache: whether to cache the states below the first trainable layer.
         activation_checkpointing: whether the layers from the first trainable one on keep their inputs alone and run
             again in the backward pass.
-        max_length: tokens of the longest record, if known; such records are not padded further than to a multiple of 8.
+        max_length: tokens of the longest record, if known; none is padded further than to the next multiple of 8.
+        alone: whether each record has a pass of its own, in a length that it alone decides, so that no other record can
+            change a bit of what is computed of it.
+        num_workers: processes that compute such passes side by side, on a CPU; as many as memory allows.
         pretrained: {parameter's name: float32} of the frozen weights as they were read; those that are missing are as
             they are now.
 
@@ -112,9 +102,11 @@ class TrainingModel:
         prefix_cache: bool = True,
         activation_checkpointing: bool = False,
         max_length: int | None = None,
+        alone: bool = False,
+        num_workers: int = 1,
         pretrained: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.peft_model = peft_model
+        self.peft_model, self.alone = peft_model, alone
         self.device: torch.device = next(peft_model.parameters()).device
         self.layers: dict[str, TrainableLayer] = trainable_layers(peft_model)
         self.parameters: dict[str, nn.Parameter] = lora.trainable(peft_model)
@@ -140,12 +132,12 @@ class TrainingModel:
         )
         self.memory_limit = memory_limit
         self.longest = _longest(peft_model.config, max_length)
-        self.records_share_passes = True
+        self.num_workers = self._most_workers(num_workers)
         self.cache = None
         if prefix and prefix_cache:
             self.cache = PrefixCache(
                 self._forward,
-                self.passes,
+                self,
                 prefix,
                 width=peft_model.config.hidden_size,
                 dtype=self.base_dtype,
@@ -157,7 +149,12 @@ class TrainingModel:
         if self.head is not None:
             width = self.layers[self.head].module.weight.shape[1]
             self.features = FeatureCache(
-                self._head_inputs, self.body_passes, width=width, memory_limit=memory_limit, tell=self._told
+                self._head_inputs,
+                self,
+                width=width,
+                memory_limit=memory_limit,
+                fill=self.fill_cache,
+                tell=self._told,
             )
 
     def _told(self, what: str, done: float, total: float) -> None:
@@ -250,15 +247,17 @@ class TrainingModel:
                     weight.copy_(pretrained + (added.T if layer.fan_in_fan_out else added))
         self._merged = dict(merged)
 
-    def _forward(self, items: Sequence[Item], shape: BatchShape) -> None:
-        self._run(items, self._on_device(collate(items, shape)), cached=False)
-
-    def logits(
-        self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The model's logits on the given records, and the batch; see `collate`."""
-        batch = self._on_device(collate(items, shape))
+    def logits(self, items: Sequence[Item], *, cached: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """The model's logits on the given records, float32, and the batch; see `collate`."""
+        batch = self._on_device(self._batch(items))
         return self._run(items, batch, cached=cached).logits.float(), batch
+
+    def _forward(self, items: Sequence[Item]) -> None:
+        self._run(items, self._on_device(self._batch(items)), cached=False)
+
+    def _batch(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        """The records of one pass, on the CPU."""
+        return collate(items, max(padded(num_tokens(item), self.longest) for item in items) if self.alone else None)
 
     def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: to_device(tensor, self.device) for name, tensor in batch.items()}
@@ -273,42 +272,35 @@ class TrainingModel:
         with skipping_prefix(self.cache.prefix, hidden):
             return self.peft_model(**inputs)
 
-    def objectives(self, items: Sequence[Item], objective: str, *, cached: bool, shape: BatchShape) -> Tensor:
-        """[rows] The values whose gradients an update descends; rows beyond the records are dummies'.
+    def objectives(self, items: Sequence[Item], objective: str, *, cached: bool) -> Tensor:
+        """[records] The values whose gradients an update descends.
 
         Args:
             items: the records.
             objective: one of `OBJECTIVES`.
             cached: whether the states of the prefix cache are used.
-            shape: of the batch.
         """
         if objective == "class-sums":
-            return class_sum_losses(*self.logits(items, cached=cached, shape=shape))
-        return self.predictions(items, cached=cached, shape=shape).losses
+            return class_sum_losses(*self.logits(items, cached=cached))
+        return self.predictions(items, cached=cached).losses
 
     def _first_tokens(self) -> dict[str, Tensor]:
         """A record of the vocabulary's first tokens: that of padding alone may have no embedding."""
-        tokens = torch.arange(MULTIPLE, device=self.device).remainder(self.peft_model.config.vocab_size).unsqueeze(0)
+        tokens = torch.arange(_FEW_TOKENS, device=self.device).remainder(self.peft_model.config.vocab_size).unsqueeze(0)
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
-    def predictions(self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None) -> Predictions:
-        """The model's predictions of the given records; rows beyond them are dummies'."""
+    def predictions(self, items: Sequence[Item], *, cached: bool) -> Predictions:
+        """The model's predictions of the given records."""
         if self.output_layer is None:
-            return predictions(*self.logits(items, cached=cached, shape=shape))
-        batch = collate(items, shape)
+            return predictions(*self.logits(items, cached=cached))
         # On the CPU: how many targets there are decides shapes, for which a GPU would be waited for.
+        batch = self._batch(items)
         targets = next_token_targets(batch)
-        targets[len(items) :] = IGNORED
-        if cached and self.cache is not None:
-            self.cache.fill(items)
+        if cached:  # a pass that stops at its middle would stop this one
+            self.fill_cache(items)
         with input_of(self.output_layer) as captured:
             self._run(items, self._on_device(batch), cached=cached)
-        return sliced_predictions(captured[0], self.output_layer, targets, places_of(targets), self._target_blocks)
-
-    @cached_property
-    def _target_blocks(self) -> tuple[int, ...]:
-        assert self.output_layer is not None
-        return blocks_of_targets(self.output_layer)
+        return sliced_predictions(captured[0], self.output_layer, targets, places_of(targets))
 
     @torch.no_grad()
     def _find_head(self) -> str | None:
@@ -330,19 +322,19 @@ class TrainingModel:
         layer = self.layers[self.head] if self.head is not None else None
         return {self.adapter_names[name] for name in (layer.weight, layer.bias) if name} if layer else set()
 
-    def _head_inputs(self, items: Sequence[Item], shape: BatchShape, body: Body, cached: bool) -> Tensor:
-        """[rows, width] What the head reads of the records, with the body's tensors in the place of the model's own."""
+    def _head_inputs(self, items: Sequence[Item], body: Body, cached: bool) -> Tensor:
+        """[records, width] What the head reads, with the body's tensors in the place of the model's own."""
         assert self.head is not None
         layers = {name: layer for name, layer in self.layers.items() if name != self.head}
         by_name = {name: body.tensors[stored] for name, stored in self.adapter_names.items() if stored in body.tensors}
         stack = Stack(
             parameters={name: tensor.unsqueeze(0).to(self.device) for name, tensor in by_name.items()},
-            owners=torch.zeros(shape.rows, dtype=torch.int64, device=self.device),
+            owners=torch.zeros(len(items), dtype=torch.int64, device=self.device),
         )
-        if cached and self.cache is not None:
-            self.cache.fill(items)
+        if cached:
+            self.fill_cache(items)
         with recorded(layers, stack), input_of(self.layers[self.head].module) as captured:
-            self.logits(items, cached=cached, shape=shape)
+            self._run(items, self._on_device(self._batch(items)), cached=cached)
         return captured[0]
 
     @torch.no_grad()
@@ -362,86 +354,31 @@ class TrainingModel:
         logits = self.layers[self.head].module(features.to(self.device))
         return logits, {"labels": records.labels[chosen].to(self.device)}
 
-    def features_at_once(self, num_values: int) -> int:
-        """Records of a pass through the head alone, whose per-sample gradients have so many values each."""
-        rows = features_at_once(num_values)
-        if self._footprint.on_cpu:
-            while rows > 1 and not found_once((self._structure, "head"), partial(bits_of_head, self), [rows]):
-                rows //= 2
-        return rows
-
-    @cached_property
-    def _structure(self) -> str:
-        return structure(self.peft_model)
-
-    def passes(
-        self,
-        items: Sequence[Item],
-        num_expected: float = RECORDS_OF_A_STEP,
-        num_values: int | None = None,
-        rank: int | None = None,
-    ) -> Iterator[Pass]:
-        """The records in passes that stay within the memory limit.
-
-        On a CPU their shapes are fixed, so that a record's gradient does not depend on the others by a bit. On a GPU
-        a record's length alone decides how far it is padded, but a pass has as many rows as there are records.
+    def passes(self, items: Sequence[Item], num_values: int | None = None) -> Iterator[list[int]]:
+        """The positions of the records that share a pass, which stays within the memory limit.
 
         Args:
             items: the records.
-            num_expected: how many records such a step has on average, >= 1: a public number, never `len(items)`.
             num_values: of the adapter that is trained, whose rank may not be the model's; None stands for the model's.
-            rank: of this adapter; None stands for the model's.
         """
-        sizes = partial(self.sizes, num_expected=num_expected, num_values=num_values, rank=rank)
-        return passes(items, self.lengths(num_expected), sizes, filled=self._footprint.on_cpu)
+        if self.alone:
+            return ([position] for position in range(len(items)))
+        return batches(items, partial(self._most_rows, num_values=num_values))
 
-    def lengths(self, num_expected: float = RECORDS_OF_A_STEP) -> Lengths:
-        """The lengths to which records are padded in passes; `num_expected` as for `passes`."""
-        return Lengths(longest=self.longest, multiple=self._footprint.multiple(num_expected))
-
-    def body_passes(self, items: Sequence[Item], body: Body) -> Iterator[Pass]:
-        """Split records as `passes` does, for a body whose rank may not be the model's."""
-        return self.passes(items, rank=rank_of({name: tensor.shape for name, tensor in body.tensors.items()}))
-
-    def sizes(
-        self,
-        tokens: int,
-        num_expected: float = RECORDS_OF_A_STEP,
-        num_values: int | None = None,
-        rank: int | None = None,
-    ) -> tuple[int, ...]:
-        """The numbers of rows that a pass of records that are padded to this length may have, ascending.
-
-        A record has the same bits in all of them, in any place. Where no larger pass gives that, each record has one of
-        its own.
-
-        Args:
-            tokens: of a record, >= 1.
-            num_expected: as for `passes`.
-            num_values: as for `passes`.
-            rank: as for `passes`.
-        """
-        if not self.records_share_passes:
-            return (1,)
+    def _most_rows(self, tokens: int, num_values: int | None = None) -> int:
         num_values = self._footprint.num_values if num_values is None else num_values
-        most = self._footprint.most_rows(tokens, num_values, self.memory_limit)
-        if not self._footprint.on_cpu:
-            return (most,)
-        if tokens % MULTIPLE:
-            return (1,)
-        # No larger than a step needs: a rehearsal fills the largest.
-        needed = [size for size in candidates(min(most, _MOST_TOKENS // tokens)) if size < 2 * max(num_expected, 2)]
-        rank = rank_of(self.shapes(None)) if rank is None else rank
-        formats = (False, True) if tokens == self.longest else (False,)
+        return self._footprint.most_rows(tokens, num_values, self.memory_limit)
 
-        def bits(rows: int) -> Hashable | None:
-            found = tuple(bits_of_pass(self, rows, tokens, full=full, rank=rank) for full in formats)
-            return None if None in found else found
+    def _most_workers(self, num_workers: int) -> int:
+        """As many as can each hold a pass of the longest record; one on a GPU, whose passes follow one another."""
+        if self.device.type != "cpu" or self.longest is None:
+            return 1
+        return max(1, min(num_workers, self._footprint.rows_in(self.memory_limit, self.longest)))
 
-        if self.output_layer is not None:
-            _ = self._target_blocks  # tried by itself: within the trial of a pass its kernels would count as the pass's
-        groups = found_once((self._structure, tokens, rank, formats), bits, needed)
-        return chosen(groups, constant=self._footprint.tokens_at_once(num_expected) // tokens)
+    def fill_cache(self, items: Sequence[Item]) -> None:
+        """Keep the states of all records of these records' sets, if they are kept at all."""
+        if self.cache is not None:
+            self.cache.fill(items)
 
     def reserve_cache(self, num_records: int) -> None:
         """Take room for the prefix cache of so many records of any length; where there is none, use no cache.

@@ -24,11 +24,9 @@ from fedpriv.adapters import Adapter, Merged, lora
 from fedpriv.config import OWN_MODEL, RunConfig
 from fedpriv.data import FederatedData
 from fedpriv.data.federated import check_sizes
-from fedpriv.data.records import BatchShape
 from fedpriv.data.tensors import Batch, TensorItem, TensorRecords, tensor_records
 from fedpriv.errors import InputError
 from fedpriv.training._losses import Predictions
-from fedpriv.training._shapes import Pass
 from fedpriv.training.evaluation import Evaluation, confusion_matrix
 from fedpriv.training.own_models import OwnModel
 from fedpriv.training.progress import TESTING, Tell, silent
@@ -127,9 +125,6 @@ def _fitting(model: OwnModel, given: Any, name: str) -> TensorRecords:
 class OwnTrainingModel:
     """An own model as local updates and evaluations use it; see `TrainedModel`.
 
-    Every pass has the same number of rows, which public records fill, so what else was drawn changes no bit of a
-    record's gradient on a CPU.
-
     Args:
         own: tried.
         initial: the tensors that the run starts from.
@@ -138,6 +133,8 @@ class OwnTrainingModel:
 
     base_dtype_name = "float32"
     """The format of what is trained; that of the frozen layers is the module's own."""
+    alone = False
+    num_workers = 1
     head: str | None = None
     features = None
     cache = None
@@ -184,20 +181,13 @@ class OwnTrainingModel:
         """Leave the frozen weights as they are; see `check_merged`."""
         self.check_merged(merged)
 
-    def passes(
-        self,
-        items: Sequence[TensorItem],
-        num_expected: float = 1.0,
-        num_values: int | None = None,
-        rank: int | None = None,
-    ) -> Iterator[Pass]:
-        """The records in passes of one shape, in their order; no other argument changes them."""
-        shape = BatchShape(rows=self._own.rows, tokens=1, full=True)
-        for begin in range(0, len(items), shape.rows):
-            yield Pass(positions=list(range(begin, min(begin + shape.rows, len(items)))), shape=shape)
+    def passes(self, items: Sequence[TensorItem], num_values: int | None = None) -> Iterator[list[int]]:
+        """The positions of the records in passes of as many as the model takes, in their order."""
+        for begin in range(0, len(items), self._own.rows):
+            yield list(range(begin, min(begin + self._own.rows, len(items))))
 
-    def objectives(self, items: Sequence[TensorItem], objective: str, *, cached: bool, shape: BatchShape) -> Tensor:
-        """[rows] The losses of the records, and of what fills the pass.
+    def objectives(self, items: Sequence[TensorItem], objective: str, *, cached: bool) -> Tensor:
+        """[records] The losses of the records.
 
         Raises:
             ValueError: the objective is another one.
@@ -206,8 +196,8 @@ class OwnTrainingModel:
             raise ValueError(f"objective = {objective!r}: a model of your own has losses alone")
         return self._own.losses_of(self._batch(items))
 
-    def predictions(self, items: Sequence[TensorItem], *, cached: bool, shape: BatchShape | None = None) -> Predictions:
-        """The predictions of at most as many records as a pass has rows, and of what fills it."""
+    def predictions(self, items: Sequence[TensorItem], *, cached: bool) -> Predictions:
+        """The predictions of the records."""
         return self._predicted(self._batch(items))[0]
 
     @torch.no_grad()
@@ -222,22 +212,17 @@ class OwnTrainingModel:
             raise ValueError("evaluation needs at least one record")
         hits, losses, answers = [], [], []
         for together in self.passes(items):
-            num = len(together.positions)
-            found, classes = self._predicted(self._batch([items[position] for position in together.positions]))
-            hits.append(found.hits[:num].double().cpu())
-            losses.append(found.losses[:num].double().cpu())
+            found, classes = self._predicted(self._batch([items[position] for position in together]))
+            hits.append(found.hits.double().cpu())
+            losses.append(found.losses.double().cpu())
             if classes is not None:
-                answers.append(torch.stack([each[:num].cpu() for each in classes]))
-            self.tell(TESTING, together.positions[-1] + 1, len(items))
+                answers.append(torch.stack([each.cpu() for each in classes]))
+            self.tell(TESTING, together[-1] + 1, len(items))
         return Evaluation(
             accuracy=float(torch.cat(hits).mean()),
             loss=float(torch.cat(losses).mean()),
             confusion=self._confusion(answers),
         )
-
-    def features_at_once(self, num_values: int) -> int:
-        """The rows of a pass: there is no head whose inputs are kept."""
-        return self._own.rows
 
     def _confusion(self, answers: Sequence[Tensor]) -> Any:
         if not answers or self.num_classes is None:
@@ -248,7 +233,7 @@ class OwnTrainingModel:
     def _batch(self, items: Sequence[TensorItem]) -> Batch:
         """The records as a pass, those of one set at a time."""
         pieces = [list(group) for _, group in groupby(items, key=lambda item: id(item[0]))]
-        return self._own.in_pass([(piece[0][0].batch, [index for _, index in piece]) for piece in pieces])
+        return self._own.together([(piece[0][0].batch, [index for _, index in piece]) for piece in pieces])
 
     def _predicted(self, batch: Batch) -> tuple[Predictions, tuple[Tensor, Tensor] | None]:
         """The predictions of a batch; and the true and the likeliest class of each record, where there are classes."""

@@ -1,14 +1,13 @@
 """Private steps of a model of one's own: any module whose trained leaves are linear layers or embeddings, any loss.
 
-The clipped gradient of a record bounds its influence only if no other record changes it. So a model is tried when it
-is built, on records that are public, and one whose records touch each other is refused with the layer that couples
-them. Every pass of a step has the same number of rows, filled with public records: what else was drawn changes no bit.
+The clipped gradient of a record bounds its influence only if no other record changes it. So in a private step each
+record has a pass of its own. A model is tried when it is built, on records that are public: one that keeps a state from
+one pass to the next, or whose losses have no meaning for a record by itself, is refused with the layer at fault.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,15 +24,12 @@ from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource
 from fedpriv.training._coordinates import VectorLayout
 from fedpriv.training._isolation import isolated
-from fedpriv.training._pass_sizes import bits_of, candidates
 from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.independence import LOSSES, Change, culprit, dependence
-from fedpriv.training.per_sample import Stack, per_sample_gradients, trainable_layers
+from fedpriv.training.per_sample import per_sample_gradients, trainable_layers
 from fedpriv.training.summing import noised_sum
 
-log = logging.getLogger(__name__)
-
-# The share of a row's largest value that may be rounding, in passes of other lengths or on a GPU.
+# The share of a row's largest value that may be rounding.
 _TOLERANCE = 1e-4
 
 # Two records to watch and two to replace; more than so many see nothing new.
@@ -55,19 +51,20 @@ _REMEDIES: dict[type[nn.Module], str] = {
 
 
 class OwnModel:
-    """A module whose records are known not to touch each other, ready for private steps.
+    """A module whose losses belong to a record each, ready for private steps.
 
-    Guarantee: a record's gradient in a step depends on this record, the parameters and the public records alone; on a
-    CPU to the bit, on a GPU up to rounding. A trial finds this out: what couples records only when they hold what no
-    public record holds goes unseen.
+    Guarantee: in a private step, a record's gradient depends on this record and the module alone, to the bit, since
+    nothing else is in its pass. A trial finds out whether passes leave the module as it is; a state that changes only
+    with what no public record holds goes unseen.
 
     Args:
         module: on its device, with what is not trained frozen; trained are Linear and Embedding layers, each called at
             most once in a pass.
         losses: takes a batch, lets the module compute it, and returns one loss for each record, [records].
         public: public or made-up records, at least four and not all equal, in the form of the private ones: tensors
-            with one row per record, or a tuple, list or dictionary of them. They try the module and fill passes.
-        rows: of a pass, at most; >= 1. Fewer take less memory: each has a gradient of all trained values.
+            with one row per record, or a tuple, list or dictionary of them. They try the module.
+        rows: of a pass in a simulation, at most; >= 1. Fewer take less memory: each has a gradient of all trained
+            values.
         evaluate: takes a batch and returns how right the module is on each record, [records] in [0, 1]. Without it,
             where the losses are a cross-entropy over logits, that is 1 where the likeliest class is the right one, else
             0. `fedpriv.run` needs it where it tests the model.
@@ -77,7 +74,7 @@ class OwnModel:
         parameters: {name in the module: trained parameter}.
         layout: of their values in a row.
         device: of the module.
-        rows: of every pass; on a CPU as many as give a record the same bits in each place.
+        rows: as given.
         public: the public records, on the device.
 
     Raises:
@@ -111,18 +108,21 @@ class OwnModel:
             raise InputError(f"public: {num_records(public)} records; must be >= {_FEWEST}, and not all equal")
         self.device = next(iter(self.parameters.values())).device
         self.public = tree_map(lambda tensor: tensor.to(self.device), public)
-        self.rows = 1
+        self.rows = rows
         with _refusing_failures(), _left_as_it_is(module):
-            self._try(rows)
+            self._try()
         self._tried = self._state()
 
     def gradient_rows(self, records: Any, positions: Sequence[int]) -> Iterator[Tensor]:
-        """Gradients of the records at the positions, in pieces [records, values]; a record that fails has none."""
-        for begin in range(0, len(positions), self.rows):
-            compute = partial(self._in_pass, records)
-            for chunk, rows in isolated(compute, positions[begin : begin + self.rows]):
+        """Gradients of the records at the positions, each by itself, [1, values]; a record that fails has none."""
+
+        def compute(alone: list[int]) -> Tensor:
+            return self._results(self.together([(records, alone)]))
+
+        for position in positions:
+            for _, rows in isolated(compute, [position]):
                 if rows is not None:
-                    yield rows[: len(chunk), 1:]
+                    yield rows[:, 1:]
 
     def check_fits(self, records: Any) -> None:
         """Refuse records of another form than the public ones, and a module that has changed since it was tried.
@@ -146,15 +146,14 @@ class OwnModel:
         """
         if self._state() != self._tried:
             raise InputError(
-                "module: layers, modes, trained parameters or threads are others than when it was tried; build a new "
-                "OwnModel"
+                "module: layers, modes or trained parameters are others than when it was tried; build a new OwnModel"
             )
 
     def _state(self) -> Hashable:
         """Everything that the trial's verdict depends on and a program may change."""
         modes = tuple((name, type(layer), layer.training) for name, layer in self._module.named_modules())
         trained = tuple((name, id(p), p.requires_grad) for name, p in self._module.named_parameters())
-        return modes, trained, torch.get_num_threads()
+        return modes, trained
 
     def digest(self) -> str:
         """SHA-256, in hex, of the module: its layers, and the names, formats and values of parameters and buffers."""
@@ -169,29 +168,18 @@ class OwnModel:
         """The number of values of the module that are not trained."""
         return sum(p.numel() for p in self._module.parameters() if not p.requires_grad)
 
-    def in_pass(self, pieces: Sequence[tuple[Batch, Sequence[int]]]) -> Batch:
-        """The records at the positions of each piece as a pass, which public records fill."""
-        num = sum(len(positions) for _, positions in pieces)
-        fill = self.public, [k % num_records(self.public) for k in range(self.rows - num)]
-        rows = [rows_of(records, positions) for records, positions in (*pieces, fill)]
+    def together(self, pieces: Sequence[tuple[Batch, Sequence[int]]]) -> Batch:
+        """The records at the positions of each piece as a batch, on the device."""
+        rows = [rows_of(records, positions) for records, positions in pieces]
         return tree_map(lambda public, *leaves: torch.cat([leaf.to(public) for leaf in leaves]), self.public, *rows)
-
-    def _in_pass(self, records: Batch, positions: Sequence[int]) -> Tensor:
-        """[rows, 1 + values] The results of the records at the positions and, after them, of what fills the pass."""
-        return self._results(self.in_pass([(records, positions)]))
 
     def _results(self, batch: Batch) -> Tensor:
         """[records, 1 + values] Loss and gradient of each record in one pass of the batch."""
         compute = partial(self.losses_of, batch)
         with torch.enable_grad():
-            gradients, losses = per_sample_gradients(self.layers, compute, self._stack(num_records(batch)))
+            gradients, losses = per_sample_gradients(self.layers, compute)
         rows = self.layout.flatten(gradients)
         return torch.cat([losses.unsqueeze(1).to(rows.dtype), rows], dim=1)
-
-    def _stack(self, rows: int) -> Stack:
-        """The parameters for a pass, in which a product with few outputs rounds a row the same in every place."""
-        parameters = {name: parameter.detach().unsqueeze(0) for name, parameter in self.parameters.items()}
-        return Stack(parameters=parameters, owners=torch.zeros(rows, dtype=torch.int64, device=self.device))
 
     def losses_of(self, batch: Batch) -> Tensor:
         """[records] The losses of a batch.
@@ -207,12 +195,8 @@ class OwnModel:
             )
         return losses
 
-    def _try(self, rows: int) -> None:
-        """Refuse the module if its records touch each other; else find the number of rows of a pass.
-
-        Args:
-            rows: at most.
-        """
+    def _try(self) -> None:
+        """Refuse the module if its records touch each other."""
         num = min(_MOST, num_records(self.public))
         finite = rows_of(self.public, range(num))
         pool = tree_map(lambda tensor: torch.cat([tensor, _not_finite(tensor)]), finite)
@@ -221,32 +205,12 @@ class OwnModel:
         def together(items: Sequence[int]) -> Tensor:
             return self._results(rows_of(pool, items))
 
-        def in_passes(items: Sequence[int]) -> Tensor:
-            pieces = [items[k : k + self.rows] for k in range(0, len(items), self.rows)]
-            return torch.cat([self._in_pass(pool, piece)[: len(piece)] for piece in pieces])
-
         results = together(records)
         if not results.isfinite().all() or not results[:, 1:].any():
             raise InputError("losses: are not finite on the public records, or no trained parameter has a gradient")
-        self._refuse(pool, records, turned, dependence(together, records, turned, _close))
-        self.rows = self._most_rows(rows)
         for others in (turned, broken):
-            self._refuse(pool, records, others, dependence(in_passes, records, others, self._equal))
+            self._refuse(pool, records, others, dependence(together, records, others, _close))
         self._refuse_missed_gradients(finite, results[:, 1:].sum(dim=0))
-
-    def _equal(self, one: Tensor, other: Tensor) -> bool:
-        return torch.equal(one, other) if one.device.type == "cpu" else _close(one, other)
-
-    def _most_rows(self, limit: int) -> int:
-        """The rows of a pass: as many as give a record the same bits in every place; on a GPU, as many as may be."""
-        if self.device.type != "cpu":
-            return limit
-        for size in reversed(candidates(limit)):
-            compute = partial(self.losses_of, rows_of(self.public, [0] * size))
-            if bits_of(size, self.layers, self._stack(size), compute) is not None:
-                return size
-        log.warning("a record's place in a pass changes its last bits here, so each has a pass of its own: slow")
-        return 1
 
     def _refuse(self, pool: Batch, records: Sequence[int], others: Sequence[int], change: Change[int] | None) -> None:
         if change is None:
@@ -257,7 +221,6 @@ class OwnModel:
             records,
             others,
             change,
-            equal=self._equal,
             close=_close,
         )
         raise InputError(f"{self._named(layer)}: {_EFFECTS[change.name]}; {self._remedy(layer)}")

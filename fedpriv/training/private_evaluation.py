@@ -18,6 +18,7 @@ from fedpriv.data.records import Records, RecordSet, num_tokens, usable
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training import local_update
+from fedpriv.training._workers import shared, side_by_side
 from fedpriv.training.local_update import ClientUpdate, TrainedModel, UpdateSpec, UpdateTask, noise_request
 from fedpriv.training.model import TrainingModel
 
@@ -137,12 +138,17 @@ def count(
     """
     model.merge(merged)
     lora.write_parameters(model.parameters, adapter)
-    counts = NO_COUNTS.clone()
-    for unit in [[index] for index in range(len(records))] if units is None else units:
+    units = [[index] for index in range(len(records))] if units is None else units
+    counts = shared(max(1, model.num_workers), len(NO_COUNTS), dtype=torch.float64)
+
+    def add(number: int, worker: int) -> None:
+        unit = units[number]
         pairs = torch.stack([_contribution(model, item) for item in records.items(unit)])
         # Down to the grid, so that the sums stay exact, and the pair no longer than its records' pairs.
-        counts += (pairs.sum(dim=0) * _STEPS / len(unit)).floor() / _STEPS
-    return counts
+        counts[worker] += (pairs.sum(dim=0) * _STEPS / len(unit)).floor() / _STEPS
+
+    side_by_side(add, len(units), model.num_workers)
+    return counts.sum(dim=0)
 
 
 @torch.no_grad()

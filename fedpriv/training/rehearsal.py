@@ -2,28 +2,32 @@
 
 Once records are touched, every failure counts as a zero gradient, so a model, request or memory limit that cannot work
 at all would otherwise show as an upload of noise alone. How long such steps take bounds how long any records may take.
+It takes a record of every padded length, so that no record is the first for which a library chooses a kernel.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor, nn
 
 from fedpriv.adapters import Adapter, Merged
 from fedpriv.data.chat import RESPONSE_MASK
-from fedpriv.data.records import Records, RecordSet, num_tokens
+from fedpriv.data.records import Records
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training._isolation import raising_failures, refusing
-from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
+from fedpriv.training._passes import lengths_up_to
 from fedpriv.training._sampling import PoissonSampler
-from fedpriv.training._shapes import most_dummies, most_small_passes
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.model import TrainingModel, rank_of
+from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import caching_pays_off, local_update
 
 # Two steps: ternary quantisation treats the first one differently from the others.
@@ -33,46 +37,38 @@ _MOST_STEPS = 2
 _MOST_REMEMBERED = 256
 
 
+# Records of each worker, and how often the head alone takes each, when the pace is measured.
+_RECORDS_OF_A_WORKER = 2
+_TIMES_FOR_A_HEAD = 64
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Seconds that the parts of an update take on this machine, measured on synthetic records.
+    """Seconds that the parts of an update take on this machine, measured on the longest synthetic records.
 
     Attributes:
         step: without records: noise, the optimizer's step and what precedes the first one.
-        record: as a part of the largest pass of its length, at the length where that is most.
+        record: of a worker, while all are at work.
         new_record: the same where its states are not in the caches yet.
-        small_pass: the fewest and shortest records that share one.
-        num_small_passes: that a step may have, besides the largest of each length.
-        dummies: that a step may compute, as if all were of the length of `record`.
+        num_workers: that share the records.
     """
 
     step: float
     record: float
     new_record: float
-    small_pass: float
-    num_small_passes: int
-    dummies: float
+    num_workers: int
 
-    def seconds(self, *, num_steps: int, num_drawn: int, num_new: int, num_parts: int = 1) -> float:
+    def seconds(self, *, num_steps: int, num_drawn: int, num_new: int, records_each: int = 1) -> float:
         """Seconds that an update takes at most, whatever the lengths of its records.
-
-        Trials decide how many records of a length share a pass, so a shorter one may take more time than a longer one:
-        each counts like the slowest. All but the last passes of each length are the largest; the last ones hold the
-        dummies.
 
         Args:
             num_steps: of the update.
-            num_drawn: records of all steps together.
+            num_drawn: records, or persons, of all steps together.
             num_new: records whose states the caches have to take first.
-            num_parts: of a step, each with passes of its own.
+            records_each: the most of a person, which one worker takes; 1 where the unit is the record.
         """
-        steps = num_steps * self.step + self._of(num_drawn, self.record, num_steps * num_parts)
-        return steps + self._of(num_new, self.new_record, min(num_new, 1))
-
-    def _of(self, number: int, record: float, times: int) -> float:
-        """Seconds for so many records, which are taken in turns."""
-        passes = min(number, times * self.num_small_passes)
-        return (number + times * self.dummies) * record + passes * self.small_pass
+        drawn = (num_drawn / self.num_workers + num_steps) * records_each * self.record
+        return num_steps * self.step + drawn + math.ceil(num_new / self.num_workers) * self.new_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +89,17 @@ _rehearsed: WeakKeyDictionary[TrainingModel, dict[Hashable, Pace | None]] = Weak
 
 
 class _Everyone(PoissonSampler):
-    """Draws every record."""
+    """Draws every record.
+
+    Attributes:
+        times: how often.
+    """
+
+    times = 1
 
     def draw(self, num_records: int) -> list[int]:
         """All indices."""
-        return list(range(num_records))
+        return list(range(num_records)) * self.times
 
 
 def rehearse(
@@ -145,23 +147,14 @@ def rehearse(
     products = tuple((name, product.shape) for name, product in merged.items())
     short = replace(spec, local_steps=min(spec.local_steps, _MOST_STEPS), num_rounds=1)
     size = sampler.expected_batch_size
-    # Threads decide which passes are tried, and without room for the caches all takes longer.
-    machine = cached, num_cached if cached else 0, torch.get_num_threads(), measures_pace
+    # Without room for the caches all takes longer.
+    machine = cached, num_cached if cached else 0, model.num_workers, measures_pace
     computed = (shapes, products, _without_values(short), size, max_length, num_labels, tuple(features), machine)
     exact = (computed, short)
     known = _rehearsed.setdefault(model, {})
     if exact in known:
         return Rehearsed(pace=known[exact], caches_are_empty=False)
-    records = synthetic_records(
-        model,
-        max_length=max_length,
-        num_labels=num_labels,
-        features=features,
-        # As many as fill the passes of this step, and those in which the caches are filled.
-        num_expected=max(spec.expected_records(sampler), RECORDS_OF_A_STEP),
-        num_values=sum(tensor.numel() for tensor in adapter.values()),
-        rank=_rank(adapter),
-    )
+    records = synthetic_records(model, max_length=max_length, num_labels=num_labels, features=features)
     if spec.max_records_per_person:  # the more persons, the more work: none has a second record
         records = replace(records, persons=tuple(map(str, range(len(records)))))
     tasks = _tasks(adapter, merged, short, records, size)
@@ -171,8 +164,9 @@ def rehearse(
     before = model.merged
     try:
         with refusing(model.peft_model.config.model_type), raising_failures():
-            for task in tasks:
-                local_update(model, task)
+            with _in_this_process(model), left_as_it_is(model.peft_model):
+                for task in tasks:
+                    local_update(model, task)
             if measures_pace and not is_known:
                 pace = _pace(model, tasks[0 if cached else 1])
     finally:
@@ -187,67 +181,101 @@ def rehearse(
 
 def _pace(model: TrainingModel, task: UpdateTask) -> Pace:
     """The pace of updates like this one, whose records are `synthetic_records`."""
-    records, size = task.data, task.spec.expected_records(task.sampler)
     task = replace(task, spec=replace(task.spec, local_steps=1))
-    num_values = sum(tensor.numel() for tensor in task.adapter.values())
-    tokens = [num_tokens(item) for item in records.items()]
-    of_length = [[i for i, number in enumerate(tokens) if number == length] for length in sorted(set(tokens))]
-    lengths = [model.lengths(size).padded(number)[0] for number in sorted(set(tokens))]
-    sizes = [model.sizes(length, size, num_values, _rank(task.adapter)) for length in lengths]
-
-    def seconds(data: RecordSet) -> float:
-        begin = time.perf_counter()
-        local_update(model, replace(task, data=data))
-        return time.perf_counter() - begin
-
-    least, none = records.part([0]), records.part([])
-    seconds(least)  # into the caches
-    steps = seconds(none), seconds(none)
-    step, news, agains = max(steps), [], []
-    for indices in of_length:
-        whole = records.part(indices)
-        # The shorter ones differ by little but the step, which is counted by itself.
-        besides = 0.0 if indices is of_length[-1] else min(steps)
-        new, again = seconds(whole), max(seconds(whole), seconds(whole))
-        news.append((new - besides) / len(indices))
-        agains.append(max(again - besides, 1e-6) / len(indices))
-    dummies = [most_dummies(s) * again / max(agains) for s, again in zip(sizes, agains, strict=True)]
-    seconds(least)
+    head_alone = model.features is not None and task.spec.trains == "head"
+    times = _TIMES_FOR_A_HEAD if head_alone else 1
+    often = cast(_Everyone, copy.copy(task.sampler))
+    often.times = times
+    news, agains = [], []
+    step = max(_timed(model, replace(task, data=task.data.part([]))) for _ in range(2))
+    # The longest has no padding, so that some models leave out its mask and compute in another way.
+    for longest in range(len(task.data))[-2:]:
+        number = _RECORDS_OF_A_WORKER * model.num_workers
+        data = cast(Records, task.data).part([longest] * number)
+        if data.persons is not None:  # one each, so that workers share them
+            data = replace(data, persons=tuple(map(str, range(number))))
+        whole = replace(task, data=data)
+        news.append(_timed(model, whole) / _RECORDS_OF_A_WORKER)
+        agains.append(max(_timed(model, replace(whole, sampler=often)) for _ in range(2)) - step)
     return Pace(
         step=step,
-        record=max(agains),
+        record=max(1e-6, *agains) / (_RECORDS_OF_A_WORKER * times),
         new_record=max(news),
-        small_pass=max(0.0, max(seconds(least), seconds(least)) - step),
-        num_small_passes=sum(map(most_small_passes, sizes)),
-        dummies=sum(dummies) if model.device.type == "cpu" else 0.0,
+        num_workers=model.num_workers,
     )
 
 
+def _timed(model: TrainingModel, task: UpdateTask) -> float:
+    begin = time.perf_counter()
+    local_update(model, task)
+    return time.perf_counter() - begin
+
+
+@contextmanager
+def _in_this_process(model: TrainingModel) -> Iterator[None]:
+    """Within this context passes run here, where what a library keeps of them serves later workers too."""
+    before, model.num_workers = model.num_workers, 1
+    try:
+        yield
+    finally:
+        model.num_workers = before
+
+
+@contextmanager
+def left_as_it_is(model: nn.Module) -> Iterator[None]:
+    """Within this context no pass may change the model or draw random numbers: a later record would show it.
+
+    Raises:
+        ValueError: one did; names what changed.
+    """
+    before = _state(model)
+    yield
+    changed = sorted(name for name, value in _state(model).items() if not _same(value, before.get(name)))
+    if changed:
+        raise ValueError(f"a pass changes {changed[0]}, which later records would show")
+
+
+def _state(model: nn.Module) -> Mapping[str, Any]:
+    """{name: value} of buffers, of plain attributes of modules, and of the random numbers that are next."""
+    state: dict[str, Any] = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    for path, module in model.named_modules():
+        plain = {name: value for name, value in vars(module).items() if isinstance(value, str | int | float)}
+        state |= {f"{path}.{name}": value for name, value in plain.items()}
+    device = next(model.parameters()).device
+    state["random numbers"] = torch.get_rng_state()
+    if device.type == "cuda":
+        state["random numbers of the GPU"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
+
+
 def synthetic_records(
+    model: TrainingModel, *, max_length: int, num_labels: int, features: Sequence[str] = ("input_ids",)
+) -> Records:
+    """Records of random tokens and labels, one of every padded length, shortest first; arguments as for `rehearse`."""
+    lengths = lengths_up_to(max_length, model.longest)
+    return random_records(model, lengths, num_labels=num_labels, features=features)
+
+
+def random_records(
     model: TrainingModel,
+    lengths: Sequence[int],
     *,
-    max_length: int,
     num_labels: int,
     features: Sequence[str] = ("input_ids",),
     seed: int = 0,
-    num_expected: float = RECORDS_OF_A_STEP,
-    num_values: int | None = None,
-    rank: int | None = None,
 ) -> Records:
-    """Records of random tokens and labels that fill the largest pass of every length, shortest first.
+    """Records of these numbers of random tokens, with random labels.
 
     Args:
-        model, max_length, num_labels, features: as for `rehearse`.
+        model, num_labels, features: as for `rehearse`.
+        lengths: >= 1.
         seed: of tokens and labels.
-        num_expected, num_values, rank: as for `TrainingModel.passes`.
     """
     generator = torch.Generator().manual_seed(seed)
-    shapes = model.lengths(num_expected)
-    lengths = [
-        length
-        for length in shapes.up_to(max_length)
-        for _ in range(model.sizes(shapes.padded(length)[0], num_expected, num_values, rank)[-1])
-    ]
     vocabulary = model.peft_model.config.vocab_size
     columns = {name: tuple(torch.zeros(length, dtype=torch.int64) for length in lengths) for name in features}
     if RESPONSE_MASK in columns:
@@ -255,11 +283,6 @@ def synthetic_records(
     columns["input_ids"] = tuple(torch.randint(vocabulary, (length,), generator=generator) for length in lengths)
     labels = torch.randint(num_labels, (len(lengths),), generator=generator) if num_labels else torch.empty(0)
     return Records(columns, labels.to(torch.int64), pad_token_id=model.peft_model.config.pad_token_id or 0)
-
-
-def _rank(adapter: Adapter) -> int | None:
-    """The rank of the adapter's LoRA layers."""
-    return rank_of({name: tensor.shape for name, tensor in adapter.items()})
 
 
 def _without_values(spec: UpdateSpec) -> UpdateSpec:

@@ -10,25 +10,25 @@ A row holds the tensors that are trained; the others are used and returned as th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedpriv.accounting.events import Event, group
 from fedpriv.adapters import Adapter, same_merged
-from fedpriv.data.records import BatchShape, Records, RecordSet, usable
+from fedpriv.data.records import Records, RecordSet, usable
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.training._caches import Body, FeatureCache
 from fedpriv.training._coordinates import Coordinates, VectorLayout, scaled, trained_weights
+from fedpriv.training._head import ROWS_OF_A_PRODUCT, ClippedSums, HeadInputs, minus_classes, residuals
 from fedpriv.training._isolation import isolated
-from fedpriv.training._losses import class_sum_losses, predictions
 from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training._transfers import to_device
+from fedpriv.training._workers import shared, side_by_side
 from fedpriv.training.clipping import add_clipped, add_finite, add_in_turn, clipped_rows
 from fedpriv.training.local_update import (
     COUNTS,
@@ -40,7 +40,6 @@ from fedpriv.training.local_update import (
     noise_request,
     planned_event,
 )
-from fedpriv.training.model import rank_of
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.private_evaluation import counted
 from fedpriv.training.progress import TRAINING
@@ -157,7 +156,7 @@ def clients_at_once(model: TrainedModel) -> int:
     return max(1, model.memory_limit // (4 * FLOATS_PER_VALUE * num_values))
 
 
-def persons_at_once(model: TrainedModel, num_values: int) -> int:
+def _persons_at_once(model: TrainedModel, num_values: int) -> int:
     """The number of persons whose summed gradients, of so many values, fit a part of the memory limit; at least 1."""
     return max(1, model.memory_limit // (_PARTS_OF_MEMORY * _BYTES_OF_A_VALUE * num_values))
 
@@ -228,11 +227,6 @@ class _Clients:
         """The layout of a row."""
         return self.coordinates.layout
 
-    @property
-    def rank(self) -> int | None:
-        """The rank of the clients' LoRA layers."""
-        return rank_of({name: tensor.shape for name, tensor in self.tasks[0].adapter.items()})
-
     def with_trained(self, client: int, row: Tensor) -> Adapter:
         """A copy of the client's adapter with trained values [values] in the place of its own."""
         centre = None if self.centres is None else self.centres[client].cpu()
@@ -263,10 +257,7 @@ def _charged_event(events: Sequence[Event], planned: Event) -> Event:
 
 def _plain_gradients(clients: _Clients, parameters: Tensor) -> Tensor:
     """[clients, values] The gradients of one step without clipping or noise; the noise on the upload protects them."""
-    totals = torch.zeros_like(parameters, dtype=torch.float64)
-    drawn = _Drawn.of_records([task.sampler.draw(len(task.data)) for task in clients.tasks])
-    for rows, owners in _gradient_rows(clients, parameters, drawn):
-        add_finite(totals, rows, owners)
+    totals = _sums(clients, parameters, _drawn(clients), is_clipped=False)
     return totals.div_(clients.expected_batch_sizes()).float()
 
 
@@ -285,22 +276,12 @@ def _noised_uploads(clients: _Clients, trained: Tensor) -> tuple[Tensor, Tensor,
 
 def _private_gradients(clients: _Clients, parameters: Tensor) -> tuple[Tensor, Tensor, Sequence[Event]]:
     """[clients, values] The noised sums of one step, the gradients that they make, and the events that pay for them."""
-    spec, parts, batch_rule = clients.spec, clients.layout.parts, clients.spec.clipping == "batch"
-    totals = torch.zeros_like(parameters, dtype=torch.float64)
-    if spec.max_records_per_person:
-        for sums, owners in _sums_of_persons(clients, parameters):
-            add_clipped(totals, sums, owners, spec.clip_norm, parts)
-    else:
-        drawn = _Drawn.of_records([task.sampler.draw(len(task.data)) for task in clients.tasks])
-        for rows, owners in _gradient_rows(clients, parameters, drawn):
-            if batch_rule:
-                add_finite(totals, rows, owners)
-            else:
-                add_clipped(totals, rows, owners, spec.clip_norm, parts)
+    batch_rule, drawn = clients.spec.clipping == "batch", _drawn(clients)
+    totals = _sums(clients, parameters, drawn, is_clipped=not batch_rule)
     if batch_rule:
         # Algorithm 1 to the letter: the mean over the realised batch is clipped, and its noise is not divided by B.
-        sizes = torch.tensor([max(len(indices), 1) for indices in drawn.indices], device=totals.device)
-        totals = clipped_rows(totals / sizes.unsqueeze(1), spec.clip_norm, parts)
+        sizes = torch.tensor([max(len(units), 1) for units in drawn], device=totals.device)
+        totals = clipped_rows(totals / sizes.unsqueeze(1), clients.spec.clip_norm, clients.layout.parts)
     noised, events = _noised(clients, totals)
     return noised, (noised if batch_rule else noised / clients.expected_batch_sizes()).float(), events
 
@@ -312,6 +293,69 @@ def _noised(clients: _Clients, sums: Tensor) -> tuple[Tensor, Sequence[Event]]:
     grids = [task.grid for task in clients.tasks]
     request = noise_request(spec, probabilities, layout.size, len(layout.parts), grids)
     return MECHANISMS.named(spec.mechanism).add_noise(sums, request, [task.noise for task in clients.tasks])
+
+
+Unit = list[int]
+"""The records of what is clipped as one, by their indices: a record, or those of a person that count."""
+
+Add = Callable[[Tensor, Tensor, Tensor], None]
+"""Adds rows to the totals of their owners, as `add_clipped` does."""
+
+
+def _drawn(clients: _Clients) -> list[list[Unit]]:
+    """[clients] What each client draws."""
+    most, tasks = clients.spec.max_records_per_person, clients.tasks
+    if most:  # persons are known of tokenised records alone
+        return [task.sampler.draw_persons(cast("Records", task.data), most) for task in tasks]
+    return [[[index] for index in task.sampler.draw(len(task.data))] for task in tasks]
+
+
+def _sums(clients: _Clients, parameters: Tensor, drawn: Sequence[Sequence[Unit]], *, is_clipped: bool) -> Tensor:
+    """[clients, values] The sum of each client's gradients, float64; clipped by the rule, each unit as a whole.
+
+    A person's gradient is the sum of its records': no mean, since clipping bounds either by C, and a mean of records
+    that differ is short, so it would waste what C pays for.
+
+    Guarantee: where each record has a pass of its own, what a unit adds depends on this unit's records alone, to the
+    bit. A person's are added up in the order of their indices.
+    """
+    spec, model = clients.spec, clients.model
+    totals = torch.zeros_like(parameters, dtype=torch.float64)
+    add: Add = partial(add_clipped, clip_norm=spec.clip_norm, parts=clients.layout.parts) if is_clipped else add_finite
+    if model.features is not None and clients.layout.columns.keys() == model.head_tensors:
+        _add_of_head(totals, clients, model.features, parameters, drawn, add, is_clipped=is_clipped)
+    elif model.alone:
+        totals += _alone(clients, parameters, drawn, add).to(totals.device)
+    elif spec.max_records_per_person:
+        for sums, owners in _sums_of_persons(clients, parameters, drawn):
+            add(totals, sums, owners)
+    else:
+        every = _Drawn.of_records([[index for (index,) in units] for units in drawn])
+        for rows, owners in _gradient_rows(clients, parameters, every):
+            add(totals, rows, owners)
+    return totals
+
+
+def _alone(clients: _Clients, parameters: Tensor, drawn: Sequence[Sequence[Unit]], add: Add) -> Tensor:
+    """`_sums` with a pass for each record, in as many workers as the model has; on the CPU."""
+    model = clients.model
+    units = [(client, unit) for client, own in enumerate(drawn) for unit in own]
+    totals = shared(max(1, model.num_workers), *parameters.shape, dtype=torch.float64)
+    _fill_cache(clients)
+
+    def work(number: int, worker: int) -> None:
+        client, unit = units[number]
+        row = parameters.new_zeros((1, parameters.shape[1]), dtype=torch.float64)
+        of_unit = _Drawn(
+            indices=[unit if k == client else [] for k in range(len(drawn))],
+            targets=[[0] * len(unit) if k == client else [] for k in range(len(drawn))],
+        )
+        for rows, targets in _gradient_rows(clients, parameters, of_unit):
+            add_in_turn(row, rows, targets)
+        add(totals[worker], row.cpu(), torch.tensor([client]))
+
+    side_by_side(work, len(units), model.num_workers)
+    return totals.sum(dim=0)
 
 
 @dataclass(frozen=True)
@@ -339,17 +383,11 @@ class _Drawn:
         return sum(map(len, self.indices))
 
 
-def _sums_of_persons(clients: _Clients, parameters: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The sum of each drawn person's gradients, float64 [persons, values], and the persons' clients, int64 [persons].
-
-    No mean: clipping bounds either by C, and a mean of records that differ is short, so it would waste what C pays for.
-
-    Guarantee: a sum depends on the person's own records, to the bit. They are added up in the order of their lengths
-    and then of their indices, which no other person's record changes.
-    """
-    most, at_once = clients.spec.max_records_per_person, persons_at_once(clients.model, clients.layout.size)
-    # Persons are known of tokenised records alone.
-    drawn = [task.sampler.draw_persons(cast("Records", task.data), most) for task in clients.tasks]
+def _sums_of_persons(
+    clients: _Clients, parameters: Tensor, drawn: Sequence[Sequence[Unit]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The sum of each drawn person's gradients, float64 [persons, values], and the person's client, int64 [persons]."""
+    at_once = _persons_at_once(clients.model, clients.layout.size)
     persons = [(client, records) for client, each in enumerate(drawn) for records in each]
     num_before, num_after = 0, sum(len(records) for _, records in persons)
     for begin in range(0, len(persons), at_once):
@@ -367,17 +405,23 @@ def _sums_of_persons(clients: _Clients, parameters: Tensor) -> Iterator[tuple[Te
         yield sums, torch.tensor([client for client, _ in chunk], device=sums.device)
 
 
-def _gradient_rows(clients: _Clients, parameters: Tensor, drawn: _Drawn) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per-sample gradients of the drawn records by pass, [rows, values], and each record's target, int64 [records].
+def _fill_cache(clients: _Clients) -> None:
+    """Keep the states of the clients' records, where that pays off: in the first step, whatever is drawn in it."""
+    cache = clients.model.cache
+    held = [task.data for task in clients.tasks if len(task.data) and caching_pays_off(task.spec, task.sampler)]
+    if cache is not None:
+        cache.fill([item for records in held for item in records.items([0])])
 
-    Rows beyond the records are dummies'. A record that is unusable or fails is left out: its gradient is zero.
+
+def _gradient_rows(clients: _Clients, parameters: Tensor, drawn: _Drawn) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per-sample gradients of the drawn records by pass, [records, values], and each one's target, int64 [records].
+
+    A record that is unusable or fails is left out: its gradient is zero.
     """
     model, by_name = clients.model, {**clients.fixed, **clients.layout.unflatten(parameters)}
     stacked = {module: by_name[name] for module, name in model.adapter_names.items()}
-    if model.features is not None and clients.layout.columns.keys() == model.head_tensors:
-        yield from _head_gradient_rows(clients, model.features, stacked, drawn)
-        return
     num_done, num_drawn = drawn.num_before, drawn.num_before + len(drawn) + drawn.num_after
+    _fill_cache(clients)
     for cached in (True, False):
         selected = [k for k, task in enumerate(clients.tasks) if caching_pays_off(task.spec, task.sampler) == cached]
         sampled = [
@@ -387,17 +431,13 @@ def _gradient_rows(clients: _Clients, parameters: Tensor, drawn: _Drawn) -> Iter
         ]
         sampled = [each for each in sampled if usable(each[0])]
         items, owners = [item for item, _, _ in sampled], [k for _, k, _ in sampled]
-        if cached and model.cache is not None:  # in the first step, whatever is drawn in it
-            held = [clients.tasks[k].data for k in selected if len(clients.tasks[k].data)]
-            model.cache.fill([item for records in held for item in records.items([0])])
-        num_expected = sum(clients.spec.expected_records(clients.tasks[k].sampler) for k in selected)
-        for together in model.passes(items, num_expected, clients.layout.size, clients.rank):
-            run = partial(_pass_gradients, clients, stacked, items, owners, cached, together.shape)
-            for positions, rows in isolated(run, together.positions):
+        for together in model.passes(items, clients.layout.size):
+            run = partial(_pass_gradients, clients, stacked, items, owners, cached)
+            for positions, rows in isolated(run, together):
                 if rows is not None:
                     targets = torch.tensor([sampled[position][2] for position in positions], dtype=torch.int64)
                     yield rows, to_device(targets, rows.device)
-            num_done += len(together.positions)
+            num_done += len(together)
             clients.tell(num_done / (1 + num_drawn))  # noise and step are still to come
 
 
@@ -407,20 +447,16 @@ def _pass_gradients(
     items: Sequence[tuple[RecordSet, int]],
     owners: Sequence[int],
     cached: bool,
-    shape: BatchShape,
     positions: list[int],
 ) -> Tensor:
-    """[rows, values] Per-sample gradients of the records at the given positions, and of the dummies after them."""
+    """[records, values] Per-sample gradients of the records at the given positions."""
     model = clients.model
     batch = [items[position] for position in positions]
-    # Dummies use the first client's adapter, whichever others are in the pass.
-    rows_owners = [owners[position] for position in positions] + [0] * (shape.rows - len(positions))
-    stack = Stack(parameters=stacked, owners=to_device(torch.tensor(rows_owners), model.device))
-
+    own = to_device(torch.tensor([owners[position] for position in positions]), model.device)
     gradients, _ = per_sample_gradients(
         model.layers,
-        partial(model.objectives, batch, clients.spec.objective, cached=cached, shape=shape),
-        stack,
+        partial(model.objectives, batch, clients.spec.objective, cached=cached),
+        Stack(parameters=stacked, owners=own),
         trained=clients.trained_parameters,
         recomputed=model.recomputed,
     )
@@ -428,25 +464,150 @@ def _pass_gradients(
     return scaled(rows, clients.coordinates.scales)
 
 
-def _head_gradient_rows(
-    clients: _Clients, features: FeatureCache, stacked: Mapping[str, Tensor], drawn: _Drawn
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """`_gradient_rows` where the head alone is trained: through the head alone, from the features of the records."""
+def _add_of_head(
+    totals: Tensor,
+    clients: _Clients,
+    features: FeatureCache,
+    parameters: Tensor,
+    drawn: Sequence[Sequence[Unit]],
+    add: Add,
+    *,
+    is_clipped: bool,
+) -> None:
+    """`_sums` where the head alone is trained, added to the totals: from the features of the records."""
+    head, spec = _Head.of(clients, parameters), clients.spec
+    sums = ClippedSums(len(drawn), head.shape, spec.clip_norm, head.parts) if is_clipped else None
     for body, keep, members in _by_body(clients):
         # Features are kept of tokenised records alone.
         held = [(cast("Records", clients.tasks[k].data), k) for k in members]
-        records = [(data, torch.as_tensor(drawn.indices[k], dtype=torch.int64)) for data, k in held]
+        records = [
+            (data, torch.tensor([index for unit in drawn[k] for index in unit], dtype=torch.int64)) for data, k in held
+        ]
         inputs = features.features(records, body, keep=keep)
         labels = torch.cat([data.labels[indices] for data, indices in records])
-        numbers = torch.tensor([len(drawn.indices[k]) for k in members])
-        owners = torch.repeat_interleave(torch.tensor(members), numbers)
-        targets = torch.tensor([target for k in members for target in drawn.targets[k]], dtype=torch.int64)
-        at_once = clients.model.features_at_once(clients.layout.size)
-        run = partial(_head_pass, clients, stacked, inputs, labels, owners, at_once)
-        for begin in range(0, len(inputs), at_once):
-            for positions, rows in isolated(run, range(begin, min(begin + at_once, len(inputs)))):
-                if rows is not None:
-                    yield rows, to_device(targets[positions], rows.device)
+        owners = torch.tensor(members).repeat_interleave(torch.tensor([len(indices) for _, indices in records]))
+        if spec.max_records_per_person:
+            sizes = [(k, len(unit)) for k in members for unit in drawn[k]]
+            _add_persons_of_head(totals, head, inputs, labels, owners, sizes, add)
+            continue
+        for begin in range(0, len(inputs), ROWS_OF_A_PRODUCT):
+            at = slice(begin, begin + ROWS_OF_A_PRODUCT)
+            found, differences, runs = head.of_records(inputs[at], labels[at], owners[at])
+            if sums is not None:
+                sums.add(found, differences, runs)
+                continue
+            for client, rows in runs:
+                totals[client] += head.flat(found.plain_sum(rows, differences)).to(totals.device)
+    if sums is not None:
+        for client, matrix in enumerate(sums.totals()):
+            totals[client] += head.flat(matrix).to(totals.device)
+
+
+def _add_persons_of_head(
+    totals: Tensor,
+    head: _Head,
+    inputs: Tensor,
+    labels: Tensor,
+    owners: Tensor,
+    sizes: Sequence[tuple[int, int]],
+    add: Add,
+) -> None:
+    """Add what each person's records, which follow one another in the inputs, give: one row at a time.
+
+    Args:
+        totals, head, add: as for `_add_of_head`.
+        inputs, labels, owners: of the records.
+        sizes: the client, and the number of records, of each person.
+    """
+    ends = torch.tensor([number for _, number in sizes]).cumsum(dim=0).tolist()
+    for (client, number), end in zip(sizes, ends, strict=True):
+        at = slice(end - number, end)
+        found, differences, _ = head.of_records(inputs[at], labels[at], owners[at])
+        row = head.flat(sum(found.gradients(differences), torch.zeros(head.shape, dtype=torch.float64)))
+        add(totals, row.unsqueeze(0).to(totals.device), torch.tensor([client], device=totals.device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The clients' heads, on the CPU.
+
+    Attributes:
+        weights: [clients, classes, inputs], with the bias as the weight of a further input.
+        bias_scale: this input; None for a head without a bias.
+        centres: [clients, width], taken off the features; None takes nothing.
+        layout: of a row.
+        names: of the weight, and of the bias if there is one, in adapters.
+        objective: `loss` or `class-sums`.
+    """
+
+    weights: Tensor
+    bias_scale: float | None
+    centres: Tensor | None
+    layout: VectorLayout
+    names: tuple[str, ...]
+    objective: str
+
+    @staticmethod
+    def of(clients: _Clients, parameters: Tensor) -> _Head:
+        model = clients.model
+        assert model.head is not None
+        layer, tensors = model.layers[model.head], clients.layout.unflatten(parameters.cpu())
+        names = tuple(model.adapter_names[name] for name in (layer.weight, layer.bias) if name)
+        scale = clients.spec.bias_scale if len(names) > 1 else None
+        columns = [tensors[names[0]].double()]
+        if scale is not None:
+            columns.append(tensors[names[1]].double().unsqueeze(2) / scale)
+        return _Head(
+            weights=torch.cat(columns, dim=2),
+            bias_scale=scale,
+            centres=None if clients.centres is None else clients.centres.cpu(),
+            layout=clients.layout,
+            names=names,
+            objective=clients.spec.objective,
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Classes and inputs."""
+        _, classes, inputs = self.weights.shape
+        return classes, inputs
+
+    @property
+    def parts(self) -> list[slice]:
+        """The inputs of each part that is clipped."""
+        width = self.shape[1] - (self.bias_scale is not None)
+        of_names = dict(zip(self.names, (slice(0, width), slice(width, width + 1)), strict=False))
+        found = []
+        for part in self.layout.parts:
+            own = [at for name, at in of_names.items() if part.start <= self.layout.columns[name].start < part.stop]
+            found.append(slice(min(at.start for at in own), max(at.stop for at in own)))
+        return found
+
+    def of_records(
+        self, features: Tensor, labels: Tensor, owners: Tensor
+    ) -> tuple[HeadInputs, Tensor, list[tuple[int, slice]]]:
+        """The inputs and residuals of records, and each client's rows among them.
+
+        Args:
+            features: [records, width].
+            labels: int64 [records].
+            owners: int64 [records], their clients, those of a client one after the other.
+        """
+        inputs = HeadInputs.of(features, self.bias_scale, None if self.centres is None else self.centres[owners])
+        of_clients, numbers = torch.unique_consecutive(owners, return_counts=True)
+        ends = numbers.cumsum(dim=0).tolist()
+        rows = [slice(end - number, end) for number, end in zip(numbers.tolist(), ends, strict=True)]
+        runs = list(zip(of_clients.tolist(), rows, strict=True))
+        if self.objective == "class-sums":
+            return inputs, minus_classes(labels, self.shape[0]), runs
+        logits = [inputs.logits(at, self.weights[client]) for client, at in runs]
+        return inputs, residuals(torch.cat(logits), labels), runs
+
+    def flat(self, matrix: Tensor) -> Tensor:
+        """The row of a gradient [classes, inputs]."""
+        width = self.shape[1] - (self.bias_scale is not None)
+        by_name = dict(zip(self.names, (matrix[:, :width], matrix[:, -1]), strict=False))
+        return self.layout.flatten_one({name: by_name[name] for name in self.layout.shapes})
 
 
 def _by_body(clients: _Clients) -> list[tuple[Body, bool, list[int]]]:
@@ -462,33 +623,3 @@ def _by_body(clients: _Clients) -> list[tuple[Body, bool, list[int]]]:
         else:
             groups.append((own, keep, [k]))
     return groups
-
-
-def _head_pass(
-    clients: _Clients,
-    stacked: Mapping[str, Tensor],
-    features: Tensor,
-    labels: Tensor,
-    owners: Tensor,
-    num_rows: int,
-    positions: list[int],
-) -> Tensor:
-    """[rows, values] Per-sample gradients of the head for the records at the given positions, and for dummies."""
-    model = clients.model
-    assert model.head is not None
-    layer, padding = model.layers[model.head], num_rows - len(positions)
-    inputs = to_device(F.pad(features[positions], (0, 0, 0, padding)), model.device)
-    batch = {"labels": to_device(F.pad(labels[positions], (0, padding)), model.device)}
-    stack = Stack(parameters=stacked, owners=to_device(F.pad(owners[positions], (0, padding)), model.device))
-    if clients.centres is not None:
-        inputs = inputs - clients.centres[stack.owners]
-    gradients, _ = per_sample_gradients(
-        {model.head: layer}, lambda: _losses(clients.spec, layer.module(inputs), batch), stack
-    )
-    rows = clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
-    return scaled(rows, clients.coordinates.scales)
-
-
-def _losses(spec: UpdateSpec, logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """The values whose gradients are taken, one for each record, [batch]."""
-    return class_sum_losses(logits, batch) if spec.objective == "class-sums" else predictions(logits, batch).losses

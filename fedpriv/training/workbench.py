@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training._admission import admit, in_format
 from fedpriv.training._isolation import refusing
-from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
+from fedpriv.training._passes import RECORDS_OF_A_STEP
 from fedpriv.training.evaluation import Choices, Evaluation, evaluate
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
@@ -58,8 +59,15 @@ log = logging.getLogger(__name__)
 _LEAST_KEPT = 1000
 
 
-def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, TrainingModel]:
+def load_model(
+    config: RunConfig, *, num_labels: int, alone: bool = False, num_workers: int = 1
+) -> tuple[BaseModel, TrainingModel]:
     """The frozen base with its tokenizer, and the same base with an adapter, on the configured device.
+
+    Args:
+        config: of the run.
+        num_labels: number of classes; 0 for causal models.
+        alone, num_workers: as for `TrainingModel`.
 
     Raises:
         InputError: the model, an adapter setting or the device cannot be used.
@@ -111,6 +119,8 @@ def load_model(config: RunConfig, *, num_labels: int) -> tuple[BaseModel, Traini
         prefix_cache=config.prefix_cache,
         activation_checkpointing=config.activation_checkpointing,
         max_length=config.max_length,
+        alone=alone,
+        num_workers=num_workers,
     )
     with refusing(base.model.config.model_type):
         model = in_format(peft_model, config.base_dtype, build)
@@ -167,7 +177,12 @@ class Workbench:
         self.config, self._source = config, source
         own_names = config.labels if config.task == "SEQ_CLS" else ()
         self.label_names = own_names if source else self.data.label_names
-        self.base, self.model = load_model(config, num_labels=len(self.label_names))
+        self.base, self.model = load_model(
+            config,
+            num_labels=len(self.label_names),
+            alone=source is not None,
+            num_workers=len(os.sched_getaffinity(0)) if source else 1,
+        )
         self.initial = self.model.initial
         self.num_clients = len(self.data.clients) if config.data != ON_NODES else config.num_clients
         self._clients: dict[int, Records] = {}

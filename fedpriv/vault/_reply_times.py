@@ -28,7 +28,7 @@ from fedpriv.protocol import Broadcast
 from fedpriv.training import PoissonSampler, private_evaluation
 from fedpriv.training.local_update import COUNTS, UpdateSpec
 from fedpriv.training.rehearsal import rehearse, synthetic_records
-from fedpriv.training.stacked import caching_pays_off, persons_at_once
+from fedpriv.training.stacked import caching_pays_off
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault.holder import NodeHolder
 
@@ -170,14 +170,11 @@ def _of_update(
         odds = log_odds(ledger.num_charges + 1, data_set)
         most = max(1, spec.max_records_per_person)
         num_units = _most_drawn(_most_units(holder, data_set) - 1, spec.local_steps, sampler.sampling_probability, odds)
-        num_values = sum(tensor.numel() for tensor in broadcast.adapter.values())
         work = ledger.seconds + rehearsed.pace.seconds(
             num_steps=spec.local_steps,
-            num_drawn=most * num_units,
+            num_drawn=num_units,
             num_new=number if is_first and fills else 0,
-            num_parts=math.ceil(num_units / persons_at_once(bench.model, num_values))
-            if spec.max_records_per_person
-            else 1,
+            records_each=most,
         )
         if is_first:
             work += number * _seconds_of_text(bench, config)

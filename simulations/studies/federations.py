@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from fedpriv.accounting.recipe import LearningRate
 from fedpriv.adapters import B_SUFFIX, INNER_SUFFIX
 from fedpriv.config import RunConfig
-from fedpriv.data.records import BatchShape, Item
+from fedpriv.data.records import Item
 from fedpriv.protocol import Registration
 from fedpriv.runs import RoundRow, RunFolder
 from fedpriv.runs.show import run_name
@@ -175,7 +174,7 @@ def run_sweep(name: str, runs: Path, out: Path, overrides: Mapping[str, Any] | N
         append(runs, {"key": key, "sweep": name, "cell": run.varied, **results_of(out / name / run.key)})
 
 
-Compute = Callable[[Sequence[Item], BatchShape, Body, bool], Tensor]
+Compute = Callable[[Sequence[Item], Body, bool], Tensor]
 
 
 class FeatureStore:
@@ -207,7 +206,9 @@ class FeatureStore:
         width = model.layers[model.head].module.weight.shape[1]
         # The cache's constructor takes it, and nothing public has it.
         compute = self._remembered(model._head_inputs, base)
-        model.features = FeatureCache(compute, model.body_passes, width=width, memory_limit=model.memory_limit)
+        model.features = FeatureCache(
+            compute, model, width=width, memory_limit=model.memory_limit, fill=model.fill_cache
+        )
 
     def save(self) -> None:
         """Write what is new to the file."""
@@ -220,16 +221,14 @@ class FeatureStore:
         self._num_saved = len(self._states)
 
     def _remembered(self, compute: Compute, base: bytes) -> Compute:
-        def states(items: Sequence[Item], shape: BatchShape, body: Body, cached: bool) -> Tensor:
+        def states(items: Sequence[Item], body: Body, cached: bool) -> Tensor:
             if not _is_untrained(body):
-                return compute(items, shape, body, cached)
+                return compute(items, body, cached)
             keys = [_digest(item, base) for item in items]
             missing = [position for position, key in enumerate(keys) if key not in self._states]
             if missing:
-                # Fewer rows than the model's own pass: the same features up to rounding.
-                needed = shape if len(missing) == len(keys) else replace(shape, rows=len(missing))
-                computed = compute([items[position] for position in missing], needed, body, cached)
-                rows = computed[: len(missing)].float().cpu().numpy().copy()
+                computed = compute([items[position] for position in missing], body, cached)
+                rows = computed.float().cpu().numpy().copy()
                 self._states.update(zip([keys[position] for position in missing], rows, strict=True))
             return torch.from_numpy(np.stack([self._states[key] for key in keys]))
 

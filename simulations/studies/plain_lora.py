@@ -56,10 +56,9 @@ def trained(bench: Workbench, config: RunConfig, how: PlainCell) -> None:
     steps = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=how.epochs * -(-len(items) // how.batch))
     for chosen in _batches(items, how.batch, how.epochs, config.seed):
         optimizer.zero_grad()
-        for together in bench.model.passes(chosen, how.batch):
-            part = [chosen[position] for position in together.positions]
-            losses = bench.model.predictions(part, cached=True, shape=together.shape).losses
-            (losses[: len(part)].sum() / len(chosen)).backward()
+        for together in bench.model.passes(chosen):
+            part = [chosen[position] for position in together]
+            (bench.model.predictions(part, cached=True).losses.sum() / len(chosen)).backward()
         optimizer.step()
         steps.step()
 

@@ -9,11 +9,10 @@ import pytest
 
 from fedpriv.data import federated
 from fedpriv.data.persons import some_of
-from fedpriv.data.records import BatchShape, num_tokens
+from fedpriv.data.records import collate, num_tokens
 from fedpriv.errors import InputError
 from fedpriv.training import clipping, stacked
 from fedpriv.training._sampling import PoissonSampler
-from fedpriv.training._shapes import Pass
 from fedpriv.training.model import TrainingModel
 from fedpriv.vault import _charging, _records, answer, holder
 from tests.adversary.exchanges import play
@@ -47,17 +46,14 @@ def failing_loudly(patch):
 
 def norms_in_float32(patch):
     def part_norms(rows, parts):
-        return clipping.torch.stack([rows[:, part].square().sum(dim=1) for part in parts]).sqrt().double()
+        return clipping.torch.stack([rows[:, part].float().square().sum(dim=1) for part in parts]).sqrt().double()
 
     patch.setattr(clipping, "part_norms", part_norms)
 
 
-def shared_padding(patch):
-    def passes(_, items, *_public_numbers):
-        shape = BatchShape(rows=len(items), tokens=max(map(num_tokens, items), default=0), full=False)
-        return [Pass(positions=list(range(len(items))), shape=shape)] if items else []
-
-    patch.setattr(TrainingModel, "passes", passes)
+def shared_passes(patch):
+    """As in a simulation: padded to the longest record, which changes shapes, and what some models compute."""
+    patch.setattr(TrainingModel, "alone", property(lambda _: False, lambda *_: None), raising=False)
 
 
 def free_retry(patch):
@@ -90,24 +86,21 @@ def cap_by_realised_count(patch):
 
 
 def shape_by_a_persons_size(patch):
-    def passes(_, items, *_public_numbers):
-        most = max(
-            (len(own) for records in {records for records, _ in items} for _, own in records.by_person), default=0
-        )
-        shape = BatchShape(rows=len(items), tokens=max(map(num_tokens, items), default=0) + most, full=False)
-        return [Pass(positions=list(range(len(items))), shape=shape)] if items else []
+    def batch(_, items):
+        persons = [own for records in {records for records, _ in items} for _, own in records.by_person]
+        most = max(map(len, persons), default=0)
+        return collate(items, max(map(num_tokens, items)) + most)
 
-    patch.setattr(TrainingModel, "passes", passes)
+    patch.setattr(TrainingModel, "_batch", batch)
 
 
 def records_clipped_one_by_one(patch):
-    def rows_of_persons(clients, parameters):
-        most = clients.spec.max_records_per_person
-        drawn = [task.sampler.draw_persons(task.data, most) for task in clients.tasks]
-        every = stacked._Drawn.of_records([[index for person in each for index in person] for each in drawn])
-        return stacked._gradient_rows(clients, parameters, every)
+    drawn_of = stacked._drawn
 
-    patch.setattr(stacked, "_sums_of_persons", rows_of_persons)
+    def drawn(clients):
+        return [[[index] for person in each for index in person] for each in drawn_of(clients)]
+
+    patch.setattr(stacked, "_drawn", drawn)
 
 
 def choices_from_one_stream(patch):
@@ -136,7 +129,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "failing loudly": (failing_loudly, "a record on which the model fails"),
     "one failure for all": (without_isolation, "a record on which the model fails"),
     "norms in float32": (norms_in_float32, "gradients whose squares vanish"),
-    "shared padding": (shared_padding, "padding by a long record, convolutions"),
+    "shared passes": (shared_passes, "padding by a long record, convolutions"),
     "free retry": (free_retry, "a process that ends within a round"),
     "cap by realised count": (cap_by_realised_count, "a person"),
     "shape by a person's size": (shape_by_a_persons_size, "persons padded by a long record"),

@@ -15,7 +15,7 @@ from fedpriv.plan import memory
 from fedpriv.plan.memory import MemorySetting, _configuration, largest_batch, memory_plan
 from fedpriv.texts import parse_bytes
 from fedpriv.training._live_bytes import _LiveBytes, peak_of_pass
-from fedpriv.training._pass_sizes import Footprint
+from fedpriv.training._passes import Footprint
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from tests.cli.command_line import as_json, fedpriv

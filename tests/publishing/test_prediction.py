@@ -35,10 +35,11 @@ def test_it_answers_as_the_loaded_adapter_does(run, loaded, tiny_bert):
     torch.testing.assert_close(torch.tensor(saved.classify(loaded, TEXTS)), expected, atol=1e-6, rtol=0)
 
 
-def test_no_other_text_changes_an_answer_by_a_bit(loaded):
+def test_no_other_text_changes_an_answer_by_more_than_rounding(loaded):
     texts = [*TEXTS, *(" ".join(["pain", "rash"] * length) for length in range(1, 20))]
-    together = saved.classify(loaded, texts)
-    assert [saved.classify(loaded, [text])[0] for text in texts] == together
+    together = torch.tensor(saved.classify(loaded, texts))
+    alone = torch.tensor([saved.classify(loaded, [text])[0] for text in texts])
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-5)
 
 
 def test_a_file_gives_its_columns_with_the_answers(run, tmp_path):

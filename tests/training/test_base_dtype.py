@@ -71,7 +71,7 @@ def test_gradients_are_those_of_float32_up_to_rounding(kind):
 
 @pytest.mark.parametrize("cached", [False, True], ids=["whole model", "prefix cache"])
 @pytest.mark.parametrize("kind", cases())
-def test_no_other_record_changes_a_bit(kind, cached):
+def test_records_that_share_passes_change_one_another_by_rounding_alone(kind, cached):
     model = in_bfloat16(kind, layers="last-1" if cached else "all")
     if cached and model.cache is None:
         pytest.skip(f"{kind} has no frozen prefix")

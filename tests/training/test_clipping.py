@@ -69,7 +69,7 @@ def test_norms_of_long_rows_are_accurate_enough_for_the_clip_norm_to_hold(values
 
 def test_small_gradients_pass_unchanged_and_large_ones_keep_their_direction():
     small, large = random_rows(1, seed=0, scale=1e-3), random_rows(1, seed=0, scale=10.0)
-    torch.testing.assert_close(clipped_sum(small), small[0].double(), rtol=0, atol=2**-32)  # the grid of the sums
+    torch.testing.assert_close(clipped_sum(small), small[0].double(), rtol=0, atol=2**-28)  # the grid of the sums
     clipped = clipped_sum(large)
     assert norm(clipped) == pytest.approx(1.0, abs=1e-5)
     torch.testing.assert_close(clipped * part_norms(large, JOINT)[0, 0], large[0].double(), rtol=1e-6, atol=1e-6)
@@ -99,7 +99,7 @@ def test_each_part_is_clipped_separately():
     result = clipped_sum(rows, 1.0, TWO)
     assert norm(result[TWO[0]]) == pytest.approx(1.0, abs=1e-5)
     unscaled = rows[0, TWO[1]].double()
-    torch.testing.assert_close(result[TWO[1]], unscaled, rtol=0, atol=2**-32, msg="a large part scaled a small one")
+    torch.testing.assert_close(result[TWO[1]], unscaled, rtol=0, atol=2**-28, msg="a large part scaled a small one")
 
 
 def test_a_non_finite_part_drops_the_whole_record():

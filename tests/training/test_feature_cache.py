@@ -27,7 +27,7 @@ WIDTH = 64
 
 @pytest.fixture
 def model(encoder):
-    return TrainingModel(encoder(layers="last-1"), memory_limit=2**22, max_length=40)
+    return TrainingModel(encoder(layers="last-1"), memory_limit=2**22, max_length=40, alone=True)
 
 
 def head_task(model, records, *, num_registered=40, **changes):
@@ -37,11 +37,10 @@ def head_task(model, records, *, num_registered=40, **changes):
 
 
 def rows_of(model, records, drawn, **changes):
-    """Per-sample gradients of the drawn records, [records, values]."""
+    """The clipped sum of each drawn record by itself, and that of all of them, [records + 1, values]."""
     clients = stacked._Clients.of(model, [head_task(model, records, **changes)])
-    each = stacked._Drawn.of_records([drawn])
-    found = [rows[: len(owners)] for rows, owners in stacked._gradient_rows(clients, clients.broadcast, each)]
-    return torch.cat(found) if found else torch.empty(0)
+    sets = [[[index]] for index in drawn] + [[[index] for index in drawn]]
+    return torch.cat([stacked._sums(clients, clients.broadcast, [units], is_clipped=True) for units in sets])
 
 
 @pytest.fixture
@@ -56,18 +55,18 @@ def passes(model):
 @pytest.mark.parametrize("room", ["kept", "reserved for some", "none"])
 def test_neither_the_cache_nor_other_records_change_a_bit(encoder, make_records, room, centred):
     records, chosen = make_records(40, longest=40), list(range(0, 40, 2))
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**22, max_length=40)
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**22, max_length=40, alone=True)
     expected = rows_of(model, records, chosen, centred=centred)
-    assert len(expected) == 20
     assert (expected.norm(dim=1) > 0).all()
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**22, max_length=40)
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**22, max_length=40, alone=True)
     if room != "kept":
         model.features._memory_limit = {"reserved for some": 2**30, "none": 0}[room]
         model.features.reserve(11)
     for drawn in (chosen[1:], chosen[:1], chosen[::-1], list(range(40))):
-        found = rows_of(model, records, drawn, centred=centred)
+        *found, total = rows_of(model, records, drawn, centred=centred)
         for index in set(drawn) & set(chosen):
             assert torch.equal(found[drawn.index(index)], expected[chosen.index(index)])
+        assert torch.equal(total, torch.stack(found).sum(dim=0)), "a record counts in a sum as by itself"
     others = make_records(40, longest=40, seed=7)
     tokens = [(records if i < 9 else others).features["input_ids"][i] for i in range(40)]
     found = rows_of(model, Records({"input_ids": tuple(tokens)}, records.labels, 0), chosen, centred=centred)
@@ -90,7 +89,7 @@ def test_features_are_computed_once_until_a_b_or_the_merged_base_change(model, m
         changed = dataclasses.replace(task, **change)
         found = local_update(model, changed).adapter
         assert bool(passes) == computed
-        fresh = TrainingModel(model.peft_model, memory_limit=2**30, max_length=40)
+        fresh = TrainingModel(model.peft_model, memory_limit=2**30, max_length=40, alone=True)
         if not change.get("merged"):
             expected = local_update(fresh, changed).adapter
             assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -111,15 +110,16 @@ def test_clients_with_different_bodies_each_have_their_own(model, make_records):
 @pytest.mark.parametrize("how", ["unusable", "fails"])
 def test_a_record_that_is_unusable_or_fails_counts_as_zero_and_no_other(model, make_records, how):
     records = make_records(12)
-    expected = rows_of(model, records, [i for i in range(12) if i != 3])
+    *expected, total = rows_of(model, records, [i for i in range(12) if i != 3])
     broken = Records(records.features, records.labels, 0, unusable=torch.arange(12) == 3)
     if how == "fails":
         ids = list(records.features["input_ids"])
         ids[3] = torch.tensor([10**6])
         broken = Records({"input_ids": tuple(ids)}, records.labels, 0)
-    found = rows_of(model, broken, list(range(12)))
-    assert not torch.isfinite(found[3]).all()
-    assert torch.equal(torch.cat([found[:3], found[4:]]), expected)
+    *found, whole = rows_of(model, broken, list(range(12)))
+    assert not found[3].any()
+    assert all(map(torch.equal, [*found[:3], *found[4:]], expected))
+    assert torch.equal(whole, total)
     update = local_update(model, head_task(model, broken)).adapter
     assert all(torch.isfinite(tensor).all() for tensor in update.values())
 

@@ -1,33 +1,36 @@
-"""No record changes another record's gradient by a bit, whatever it holds and wherever it stands."""
+"""No record changes another record's gradient by a bit, whatever it holds, since nothing else is in its pass."""
 
 from __future__ import annotations
 
 import dataclasses
-from itertools import product
+import os
+import signal
 
 import pytest
 import torch
 from transformers import CanineConfig, CanineModel
 
 from fedpriv.adapters import LoraSettings, attach
+from fedpriv.adapters._base_formats import to_bfloat16
 from fedpriv.adapters.lora import Trains
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked
-from fedpriv.training._admission import REFUSED, VERIFIED, admit
+from fedpriv.training._admission import REFUSED, admit
 from fedpriv.training._isolation import raising_failures
+from fedpriv.training._passes import batches, lengths_up_to, padded
 from fedpriv.training._sampling import PoissonSampler
+from fedpriv.training._workers import shared, side_by_side
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import load_model
 from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, REPLACED_HEADS, TARGETS, random_base, save
-from tests.threads import NUMBERS, with_threads
 from tests.tiny import move, random_records
 from tests.training.test_local_update import make_task
 
-# So little that the largest pass has few rows, of which all that may be more are tried for every model.
-LITTLE_MEMORY = 2**22
+WORKERS = (1, 2, 3, 5, 7)
+NUM_ORDERS = 200
 
 
 def training_model(
@@ -37,45 +40,47 @@ def training_model(
     rank: int = 4,
     trains: Trains = "lora",
     normalize: bool = False,
-    memory_limit: int = 2**30,
+    alone: bool = True,
+    bfloat16: bool = False,
     **sizes: int,
 ) -> TrainingModel:
     task = "SEQ_CLS" if kind in ENCODERS else "CAUSAL_LM"
     settings = LoraSettings(rank=rank, layers=layers, task=task, target_modules=TARGETS.get(kind, ()), trains=trains)
-    base = random_base(kind, normalize=normalize, **sizes)
-    model = TrainingModel(move(attach(base, settings)), memory_limit=memory_limit, max_length=40)
+    peft_model = move(attach(random_base(kind, normalize=normalize, **sizes), settings))
+    if bfloat16:
+        to_bfloat16(peft_model)
+    model = TrainingModel(peft_model, memory_limit=2**30, max_length=40, alone=alone)
     admit(model)
     return model
 
 
 def gradients(
-    model: TrainingModel, clients: list[tuple[Records, list[int]]], *, cached: bool, batch_size: int = 8
+    model: TrainingModel, clients: list[tuple[Records, list[int]]], *, cached: bool, num_workers: int = 1
 ) -> list[torch.Tensor]:
     """[client] The per-sample gradients of the drawn records, [records, values], in the order of drawing."""
-    rounds, num_registered = (1000, batch_size) if cached else (1, 2 * batch_size)
+    rounds, num_registered = (1000, 8) if cached else (1, 16)
     tasks = [
         dataclasses.replace(
             make_task(model, records, num_rounds=rounds, local_steps=1),
-            sampler=PoissonSampler(
-                num_registered=num_registered, expected_batch_size=batch_size, source=SeededSource()
-            ),
+            sampler=PoissonSampler(num_registered=num_registered, expected_batch_size=8, source=SeededSource()),
             noise=None,
         )
         for records, _ in clients
     ]
     joined = stacked._Clients.of(model, tasks)
-    drawn = [indices for _, indices in clients]
-    order = [(client, index) for client, indices in enumerate(drawn) for index in indices]
-    by_record = {}
-    items = [(records, index) for records, indices in clients for index in indices]
-    num_expected = batch_size * len(clients)
-    positions = [position for together in model.passes(items, num_expected) for position in together.positions]
+    drawn = [(client, index) for client, (_, indices) in enumerate(clients) for index in indices]
+    rows = shared(len(drawn), joined.layout.size, dtype=torch.float32)
+    stacked._fill_cache(joined)
+
+    def work(number: int, _worker: int) -> None:
+        client, index = drawn[number]
+        one = [[index] if k == client else [] for k in range(len(clients))]
+        for row, _ in stacked._gradient_rows(joined, joined.broadcast, stacked._Drawn.of_records(one)):
+            rows[number] = row[0]
+
     with raising_failures():
-        batches = list(stacked._gradient_rows(joined, joined.broadcast, stacked._Drawn.of_records(drawn)))
-    rows = [row for batch, owners in batches for row in batch[: len(owners)]]
-    for position, row in zip(positions, rows, strict=True):
-        by_record[order[position]] = row
-    return [torch.stack([by_record[client, index] for index in drawn[client]]) for client in range(len(clients))]
+        side_by_side(work, len(drawn), num_workers)
+    return list(rows.split([len(indices) for _, indices in clients]))
 
 
 def records_for(model: TrainingModel, seed: int = 0) -> Records:
@@ -83,122 +88,136 @@ def records_for(model: TrainingModel, seed: int = 0) -> Records:
     return random_records(40, classes=classes, seed=seed, vocabulary=50, shortest=1, longest=40)
 
 
-def case(kind: str, *, normalize: bool) -> object:
-    every_day = kind == "roberta" if normalize else kind in EVERY_DAY
-    name = f"{kind} normalised" if normalize else kind
-    return pytest.param(kind, normalize, id=name, marks=[] if every_day else pytest.mark.slow)
-
-
-# Where features are normalised, some encoders have another head.
-CASES = [case(kind, normalize=False) for kind in (*ENCODERS, *DECODERS)]
-CASES += [case(kind, normalize=True) for kind in REPLACED_HEADS]
-
-
-# With much memory the largest passes have many rows; those of an encoder are tried every day below.
-@pytest.mark.parametrize("memory_limit", [LITTLE_MEMORY, pytest.param(2**30, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("cached", [False, True], ids=["whole model", "prefix cache"])
-@pytest.mark.parametrize(("kind", "normalize"), CASES)
-def test_what_else_was_drawn_changes_no_bit_of_a_records_gradient(kind, normalize, cached, memory_limit):
-    layers = "last-1" if cached else "all"
-    model = training_model(kind, layers=layers, normalize=normalize, memory_limit=memory_limit)
-    if cached and model.cache is None:
-        pytest.skip(f"{kind} has no frozen prefix")
-    records, chosen = records_for(model), list(range(0, 40, 2))
-    (expected,) = gradients(model, [(records, chosen)], cached=cached)
-    assert expected.abs().sum(dim=1).gt(0).any(), "all gradients vanish, so the test would prove nothing"
-    others = records_for(model, seed=9)
-    for drawn in (
-        chosen[1:],  # one removed
-        chosen[:1],
-        chosen[::-1],  # permuted
-        list(range(40)),  # others added in between
-    ):
-        (found,) = gradients(model, [(records, drawn)], cached=cached)
-        for index in set(drawn) & set(chosen):
-            assert torch.equal(found[drawn.index(index)], expected[chosen.index(index)]), index
-    # Other contents in the same places.
-    mixed = Records(
-        {"input_ids": tuple((records if i in chosen[:5] else others).features["input_ids"][i] for i in range(40))},
-        records.labels,
-        0,
-    )
-    (found,) = gradients(model, [(mixed, chosen)], cached=cached)
-    assert torch.equal(found[:5], expected[:5])
-
-
-def cases_of_any_size() -> list[object]:
-    """Every day the smallest and the largest passes of an encoder."""
-    every_day = [("bert", False, 1), ("bert", False, 10**6)]
-    kinds = [*((kind, False) for kind in (*ENCODERS, *DECODERS)), *((kind, True) for kind in REPLACED_HEADS)]
+def cases() -> list[object]:
     found = []
-    for (kind, normalize), (batch_size, which) in product(kinds, ((1, "smallest"), (10**6, "largest"))):
-        name = f"{kind}{' normalised' if normalize else ''}-{which} passes"
-        marks = [] if (kind, normalize, batch_size) in every_day else pytest.mark.slow
-        found.append(pytest.param(kind, normalize, batch_size, id=name, marks=marks))
+    kinds = [(kind, False) for kind in (*ENCODERS, *DECODERS)] + [(kind, True) for kind in REPLACED_HEADS]
+    for kind, normalize in kinds:
+        for bfloat16 in (False, True):
+            if bfloat16 and kind in ("fnet", "mixtral"):  # compute in no bfloat16
+                continue
+            every_day = (kind in EVERY_DAY and not bfloat16) or kind == "bert"
+            name = f"{kind}{' normalised' if normalize else ''}-{'bfloat16' if bfloat16 else 'float32'}"
+            marks = [] if every_day and not normalize else pytest.mark.slow
+            found.append(pytest.param(kind, normalize, bfloat16, id=name, marks=marks))
     return found
 
 
-@pytest.mark.parametrize(("kind", "normalize", "batch_size"), cases_of_any_size())
-def test_in_passes_of_any_size_no_other_record_changes_a_bit(kind, normalize, batch_size):
-    assert_no_other_record_changes_a_bit(training_model(kind, normalize=normalize), batch_size)
+def assert_same_in_every_order(model: TrainingModel, num_orders: int) -> None:
+    """Orders and subsets of seven records, shared out among numbers of workers."""
+    records, generator = records_for(model), torch.Generator().manual_seed(1)
+    chosen = torch.randperm(40, generator=generator)[:7].tolist()
+    (expected,) = gradients(model, [(records, chosen)], cached=False)
+    assert expected.abs().sum(dim=1).gt(0).any(), "all gradients vanish, so the test would prove nothing"
+    for number in range(num_orders):
+        order = torch.randperm(7, generator=generator)[: 1 + number % 7].tolist()
+        (found,) = gradients(
+            model,
+            [(records, [chosen[place] for place in order])],
+            cached=False,
+            num_workers=WORKERS[number % len(WORKERS)],
+        )
+        assert torch.equal(found, expected[order]), (number, order)
 
 
-@pytest.mark.parametrize("threads", [pytest.param(n, marks=[] if n == 3 else pytest.mark.slow) for n in NUMBERS])
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=[] if k == "gemma2" else pytest.mark.slow) for k in (*ENCODERS, *DECODERS)],
-)
-def test_no_other_record_changes_a_bit_at_any_number_of_threads(kind, threads):
-    """So wide that activations are shared among threads, and cut within vectors at three, five and seven of them."""
-    wide = {"intermediate_size": 1088} if "intermediate_size" in {**ENCODERS, **DECODERS}[kind] else {}
-    with with_threads(threads):
-        model = training_model(kind, **wide)
-        classes = 3 if kind in ENCODERS else 0
-        records = random_records(13, classes=classes, seed=0, vocabulary=50, shortest=6, longest=7)
-        (expected,) = gradients(model, [(records, list(range(13)))], cached=False, batch_size=8)
-        for drawn in ([0], [0, *range(4, 13)], list(range(13))[::-1]):
-            (found,) = gradients(model, [(records, drawn)], cached=False, batch_size=8)
-            assert torch.equal(found, expected[drawn])
+@pytest.mark.parametrize(("kind", "normalize", "bfloat16"), cases())
+def test_a_record_has_the_same_bits_in_ten_orders_and_subsets(kind, normalize, bfloat16):
+    assert_same_in_every_order(training_model(kind, normalize=normalize, bfloat16=bfloat16), 10)
 
 
-def cases_of_r() -> list[object]:
-    """Every day the fewest outputs, in the smallest and the largest passes; less of a decoder."""
-    every_day = [("bert", 1, 1), ("bert", 1, 10**6), ("llama", 1, 8)]
-    every_case = product(("bert", "llama"), (1, 3, 16), (1, 8, 10**6))
-    return [pytest.param(*each, marks=[] if each in every_day else pytest.mark.slow) for each in every_case]
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "normalize", "bfloat16"), cases())
+def test_a_record_has_the_same_bits_in_two_hundred_orders_and_subsets(kind, normalize, bfloat16):
+    assert_same_in_every_order(training_model(kind, normalize=normalize, bfloat16=bfloat16), NUM_ORDERS)
 
 
-@pytest.mark.parametrize(("kind", "rank", "batch_size"), cases_of_r())
-def test_no_other_record_changes_a_bit_of_a_gradient_in_r(kind, rank, batch_size):
-    """A product with few outputs may round by a row's place, and R has few."""
-    assert_no_other_record_changes_a_bit(training_model(kind, rank=rank, trains="lora-r"), batch_size)
+@pytest.mark.parametrize("kind", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
+def test_a_record_has_the_same_bits_in_its_thousandth_pass(kind):
+    model = training_model(kind)
+    records = records_for(model)
+    (first,) = gradients(model, [(records, [3])], cached=False)
+    (others,) = gradients(model, [(records, [*range(4, 40), *[index % 40 for index in range(960)], 3])], cached=False)
+    assert torch.equal(others[-1], first[0])
 
 
-def assert_no_other_record_changes_a_bit(model: TrainingModel, batch_size: int) -> None:
-    records, everyone = records_for(model), list(range(40))
-    (expected,) = gradients(model, [(records, everyone)], cached=False, batch_size=batch_size)
-    for drawn in (everyone[:1], everyone[1::2], everyone[::-1]):
-        (found,) = gradients(model, [(records, drawn)], cached=False, batch_size=batch_size)
-        assert torch.equal(found, expected[drawn])
-
-
-def test_every_verified_architecture_is_tested():
-    assert {*ENCODERS, *DECODERS} == {*VERIFIED, "mixtral"}
-
-
-@pytest.mark.parametrize(("kind", "normalize"), CASES)
-def test_what_other_clients_draw_changes_no_bit_of_a_records_gradient(kind, normalize):
-    model = training_model(kind, normalize=normalize)
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("kind", ["bert", "llama", pytest.param("modernbert", marks=pytest.mark.slow)])
+def test_other_records_and_clients_change_no_bit_through_the_prefix_cache(kind, num_workers):
+    model = training_model(kind, layers="last-1")
+    assert model.cache is not None
+    model.num_workers = num_workers
     one, other = records_for(model), records_for(model, seed=1)
-    together = gradients(model, [(one, [0, 3, 5]), (other, list(range(20)))], cached=False)
-    fewer = gradients(model, [(one, [0, 3, 5]), (other, [7])], cached=False)
-    assert torch.equal(together[0], fewer[0])
+    together = gradients(model, [(one, [0, 3, 5]), (other, list(range(20)))], cached=True)
+    fewer = gradients(model, [(one, [5, 0, 3]), (other, [7])], cached=True)
+    assert torch.equal(together[0][[2, 0, 1]], fewer[0])
     assert torch.equal(together[1][7], fewer[1][0])
 
 
-def unknown_model(monkeypatch, change=None) -> TrainingModel:
+@pytest.mark.parametrize("rank", [1, 3])
+def test_no_other_record_changes_a_bit_of_a_gradient_in_r(rank):
+    """A product with few outputs may round by a row's place, and R has few."""
+    assert_same_in_every_order(training_model("bert", rank=rank, trains="lora-r"), 5)
+
+
+# ---------------------------------------------------------------- passes and workers
+
+
+@pytest.mark.parametrize("longest", [None, 40, 63, 512])
+def test_a_record_is_padded_by_its_own_length_alone_and_little(longest):
+    for tokens in range(1, longest or 2000):
+        length = padded(tokens, longest)
+        assert tokens < length <= max(tokens + 8, tokens * 8 / 7)
+        assert length <= (longest or length)
+    assert len(lengths_up_to(512, 512)) < 40, "each is rehearsed"
+    assert {padded(n, longest) for n in lengths_up_to(30, longest)} == {padded(n, longest) for n in range(1, 31)}
+    if longest is not None:
+        assert padded(longest, longest) == longest
+        assert {longest - 1, longest} <= set(lengths_up_to(longest, longest)), "with a mask and without"
+
+
+def test_passes_of_a_simulation_have_each_record_once_and_little_padding():
+    items = random_records(100, longest=40).items()
+    found = list(batches(items, lambda tokens: 200 // tokens))
+    assert sorted(position for together in found for position in together) == list(range(100))
+    for together in found:
+        lengths = [len(items[position][0].features["input_ids"][items[position][1]]) for position in together]
+        assert lengths == sorted(lengths)
+        assert len(together) <= max(1, 200 // lengths[0])
+    assert list(batches([], lambda _: 8)) == []
+
+
+def test_a_worker_leaves_its_results_and_a_failed_one_is_told(caplog):
+    found = shared(7, dtype=torch.int64)
+
+    def fill(job: int, worker: int) -> None:
+        found[job] = 10 * job + worker
+        if job == 5 and worker == 2:
+            raise ValueError("a record's text")
+
+    side_by_side(fill, 5, 3)
+    assert found.tolist() == [0, 11, 22, 30, 41, 0, 0]
+    with pytest.raises(RuntimeError, match="a worker failed"):
+        side_by_side(fill, 7, 3)
+    with pytest.raises(ValueError, match="a record"):
+        side_by_side(lambda job, _: fill(job, 2), 6, 1)
+    side_by_side(fill, 0, 3)
+
+
+def test_what_kills_a_worker_kills_the_process_that_waits_for_it():
+    """So that it is noticed, whoever computes a record."""
+    child = os.fork()
+    if not child:
+        os.close(2)
+        side_by_side(lambda job, _: os.kill(os.getpid(), signal.SIGKILL) if job == 1 else None, 2, 2)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+# ---------------------------------------------------------------- admission
+
+
+def unknown_model(monkeypatch, change=None, *, alone: bool = False) -> TrainingModel:
     """A BERT under an unknown name, in which the states of a pass go through `change`."""
-    model = training_model("bert")
+    model = training_model("bert", alone=alone)
     monkeypatch.setattr(model.peft_model.config, "model_type", "unheard-of")
     if change is not None:
         embeddings = model.peft_model.base_model.model.bert.embeddings
@@ -209,33 +228,21 @@ def unknown_model(monkeypatch, change=None) -> TrainingModel:
 def test_an_unknown_architecture_that_passes_the_test_is_admitted(monkeypatch):
     model = unknown_model(monkeypatch)
     admit(model)
-    assert model.records_share_passes
+    assert not model.alone
 
 
 def test_an_unknown_architecture_that_mixes_records_runs_them_one_at_a_time(monkeypatch):
-    model = unknown_model(monkeypatch, lambda states: states + 1e-5 * states.mean(dim=0))
+    model = unknown_model(monkeypatch, lambda states: states + 0.1 * states.mean(dim=0))
     admit(model)
-    assert not model.records_share_passes
-    assert model.sizes(8) == (1,)
-
-
-def test_records_that_touch_each_other_in_the_largest_passes_alone_are_found(monkeypatch):
-    model = unknown_model(monkeypatch)
-    monkeypatch.setattr("fedpriv.training.model.found_once", lambda _, __, sizes: [(size,) for size in sizes])
-    (most,) = model.sizes(40)
-    assert model.sizes(40, 10**6)[-1] > most
-    embeddings = model.peft_model.base_model.model.bert.embeddings
-    embeddings.register_forward_hook(lambda _module, _args, s: s + 1e-5 * s.mean(dim=0) if len(s) > most else s)
-    admit(model)
-    assert not model.records_share_passes
+    assert model.alone
+    assert list(model.passes(records_for(model).items([1, 2]))) == [[0], [1]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["fails", "other numbers"])
 def test_a_model_that_does_not_run_from_its_middle_trains_without_a_prefix_cache(monkeypatch, broken):
-    model = training_model("bert", layers="last-1")
+    model = training_model("bert", layers="last-1", alone=False)
     assert model.cache is not None
-    monkeypatch.setattr(model.peft_model.config, "model_type", "unheard-of")
     bert, first = model.peft_model.base_model.model.bert, model.cache.prefix.layers[0]
 
     def from_the_middle(_module, _args, states):
@@ -248,31 +255,44 @@ def test_a_model_that_does_not_run_from_its_middle_trains_without_a_prefix_cache
     bert.encoder.layer[1].output.register_forward_hook(from_the_middle)
     admit(model)
     assert model.cache is None
-    assert model.records_share_passes
+    assert not model.alone
 
 
-@pytest.mark.slow
-def test_an_unknown_architecture_that_runs_from_its_middle_keeps_its_prefix_cache(monkeypatch):
-    model = training_model("bert", layers="last-1")
-    monkeypatch.setattr(model.peft_model.config, "model_type", "unheard-of")
-    admit(model)
-    assert model.cache is not None
-
-
-def test_an_architecture_that_remembers_earlier_records_is_refused(monkeypatch):
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_architecture_that_remembers_earlier_records_is_refused(monkeypatch, alone):
     memory = [torch.zeros(())]
 
     def remember(states):
         memory[0] = memory[0] + states.detach().abs().mean()
         return states + 1e-3 * memory[0]
 
-    with pytest.raises(InputError, match="unheard-of model cannot train"):
-        admit(unknown_model(monkeypatch, remember))
+    with pytest.raises(InputError, match=r"unheard-of model cannot train here \(a pass changes the next one"):
+        admit(unknown_model(monkeypatch, remember, alone=alone))
 
 
-def test_an_architecture_that_draws_random_numbers_is_refused(monkeypatch):
-    with pytest.raises(InputError, match="unheard-of model cannot train"):
-        admit(unknown_model(monkeypatch, lambda states: states + 1e-3 * torch.randn(states.shape)))
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_architecture_that_draws_random_numbers_is_refused(monkeypatch, alone):
+    drawn = unknown_model(monkeypatch, lambda states: states + 0 * torch.randn(states.shape), alone=alone)
+    with pytest.raises(InputError, match=r"unheard-of model cannot train here .*random numbers"):
+        admit(drawn)
+
+
+@pytest.mark.parametrize("kept", ["buffer", "attribute"])
+def test_an_architecture_that_changes_itself_is_refused(monkeypatch, kept):
+    model = unknown_model(monkeypatch)
+    embeddings = model.peft_model.base_model.model.bert.embeddings
+    embeddings.register_buffer("longest", torch.zeros(()))
+    embeddings.longest_so_far = 0
+
+    def note(module, _args, states):
+        if kept == "buffer":
+            module.longest.fill_(states.shape[1])
+        else:
+            module.longest_so_far = states.shape[1]
+
+    embeddings.register_forward_hook(note)
+    with pytest.raises(InputError, match=r"unheard-of model cannot train here .*a pass changes .*embeddings.longest"):
+        admit(model)
 
 
 def test_an_architecture_that_does_not_fit_is_refused_by_name(tmp_path, tiny_bert, caplog):

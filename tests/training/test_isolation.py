@@ -40,11 +40,9 @@ def without(records: Records, index: int) -> Records:
 
 @pytest.fixture(params=["whole model", "prefix cache"])
 def failing_model(request, encoder):
-    """A model that fails on every pass with the poisoned token in a short record, while it embeds the pass or after it.
-
-    Before records share passes it tries itself on long ones of random tokens.
-    """
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, prefix_cache=request.param == "prefix cache")
+    """A model that fails on every pass with the poisoned token in a short record."""
+    cached = request.param == "prefix cache"
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, prefix_cache=cached, alone=True)
 
     def fail(_module, args, kwargs):
         is_short = kwargs["attention_mask"].sum(dim=1) <= 3
@@ -99,7 +97,7 @@ def test_records_that_all_fail_leave_the_update_where_it_was(failing_model, make
 
 
 def test_an_unusable_record_is_drawn_and_has_no_gradient(encoder, make_records):
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, alone=True)
     records = make_records(12)
     marked = dataclasses.replace(records, unusable=torch.arange(12) == 5)
     assert torch.equal(*update(model, marked), *update(model, without(records, 5)))

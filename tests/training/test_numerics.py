@@ -25,7 +25,7 @@ def test_every_float32_gradient_is_clipped(size, clip_norm):
     true_norm = math.sqrt(8) * float(row[0, 0])
     for clipped in (total_of(row, clip_norm), clipped_rows(row, clip_norm, ONE_PART)[0]):
         assert float(clipped.norm()) <= min(clip_norm, true_norm)
-        assert float(clipped.norm()) >= 0.999999 * min(clip_norm, true_norm) - 3 * clip_norm / 2**32
+        assert float(clipped.norm()) >= 0.999999 * min(clip_norm, true_norm) - 3 * clip_norm / 2**28
 
 
 def test_gradients_of_1e_23_do_not_pass_a_clip_norm_of_1e_36():

@@ -249,7 +249,7 @@ class Tied(nn.Module):
         (lambda: frozen(network()), "trains no parameter"),
         (lambda: nn.Sequential(nn.Embedding(3, 4, max_norm=1.0)), "0: max_norm = 1.0"),
         (lambda: nn.Sequential(nn.Embedding(3, 4, scale_grad_by_freq=True)), "0: scale_grad_by_freq = True"),
-        (lambda: nn.Sequential(nn.Linear(WIDTH + 1, CLASSES)), r"a pass of the public records fails \(.*size"),
+        (lambda: nn.Sequential(nn.Linear(WIDTH + 1, CLASSES)), r"a pass of the public records fails \(.*shapes"),
     ],
     ids=["convolution", "layer norm", "nothing", "max_norm", "scale_grad_by_freq", "a pass that fails"],
 )

@@ -149,7 +149,7 @@ def states_of(model, records, shape=(1, 40)):
 
 
 def test_states_are_the_same_to_the_bit_with_and_without_room(encoder, make_records):
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40)
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40, alone=True)
     records = make_records(12, longest=40)
     expected = states_of(model, records)
     model.reserve_cache(5)
@@ -163,7 +163,7 @@ def test_states_are_the_same_to_the_bit_with_and_without_room(encoder, make_reco
 
 
 def test_a_record_longer_than_any_may_be_leaves_the_others_alone(encoder, make_records):
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=16)
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=16, alone=True)
     records = make_records(3, longest=12)
     expected = states_of(model, records)
     model.reserve_cache(3)

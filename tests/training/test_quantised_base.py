@@ -89,11 +89,10 @@ def test_the_side_of_the_padding_does_not_matter(in_nf4):
     "cached", [pytest.param(False, id="whole model"), pytest.param(True, id="prefix cache", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("kind", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
-def test_no_other_record_changes_a_bit(kind, cached):
+def test_records_that_share_passes_change_one_another_by_rounding_alone(kind, cached):
     model = training_model(kind, layers="last-1" if cached else "all")
     assert (model.cache is not None) == cached
     assert _records_are_independent(model, cached=cached)
-    assert len(model.sizes(32)) > 1, "passes of one size alone show little"
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])

@@ -13,18 +13,15 @@ from fedpriv.adapters._arithmetic import Product, factors_of
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SecureSource
 from fedpriv.training import rehearsal
-from fedpriv.training._shapes import most_small_passes
+from fedpriv.training._passes import padded
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.rehearsal import rehearse, synthetic_records
 from tests.training.test_local_update import SPEC, make_task
 
-# So little that the largest pass has few rows, each of which a rehearsal fills.
-LITTLE_MEMORY = 2**22
-
 
 @pytest.fixture
 def model(encoder):
-    return TrainingModel(encoder(layers="last-1"), memory_limit=LITTLE_MEMORY, max_length=40)
+    return TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40, alone=True)
 
 
 def run(model, **changes):
@@ -33,37 +30,13 @@ def run(model, **changes):
     return rehearse(model, **{**values, **changes})
 
 
-def test_synthetic_records_fill_the_largest_pass_of_every_length(model, make_records):
+def test_there_is_a_synthetic_record_of_every_padded_length(model, make_records):
+    def shapes(records):
+        return {(padded(len(row), 40), len(row) == 40) for row in records.features["input_ids"]}
+
     records = synthetic_records(model, max_length=40, num_labels=3)
-    shapes = {together.shape: len(together.positions) for together in model.passes(records.items())}
-    real = {together.shape for together in model.passes(make_records(500, shortest=1, longest=40).items())}
-    assert {(shape.tokens, shape.full) for shape in shapes} == {(shape.tokens, shape.full) for shape in real}
-    assert all(shape.rows == model.sizes(shape.tokens)[-1] for shape in shapes)
-    assert all(shape.rows == num for shape, num in shapes.items())
-    assert max(len(row) for row in records.features["input_ids"]) == 40
-
-
-# Every day a step of more records than fill the caches at once is one of few.
-@pytest.mark.parametrize(
-    ("num_registered", "records_of_a_step", "memory_limit"),
-    [
-        (8, 1, LITTLE_MEMORY),
-        *(pytest.param(num, rehearsal.RECORDS_OF_A_STEP, 2**30, marks=pytest.mark.slow) for num in (8, 400)),
-    ],
-)
-def test_the_largest_passes_of_the_step_are_rehearsed(
-    encoder, make_records, monkeypatch, num_registered, records_of_a_step, memory_limit
-):
-    monkeypatch.setattr(rehearsal, "RECORDS_OF_A_STEP", records_of_a_step)
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=memory_limit, max_length=40)
-    # Before the layer is watched, since numbers of rows are tried for it.
-    items = make_records(num_registered, shortest=40, longest=40).items()
-    needed = {(p.shape.rows, p.shape.tokens) for p in model.passes(items, num_registered)}
-    rows = []
-    layer = model.peft_model.base_model.model.bert.encoder.layer[1]
-    layer.register_forward_pre_hook(lambda _module, args: rows.append(tuple(args[0].shape[:2])))
-    run(model, spec=changed(sampling_probability=1.0), num_registered=num_registered)
-    assert max(needed) in rows
+    assert shapes(records) == shapes(make_records(500, shortest=1, longest=40))
+    assert len(records) == len(shapes(records)) == 6
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -203,34 +176,53 @@ def test_a_sampling_probability_decides_whether_the_caches_pay_off(model, probab
     assert model.features.bytes_in_memory == reserved * 17 * 4 * 64
 
 
-def test_passes_follow_the_rank_that_is_trained(encoder):
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**24, max_length=40)
-    values = sum(parameter.numel() for parameter in model.parameters.values())
-    factors = (1, 20, 200, 10**6)
-    rows = [model.sizes(8, 1000, values * factor)[-1] for factor in factors]
-    assert model.sizes(8, 1000)[-1] == rows[0] > rows[1] > rows[2] > rows[3] == 1
-    assert all(2 * 4 * num * values * factor <= 2**24 for num, factor in zip(rows[:3], factors, strict=False))
+@pytest.mark.parametrize("place", [-1, -2])
+def test_the_pace_is_that_of_the_slower_of_the_longest_records(model, monkeypatch, place):
+    """The longest has no mask, and may be quicker."""
+    slow = len(synthetic_records(model, max_length=40, num_labels=3).features["input_ids"][place])
+    honest = TrainingModel.predictions
 
-
-@pytest.mark.parametrize("place", [0, pytest.param(-1, marks=pytest.mark.slow)])
-def test_the_pace_is_that_of_the_slowest_length(model, monkeypatch, place):
-    """A trial may find no larger pass than one record at some lengths alone."""
-    lengths = model.lengths()
-    slow = lengths.padded(lengths.up_to(40)[place])[0]
-    honest, sizes = TrainingModel.predictions, TrainingModel.sizes
-    monkeypatch.setattr(
-        TrainingModel, "sizes", lambda self, tokens, *a, **k: (1,) if tokens == slow else sizes(self, tokens, *a, **k)
-    )
-
-    def predictions(self, items, *, cached, shape=None):
-        if shape is not None and shape.tokens == slow:
-            time.sleep(0.05)  # for each pass, so for each record
-        return honest(self, items, cached=cached, shape=shape)
+    def predictions(self, items, *, cached):
+        if any(len(records.features["input_ids"][index]) == slow for records, index in items):
+            time.sleep(0.05)
+        return honest(self, items, cached=cached)
 
     monkeypatch.setattr(TrainingModel, "predictions", predictions)
     assert run(model, measures_pace=True).pace.record >= 0.05
 
 
-@pytest.mark.parametrize(("sizes", "most"), [((1,), 1), ((8,), 1), ((2, 4, 8), 2), ((2, 16), 6)])
-def test_the_number_of_passes_that_are_not_the_largest_is_bounded(sizes, most):
-    assert most_small_passes(sizes) == most
+@pytest.mark.parametrize("changes", [{}, {"trains": "head", "sampling_probability": 1.0}])
+def test_an_update_takes_no_longer_than_its_pace_says(model, make_records, changes):
+    """Twice over, as far as a busy machine allows: T has its own margin."""
+    model.num_workers = 2
+    spec = dataclasses.replace(SPEC, local_steps=1, **changes)
+    pace = run(model, spec=spec, measures_pace=True, num_registered=60).pace
+    task = make_task(model, make_records(60, shortest=40, longest=40), num_registered=60, local_steps=1, **changes)
+    task = dataclasses.replace(task, sampler=rehearsal._Everyone(num_registered=60, expected_batch_size=8, source=None))
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        rehearsal.local_update(model, task)
+        times.append(time.perf_counter() - begin)
+    assert min(times) <= 2 * pace.seconds(num_steps=1, num_drawn=60, num_new=60)
+
+
+def test_seconds_of_an_update_count_whole_workers_and_persons():
+    pace = rehearsal.Pace(step=1.0, record=0.1, new_record=0.5, num_workers=4)
+    assert pace.seconds(num_steps=2, num_drawn=10, num_new=0) == pytest.approx(2 + (10 / 4 + 2) * 0.1)
+    assert pace.seconds(num_steps=2, num_drawn=10, num_new=5) == pytest.approx(2 + (10 / 4 + 2) * 0.1 + 2 * 0.5)
+    assert pace.seconds(num_steps=1, num_drawn=4, num_new=0, records_each=3) == pytest.approx(1 + 2 * 3 * 0.1)
+
+
+def test_a_model_that_a_length_changes_is_refused_and_not_remembered(model):
+    embeddings = model.peft_model.base_model.model.bert.embeddings
+    embeddings.longest = 0
+
+    def note(module, _args, states):
+        module.longest = max(module.longest, states.shape[1])
+
+    embeddings.register_forward_hook(note)
+    for _ in range(2):
+        embeddings.longest = 0
+        with pytest.raises(InputError, match=r"a bert model cannot train here \(a pass changes .*longest"):
+            run(model)

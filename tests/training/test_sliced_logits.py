@@ -9,9 +9,8 @@ import torch
 
 from fedpriv.adapters import LoraSettings, attach
 from fedpriv.data.chat import RESPONSE_MASK
-from fedpriv.data.records import BatchShape, Records, collate
+from fedpriv.data.records import Records, collate
 from fedpriv.training._losses import places_of, predictions, sliced_predictions
-from fedpriv.training._pass_sizes import blocks_of_targets
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from tests.architectures import random_base
@@ -94,59 +93,19 @@ def test_what_predicts_no_target_gets_no_gradient():
     hidden = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     targets = torch.full((2, 5), -100)
     targets[0, 2:4] = torch.tensor([7, 9])
-    sliced_predictions(hidden, layer, targets, places_of(targets), [4]).losses.sum().backward()
+    sliced_predictions(hidden, layer, targets, places_of(targets)).losses.sum().backward()
     reached = hidden.grad.abs().sum(dim=2) > 0
     assert reached.tolist() == [[False, False, True, True, False, False], [False] * 6]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [31, 4097])
-def test_a_targets_bits_depend_neither_on_its_place_nor_on_the_other_targets(dtype, vocabulary):
-    generator = torch.Generator().manual_seed(0)
-    layer = torch.nn.Linear(24, vocabulary, bias=False, dtype=dtype).requires_grad_(False)
-    layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator))
-    blocks = blocks_of_targets(layer)
-    own = torch.randn(1, 6, 24, generator=generator).to(dtype)
-    targets = torch.randint(vocabulary, (1, 5), generator=generator)
-
-    def found(others: int, before: int) -> tuple[torch.Tensor, torch.Tensor]:
-        strangers = 50 * torch.randn(others, 6, 24, generator=generator)
-        strangers[::3] = torch.nan
-        answers = torch.randint(vocabulary, (others, 5), generator=generator)
-        answers[:, 2:] = answers[:, 2:].masked_fill(torch.rand(others, 3, generator=generator) < 0.5, -100)
-        hidden = torch.cat([strangers[:before].to(dtype), own, strangers[before:].to(dtype)]).requires_grad_()
-        wanted = torch.cat([answers[:before], targets, answers[before:]])
-        losses = sliced_predictions(hidden, layer, wanted, places_of(wanted), blocks).losses
-        losses.sum().backward()
-        return losses[before].detach(), hidden.grad[before]
-
-    alone = found(0, 0)
-    assert alone[1].any()
-    for others, before in [(1, 0), (1, 1), (7, 3), (40, 0), (40, 40), (41, 17), (90, 61)]:
-        assert all(map(torch.equal, found(others, before), alone)), (others, before, blocks)
-
-
-def test_a_kernel_that_rounds_by_the_place_is_never_given_two_targets(monkeypatch):
-    def by_place(states, weight, bias):
-        return states @ weight.T * (1 + 1e-6 * torch.arange(len(states)).unsqueeze(1))
-
-    monkeypatch.setattr("fedpriv.training._losses.F.linear", by_place)
-    assert blocks_of_targets(torch.nn.Linear(11, 77, bias=False).requires_grad_(False)) == (1,)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_records_of_a_language_model_share_passes(causal, kind):
-    """What gathers their targets is no kernel that tells places apart."""
-    assert training_model(causal(kind)).sizes(16)[-1] >= 8
-
-
 @pytest.mark.parametrize("num", range(1, 60))
-def test_a_record_whose_tokens_are_all_predicted_has_one_hit_however_it_is_sliced(num):
+def test_a_record_whose_tokens_are_all_predicted_has_one_hit_however_it_is_sliced(num, monkeypatch):
     layer = torch.nn.Linear(5, 5, bias=False).requires_grad_(False)
     layer.weight.copy_(torch.eye(5))
     targets = torch.arange(num).remainder(5).unsqueeze(0)
     hidden = torch.nn.functional.one_hot(targets, 5).float()
-    found = sliced_predictions(hidden, layer, targets, places_of(targets), [1])
+    monkeypatch.setattr("fedpriv.training._losses._MOST_TARGETS", 1)
+    found = sliced_predictions(hidden, layer, targets, places_of(targets))
     assert found.hits.tolist() == [1.0]
 
 
@@ -159,10 +118,3 @@ def test_a_model_that_changes_its_output_layers_logits_computes_all_of_them():
     with torch.no_grad():
         whole = predictions(*model.logits(records.items(), cached=False))
         torch.testing.assert_close(model.predictions(records.items(), cached=False).losses, whole.losses)
-
-
-def test_dummies_have_no_targets(causal):
-    model = training_model(causal("llama"))
-    records = random_records(3, classes=0, vocabulary=50, shortest=8, longest=8)
-    shape = BatchShape(rows=5, tokens=8, full=True)
-    assert model.predictions(records.items(), cached=False, shape=shape).num_targets.tolist() == [7, 7, 7, 0, 0]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from fedpriv.training import workbench
-from fedpriv.training._pass_sizes import RECORDS_OF_A_STEP
+from fedpriv.training._passes import RECORDS_OF_A_STEP
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from fedpriv.config import RunConfig
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import stacked
 from fedpriv.training._coordinates import _value_factors
+from fedpriv.training._losses import class_sum_losses
 from fedpriv.training.local_update import (
     OBJECTIVES,
     TRAINED_PARTS,
@@ -335,7 +336,7 @@ def test_class_sums_need_labels_and_a_head_needs_one(causal, make_records):
     with pytest.raises(ValueError, match="trains = head: the adapter has no such tensor"):
         local_update(model, make_task(model, records, trains="head"))
     with pytest.raises(ValueError, match="needs a classifier's labels"):
-        stacked.class_sum_losses(torch.zeros(1, 3), {})
+        class_sum_losses(torch.zeros(1, 3), {})
 
 
 def test_names_and_factors_follow_the_kind_of_tensor():

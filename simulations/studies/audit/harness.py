@@ -30,10 +30,9 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.sensitivity import clipping_parts, sensitivity_factor
 from fedpriv.adapters import Adapter
 from fedpriv.config import RunConfig
-from fedpriv.data.records import BatchShape, Item, Records
+from fedpriv.data.records import Item, Records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
-from fedpriv.training import Pass
 from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import TrainableLayer
@@ -108,6 +107,7 @@ class LinearModel(TrainingModel):
 
     output_layer = None
     recomputed = ()
+    alone, num_workers = False, 1
 
     def __init__(self, rows: Tensor, sizes: Mapping[str, int]) -> None:  # there is no peft model to initialise
         self._blocks = dict(zip(sizes, torch.split(rows, list(sizes.values()), dim=1), strict=True))
@@ -126,9 +126,7 @@ class LinearModel(TrainingModel):
     def merge(self, merged: object) -> None:
         """Do nothing, since there is no frozen base."""
 
-    def logits(
-        self, items: Sequence[Item], *, cached: bool, shape: BatchShape | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def logits(self, items: Sequence[Item], *, cached: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """Two logits for each record, and the records' classes."""
         rows = torch.cat([records.features["input_ids"][index] for records, index in items])
         inner = [layer(self._blocks[name][rows]) for name, layer in self._linear.items()]
@@ -136,17 +134,10 @@ class LinearModel(TrainingModel):
         labels = torch.stack([records.labels[index] for records, index in items])
         return torch.cat([logit, torch.zeros_like(logit)], dim=1), {"labels": labels}
 
-    def passes(
-        self,
-        items: Sequence[Item],
-        num_expected: float = _RECORDS_AT_ONCE,
-        num_values: int | None = None,
-        rank: int | None = None,
-    ) -> Iterator[Pass]:
-        """The records in order, in chunks of bounded size, however many are expected."""
+    def passes(self, items: Sequence[Item], num_values: int | None = None) -> Iterator[list[int]]:
+        """The positions of the records in order, in chunks of bounded size."""
         for begin in range(0, len(items), _RECORDS_AT_ONCE):
-            positions = list(range(begin, min(begin + _RECORDS_AT_ONCE, len(items))))
-            yield Pass(positions=positions, shape=BatchShape(rows=len(positions), tokens=1, full=True))
+            yield list(range(begin, min(begin + _RECORDS_AT_ONCE, len(items))))
 
 
 def coordinate_directions(num: int, coordinates: Sequence[int] | range, dimension: int) -> Tensor:

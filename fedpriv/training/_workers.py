@@ -1,0 +1,77 @@
+"""Independent work on records, in forked processes of one thread each, which leave their results in shared memory.
+
+A worker owns whole records, and torch has one thread in it: how a library shares a tensor out among threads cannot
+change a result. Workers are forked when there is work and end with it, so each has the model, the records and the
+caches as they are, in the same pages.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import signal
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fedpriv.files import trace_without_message
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[int, int], None]
+"""Does the job of this number in the worker of this number, and leaves the result in shared memory."""
+
+
+def shared(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Zeros, at the beginning of a page, in memory that this process shares with those that it forks."""
+    memory = mmap.mmap(-1, dtype.itemsize * max(1, prod(shape)))
+    return torch.frombuffer(memory, dtype=dtype)[: prod(shape)].view(shape)
+
+
+def side_by_side(work: Work, num_jobs: int, num_workers: int) -> None:
+    """Do each of the jobs once, in as many workers as there are; a single one is this process.
+
+    Args:
+        work: the job; its order among others must not matter.
+        num_jobs: >= 0, numbered from 0.
+        num_workers: at most so many, >= 1.
+
+    Raises:
+        Exception: what a job raises, where this process does it; a worker's is logged and ends as RuntimeError.
+    """
+    num_workers = min(num_workers, num_jobs)
+    if num_workers <= 1:
+        for job in range(num_jobs):
+            work(job, 0)
+        return
+    children = [_forked(work, range(worker, num_jobs, num_workers), worker) for worker in range(num_workers)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    killed = next((-code for code in codes if code < 0), None)
+    if killed is not None:  # as if this process had done the job: whoever watches it decides what that means
+        log.error("a worker was ended by signal %d", killed)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if any(codes):
+        raise RuntimeError("a worker failed; the log says why")
+
+
+def _forked(work: Work, jobs: range, worker: int) -> int:
+    """The process that does these jobs."""
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        for job in jobs:
+            if os.getppid() != parent:  # nobody waits for the results any more
+                break
+            work(job, worker)
+        code = 0
+    except BaseException as error:  # it must not run what the parent would run next
+        log.error("failed: %s", trace_without_message(error))
+    finally:
+        os._exit(code)
