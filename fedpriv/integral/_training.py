@@ -21,7 +21,7 @@ from fedpriv.integral._networks import from_vectors, is_perceptron, to_vector
 from fedpriv.integral._subsamples import Indices
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training import PoissonSampler
-from fedpriv.training.clipping import add_clipped
+from fedpriv.training.clipping import add_clipped, clipped_sums
 from fedpriv.training.summing import noised_sum
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
@@ -234,9 +234,10 @@ def _clipped(network: nn.Module, start: Tensor, features: Tensor, labels: Tensor
     owners = torch.arange(len(labels)).repeat_interleave(labels.shape[1])
     for _ in range(schedule.steps):
         gradients = _per_sample(network, vectors, features, labels)
-        totals = torch.zeros_like(vectors, dtype=torch.float64)
+        totals = torch.zeros_like(vectors, dtype=torch.int64)
         add_clipped(totals, gradients.flatten(0, 1), owners, schedule.clip_norm, (slice(0, vectors.shape[1]),))
-        vectors = vectors - schedule.learning_rate * totals.to(vectors.dtype) / labels.shape[1]
+        sums = clipped_sums(totals, schedule.clip_norm).to(vectors.dtype)
+        vectors = vectors - schedule.learning_rate * sums / labels.shape[1]
     return vectors
 
 

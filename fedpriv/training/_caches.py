@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from fedpriv.adapters import Merged, same_merged
 from fedpriv.data.records import Item, Records, num_tokens, usable
 from fedpriv.training._isolation import isolated
-from fedpriv.training._workers import shared, side_by_side
 from fedpriv.training.progress import FEATURES, READING, Tell, silent
+from fedpriv.training.workers import shared, side_by_side
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def skipping_prefix(prefix: Prefix, hidden: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-class Passes(Protocol):
+class Passing(Protocol):
     """How a model shares records out among passes."""
 
     num_workers: int
@@ -179,7 +179,7 @@ class PrefixCache:
     def __init__(
         self,
         forward: Callable[[Sequence[Item]], object],
-        model: Passes,
+        model: Passing,
         prefix: Prefix,
         *,
         width: int,
@@ -364,7 +364,7 @@ class FeatureCache:
     def __init__(
         self,
         compute: Callable[[Sequence[Item], Body, bool], Tensor],
-        model: Passes,
+        model: Passing,
         *,
         width: int,
         memory_limit: int,

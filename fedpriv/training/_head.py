@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedpriv.training._coordinates import VectorLayout
+
 # Bits of a record's features, below the power of two that bounds their norm; of a residual, below 1; and of a
 # coefficient, below the clip norm. A record then adds less than 2^39 units, so that a float64 holds the sum of 2^14
 # records and an int64 that of 2^24.
@@ -45,7 +47,7 @@ _LEAST_EXPONENT = -700.0
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """What a head reads, on a grid.
+    """The vectors that a head reads, on a grid.
 
     Attributes:
         steps: float64 [records, inputs], whole numbers of 2^-21; a row's norm is at most 2^21. Zeros for a record that
@@ -82,7 +84,7 @@ class HeadInputs:
         return HeadInputs(steps=steps, scales=scales)
 
     def logits(self, rows: slice, weight: Tensor) -> Tensor:
-        """[rows, classes] What the head makes of these records; the same for a record whatever other records there are.
+        """[rows, classes] The logits of these records; the same for a record whatever other records there are.
 
         Args:
             rows: of the records.
@@ -149,6 +151,70 @@ class ClippedSums:
     def totals(self) -> Tensor:
         """The sums, float64 [clients, classes, inputs]."""
         return self._totals.double() * self._unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Several clients' heads, on the CPU.
+
+    Attributes:
+        weights: [clients, classes, inputs], with the bias as the weight of a further input.
+        bias_scale: this input; None for a head without a bias.
+        centres: [clients, width], taken off the features; None takes nothing.
+        layout: of a row.
+        names: of the weight, and of the bias if there is one, in adapters.
+        objective: `loss` or `class-sums`.
+    """
+
+    weights: Tensor
+    bias_scale: float | None
+    centres: Tensor | None
+    layout: VectorLayout
+    names: tuple[str, ...]
+    objective: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Classes and inputs."""
+        _, classes, inputs = self.weights.shape
+        return classes, inputs
+
+    @property
+    def parts(self) -> list[slice]:
+        """The inputs of each part that is clipped."""
+        width = self.shape[1] - (self.bias_scale is not None)
+        of_names = dict(zip(self.names, (slice(0, width), slice(width, width + 1)), strict=False))
+        found = []
+        for part in self.layout.parts:
+            own = [at for name, at in of_names.items() if part.start <= self.layout.columns[name].start < part.stop]
+            found.append(slice(min(at.start for at in own), max(at.stop for at in own)))
+        return found
+
+    def of_records(
+        self, features: Tensor, labels: Tensor, owners: Tensor
+    ) -> tuple[HeadInputs, Tensor, list[tuple[int, slice]]]:
+        """The inputs and residuals of records, and each client's rows among them.
+
+        Args:
+            features: [records, width].
+            labels: int64 [records].
+            owners: int64 [records], their clients, those of a client one after the other.
+        """
+        inputs = HeadInputs.of(features, self.bias_scale, None if self.centres is None else self.centres[owners])
+        of_clients, numbers = torch.unique_consecutive(owners, return_counts=True)
+        ends = numbers.cumsum(dim=0).tolist()
+        rows = [slice(end - number, end) for number, end in zip(numbers.tolist(), ends, strict=True)]
+        runs = list(zip(of_clients.tolist(), rows, strict=True))
+        if self.objective == "class-sums":
+            return inputs, minus_classes(labels, self.shape[0]), runs
+        logits = [inputs.logits(at, self.weights[client]) for client, at in runs]
+        return inputs, residuals(torch.cat(logits), labels), runs
+
+    def flat(self, matrix: Tensor) -> Tensor:
+        """The row of a gradient [classes, inputs]."""
+        width = self.shape[1] - (self.bias_scale is not None)
+        by_name = dict(zip(self.names, (matrix[:, :width], matrix[:, -1]), strict=False))
+        return self.layout.flatten_one({name: by_name[name] for name in self.layout.shapes})
 
 
 def residuals(logits: Tensor, labels: Tensor) -> Tensor:

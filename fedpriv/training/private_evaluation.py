@@ -18,9 +18,9 @@ from fedpriv.data.records import Records, RecordSet, num_tokens, usable
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training import local_update
-from fedpriv.training._workers import shared, side_by_side
 from fedpriv.training.local_update import ClientUpdate, TrainedModel, UpdateSpec, UpdateTask, noise_request
 from fedpriv.training.model import TrainingModel
+from fedpriv.training.workers import shared, side_by_side
 
 # Shares of correct tokens are rounded to multiples of 2^-20. Sums of up to 2^32 records are then exact in float64, so
 # that no sum's rounding adds to what one record changes.

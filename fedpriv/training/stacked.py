@@ -24,12 +24,11 @@ from fedpriv.data.records import Records, RecordSet, usable
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.training._caches import Body, FeatureCache
 from fedpriv.training._coordinates import Coordinates, VectorLayout, scaled, trained_weights
-from fedpriv.training._head import ROWS_OF_A_PRODUCT, ClippedSums, HeadInputs, minus_classes, residuals
+from fedpriv.training._head import ROWS_OF_A_PRODUCT, ClippedSums, Heads
 from fedpriv.training._isolation import isolated
 from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training._transfers import to_device
-from fedpriv.training._workers import shared, side_by_side
-from fedpriv.training.clipping import add_clipped, add_finite, add_in_turn, clipped_rows
+from fedpriv.training.clipping import add_clipped, add_finite, add_in_turn, clipped_rows, clipped_sums
 from fedpriv.training.local_update import (
     COUNTS,
     OBJECTIVES,
@@ -43,6 +42,7 @@ from fedpriv.training.local_update import (
 from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.private_evaluation import counted
 from fedpriv.training.progress import TRAINING
+from fedpriv.training.workers import shared, side_by_side
 
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
 FLOATS_PER_VALUE = 8
@@ -320,12 +320,13 @@ def _sums(clients: _Clients, parameters: Tensor, drawn: Sequence[Sequence[Unit]]
     bit. A person's are added up in the order of their indices.
     """
     spec, model = clients.spec, clients.model
-    totals = torch.zeros_like(parameters, dtype=torch.float64)
+    totals = torch.zeros_like(parameters, dtype=torch.int64 if is_clipped else torch.float64)
     add: Add = partial(add_clipped, clip_norm=spec.clip_norm, parts=clients.layout.parts) if is_clipped else add_finite
+    of_head = None
     if model.features is not None and clients.layout.columns.keys() == model.head_tensors:
-        _add_of_head(totals, clients, model.features, parameters, drawn, add, is_clipped=is_clipped)
+        of_head = _add_of_head(totals, clients, model.features, parameters, drawn, add, is_clipped=is_clipped)
     elif model.alone:
-        totals += _alone(clients, parameters, drawn, add).to(totals.device)
+        totals += _alone(clients, parameters, drawn, add, totals.dtype).to(totals.device)
     elif spec.max_records_per_person:
         for sums, owners in _sums_of_persons(clients, parameters, drawn):
             add(totals, sums, owners)
@@ -333,14 +334,17 @@ def _sums(clients: _Clients, parameters: Tensor, drawn: Sequence[Sequence[Unit]]
         every = _Drawn.of_records([[index for (index,) in units] for units in drawn])
         for rows, owners in _gradient_rows(clients, parameters, every):
             add(totals, rows, owners)
-    return totals
+    sums = clipped_sums(totals, spec.clip_norm) if is_clipped else totals
+    return sums if of_head is None else sums + of_head
 
 
-def _alone(clients: _Clients, parameters: Tensor, drawn: Sequence[Sequence[Unit]], add: Add) -> Tensor:
+def _alone(
+    clients: _Clients, parameters: Tensor, drawn: Sequence[Sequence[Unit]], add: Add, dtype: torch.dtype
+) -> Tensor:
     """`_sums` with a pass for each record, in as many workers as the model has; on the CPU."""
     model = clients.model
     units = [(client, unit) for client, own in enumerate(drawn) for unit in own]
-    totals = shared(max(1, model.num_workers), *parameters.shape, dtype=torch.float64)
+    totals = shared(max(1, model.num_workers), *parameters.shape, dtype=dtype)
     _fill_cache(clients)
 
     def work(number: int, worker: int) -> None:
@@ -473,10 +477,10 @@ def _add_of_head(
     add: Add,
     *,
     is_clipped: bool,
-) -> None:
-    """`_sums` where the head alone is trained, added to the totals: from the features of the records."""
-    head, spec = _Head.of(clients, parameters), clients.spec
-    sums = ClippedSums(len(drawn), head.shape, spec.clip_norm, head.parts) if is_clipped else None
+) -> Tensor | None:
+    """`_sums` where the head alone is trained, from the features of the records; None if all is added to the totals."""
+    heads, spec = _heads(clients, parameters), clients.spec
+    sums = ClippedSums(len(drawn), heads.shape, spec.clip_norm, heads.parts) if is_clipped else None
     for body, keep, members in _by_body(clients):
         # Features are kept of tokenised records alone.
         held = [(cast("Records", clients.tasks[k].data), k) for k in members]
@@ -488,24 +492,24 @@ def _add_of_head(
         owners = torch.tensor(members).repeat_interleave(torch.tensor([len(indices) for _, indices in records]))
         if spec.max_records_per_person:
             sizes = [(k, len(unit)) for k in members for unit in drawn[k]]
-            _add_persons_of_head(totals, head, inputs, labels, owners, sizes, add)
+            _add_persons_of_head(totals, heads, inputs, labels, owners, sizes, add)
             continue
         for begin in range(0, len(inputs), ROWS_OF_A_PRODUCT):
             at = slice(begin, begin + ROWS_OF_A_PRODUCT)
-            found, differences, runs = head.of_records(inputs[at], labels[at], owners[at])
+            found, differences, runs = heads.of_records(inputs[at], labels[at], owners[at])
             if sums is not None:
                 sums.add(found, differences, runs)
                 continue
             for client, rows in runs:
-                totals[client] += head.flat(found.plain_sum(rows, differences)).to(totals.device)
-    if sums is not None:
-        for client, matrix in enumerate(sums.totals()):
-            totals[client] += head.flat(matrix).to(totals.device)
+                totals[client] += heads.flat(found.plain_sum(rows, differences)).to(totals.device)
+    if sums is None:
+        return None
+    return torch.stack([heads.flat(matrix) for matrix in sums.totals()]).to(totals.device)
 
 
 def _add_persons_of_head(
     totals: Tensor,
-    head: _Head,
+    heads: Heads,
     inputs: Tensor,
     labels: Tensor,
     owners: Tensor,
@@ -515,99 +519,36 @@ def _add_persons_of_head(
     """Add what each person's records, which follow one another in the inputs, give: one row at a time.
 
     Args:
-        totals, head, add: as for `_add_of_head`.
+        totals, heads, add: as for `_add_of_head`.
         inputs, labels, owners: of the records.
         sizes: the client, and the number of records, of each person.
     """
     ends = torch.tensor([number for _, number in sizes]).cumsum(dim=0).tolist()
     for (client, number), end in zip(sizes, ends, strict=True):
         at = slice(end - number, end)
-        found, differences, _ = head.of_records(inputs[at], labels[at], owners[at])
-        row = head.flat(sum(found.gradients(differences), torch.zeros(head.shape, dtype=torch.float64)))
+        found, differences, _ = heads.of_records(inputs[at], labels[at], owners[at])
+        row = heads.flat(sum(found.gradients(differences), torch.zeros(heads.shape, dtype=torch.float64)))
         add(totals, row.unsqueeze(0).to(totals.device), torch.tensor([client], device=totals.device))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Head:
-    """The clients' heads, on the CPU.
-
-    Attributes:
-        weights: [clients, classes, inputs], with the bias as the weight of a further input.
-        bias_scale: this input; None for a head without a bias.
-        centres: [clients, width], taken off the features; None takes nothing.
-        layout: of a row.
-        names: of the weight, and of the bias if there is one, in adapters.
-        objective: `loss` or `class-sums`.
-    """
-
-    weights: Tensor
-    bias_scale: float | None
-    centres: Tensor | None
-    layout: VectorLayout
-    names: tuple[str, ...]
-    objective: str
-
-    @staticmethod
-    def of(clients: _Clients, parameters: Tensor) -> _Head:
-        model = clients.model
-        assert model.head is not None
-        layer, tensors = model.layers[model.head], clients.layout.unflatten(parameters.cpu())
-        names = tuple(model.adapter_names[name] for name in (layer.weight, layer.bias) if name)
-        scale = clients.spec.bias_scale if len(names) > 1 else None
-        columns = [tensors[names[0]].double()]
-        if scale is not None:
-            columns.append(tensors[names[1]].double().unsqueeze(2) / scale)
-        return _Head(
-            weights=torch.cat(columns, dim=2),
-            bias_scale=scale,
-            centres=None if clients.centres is None else clients.centres.cpu(),
-            layout=clients.layout,
-            names=names,
-            objective=clients.spec.objective,
-        )
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Classes and inputs."""
-        _, classes, inputs = self.weights.shape
-        return classes, inputs
-
-    @property
-    def parts(self) -> list[slice]:
-        """The inputs of each part that is clipped."""
-        width = self.shape[1] - (self.bias_scale is not None)
-        of_names = dict(zip(self.names, (slice(0, width), slice(width, width + 1)), strict=False))
-        found = []
-        for part in self.layout.parts:
-            own = [at for name, at in of_names.items() if part.start <= self.layout.columns[name].start < part.stop]
-            found.append(slice(min(at.start for at in own), max(at.stop for at in own)))
-        return found
-
-    def of_records(
-        self, features: Tensor, labels: Tensor, owners: Tensor
-    ) -> tuple[HeadInputs, Tensor, list[tuple[int, slice]]]:
-        """The inputs and residuals of records, and each client's rows among them.
-
-        Args:
-            features: [records, width].
-            labels: int64 [records].
-            owners: int64 [records], their clients, those of a client one after the other.
-        """
-        inputs = HeadInputs.of(features, self.bias_scale, None if self.centres is None else self.centres[owners])
-        of_clients, numbers = torch.unique_consecutive(owners, return_counts=True)
-        ends = numbers.cumsum(dim=0).tolist()
-        rows = [slice(end - number, end) for number, end in zip(numbers.tolist(), ends, strict=True)]
-        runs = list(zip(of_clients.tolist(), rows, strict=True))
-        if self.objective == "class-sums":
-            return inputs, minus_classes(labels, self.shape[0]), runs
-        logits = [inputs.logits(at, self.weights[client]) for client, at in runs]
-        return inputs, residuals(torch.cat(logits), labels), runs
-
-    def flat(self, matrix: Tensor) -> Tensor:
-        """The row of a gradient [classes, inputs]."""
-        width = self.shape[1] - (self.bias_scale is not None)
-        by_name = dict(zip(self.names, (matrix[:, :width], matrix[:, -1]), strict=False))
-        return self.layout.flatten_one({name: by_name[name] for name in self.layout.shapes})
+def _heads(clients: _Clients, parameters: Tensor) -> Heads:
+    """The heads that the clients have in this step."""
+    model = clients.model
+    assert model.head is not None
+    layer, tensors = model.layers[model.head], clients.layout.unflatten(parameters.cpu())
+    names = tuple(model.adapter_names[name] for name in (layer.weight, layer.bias) if name)
+    scale = clients.spec.bias_scale if len(names) > 1 else None
+    columns = [tensors[names[0]].double()]
+    if scale is not None:
+        columns.append(tensors[names[1]].double().unsqueeze(2) / scale)
+    return Heads(
+        weights=torch.cat(columns, dim=2),
+        bias_scale=scale,
+        centres=None if clients.centres is None else clients.centres.cpu(),
+        layout=clients.layout,
+        names=names,
+        objective=clients.spec.objective,
+    )
 
 
 def _by_body(clients: _Clients) -> list[tuple[Body, bool, list[int]]]:

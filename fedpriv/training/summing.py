@@ -20,7 +20,7 @@ from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.secure_aggregation.grid import SumGrid, largest_number_included, sum_grid
 from fedpriv.training._coordinates import Coordinates, scaled, trained_weights
-from fedpriv.training.clipping import add_clipped
+from fedpriv.training.clipping import add_clipped, clipped_sums
 from fedpriv.training.local_update import UpdateSpec
 
 
@@ -163,10 +163,10 @@ def noised_sum(
     mechanism = MECHANISMS["gaussian"]
     if charge is not None:
         charge(*mechanism.planned_events(request))
-    total = like.new_zeros((1, len(like)), dtype=torch.float64)
+    total = like.new_zeros((1, len(like)), dtype=torch.int64)
     whole_row = (slice(0, len(like)),)
     for piece in rows:
         owners = torch.zeros(len(piece), dtype=torch.int64, device=total.device)
         add_clipped(total, piece, owners, clip_norm, whole_row)
-    noised, (event,) = mechanism.add_noise(total, request, [source])
+    noised, (event,) = mechanism.add_noise(clipped_sums(total, clip_norm), request, [source])
     return noised[0].float(), event

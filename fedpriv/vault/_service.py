@@ -55,6 +55,14 @@ _IDLE_SECONDS = 30.0
 _MAX_PATH_BYTES = 107
 
 
+# Libraries compute the same product alike each time, in teams of fixed size; read when torch is loaded.
+ENVIRONMENT = {
+    "MKL_CBWR": "AUTO",
+    "MKL_DYNAMIC": "FALSE",
+    "OMP_DYNAMIC": "FALSE",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
 # The first byte of what the worker sends: the request is charged and records will be touched next; or the response.
 CHARGED = b"c"
 ANSWERED = b"a"
@@ -290,14 +298,13 @@ def run_update_worker(connection: Connection, folder: Path) -> None:
 
 
 def _prepare_process() -> None:
-    import torch
+    os.environ.update(ENVIRONMENT)
+    from fedpriv.training.workers import compute_alike  # loads torch, which reads the environment
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when its child ends
     threading.Thread(target=_end_with_service, daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    # Subnormal numbers, which a broadcast may hold or lead to, take a hundred times longer: a reply's public time would
-    # not suffice. Other threads inherit this from the one that starts them.
-    torch.set_flush_denormal(True)
+    compute_alike()
 
 
 def _end_with_service() -> None:

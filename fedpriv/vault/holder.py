@@ -205,7 +205,7 @@ def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> 
         messages_column=source.messages_column,
         person_column=source.person_column,
         memory_limit_mb=settings.memory_limit_mb,
-        device=settings.training_device,
+        device=settings.device,
     )
 
 

@@ -89,11 +89,8 @@ class VaultSettings:
         colluding_clients: c; the node takes part only where the noise of so many others is not counted. That of one
             never is: every participant reads the sum and knows its own noise.
         ledger_file: None stands for ledger.sqlite in the folder.
-        memory_limit_mb: for one forward and backward pass, and as much again for the prefix cache.
-        device: that trains: `auto`, `cpu` or `cuda:0`. `auto` is the CPU, unless records may be coupled.
-        device_couples_records: that a GPU may train, on which a record's gradient depends on the other records of its
-            pass by rounding. A coordinator that amplifies the last bit then learns more than is charged: no epsilon
-            covers the node against it, though it does against one that follows the protocol.
+        memory_limit_mb: for passes, as many at once as the node has cores, and as much again for the prefix cache.
+        device: that trains: `cpu`, `cuda:0`, or `auto`, a GPU if there is one.
         reply_seconds: between a charge and its reply, so that no clock tells how long the records took; None derives
             them from measurements on synthetic records.
         max_records: records, or persons, for which derived times are enough; None stands for N_k.
@@ -128,7 +125,6 @@ class VaultSettings:
     ledger_file: Path | None = None
     memory_limit_mb: Annotated[int, Field(ge=1)] = 1024
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    device_couples_records: bool = False
     reply_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     max_records: Annotated[int, Field(ge=1)] | None = None
     keep_tokens: bool = True
@@ -141,20 +137,6 @@ class VaultSettings:
         if self.updates is not None and self.updates_ledger.absolute() == self.ledger.absolute():
             raise ValueError(f"updates.ledger_file = {self.ledger}: is the ledger of the records; give another file")
         return self
-
-    @model_validator(mode="after")
-    def _trains_where_records_stay_apart(self) -> VaultSettings:
-        if self.device.startswith("cuda") and not self.device_couples_records:
-            raise ValueError(
-                f"device = {self.device!r}: a GPU's kernels couple the records of a pass, which a coordinator can "
-                "amplify; use cpu, or set device_couples_records = true to give this protection up"
-            )
-        return self
-
-    @property
-    def training_device(self) -> str:
-        """The device that trains; `auto` is one on which records cannot touch each other, if they must not."""
-        return "cpu" if self.device == "auto" and not self.device_couples_records else self.device
 
     @staticmethod
     def read(folder: Path) -> VaultSettings:

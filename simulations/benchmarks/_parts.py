@@ -21,7 +21,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         "ray:shutdown",
     ),
     "tokenizing": ("fedpriv.training.workbench:tokenize",),
-    "cache filling": ("fedpriv.training._caches:PrefixCache._hidden_of",),
+    "cache filling": ("fedpriv.training._caches:PrefixCache._keep",),
     "steps": (
         "simulations.engines.federation:execute_stacked",
         "fedpriv.vault.answer:execute_one_by_one",

@@ -22,9 +22,9 @@ from fedpriv.training._admission import REFUSED, admit
 from fedpriv.training._isolation import raising_failures
 from fedpriv.training._passes import batches, lengths_up_to, padded
 from fedpriv.training._sampling import PoissonSampler
-from fedpriv.training._workers import shared, side_by_side
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import load_model
+from fedpriv.training.workers import shared, side_by_side
 from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, REPLACED_HEADS, TARGETS, random_base, save
 from tests.tiny import move, random_records
 from tests.training.test_local_update import make_task

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm as Norm
 
 from fedpriv.adapters import LoraSettings, attach
 from fedpriv.data.records import Records
@@ -17,7 +18,7 @@ from fedpriv.training._isolation import raising_failures
 from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.clipping import add_clipped
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.stacked import _Clients, _plain_gradients, _private_gradients
+from fedpriv.training.stacked import _Clients, _Drawn, _gradient_rows, _plain_gradients, _private_gradients
 from tests.tiny import tiny_causal
 from tests.training.test_local_update import make_task
 
@@ -46,8 +47,11 @@ def on_meta(model: TrainingModel) -> TrainingModel:
 
 
 @pytest.fixture(params=["classifier", "language model"])
-def task(request, encoder):
+def task(request, encoder, monkeypatch):
     """A model on the device, and a task for it whose records have several lengths."""
+    # Transformers itself looks once a pass whether anything is padded, and then takes a faster kernel if nothing is.
+    for look in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
+        monkeypatch.setattr(f"transformers.masking_utils.{look}", lambda *_: False)
     is_classifier = request.param == "classifier"
     peft_model = (
         encoder(layers="last-1")
@@ -63,17 +67,28 @@ def task(request, encoder):
 
 
 @pytest.mark.parametrize("compute", [_private_gradients, _plain_gradients])
-def test_a_step_waits_for_nothing_of_its_device(task, compute, monkeypatch):
-    # Transformers itself looks once a pass whether anything is padded, and then takes a faster kernel if nothing is.
-    for look in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
-        monkeypatch.setattr(f"transformers.masking_utils.{look}", lambda *_: False)
+def test_a_step_waits_for_nothing_of_its_device(task, compute):
     model, task = task
     clients = _Clients.of(model, [task])
-    num_passes = len(list(model.passes(task.data.items(), 24)))
+    num_passes = len(list(model.passes(task.data.items())))
     with Copies() as copies, raising_failures():
         compute(clients, clients.broadcast)
     # Of a pass: tokens, mask, labels or targets with their places and shares, owners, totals; of a step: noise, sizes.
     assert 0 < copies.num <= 9 * num_passes + 2
+
+
+def test_on_a_nodes_gpu_each_record_has_a_pass_of_its_own_and_one_follows_the_other(task):
+    model, task = task
+    model.alone = True
+    assert model._most_workers(8) == 1, "no process shares the device"
+    rows = []
+    layer = next(module for module in model.peft_model.modules() if isinstance(module, torch.nn.LayerNorm | Norm))
+    layer.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    clients = _Clients.of(model, [task])
+    drawn = _Drawn.of_records([list(range(24))])
+    with raising_failures():
+        found = [len(each) for each, _ in _gradient_rows(clients, clients.broadcast, drawn)]
+    assert found == rows == [1] * 24
 
 
 def test_a_value_that_is_read_would_be_noticed():
@@ -88,10 +103,10 @@ def test_rows_that_are_not_finite_count_as_zero_where_nobody_looks_at_them(monke
     rows = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
     rows[2, 3], rows[4, 0] = float("nan"), float("inf")
     owners, parts = torch.tensor([0, 0, 1, 1, 1, 0]), (slice(0, 4), slice(4, 10))
-    expected = torch.zeros(2, 10, dtype=torch.float64)
+    expected = torch.zeros(2, 10, dtype=torch.int64)
     add_clipped(expected, rows, owners, 0.5, parts)
     monkeypatch.setattr("fedpriv.training.clipping._is_on_cpu", lambda rows: False)
     for given in (rows, rows[[0, 1, 3, 5]]):
-        found = torch.zeros(2, 10, dtype=torch.float64)
+        found = torch.zeros(2, 10, dtype=torch.int64)
         add_clipped(found, given, owners[[0, 1, 3, 5]] if len(given) == 4 else owners, 0.5, parts)
         assert torch.equal(found, expected)

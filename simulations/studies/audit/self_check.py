@@ -29,7 +29,7 @@ from fedpriv.audit import f_dp, inclusions, ladder, num_correct, one_run_audit, 
 from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training import PoissonSampler, stacked
-from fedpriv.training.clipping import Parts, add_clipped, clipped_rows
+from fedpriv.training.clipping import Parts, add_clipped, clip_unit, clipped_rows
 from fedpriv.training.local_update import planned_event
 from simulations.studies.audit import harness
 from simulations.studies.audit.harness import (
@@ -120,7 +120,8 @@ def mean_clipped() -> Broken:
     def add(totals: Tensor, rows: Tensor, owners: Tensor, clip_norm: float, parts: Parts) -> None:
         for owner in owners.unique().tolist():
             own = rows[owners == owner]
-            totals[owner] += len(own) * clipped_rows(own.mean(dim=0, keepdim=True), clip_norm, parts)[0]
+            mean = clipped_rows(own.mean(dim=0, keepdim=True), clip_norm, parts)[0]
+            totals[owner] += (len(own) * mean / clip_unit(clip_norm)).to(torch.int64)
 
     return patch.object(stacked, "add_clipped", add)
 
@@ -132,7 +133,8 @@ def head_unclipped(head_size: int) -> Broken:
         body = rows.clone()
         body[:, -head_size:] = 0
         add_clipped(totals, body, owners, clip_norm, parts)
-        totals[:, -head_size:].index_add_(0, owners, rows[:, -head_size:].double())
+        steps = (rows[:, -head_size:].double() / clip_unit(clip_norm)).to(torch.int64)
+        totals[:, -head_size:].index_add_(0, owners, steps)
 
     return patch.object(stacked, "add_clipped", add)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import tomli_w
-import torch
 
 from clients.deploy import doctor, separate_users, supernode
 from clients.deploy.__main__ import app
@@ -23,7 +22,6 @@ from fedpriv.ledger.entries import Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.receipts import ReceiptLog
 from fedpriv.vault._charging import NodePolicy, charge
-from fedpriv.vault.holder import Holder
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import VaultSettings
 from server.deploy import certificates
@@ -223,21 +221,12 @@ def test_a_vaults_key_that_is_missing_or_that_the_supernodes_user_can_read(node,
         supernode.prepare(node)
 
 
-def test_a_gpu_needs_a_word_on_what_it_gives_up(node, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert Holder.of(node.vault).settings.training_device == "cpu"
+def test_the_device_is_the_operators_and_told(node):
     path = node.folder / "vault.toml"
-    before = path.read_text()
-    path.write_text(f'{before}\ndevice = "cuda:0"\n')
-    with pytest.raises(InputError, match=r"device = 'cuda:0': .* set device_couples_records = true") as refused:
-        VaultSettings.read(node.folder)
-    assert "\n" not in str(refused.value)
-    path.write_text(f'{before}\ndevice = "cuda:0"\ndevice_couples_records = true\n')
-    assert Holder.of(VaultSettings.read(node.folder)).settings.training_device == "cuda:0"
+    path.write_text(f'{path.read_text()}\ndevice = "cuda:0"\n')
+    assert VaultSettings.read(node.folder).device == "cuda:0"
     (said,) = [check.detail for check in doctor.checks(Node.read(node.folder)) if check.name == "device"]
-    assert "records of a pass touch each other" in said
-    path.write_text(f"{before}\ndevice_couples_records = true\n")
-    assert Holder.of(VaultSettings.read(node.folder)).settings.training_device == "auto"
+    assert said == "cuda:0, with a pass of its own for each record"
 
 
 def test_a_socket_for_updates_is_told_where_it_is_on(node):

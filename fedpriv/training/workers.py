@@ -21,6 +21,26 @@ from fedpriv.files import trace_without_message
 
 log = logging.getLogger(__name__)
 
+
+def compute_alike() -> None:
+    """Have this process, and those that it forks, compute the same of a record each time, whatever came before.
+
+    One thread, no kernel chosen by timing, none that adds up in a random order or in less precision than its inputs,
+    and no executor that replaces code after its first runs.
+    """
+    torch.set_num_threads(1)
+    # Subnormal numbers, which a broadcast may hold or lead to, take a hundred times longer: a reply's public time would
+    # not suffice.
+    torch.set_flush_denormal(True)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by a module class
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch._C._jit_set_profiling_executor(False)
+
+
 Work = Callable[[int, int], None]
 """Does the job of this number in the worker of this number, and leaves the result in shared memory."""
 
