@@ -120,7 +120,7 @@ def quick_nodes() -> Iterator[None]:
             models[key] = read(name, **options)
         return copy.deepcopy(models[key])
 
-    def rehearse_once(model: TrainingModel, **options: Any) -> rehearsal.Rehearsed:
+    def rehearse_once(model: TrainingModel, **options: Any) -> rehearsal.Pace:
         key = (model.peft_model.name_or_path, model.peft_model.dtype)
         rehearsal._rehearsed.setdefault(model, rehearsed.setdefault(key, {}))
         return rehearse(model, **options)

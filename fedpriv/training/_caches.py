@@ -220,6 +220,16 @@ class PrefixCache:
             self._reserved = _Reserved(room, num_records, longest) if room else None
         return self._reserved is not None
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Within this context other records are kept; then those from before are, in their room."""
+        before = self._reserved, self._kept
+        self._reserved, self._kept = None, weakref.WeakKeyDictionary()
+        try:
+            yield
+        finally:
+            self._reserved, self._kept = before
+
     def fill(self, items: Sequence[Item]) -> None:
         """Keep the states of all records of these records' sets, as far as there is room."""
         for records in dict.fromkeys(records for records, _ in items):
@@ -399,6 +409,17 @@ class FeatureCache:
             self._reserved = None
             self._kept.clear()
             self._reserved = self._room(num_records)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Within this context other records are kept, if there is room for any; then those from before are."""
+        before = self._reserved, self._kept
+        has_room = self._reserved is None or len(self._reserved)
+        self._reserved, self._kept = None if has_room else self._reserved, weakref.WeakKeyDictionary()
+        try:
+            yield
+        finally:
+            self._reserved, self._kept = before
 
     def features(self, drawn: Sequence[Drawn], body: Body, *, keep: bool) -> Tensor:
         """The features of the drawn records of each set, one set after the other, float32 [records, width].

@@ -13,13 +13,14 @@ from torch import Tensor
 from fedpriv.adapters import Adapter, Merged, lora
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import Item
+from fedpriv.training._passes import batches
 from fedpriv.training.model import TrainingModel
 
 Tokens = tuple[int, ...]
 """The ids of a text's tokens."""
 
-# Of a pass, with padding and answers: the states of all layers, or the logits of a vocabulary, are kept for each.
-_TOKENS_PER_PASS = 4096
+TOKENS_OF_A_PASS = 4096
+"""With padding and answers: the states of all layers, or the logits of a vocabulary, are kept for each."""
 
 
 class _CausalModel(Protocol):
@@ -132,26 +133,6 @@ def ends_of_turn(model: _CausalModel, tokenizer: Any, responses: Sequence[Tokens
     return frozenset(token for token in (*several, tokenizer.eos_token_id, *special) if token is not None)
 
 
-def by_length(lengths: Sequence[int], *, further: int = 0, most: int | None = None) -> Iterator[list[int]]:
-    """Positions of texts in passes of similar lengths, which hold a bounded number of padded tokens.
-
-    Args:
-        lengths: tokens of each text.
-        further: tokens that each will have in addition.
-        most: texts of a pass; None sets no bound.
-    """
-    together: list[int] = []
-    for position in sorted(range(len(lengths)), key=lambda position: lengths[position]):
-        num = len(together) + 1
-        too_many = most is not None and num > most
-        if together and (too_many or num * (lengths[position] + further) > _TOKENS_PER_PASS):
-            yield together
-            together = []
-        together.append(position)
-    if together:
-        yield together
-
-
 @torch.no_grad()
 def greedy_answers(
     model: _CausalModel,
@@ -171,7 +152,7 @@ def greedy_answers(
         on_answered: is told after each pass how many prompts have been answered.
     """
     answers: dict[int, Tokens] = {}
-    for positions in by_length([len(prompt) for prompt in prompts], further=max_new_tokens):
+    for positions in batches(list(map(len, prompts)), lambda tokens: TOKENS_OF_A_PASS // (tokens + max_new_tokens)):
         found = _greedy(model, [prompts[position] for position in positions], max_new_tokens, frozenset(ends))
         answers.update(zip(positions, found, strict=True))
         on_answered(len(answers))

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from fedpriv.data.records import Item, num_tokens
-
 RECORDS_OF_A_STEP = 64
 """Records of a step of usual size."""
 
@@ -48,16 +46,16 @@ def lengths_up_to(most: int, longest: int | None) -> list[int]:
     return sorted(largest.values())
 
 
-def batches(items: Sequence[Item], most_rows: Callable[[int], int]) -> Iterator[list[int]]:
-    """The positions of the records in passes without much padding, shortest records first.
+def batches(lengths: Sequence[int], most_rows: Callable[[int], int]) -> Iterator[list[int]]:
+    """The positions of texts in passes without much padding, shortest first.
 
     Args:
-        items: in any number and order.
-        most_rows: of a pass whose longest record has so many tokens, >= 1.
+        lengths: tokens of each text.
+        most_rows: of a pass whose longest text has so many tokens; less than 1 counts as 1.
     """
     chosen: list[int] = []
-    for position in sorted(range(len(items)), key=lambda position: num_tokens(items[position])):
-        if chosen and len(chosen) >= most_rows(num_tokens(items[position])):
+    for position in sorted(range(len(lengths)), key=lambda position: lengths[position]):
+        if chosen and len(chosen) >= most_rows(lengths[position]):
             yield chosen
             chosen = []
         chosen.append(position)

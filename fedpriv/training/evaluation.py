@@ -20,8 +20,9 @@ import torch
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import Item, Records, num_tokens, usable
 from fedpriv.errors import InputError
-from fedpriv.training._decoding import Tokens, by_length, prompt_and_response
+from fedpriv.training._decoding import TOKENS_OF_A_PASS, Tokens, prompt_and_response
 from fedpriv.training._losses import predictions
+from fedpriv.training._passes import batches
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.progress import TESTING
 
@@ -218,7 +219,8 @@ class Evaluation:
 
 def passes_by_length(items: Sequence[Item]) -> Iterator[list[int]]:
     """The positions of the records in passes without much padding, of a bounded number of records and tokens."""
-    return by_length([num_tokens(item) for item in items], most=_RECORDS_PER_PASS)
+    lengths = [num_tokens(item) for item in items]
+    return batches(lengths, lambda tokens: min(_RECORDS_PER_PASS, TOKENS_OF_A_PASS // tokens))
 
 
 @torch.no_grad()

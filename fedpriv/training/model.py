@@ -363,7 +363,8 @@ class TrainingModel:
         """
         if self.alone:
             return ([position] for position in range(len(items)))
-        return batches(items, partial(self._most_rows, num_values=num_values))
+        lengths = [num_tokens(item) for item in items]
+        return batches(lengths, partial(self._most_rows, num_values=num_values))
 
     def _most_rows(self, tokens: int, num_values: int | None = None) -> int:
         num_values = self._footprint.num_values if num_values is None else num_values

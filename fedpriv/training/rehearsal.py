@@ -11,7 +11,7 @@ import copy
 import math
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -71,21 +71,8 @@ class Pace:
         return num_steps * self.step + drawn + math.ceil(num_new / self.num_workers) * self.new_record
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rehearsed:
-    """The results of a rehearsal.
-
-    Attributes:
-        pace: of such updates; None if it was not measured.
-        caches_are_empty: whether its records took the place of others in the model's caches.
-    """
-
-    pace: Pace | None
-    caches_are_empty: bool
-
-
 # Oldest first: the pace of what was rehearsed.
-_rehearsed: WeakKeyDictionary[TrainingModel, dict[Hashable, Pace | None]] = WeakKeyDictionary()
+_rehearsed: WeakKeyDictionary[TrainingModel, dict[Hashable, Pace]] = WeakKeyDictionary()
 
 
 class _Everyone(PoissonSampler):
@@ -113,14 +100,14 @@ def rehearse(
     num_labels: int,
     features: Sequence[str] = ("input_ids",),
     num_cached: int | None = None,
-    measures_pace: bool = True,
-) -> Rehearsed:
+) -> Pace:
     """Run a local update of this specification on synthetic records of every length, through the cache and without.
 
     It uses public inputs alone, releases nothing and draws nothing from a secure source. The model is as before, but
-    that its caches have room for `num_cached` records, if the update uses them. A model remembers what it has
-    rehearsed: another adapter of the same shapes costs nothing, and other learning rates, clip norms and the like cost
-    an update on one record. The pace is measured once, with the update's use of the caches.
+    that its caches have room for `num_cached` records, if the update uses them; whatever they hold stays. A model
+    remembers what it has rehearsed: another adapter of the same shapes costs nothing, and other learning rates, clip
+    norms and the like cost an update on one record. The pace, which is returned, is measured once, with the update's
+    use of the caches.
 
     Args:
         model: as for the update.
@@ -131,7 +118,6 @@ def rehearse(
         features: names of what the tokenizer returns for each record.
         num_cached: for how many records the caches take room, >= 1; None stands for N_k, or m N_k where N_k counts
             persons.
-        measures_pace: whether the pace is asked for, which takes several further updates.
 
     Raises:
         InputError: the update fails; names the type of the model.
@@ -148,26 +134,26 @@ def rehearse(
     short = replace(spec, local_steps=min(spec.local_steps, _MOST_STEPS), num_rounds=1)
     size = sampler.expected_batch_size
     # Without room for the caches all takes longer.
-    machine = cached, num_cached if cached else 0, model.num_workers, measures_pace
+    machine = cached, num_cached if cached else 0, model.num_workers
     computed = (shapes, products, _without_values(short), size, max_length, num_labels, tuple(features), machine)
     exact = (computed, short)
     known = _rehearsed.setdefault(model, {})
     if exact in known:
-        return Rehearsed(pace=known[exact], caches_are_empty=False)
+        return known[exact]
     records = synthetic_records(model, max_length=max_length, num_labels=num_labels, features=features)
     if spec.max_records_per_person:  # the more persons, the more work: none has a second record
         records = replace(records, persons=tuple(map(str, range(len(records)))))
     tasks = _tasks(adapter, merged, short, records, size)
-    is_known, pace = computed in known, known.get(computed)
-    if is_known:  # through the whole model: the prefix cache keeps its states
+    pace = known.get(computed)
+    if pace is not None:  # through the whole model: the prefix cache keeps its states
         tasks = [replace(tasks[-1], data=records.part([0]))]
     before = model.merged
     try:
-        with refusing(model.peft_model.config.model_type), raising_failures():
+        with refusing(model.peft_model.config.model_type), raising_failures(), _caches_set_aside(model):
             with _in_this_process(model), left_as_it_is(model.peft_model):
                 for task in tasks:
                     local_update(model, task)
-            if measures_pace and not is_known:
+            if pace is None:
                 pace = _pace(model, tasks[0 if cached else 1])
     finally:
         model.merge(before)
@@ -176,7 +162,7 @@ def rehearse(
         known[key] = pace
     for oldest in list(known)[:-_MOST_REMEMBERED]:
         del known[oldest]
-    return Rehearsed(pace=pace, caches_are_empty=not is_known)
+    return pace
 
 
 def _pace(model: TrainingModel, task: UpdateTask) -> Pace:
@@ -209,6 +195,15 @@ def _timed(model: TrainingModel, task: UpdateTask) -> float:
     begin = time.perf_counter()
     local_update(model, task)
     return time.perf_counter() - begin
+
+
+@contextmanager
+def _caches_set_aside(model: TrainingModel) -> Iterator[None]:
+    with ExitStack() as aside:
+        for cache in (model.cache, model.features):
+            if cache is not None:
+                aside.enter_context(cache.set_aside())
+        yield
 
 
 @contextmanager

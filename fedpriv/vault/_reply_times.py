@@ -145,8 +145,7 @@ def _of_update(
     before T allows for it again.
     """
     number = _most_records(holder, data_set, spec.max_records_per_person)
-    kept = _kept.pop(bench, None)  # of a rehearsal that raises nobody knows what it has left in the caches
-    rehearsed = rehearse(
+    pace = rehearse(
         bench.model,
         adapter=broadcast.adapter,
         merged=broadcast.merged,
@@ -156,21 +155,18 @@ def _of_update(
         num_labels=len(bench.label_names),
         features=bench.features,
         num_cached=number,
-        measures_pace=_is_derived(holder),
     )
-    if kept is not None and not rehearsed.caches_are_empty:
-        _kept[bench] = kept
     cached = caching_pays_off(spec, sampler)
     keeps = data_set.id, number, cached, _body(bench, spec, broadcast)
     is_first = _kept.get(bench) != keeps
     fills = cached and (bench.model.cache is not None or bench.model.features is not None)
     work = 0.0
-    if rehearsed.pace is not None:
+    if _is_derived(holder):
         ledger = _Ledger.of(bench, holder, data_set)
         odds = log_odds(ledger.num_charges + 1, data_set)
         most = max(1, spec.max_records_per_person)
         num_units = _most_drawn(_most_units(holder, data_set) - 1, spec.local_steps, sampler.sampling_probability, odds)
-        work = ledger.seconds + rehearsed.pace.seconds(
+        work = ledger.seconds + pace.seconds(
             num_steps=spec.local_steps,
             num_drawn=num_units,
             num_new=number if is_first and fills else 0,

@@ -1,7 +1,7 @@
 """A round of a deployed federation on this machine: its seconds, whose processor time it takes, and the memory.
 
     python -m simulations.benchmarks.deployed_round [--nodes 3 ...] [--rounds 8] [--setting K=V ...]
-    python -m simulations.benchmarks.deployed_round --own-records [--reply-seconds T]
+    python -m simulations.benchmarks.deployed_round --own-records [TIMES] [--reply-seconds T]
 
 A SuperLink with TLS and node authentication and its nodes, made by the kits as two institutions would, share the
 synthetic corpus and fine-tune MiniLM by the default recipe. With `--own-records` each node has its share in a file of
@@ -73,7 +73,7 @@ class DeployedRounds:
 
 
 def run(
-    num_nodes: int, rounds: int, settings: list[str], folder: Path, *, own_records: bool, reply_seconds: float | None
+    num_nodes: int, rounds: int, settings: list[str], folder: Path, *, own_records: int, reply_seconds: float | None
 ) -> DeployedRounds:
     """Start a federation, and measure its rounds."""
     out = folder / "run"
@@ -81,7 +81,7 @@ def run(
     values |= {key: json.loads(value) for key, _, value in (setting.partition("=") for setting in settings)}
     kept: dict[str, Any] = {}
     if own_records:
-        kept = {"holdings": holdings(folder, num_nodes), "model": BUNDLED_ENCODER}
+        kept = {"holdings": holdings(folder, num_nodes, own_records), "model": BUNDLED_ENCODER}
         kept["settings"] = "" if reply_seconds is None else f"reply_seconds = {reply_seconds}\n"
         test = write_records(folder / "test.csv", hospital.generate()[1])
         values |= {"data": ON_NODES, "test_data": str(test), "labels": ",".join(hospital.DEPARTMENTS)}
@@ -103,20 +103,20 @@ def run(
     return DeployedRounds(lengths=lengths, spent=during, mebibytes=mebibytes)
 
 
-def holdings(folder: Path, num_nodes: int) -> dict[int, list[str]]:
+def holdings(folder: Path, num_nodes: int, times: int) -> dict[int, list[str]]:
     """{client: options of `init`} of nodes that share the synthetic corpus, each with a file of its own."""
     train, _ = hospital.generate()
     columns = ["--labels", ",".join(hospital.DEPARTMENTS), "--budget-epsilon", "1000"]
     return {
-        client: ["--data", str(write_records(folder / f"{client}.csv", train[client::num_nodes])), *columns]
+        client: ["--data", str(write_records(folder / f"{client}.csv", train[client::num_nodes], times)), *columns]
         for client in range(num_nodes)
     }
 
 
-def write_records(path: Path, messages: Sequence[hospital.Message]) -> Path:
-    """A table of messages."""
+def write_records(path: Path, messages: Sequence[hospital.Message], times: int = 1) -> Path:
+    """A table of messages, each so many times in its text."""
     with path.open("w", newline="") as file:
-        rows = [(" ".join(message.text.split()), message.department) for message in messages]
+        rows = [(" ".join(times * message.text.split()), message.department) for message in messages]
         csv.writer(file).writerows([("text", "label"), *rows])
     return path
 
@@ -193,7 +193,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[3], help="a federation of each number is measured")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--setting", nargs="*", default=[], help="key=value of the run's configuration, value in JSON")
-    parser.add_argument("--own-records", action="store_true", help="nodes with files of their own")
+    parser.add_argument(
+        "--own-records", type=int, nargs="?", const=1, default=0, help="nodes with files of their own; texts so often"
+    )
     parser.add_argument("--reply-seconds", type=float, help="of such nodes; by default derived")
     arguments = parser.parse_args()
     if arguments.rounds < 2:

@@ -7,7 +7,7 @@ sums themselves are kept before noise would be added, and two nodes' are compare
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedpriv.accounting.events import Event
 from fedpriv.data.records import Item
@@ -155,3 +156,40 @@ def _excess(one: Sum, other: Sum) -> float:
         return math.inf
     # Scaled first, so that no square under- or overflows.
     return largest / bound * float(torch.linalg.vector_norm(difference / largest))
+
+
+KERNELS = {"linear": "linear", "attention": "scaled_dot_product_attention", "gelu": "gelu"}
+
+
+class Coupling:
+    """A stand-in for a kernel.
+
+    Args:
+        kernel: the real one.
+
+    Attributes:
+        active: whether it rounds by the number of records.
+    """
+
+    def __init__(self, kernel: Callable[..., Tensor]) -> None:
+        self._kernel, self.active = kernel, False
+
+    def __call__(self, x: Tensor, *args: object, **options: object) -> Tensor:
+        found = self._kernel(x, *args, **options)
+        # 4 to 7 and 16 to 31 records differ from the others.
+        if not self.active or found.dim() < 3 or found.dtype != torch.float32 or len(found) < 2:
+            return found
+        if len(found).bit_length() % 2 == 0:
+            return found
+        flip = torch.zeros(found.shape[1:], dtype=torch.int32)
+        flip[..., 0] = 1
+        return found + ((found.detach().view(torch.int32) ^ flip).view(torch.float32) - found.detach())
+
+
+@contextmanager
+def coupled_by(kernel: str) -> Iterator[Coupling]:
+    """Within this context torch has the stand-in in the kernel's place."""
+    stand_in = Coupling(getattr(F, KERNELS[kernel]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, KERNELS[kernel], stand_in)
+        yield stand_in

@@ -6,15 +6,12 @@ where a pass has several records, by their number. No trial of kernels need find
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedpriv.adapters import LoraSettings, attach, read
 from fedpriv.adapters._arithmetic import Adapter, Merged, Product
@@ -26,6 +23,7 @@ from fedpriv.training._caches import input_of
 from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
+from tests.adversary.stand_ins import KERNELS, coupled_by
 from tests.architectures import random_base
 
 # A broadcast may hold no larger value by default. Factors of such values merge to weights of 2^26.
@@ -33,42 +31,6 @@ MOST = 8192.0
 
 TOKENS, HIDDEN = 8, 64
 REGISTERED, CLIP_NORM = 16, 0.5
-
-KERNELS = {"linear": "linear", "attention": "scaled_dot_product_attention", "gelu": "gelu"}
-
-
-class Coupling:
-    """A stand-in for a kernel.
-
-    Args:
-        kernel: the real one.
-
-    Attributes:
-        active: whether it rounds by the number of records.
-    """
-
-    def __init__(self, kernel: Callable[..., Tensor]) -> None:
-        self._kernel, self.active = kernel, False
-
-    def __call__(self, x: Tensor, *args: object, **options: object) -> Tensor:
-        found = self._kernel(x, *args, **options)
-        # 4 to 7 and 16 to 31 records differ from the others.
-        if not self.active or found.dim() < 3 or found.dtype != torch.float32 or len(found) < 2:
-            return found
-        if len(found).bit_length() % 2 == 0:
-            return found
-        flip = torch.zeros(found.shape[1:], dtype=torch.int32)
-        flip[..., 0] = 1
-        return found + ((found.detach().view(torch.int32) ^ flip).view(torch.float32) - found.detach())
-
-
-@contextmanager
-def coupled_by(kernel: str) -> Iterator[Coupling]:
-    """Within this context torch has the stand-in in the kernel's place."""
-    stand_in = Coupling(getattr(F, KERNELS[kernel]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, KERNELS[kernel], stand_in)
-        yield stand_in
 
 
 def training_model(*, alone: bool) -> TrainingModel:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.adversary.exchanges import Exchange, play
 from tests.adversary.questions import ATTACKS, exchanges, exchanges_with_persons
+from tests.adversary.stand_ins import coupled_by
 from tests.threads import NUMBERS, with_threads
 
 NUM_QUESTIONS = 5
@@ -67,7 +68,14 @@ def test_nothing_unpaid_comes_out_of_generated_exchanges(approved, starts, num, 
     assert uploads >= asked / 5, "most of what was asked was refused, so little was tried"
 
 
-# Every day, test_kernels.py tries the passes themselves at one, three and seven threads.
+@pytest.mark.parametrize("num", [10, pytest.param(5000, marks=pytest.mark.slow)])
+def test_nothing_unpaid_comes_out_while_a_kernel_rounds_records_by_their_number(approved, starts, num):
+    with coupled_by("linear") as stand_in:
+        stand_in.active = True
+        asked, uploads = generated(approved, starts["tiny"], num)
+    assert uploads >= asked / 5, "most of what was asked was refused, so little was tried"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", NUMBERS, ids="{} threads".format)
 def test_nothing_unpaid_comes_out_at_any_number_of_threads(approved, starts, threads):

@@ -8,7 +8,7 @@ import torch
 from fedpriv.adapters import lora
 from fedpriv.adapters._arithmetic import add_products, factors_of
 from fedpriv.training import _decoding as decoding
-from fedpriv.training._decoding import by_length, greedy_answers, prompt_and_response, with_adapter
+from fedpriv.training._decoding import greedy_answers, prompt_and_response, with_adapter
 from fedpriv.training.model import TrainingModel
 from tests.instructions import END, random_prompts, records_of
 
@@ -39,7 +39,7 @@ def test_each_answer_is_what_generate_gives_alone(model):
 def test_answers_do_not_depend_on_the_passes(model, monkeypatch):
     prompts = [tuple(prompt) for prompt in random_prompts(9, seed=1)]
     together = greedy_answers(model, prompts, max_new_tokens=5, ends=[END])
-    monkeypatch.setattr(decoding, "_TOKENS_PER_PASS", 40)
+    monkeypatch.setattr(decoding, "TOKENS_OF_A_PASS", 40)
     told: list[int] = []
     assert greedy_answers(model, prompts, max_new_tokens=5, ends=[END], on_answered=told.append) == together
     assert len(told) > 2
@@ -52,11 +52,15 @@ def test_an_answer_ends_where_the_model_has_no_positions_left(model):
     assert [len(answer) for answer in found] == [9, 20, 0]
 
 
-def test_a_pass_is_bounded_and_every_text_is_in_one():
-    lengths = [1000, 3, 5000, 40, 8, 2000]
-    passes = list(by_length(lengths, further=90))
-    assert sorted(position for positions in passes for position in positions) == list(range(6))
-    assert all(len(p) == 1 or len(p) * (max(lengths[i] for i in p) + 90) <= 4096 for p in passes)
+def test_a_pass_of_prompts_and_their_answers_is_bounded(model, monkeypatch):
+    passes, read = [], decoding.read
+    monkeypatch.setattr(decoding, "read", lambda model, prompts: (passes.append(prompts), read(model, prompts))[1])
+    monkeypatch.setattr(decoding, "TOKENS_OF_A_PASS", 60)
+    prompts = [tuple([9] * num) for num in (40, 3, 8, 4, 60, 5)]
+    greedy_answers(model, prompts, max_new_tokens=2, ends=[])
+    assert sorted(prompt for together in passes for prompt in together) == sorted(prompts)
+    assert all(len(together) * (max(map(len, together)) + 2) <= 60 or len(together) == 1 for together in passes)
+    assert max(map(len, passes)) > 2
 
 
 def test_the_last_response_is_what_is_to_be_answered():

@@ -133,6 +133,22 @@ def test_room_is_reserved_by_the_registered_number_alone(model, make_records):
         assert model.features.bytes_in_memory == 17 * WIDTH * 4
 
 
+@pytest.mark.parametrize("trains", ["head", "all"])
+def test_a_rehearsal_leaves_what_is_kept_of_records(model, make_records, passes, trains):
+    values = {"merged": {}, "max_length": 40, "num_labels": 3, "num_registered": 40}
+    spec = dataclasses.replace(HEAD, trains=trains, num_rounds=1000)
+    task = head_task(model, make_records(40), trains=trains, num_rounds=1000)
+    rehearse(model, adapter=task.adapter, spec=spec, **values)
+    local_update(model, task)
+    prefix = model.cache.prefix.layers[0].register_forward_hook(lambda *_: passes.append(0))
+    rehearse(model, adapter=task.adapter, spec=dataclasses.replace(spec, clipping="per-tensor"), **values)
+    passes.clear()
+    local_update(model, task)
+    prefix.remove()
+    assert 0 not in passes, "the states below the first trained layer were computed again"
+    assert not (passes and trains == "head"), "the features were computed again"
+
+
 def test_features_are_freed_with_their_records_and_stay_within_the_limit(encoder, make_records, caplog):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=20 * WIDTH * 4, max_length=40)
     one, other = make_records(15), make_records(15, seed=1)

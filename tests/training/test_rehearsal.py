@@ -26,7 +26,7 @@ def model(encoder):
 
 def run(model, **changes):
     values = {"adapter": read(model.peft_model), "merged": {}, "spec": SPEC, "max_length": 40, "num_labels": 3}
-    values |= {"num_registered": 40, "measures_pace": False}
+    values |= {"num_registered": 40}
     return rehearse(model, **{**values, **changes})
 
 
@@ -188,7 +188,7 @@ def test_the_pace_is_that_of_the_slower_of_the_longest_records(model, monkeypatc
         return honest(self, items, cached=cached)
 
     monkeypatch.setattr(TrainingModel, "predictions", predictions)
-    assert run(model, measures_pace=True).pace.record >= 0.05
+    assert run(model).record >= 0.05
 
 
 @pytest.mark.parametrize("changes", [{}, {"trains": "head", "sampling_probability": 1.0}])
@@ -196,7 +196,7 @@ def test_an_update_takes_no_longer_than_its_pace_says(model, make_records, chang
     """Twice over, as far as a busy machine allows: T has its own margin."""
     model.num_workers = 2
     spec = dataclasses.replace(SPEC, local_steps=1, **changes)
-    pace = run(model, spec=spec, measures_pace=True, num_registered=60).pace
+    pace = run(model, spec=spec, num_registered=60)
     task = make_task(model, make_records(60, shortest=40, longest=40), num_registered=60, local_steps=1, **changes)
     task = dataclasses.replace(task, sampler=rehearsal._Everyone(num_registered=60, expected_batch_size=8, source=None))
     times = []
