@@ -397,6 +397,11 @@ class FeatureCache:
             return _FLOAT_BYTES * self._reserved.numel()
         return sum(_FLOAT_BYTES * kept.states.numel() for kept in self._kept.values())
 
+    @property
+    def has_room(self) -> bool:
+        """Whether any features are kept."""
+        return self._reserved is None or len(self._reserved) > 0
+
     def reserve(self, num_records: int) -> None:
         """Take room for so many records, all of it now; where there is none, features are computed each time.
 
@@ -414,8 +419,7 @@ class FeatureCache:
     def set_aside(self) -> Iterator[None]:
         """Within this context other records are kept, if there is room for any; then those from before are."""
         before = self._reserved, self._kept
-        has_room = self._reserved is None or len(self._reserved)
-        self._reserved, self._kept = None if has_room else self._reserved, weakref.WeakKeyDictionary()
+        self._reserved, self._kept = None if self.has_room else self._reserved, weakref.WeakKeyDictionary()
         try:
             yield
         finally:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedpriv.training._coordinates import VectorLayout
+from fedpriv.training.clipping import check_clip_norm
 
 # Bits of a record's features, below the power of two that bounds their norm; of a residual, below 1; and of a
 # coefficient, below the clip norm. A record then adds less than 2^39 units, so that a float64 holds the sum of 2^14
@@ -91,7 +92,10 @@ class HeadInputs:
             weight: [classes, inputs]; its last column belongs to the bias's coordinate, if there is one.
         """
         weight = weight.double()
-        scale = _power_above(weight.square().sum(dim=1).amax().sqrt() * (1 + 2.0**-40))
+        norm = weight.square().sum(dim=1).amax().sqrt()
+        if not norm.isfinite():  # no power of two is above it
+            return weight.new_full((len(self.steps[rows]), len(weight)), torch.nan)
+        scale = _power_above(norm * (1 + 2.0**-40))
         steps = (weight * (2.0**_WEIGHT_BITS / scale)).trunc()
         product = self.steps[rows] @ steps.T
         return product * (scale * 2.0 ** -(_WEIGHT_BITS + _FEATURE_BITS)) * self.scales[rows].unsqueeze(1)
@@ -118,9 +122,13 @@ class ClippedSums:
         shape: (classes, inputs) of a gradient.
         clip_norm: C, finite, >= 1e-100.
         parts: slices of the inputs that cover each once.
+
+    Raises:
+        ValueError: clip_norm is out of range.
     """
 
     def __init__(self, num_clients: int, shape: tuple[int, int], clip_norm: float, parts: Sequence[slice]) -> None:
+        check_clip_norm(clip_norm)
         self._totals = torch.zeros(num_clients, *shape, dtype=torch.int64)
         self._parts = parts
         self._step = 2.0 ** (math.frexp(clip_norm)[1] - 1 - _COEFFICIENT_BITS)

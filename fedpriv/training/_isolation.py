@@ -55,7 +55,7 @@ def isolated(
     """The result for all positions together or, if that fails, for each alone; None for one that fails alone.
 
     Args:
-        compute: of records at the given positions, in a shape that is the same for all and for one.
+        compute: of records at the given positions.
         positions: at least one.
 
     Yields:

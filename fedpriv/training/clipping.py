@@ -129,6 +129,12 @@ def add_in_turn(totals: Tensor, rows: Tensor, targets: Tensor) -> None:
         left = [(row, target) for row, target in left if first[target] != row]
 
 
+def check_clip_norm(clip_norm: float) -> None:
+    """Refuse one that is out of range, with a ValueError."""
+    if not _SMALLEST_CLIP_NORM <= clip_norm < math.inf:
+        raise ValueError(f"clip_norm = {clip_norm}: must be finite and at least {_SMALLEST_CLIP_NORM}")
+
+
 def _pieces(part: slice) -> list[slice]:
     """The part, cut into pieces of bounded length."""
     starts = range(part.start, part.stop, _COLUMNS_AT_ONCE)
@@ -137,8 +143,7 @@ def _pieces(part: slice) -> list[slice]:
 
 def _finite_rows_and_scales(rows: Tensor, clip_norm: float, parts: Parts) -> tuple[Tensor, Tensor]:
     """The rows, zero where not finite, and the scales that clip their parts, float64 [parts, records]."""
-    if not _SMALLEST_CLIP_NORM <= clip_norm < math.inf:
-        raise ValueError(f"clip_norm = {clip_norm}: must be finite and at least {_SMALLEST_CLIP_NORM}")
+    check_clip_norm(clip_norm)
     norms = part_norms(rows, parts)
     rows, finite = _finite_rows(rows, norms)
     at_most = clip_norm * _ROUNDING_MARGIN

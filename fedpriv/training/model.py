@@ -372,8 +372,8 @@ class TrainingModel:
 
     def _most_workers(self, num_workers: int) -> int:
         """As many as can each hold a pass of the longest record; one on a GPU, whose passes follow one another."""
-        if self.device.type != "cpu" or self.longest is None:
-            return 1
+        if self.device.type != "cpu" or torch.accelerator.is_available() or self.longest is None:
+            return 1  # where torch has started a thread for a GPU, a forked process has no backward pass
         return max(1, min(num_workers, self._footprint.rows_in(self.memory_limit, self.longest)))
 
     def fill_cache(self, items: Sequence[Item]) -> None:

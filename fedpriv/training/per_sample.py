@@ -205,12 +205,8 @@ def _stacked(name: str, layer: TrainableLayer, x: Tensor, stack: Stack) -> Tenso
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, owners: Tensor) -> Tensor:
-    """The linear layer on x [batch, ..., in], with weight [clients or 1, out, in] and bias [clients or 1, out].
-
-    Records without tokens, as a classification head gets them, have a product each: in one product with few outputs,
-    a row's place can change its rounding.
-    """
-    if len(weight) == 1 and (bias is None or len(bias) == 1) and x.dim() > 2:
+    """The linear layer on x [batch, ..., in], with weight [clients or 1, out, in] and bias [clients or 1, out]."""
+    if len(weight) == 1 and (bias is None or len(bias) == 1):
         return F.linear(x, weight[0], bias[0] if bias is not None else None)
     flat = x.reshape(len(x), -1, x.shape[-1])
     own = weight[owners] if len(weight) > 1 else weight.expand(len(x), -1, -1)

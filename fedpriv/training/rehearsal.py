@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
+import random
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +32,9 @@ from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import caching_pays_off, local_update
+
+# Kinds of attributes that are compared by what they hold.
+_PLAIN = (str, int, float, list, tuple, dict, set)
 
 # Two steps: ternary quantisation treats the first one differently from the others.
 _MOST_STEPS = 2
@@ -150,11 +156,15 @@ def rehearse(
     before = model.merged
     try:
         with refusing(model.peft_model.config.model_type), raising_failures(), _caches_set_aside(model):
-            with _in_this_process(model), left_as_it_is(model.peft_model):
+            model.merge(merged)
+            with _in_this_process(model):
                 for task in tasks:
-                    local_update(model, task)
+                    # By the shortest record too, whose trace a longer one could hide.
+                    for data in (task.data.part([0]), task.data)[len(task.data) == 1 :]:
+                        with left_as_it_is(model.peft_model):
+                            local_update(model, replace(task, data=data))
             if pace is None:
-                pace = _pace(model, tasks[0 if cached else 1])
+                pace = _pace(model, tasks[0 if cached else 1], keeps_features=cached)
     finally:
         model.merge(before)
     for key in (computed, exact):
@@ -165,11 +175,11 @@ def rehearse(
     return pace
 
 
-def _pace(model: TrainingModel, task: UpdateTask) -> Pace:
+def _pace(model: TrainingModel, task: UpdateTask, *, keeps_features: bool) -> Pace:
     """The pace of updates like this one, whose records are `synthetic_records`."""
     task = replace(task, spec=replace(task.spec, local_steps=1))
-    head_alone = model.features is not None and task.spec.trains == "head"
-    times = _TIMES_FOR_A_HEAD if head_alone else 1
+    has_features = keeps_features and model.features is not None and model.features.has_room
+    times = _TIMES_FOR_A_HEAD if has_features and task.spec.trains == "head" else 1
     often = cast(_Everyone, copy.copy(task.sampler))
     often.times = times
     news, agains = [], []
@@ -182,6 +192,7 @@ def _pace(model: TrainingModel, task: UpdateTask) -> Pace:
             data = replace(data, persons=tuple(map(str, range(number))))
         whole = replace(task, data=data)
         news.append(_timed(model, whole) / _RECORDS_OF_A_WORKER)
+        # Less a step without workers: what these cost counts for each record, so that the pace is never too quick.
         agains.append(max(_timed(model, replace(whole, sampler=often)) for _ in range(2)) - step)
     return Pace(
         step=step,
@@ -225,19 +236,25 @@ def left_as_it_is(model: nn.Module) -> Iterator[None]:
     """
     before = _state(model)
     yield
-    changed = sorted(name for name, value in _state(model).items() if not _same(value, before.get(name)))
+    after = _state(model)
+    changed = sorted(name for name in {*before, *after} if not _same(after.get(name), before.get(name)))
     if changed:
         raise ValueError(f"a pass changes {changed[0]}, which later records would show")
 
 
-def _state(model: nn.Module) -> Mapping[str, Any]:
-    """{name: value} of buffers, of plain attributes of modules, and of the random numbers that are next."""
+def _state(model: nn.Module) -> dict[str, Any]:
+    """{name: value} of what a pass could leave behind: tensors by their versions, other attributes as they are."""
     state: dict[str, Any] = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    state |= {f"{name}'s values": parameter._version for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
-        plain = {name: value for name, value in vars(module).items() if isinstance(value, str | int | float)}
-        state |= {f"{path}.{name}": value for name, value in plain.items()}
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                state[f"{path}.{name}"] = (id(value), value._version)
+            elif value is None or (isinstance(value, _PLAIN) and not name.startswith("_")):
+                state[f"{path}.{name}"] = repr(value)
     device = next(model.parameters()).device
     state["random numbers"] = torch.get_rng_state()
+    state["other random numbers"] = pickle.dumps((random.getstate(), np.random.get_state()))
     if device.type == "cuda":
         state["random numbers of the GPU"] = torch.cuda.get_rng_state(device)
     return state

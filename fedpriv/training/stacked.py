@@ -49,6 +49,8 @@ FLOATS_PER_VALUE = 8
 
 # For each value of a person's sum: float64, and as much again while rows are added to it.
 _BYTES_OF_A_VALUE = 16
+# For each input of a head, of each record of a product: what `HeadInputs` and its making take.
+_BYTES_OF_AN_INPUT = 64
 # Sums take one of so many equal parts of the memory limit.
 _PARTS_OF_MEMORY = 4
 
@@ -494,8 +496,9 @@ def _add_of_head(
             sizes = [(k, len(unit)) for k in members for unit in drawn[k]]
             _add_persons_of_head(totals, heads, inputs, labels, owners, sizes, add)
             continue
-        for begin in range(0, len(inputs), ROWS_OF_A_PRODUCT):
-            at = slice(begin, begin + ROWS_OF_A_PRODUCT)
+        at_once = max(1, min(ROWS_OF_A_PRODUCT, clients.model.memory_limit // (_BYTES_OF_AN_INPUT * heads.shape[1])))
+        for begin in range(0, len(inputs), at_once):
+            at = slice(begin, begin + at_once)
             found, differences, runs = heads.of_records(inputs[at], labels[at], owners[at])
             if sums is not None:
                 sums.add(found, differences, runs)

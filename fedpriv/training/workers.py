@@ -7,6 +7,7 @@ caches as they are, in the same pages.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -20,6 +21,9 @@ from torch import Tensor
 from fedpriv.files import trace_without_message
 
 log = logging.getLogger(__name__)
+
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 def compute_alike() -> None:
@@ -52,7 +56,7 @@ def shared(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def side_by_side(work: Work, num_jobs: int, num_workers: int) -> None:
-    """Do each of the jobs once, in as many workers as there are; a single one is this process.
+    """Do each of the jobs once, shared out among workers; where there may be one alone, it is this process.
 
     Args:
         work: the job; its order among others must not matter.
@@ -62,12 +66,19 @@ def side_by_side(work: Work, num_jobs: int, num_workers: int) -> None:
     Raises:
         Exception: what a job raises, where this process does it; a worker's is logged and ends as RuntimeError.
     """
-    num_workers = min(num_workers, num_jobs)
     if num_workers <= 1:
         for job in range(num_jobs):
             work(job, 0)
         return
-    children = [_forked(work, range(worker, num_jobs, num_workers), worker) for worker in range(num_workers)]
+    children: list[int] = []
+    try:
+        for worker in range(min(num_workers, num_jobs)):
+            children.append(_forked(work, range(worker, num_jobs, num_workers), worker))
+    except OSError:  # no further process: those that there are must not go on by themselves
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        raise
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     killed = next((-code for code in codes if code < 0), None)
     if killed is not None:  # as if this process had done the job: whoever watches it decides what that means
@@ -85,10 +96,10 @@ def _forked(work: Work, jobs: range, worker: int) -> int:
         return child
     code = 1
     try:
+        # Ends with the parent, whose death must be seen at once by whoever watches it.
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         torch.set_num_threads(1)
-        for job in jobs:
-            if os.getppid() != parent:  # nobody waits for the results any more
-                break
+        for job in jobs if os.getppid() == parent else ():
             work(job, worker)
         code = 0
     except BaseException as error:  # it must not run what the parent would run next

@@ -43,6 +43,10 @@ _GRID = 2**0.25
 _SETTLING_SECONDS = 0.1
 _SETTLING_SECONDS_A_BYTE = 1e-7
 
+# A step forks workers from a process that holds the records' texts and tokens, whose pages are listed each time. It is
+# rehearsed before they are there.
+_FORK_SECONDS_A_RECORD = 5e-8
+
 # Times that the ledger is opened after a charge: for the coins, for the note on the content, and for the reply. It then
 # verifies its chain, which takes longer with each charge.
 _OPENINGS = 3
@@ -172,6 +176,7 @@ def _of_update(
             num_new=number if is_first and fills else 0,
             records_each=most,
         )
+        work += spec.local_steps * bench.model.num_workers * number * _FORK_SECONDS_A_RECORD
         if is_first:
             work += number * _seconds_of_text(bench, config)
     seconds = _public(work, broadcast.adapter, holder, config)

@@ -262,7 +262,7 @@ def run_worker(connection: Connection, folder: Path) -> None:
         connection: to the service.
         folder: of the node.
     """
-    _prepare_process()
+    _prepare_process(VaultSettings.read(folder))
     # These load torch, which the service itself does without.
     from fedpriv.ledger import history
     from fedpriv.vault.answer import answer
@@ -290,15 +290,18 @@ def run_update_worker(connection: Connection, folder: Path) -> None:
         connection: to the service.
         folder: of the node.
     """
-    _prepare_process()
+    settings = VaultSettings.read(folder)
+    _prepare_process(settings)
     from fedpriv.vault._updates import UpdateGuard, release  # loads torch
 
-    guard = UpdateGuard.of(VaultSettings.read(folder))
+    guard = UpdateGuard.of(settings)
     _answer_frames(connection, lambda request: release(request, guard))
 
 
-def _prepare_process() -> None:
+def _prepare_process(settings: VaultSettings) -> None:
     os.environ.update(ENVIRONMENT)
+    if settings.device == "cpu":  # a process that could use a GPU cannot fork workers
+        os.environ.update({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
     from fedpriv.training.workers import compute_alike  # loads torch, which reads the environment
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when its child ends

@@ -90,7 +90,7 @@ class VaultSettings:
             never is: every participant reads the sum and knows its own noise.
         ledger_file: None stands for ledger.sqlite in the folder.
         memory_limit_mb: for passes, as many at once as the node has cores, and as much again for the prefix cache.
-        device: that trains: `cpu`, `cuda:0`, or `auto`, a GPU if there is one.
+        device: that trains: `cpu`, or a GPU, such as `cuda:0`, on which nobody has run a node yet.
         reply_seconds: between a charge and its reply, so that no clock tells how long the records took; None derives
             them from measurements on synthetic records.
         max_records: records, or persons, for which derived times are enough; None stands for N_k.
@@ -124,7 +124,7 @@ class VaultSettings:
     colluding_clients: Annotated[int, Field(ge=0)] = 0
     ledger_file: Path | None = None
     memory_limit_mb: Annotated[int, Field(ge=1)] = 1024
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     reply_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     max_records: Annotated[int, Field(ge=1)] | None = None
     keep_tokens: bool = True

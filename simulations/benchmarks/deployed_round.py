@@ -36,7 +36,7 @@ from simulations.sites import DeployedFederation, Service, wait_until
 
 # Of three nodes.
 TARGET_SECONDS = 2.5
-# The most that a start may take, for each node: one after another, vaults try their model's kernels.
+# The most that a start may take, for each node: vaults read their records one after another.
 _START_SECONDS = 100.0
 
 # Kinds of processes by what their command lines hold; the first that is found counts.

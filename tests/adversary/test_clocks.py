@@ -26,7 +26,7 @@ from tests.tiny import LABELS, WORDS
 # Every day, tests/vault/test_reply_times.py shows on a clock of its own when a reply leaves.
 pytestmark = pytest.mark.slow
 
-# All are cut to one length: four of these are one pass, five are two. Jane's file is thick.
+# All are cut to one length. Jane's file is thick.
 ROWS = [(" ".join(WORDS[i * j % 13] for j in range(60)), LABELS[i % 3]) for i in range(4)]
 JANE = ("jane doe has a rash " * 5_000, LABELS[1])
 

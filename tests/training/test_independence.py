@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import load_model
 from fedpriv.training.workers import shared, side_by_side
 from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, REPLACED_HEADS, TARGETS, random_base, save
+from tests.threads import with_threads
 from tests.tiny import move, random_records
 from tests.training.test_local_update import make_task
 
@@ -78,7 +80,7 @@ def gradients(
         for row, _ in stacked._gradient_rows(joined, joined.broadcast, stacked._Drawn.of_records(one)):
             rows[number] = row[0]
 
-    with raising_failures():
+    with raising_failures(), with_threads(1):  # as in a vault
         side_by_side(work, len(drawn), num_workers)
     return list(rows.split([len(indices) for _, indices in clients]))
 
@@ -185,7 +187,7 @@ def test_passes_of_a_simulation_have_each_record_once_and_little_padding():
     assert list(batches([], lambda _: 8)) == []
 
 
-def test_a_worker_leaves_its_results_and_a_failed_one_is_told(caplog):
+def test_a_worker_leaves_its_results_and_a_failed_one_is_told(monkeypatch):
     found = shared(7, dtype=torch.int64)
 
     def fill(job: int, worker: int) -> None:
@@ -197,9 +199,34 @@ def test_a_worker_leaves_its_results_and_a_failed_one_is_told(caplog):
     assert found.tolist() == [0, 11, 22, 30, 41, 0, 0]
     with pytest.raises(RuntimeError, match="a worker failed"):
         side_by_side(fill, 7, 3)
+    with monkeypatch.context() as patch:
+        forks, fork = iter([True, False]), os.fork
+        patch.setattr(
+            os, "fork", lambda: fork() if next(forks) else (_ for _ in ()).throw(BlockingIOError("no process"))
+        )
+        with pytest.raises(BlockingIOError):
+            side_by_side(lambda *_: time.sleep(60), 5, 3)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
     with pytest.raises(ValueError, match="a record"):
         side_by_side(lambda job, _: fill(job, 2), 6, 1)
     side_by_side(fill, 0, 3)
+
+
+def test_a_worker_ends_with_its_parent():
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        side_by_side(lambda *_: (os.write(writer, b"."), time.sleep(600)), 2, 2)
+        os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 1) == b"."
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while os.read(reader, 1):  # until no worker holds the other end
+        pass
+    os.close(reader)
 
 
 def test_what_kills_a_worker_kills_the_process_that_waits_for_it():
@@ -277,21 +304,28 @@ def test_an_architecture_that_draws_random_numbers_is_refused(monkeypatch, alone
         admit(drawn)
 
 
-@pytest.mark.parametrize("kept", ["buffer", "attribute"])
+@pytest.mark.parametrize("kept", ["buffer", "attribute", "tensor", "list", "weight"])
 def test_an_architecture_that_changes_itself_is_refused(monkeypatch, kept):
     model = unknown_model(monkeypatch)
     embeddings = model.peft_model.base_model.model.bert.embeddings
     embeddings.register_buffer("longest", torch.zeros(()))
-    embeddings.longest_so_far = 0
+    embeddings.longest_so_far, embeddings.longest_mask, embeddings.longest_list = 0, None, []
 
     def note(module, _args, states):
         if kept == "buffer":
             module.longest.fill_(states.shape[1])
-        else:
+        elif kept == "attribute":
             module.longest_so_far = states.shape[1]
+        elif kept == "tensor":
+            module.longest_mask = torch.ones(states.shape[1])
+        elif kept == "list":
+            module.longest_list.append(states.shape[1])
+        else:
+            with torch.no_grad():
+                module.word_embeddings.weight.mul_(1.0)
 
     embeddings.register_forward_hook(note)
-    with pytest.raises(InputError, match=r"unheard-of model cannot train here .*a pass changes .*embeddings.longest"):
+    with pytest.raises(InputError, match=r"unheard-of model cannot train here .*a pass changes .*embeddings\."):
         admit(model)
 
 

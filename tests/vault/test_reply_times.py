@@ -68,7 +68,8 @@ def test_a_ledger_that_has_grown_is_given_time(node, start, monkeypatch):
     own = node()
     _, before = (work(own, everyone(start, round_))[0] for round_ in (1, 2))
     honest = Ledger.__init__
-    monkeypatch.setattr(Ledger, "__init__", lambda *a, **k: (time.sleep(0.4), honest(*a, **k))[1])
+    slow = max(0.4, before / 8)  # by more than a step of the grid of times
+    monkeypatch.setattr(Ledger, "__init__", lambda *a, **k: (time.sleep(slow), honest(*a, **k))[1])
     timed_again = WeakKeyDictionary()  # as if there were twice as many charges
     monkeypatch.setattr(_reply_times, "_opening", timed_again, raising=False)
     seconds, taken = work(own, everyone(start, 3))
