@@ -126,6 +126,7 @@ def quick_nodes() -> Iterator[None]:
         return rehearse(model, **options)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workbench, "num_cores", lambda: 1)  # a large process is slow to fork
         patch.setattr(workbench, "load_base", load_base)
         patch.setattr(_reply_times, "rehearse", rehearse_once)
         yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -52,6 +51,7 @@ from fedpriv.training.evaluation import Choices, Evaluation, evaluate
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update
+from fedpriv.training.workers import num_cores
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class Workbench:
             config,
             num_labels=len(self.label_names),
             alone=source is not None,
-            num_workers=len(os.sched_getaffinity(0)) if source else 1,
+            num_workers=num_cores() if source else 1,
         )
         self.initial = self.model.initial
         self.num_clients = len(self.data.clients) if config.data != ON_NODES else config.num_clients

@@ -55,6 +55,11 @@ def shared(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)[: prod(shape)].view(shape)
 
 
+def num_cores() -> int:
+    """The processor cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def side_by_side(work: Work, num_jobs: int, num_workers: int) -> None:
     """Do each of the jobs once, shared out among workers; where there may be one alone, it is this process.
 

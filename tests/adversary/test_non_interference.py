@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from fedpriv.training import workbench
 from tests.adversary.exchanges import Exchange, play
 from tests.adversary.questions import ATTACKS, exchanges, exchanges_with_persons
 from tests.adversary.stand_ins import coupled_by
@@ -69,7 +70,8 @@ def test_nothing_unpaid_comes_out_of_generated_exchanges(approved, starts, num, 
 
 
 @pytest.mark.parametrize("num", [10, pytest.param(5000, marks=pytest.mark.slow)])
-def test_nothing_unpaid_comes_out_while_a_kernel_rounds_records_by_their_number(approved, starts, num):
+def test_nothing_unpaid_comes_out_while_a_kernel_rounds_records_by_their_number(approved, starts, num, monkeypatch):
+    monkeypatch.setattr(workbench, "num_cores", lambda: 2)
     with coupled_by("linear") as stand_in:
         stand_in.active = True
         asked, uploads = generated(approved, starts["tiny"], num)

@@ -200,14 +200,19 @@ def test_a_worker_leaves_its_results_and_a_failed_one_is_told(monkeypatch):
     with pytest.raises(RuntimeError, match="a worker failed"):
         side_by_side(fill, 7, 3)
     with monkeypatch.context() as patch:
-        forks, fork = iter([True, False]), os.fork
-        patch.setattr(
-            os, "fork", lambda: fork() if next(forks) else (_ for _ in ()).throw(BlockingIOError("no process"))
-        )
+        started, fork = [], os.fork
+
+        def one_fork() -> int:
+            if started:
+                raise BlockingIOError("no further process")
+            started.append(fork())
+            return started[0]
+
+        patch.setattr(os, "fork", one_fork)
         with pytest.raises(BlockingIOError):
             side_by_side(lambda *_: time.sleep(60), 5, 3)
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+        os.waitpid(started[0], os.WNOHANG)
     with pytest.raises(ValueError, match="a record"):
         side_by_side(lambda job, _: fill(job, 2), 6, 1)
     side_by_side(fill, 0, 3)
