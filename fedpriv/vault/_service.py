@@ -262,7 +262,7 @@ def run_worker(connection: Connection, folder: Path) -> None:
         connection: to the service.
         folder: of the node.
     """
-    _prepare_process(VaultSettings.read(folder))
+    _prepare_process(folder)
     # These load torch, which the service itself does without.
     from fedpriv.ledger import history
     from fedpriv.vault.answer import answer
@@ -290,18 +290,18 @@ def run_update_worker(connection: Connection, folder: Path) -> None:
         connection: to the service.
         folder: of the node.
     """
-    settings = VaultSettings.read(folder)
-    _prepare_process(settings)
+    _prepare_process(folder)
     from fedpriv.vault._updates import UpdateGuard, release  # loads torch
 
-    guard = UpdateGuard.of(settings)
+    guard = UpdateGuard.of(VaultSettings.read(folder))
     _answer_frames(connection, lambda request: release(request, guard))
 
 
-def _prepare_process(settings: VaultSettings) -> None:
+def _prepare_process(folder: Path) -> None:
     os.environ.update(ENVIRONMENT)
-    if settings.device == "cpu":  # a process that could use a GPU cannot fork workers
-        os.environ.update({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
+    with contextlib.suppress(InputError):  # settings that cannot be read are told by whoever needs them
+        if VaultSettings.read(folder).device == "cpu":  # a process that could use a GPU cannot fork workers
+            os.environ.update({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
     from fedpriv.training.workers import compute_alike  # loads torch, which reads the environment
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when its child ends
