@@ -191,20 +191,22 @@ def _points(losses: Array, moves: Array, shares: Array, noise: float) -> Array:
 
 
 def worst_other_holders(
-    weights: Mapping[int, float], probabilities: Mapping[int, float], client: int, holders: int
+    sensitivities: Mapping[int, float], probabilities: Mapping[int, float], client: int, holders: int
 ) -> tuple[tuple[float, float], ...]:
     """(s_j, q_j) of the other holders that cost a client's person most in a sum, s_j over the client's own.
 
-    They are the largest weights of any, each with the largest probability of any that is left: no other holders, nor
-    the same with other coins, move the sum by more, whatever happens.
+    They are the largest sensitivities of any, each with the largest probability of any that is left: no other holders,
+    nor the same with other coins, move the sum by more, whatever happens.
 
     Args:
-        weights: {client: v_j > 0} of all that may be in the sum; see `views.aggregate_scale`.
+        sensitivities: {client: > 0} of all that may be in the sum, in one unit: the most that a person moves the
+            client's part by in L2, as it is added. On a grid that has the rounding of the client itself, see
+            `mechanisms.discrete_gaussian.sensitivity`; weights of clients, without it, are no bound.
         probabilities: {client: q_j} of the same.
         client: whose person is protected.
         holders: h >= 1, the most holders of a person; where fewer are in the sum, those count.
     """
-    others = [other for other in weights if other != client]
-    largest = sorted((weights[other] / weights[client] for other in others), reverse=True)[: holders - 1]
+    others = [other for other in sensitivities if other != client]
+    largest = sorted((sensitivities[other] / sensitivities[client] for other in others), reverse=True)[: holders - 1]
     likeliest = sorted((probabilities[other] for other in others), reverse=True)[: holders - 1]
     return tuple(zip(largest, likeliest, strict=True))

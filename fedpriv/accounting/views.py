@@ -36,8 +36,9 @@ class Release:
             `aggregate` view does not hold.
         num_readers: against how many participants that scale holds, together with the server, >= 0; 0, the server
             alone, where none was counted, as before fedpriv counted them.
-        other_holders: (s_j, q_j) of each other holder in the sum at which a person may have records too: its weight
-            over this client's, and its sampling probability; see `several_holders.worst_other_holders`.
+        other_holders: (s_j, q_j) of each other holder in the sum at which a person may have records too: the most that
+            the person moves its part by, over the same for this client, and its sampling probability; see
+            `several_holders.worst_other_holders`.
 
     Raises:
         ValueError: a value is out of range.

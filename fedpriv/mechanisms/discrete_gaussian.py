@@ -118,6 +118,20 @@ def integers(noised: Tensor, grid: float) -> Tensor:
     return candidates.gather(0, matches.byte().argmax(dim=0, keepdim=True)).squeeze(0).to(torch.int64)
 
 
+def sensitivity(request: NoiseRequest, client: int) -> float:
+    """The most that a record or person moves a client's integers by in L2, in steps, with their rounding; rounded up.
+
+    Each client of a sum rounds for itself. A person at several of them moves the sum by the total of these, which is
+    not in proportion to the clients' grids.
+    """
+    grid = _grid(request, client)
+    # In exact arithmetic each value moves by half a step at most when it is rounded. The product with a grid that is no
+    # power of two is rounded before.
+    excess = 0.0 if _is_exact(grid) else 2.0**-52 * _largest(request, client)
+    rounding = math.sqrt(request.dimension) * (1.0 + excess)
+    return (grid * request.sensitivity_factor * request.clip_norm + rounding) * _ROUNDING_MARGIN
+
+
 def _on_integers(total: Tensor, grid: float, largest: float) -> Tensor:
     """gamma times the sum, clamped and rounded half to even, int64 [values]."""
     import torch  # deferred: a configuration is checked without it
@@ -129,13 +143,7 @@ def _charged_multiplier(request: NoiseRequest, client: int) -> float:
     """The noise multiplier of a client's event: that of the continuous Gaussian, over the sensitivity with rounding."""
     if request.noise_multiplier == 0:
         return 0.0
-    grid = _grid(request, client)
-    # In exact arithmetic each value moves by half a step at most when it is rounded. The product with a grid that is no
-    # power of two is rounded before.
-    excess = 0.0 if _is_exact(grid) else 2.0**-52 * _largest(request, client)
-    rounding = math.sqrt(request.dimension) * (1.0 + excess)
-    sensitivity = (grid * request.sensitivity_factor * request.clip_norm + rounding) * _ROUNDING_MARGIN
-    return _stddev(request, grid) * CHARGED_SHARE / sensitivity
+    return _stddev(request, _grid(request, client)) * CHARGED_SHARE / sensitivity(request, client)
 
 
 def _stddev(request: NoiseRequest, grid: float) -> float:
