@@ -35,11 +35,20 @@ from fedpriv.flower._messages import (
     request_digest,
     round_of,
 )
-from fedpriv.ledger import DataSet, Key, reading
+from fedpriv.ledger import DataSet, Key, Ledger, reading
 from fedpriv.mechanisms import SecureSource
 from fedpriv.training import UpdateNoise
-from fedpriv.vault import AlreadyReleasedError, NodePolicy, RefusedError, charge, registered_data_set, store_reply
+from fedpriv.vault import (
+    AlreadyReleasedError,
+    NodeLimits,
+    NodePolicy,
+    RefusedError,
+    charge,
+    registered_data_set,
+    store_reply,
+)
 from fedpriv.vault.frames import Response, Scalar, pack_response, unpack_response
+from fedpriv.vault.rollback import ReceiptWatch
 
 log = logging.getLogger("flwr")
 
@@ -51,18 +60,21 @@ _CLIPPING_MARGIN = 1e-3
 class Account:
     """A data holder's account: a ledger, and the budget that its releases may use.
 
-    All values are the operator's, from its node's configuration or a file of its own, never from a message.
+    All values are the operator's, from its node's configuration or a file of its own, never from a message. Each charge
+    has a receipt, signed with a key next to the ledger; a ledger that lacks one is an old copy, and releases nothing.
 
     Attributes:
-        ledger: file of the node's ledger, created on first use.
+        ledger: file of the node's ledger, created on first use, as are LEDGER.key and LEDGER.receipts.
         client: the holder's name in it.
         num_records: N_k >= 1, registered on first use and constant from then on.
         budget_epsilon: the most that all runs may cost together; None sets no bound.
         delta: of the budget, in (0, 1); None means 1/(10 N_k), at most 1e-5.
         budget_view: `local`, or `aggregate` for sums of `fedpriv.flower.sums`.
+        max_releases: that the data may have, whatever each costs, >= 1.
+        counter_file: keeps the receipts on a disk that is not restored with the ledger; see `begin_counter_file`.
 
     Raises:
-        InputError, ValueError: the budget or delta is out of range.
+        InputError, ValueError: the budget, delta or number of releases is out of range.
     """
 
     ledger: Path
@@ -71,6 +83,8 @@ class Account:
     budget_epsilon: float | None = None
     delta: float | None = None
     budget_view: PlannedView = "local"
+    max_releases: int = NodeLimits.max_releases
+    counter_file: Path | None = None
 
     def __post_init__(self) -> None:
         if self.num_records < 1:
@@ -83,9 +97,24 @@ class Account:
             ledger=self.ledger,
             budget_epsilon=self.budget_epsilon,
             delta=self.delta,
-            limits=None,
+            limits=NodeLimits(max_releases=self.max_releases),
             budget_view=self.budget_view,
+            watch=self._watch,
         )
+
+    @cached_property
+    def _watch(self) -> ReceiptWatch:
+        return ReceiptWatch.beside(self.ledger, self.counter_file)
+
+    def begin_counter_file(self) -> None:
+        """Make the counter file, once; without it nothing is released. A request never makes it: its disk may be away.
+
+        Raises:
+            InputError: none is named, it exists, or it cannot be written.
+            LedgerError: the ledger cannot be used.
+        """
+        _ = self.data_set  # whose charges it counts
+        self._watch.begin_counter_file(self.ledger)
 
     @property
     def data_set(self) -> DataSet:
@@ -94,6 +123,9 @@ class Account:
         Raises:
             LedgerError: the ledger cannot be used.
         """
+        if not self._watch.key.exists():
+            with Ledger(self.ledger):  # whose lock keeps other processes from making another key
+                self._watch.make_key()
         found = registered_data_set(self._policy, self.client, self.num_records)
         assert found is not None, "an account has a ledger"
         return found
@@ -121,7 +153,8 @@ class Account:
                 before it stored a response, and records must not be read again.
 
         Raises:
-            RefusedError: the budget does not allow the release; see `fedpriv.vault.charge`.
+            RefusedError: the budget does not allow the release, or the ledger is an old copy; see
+                `fedpriv.vault.charge`.
             LedgerError: the ledger cannot be used.
         """
         try:

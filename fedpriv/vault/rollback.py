@@ -57,6 +57,12 @@ class ReceiptWatch:
             key, settings.receipts, settings.receipts_of_peers, settings.counter_file, settings.earlier_keys
         )
 
+    @staticmethod
+    def beside(ledger: Path, counter_file: Path | None = None) -> ReceiptWatch:
+        """That of a ledger without a node's folder: its key and its receipts are files next to it."""
+        key, kept, of_peers = (Path(f"{ledger}.{name}") for name in ("key", "receipts", "receipts-of-peers"))
+        return ReceiptWatch(key, kept, of_peers, counter_file)
+
     @cached_property
     def signer(self) -> str:
         """The public line of the vault's key."""
@@ -165,6 +171,11 @@ class ReceiptWatch:
         lines = [each.text() for each in (*(each for each in kept if each not in dropped), receipt)]
         replace_file(self.of_peers, "".join(f"{line}\n" for line in lines).encode(), mode=0o600)
 
+    def make_key(self) -> None:
+        """Make the key, unless there is one, or there are receipts, which one that is lost has signed."""
+        if not (self.key.exists() or self.kept.exists()):
+            keys.make_key_pair(self.key)
+
     def begin_counter_file(self, ledger: Path) -> None:
         """Make the counter file, with the receipt of the last charge in the ledger.
 
@@ -174,7 +185,7 @@ class ReceiptWatch:
         """
         path = self.counter_file
         if path is None:
-            raise InputError("counter_file: vault.toml names none")
+            raise InputError("counter_file: the settings name none")
         with reading(ledger) as db:
             data_set = db.data_set(None)
             if data_set is None:
@@ -211,7 +222,7 @@ class ReceiptWatch:
         if path is None:
             return
         if not path.is_file():
-            reason = "is missing; put it back, or see `fedpriv node begin-counter`"
+            reason = "is missing; put it back, or begin one, as `fedpriv node begin-counter` does"
         elif not os.access(path, os.R_OK | os.W_OK):
             reason = "cannot be written"
         elif not any(map(self._is_own, ReceiptLog(path).read())):

@@ -103,7 +103,7 @@ def test_a_restored_ledger_is_noticed_and_recovered(node, tmp_path, counted):
         with (node.folder / "vault.toml").open("a") as file:
             file.write(tomli_w.dumps({"counter_file": str(counter)}))
         node = Node.read(node.folder)
-        assert "is missing; put it back, or see `fedpriv node begin-counter`" in failed(node)["newest"]
+        assert "is missing; put it back, or begin one, as `fedpriv node begin-counter` does" in failed(node)["newest"]
         assert begun(node).returncode == 0
         assert f"counter_file = {counter}: exists; a new one would forget" in begun(node).stderr
     charged(node, 1)
@@ -130,7 +130,7 @@ def test_a_restored_ledger_is_noticed_and_recovered(node, tmp_path, counted):
 def test_a_counter_file_needs_a_name(node):
     done = begun(node)
     assert done.returncode == 2
-    assert "counter_file: vault.toml names none" in done.stderr
+    assert "counter_file: the settings name none" in done.stderr
 
 
 def test_init_begins_the_counter_file_that_it_is_given(make, own, tmp_path):
