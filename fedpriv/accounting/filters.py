@@ -36,6 +36,7 @@ from fedpriv.accounting.composition.law import Unit
 from fedpriv.accounting.events import Event, SubsampledGaussian, group
 from fedpriv.accounting.risk import Risk, risk_of
 from fedpriv.accounting.trade_off import TradeOff, gaussian, renyi
+from fedpriv.accounting.views import View
 
 # A sum of costs counts as this much larger, which is far beyond the rounding of any term.
 _ROUNDING = 1e-9
@@ -61,7 +62,8 @@ class _Filter:
 
         Args:
             history: all events so far, of one unit; what exceeds the limit counts too.
-            epsilon: of the budget; None where it is not known: then the sum so far counts, as if it had been the limit.
+            epsilon: the largest budget ever in force: a lower one since takes back nothing of what a coordinator could
+                choose before. None where it is not known: then the sum so far counts, as if it had been the limit.
             delta: in (0, 1).
         """
         unit: Unit = history[0].unit if history else "record"
@@ -303,8 +305,13 @@ def filtered_epsilon(events: Sequence[Event], delta: float) -> float:
     return math.exp(high)
 
 
-def to_json(rule: RenyiFilter | GaussianFilter | CommittedPlan) -> str:
-    """The rule that enforces a data set's budget, as one line for its ledger; `rule_of` reads it."""
+def to_json(rule: RenyiFilter | GaussianFilter | CommittedPlan, budget: tuple[float, View] | None = None) -> str:
+    """The rule that enforces a data set's budget, as one line for its ledger; `rule_of` reads it.
+
+    Args:
+        rule: a filter, or a plan, whose own cost is what it guarantees.
+        budget: epsilon and view of what a filter enforces from its next charge on, for `largest_budget`.
+    """
     fields: dict[str, Any]
     if isinstance(rule, RenyiFilter):
         fields = {"rule": "renyi", "order": rule.order}
@@ -313,6 +320,8 @@ def to_json(rule: RenyiFilter | GaussianFilter | CommittedPlan) -> str:
     else:
         listed = [json.loads(known_events.to_json(event)) for event in rule.events]
         fields = {"rule": "plan", "epsilon": rule.epsilon, "delta": rule.delta, "events": listed}
+    if budget is not None:
+        fields["budget"] = budget
     return json.dumps(fields, sort_keys=True)
 
 
@@ -333,10 +342,25 @@ def rule_of(notes: Sequence[str]) -> Rule | None:
     return rule
 
 
+def rule_in_force(notes: Sequence[str], epsilon: float, delta: float) -> Rule:
+    """`rule_of` the lines or, of a ledger that has none since it is older, the filter that the budget derives.
+
+    Its order depends on epsilon and delta, which no upload decided, so the history counts under the filter as well.
+    """
+    return rule_of(notes) or RenyiFilter.derived(epsilon, delta)
+
+
+def largest_budget(notes: Sequence[str], view: View) -> float | None:
+    """The largest epsilon of the budgets that lines of `to_json` note for a view, or for `local`, which bounds each."""
+    budgets = [json.loads(note).get("budget", (0.0, "")) for note in notes]
+    return max((epsilon for epsilon, its_view in budgets if its_view in ("local", view)), default=None)
+
+
 @lru_cache(maxsize=64)
 def _rule(note: str) -> RenyiFilter | GaussianFilter | CommittedPlan:
     try:
         fields = json.loads(note)
+        fields.pop("budget", None)
         match fields.pop("rule"):
             case "renyi":
                 return RenyiFilter(**fields)

@@ -83,9 +83,10 @@ class Entry:
         num_records: N_k, for a registration.
         delta: for a registration.
         note: the holder's statement, a keyed hash of the content, the operator's reason to adopt, who permitted what,
-            or a filter or plan as JSON; of a charge with noise of others, as JSON, the `num_readers` against whom its
-            aggregate_scale holds, and the `other_holders` in the sum where a person may be at several; of a `recovered`
-            entry, as JSON, the `request`, the digest that it `replaces` in the chain of charges, and the `reason`.
+            or a plan, or a filter with its budget, as JSON; of a charge with noise of others, as JSON, the
+            `num_readers` against whom its aggregate_scale holds, and the `other_holders` in the sum where a person may
+            be at several; of a `recovered` entry, as JSON, the `request`, the digest that it `replaces` in the chain of
+            charges, and the `reason`.
         digest: SHA-256 of the previous entry's digest and everything above, in hex.
     """
 

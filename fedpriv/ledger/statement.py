@@ -18,7 +18,7 @@ from fedpriv.accounting import events, filters
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.filters import CommittedPlans, RenyiFilter, Rule
+from fedpriv.accounting.filters import CommittedPlans, Rule
 from fedpriv.accounting.risk import Risk, risk_of
 from fedpriv.accounting.views import PlannedView, Release, least_readers, readers_label
 from fedpriv.errors import InputError
@@ -181,7 +181,9 @@ def enforcement(db: LedgerConnection, data_set: DataSet | None, epsilon: float |
     if data_set is None or epsilon is None:
         return "nothing: there is no budget or no data set"
     rule, used = enforced(db, data_set, epsilon, view)
-    return f"by {rule}, {used:.0%} of it used"
+    largest = filters.largest_budget(db.bounds(data_set.id), view) or 0.0
+    proven = f"; proven is epsilon {largest:g}, the largest budget in force so far" if largest > epsilon else ""
+    return f"by {rule}, {used:.0%} of it used{proven}"
 
 
 def enforced(db: LedgerConnection, data_set: DataSet, epsilon: float, view: PlannedView) -> tuple[Rule, float]:
@@ -190,7 +192,7 @@ def enforced(db: LedgerConnection, data_set: DataSet, epsilon: float, view: Plan
     Arguments and errors as for `enforcement`.
     """
     delta, history = data_set.delta_for_releases, db.releases(data_set.id)
-    rule = filters.rule_of(db.bounds(data_set.id)) or RenyiFilter.derived(epsilon, delta)
+    rule = filters.rule_in_force(db.bounds(data_set.id), epsilon, delta)
     return rule, rule.used([release.charged_on(view) for release in history], epsilon=epsilon, delta=delta)
 
 
@@ -210,8 +212,9 @@ def spending(
         db: the ledger, open for reading.
         names: {id of a data set: its holder's name}, where it is known.
         budget_epsilon: if given, `remaining_rounds` is added: the rounds like the last one that this budget still
-            allows on the view. The risk of a data set with a filter is then that of all that the budget lets pass;
-            else that of what was spent, by the filter's own measure.
+            allows on the view. The risk of a data set with a filter is that of all that the largest budget lets pass,
+            this one or one that the ledger says was in force; without any, that of what was spent, by the filter's
+            own measure.
         view: of the budget and of the risk.
     """
     known = names or {}
@@ -258,14 +261,17 @@ def _spending(
         "caveats": sorted({event.caveat for event in local if event.caveat and event.sampling_probability > 0}),
         "noise_source": ",".join(sorted({source for run in runs for source in run.noise_source.split(",")})),
     }
-    rule = filters.rule_of(db.bounds(data_set.id))
-    result["enforced_by"] = None if rule is None else str(rule)
+    notes = db.bounds(data_set.id)
+    rule, in_force = filters.rule_of(notes), filters.largest_budget(notes, view)
+    upto = "" if in_force is None else f" for epsilon {in_force:g}, the largest budget in force so far"
+    result["enforced_by"] = None if rule is None else f"{rule}{upto}"
     if not is_known:
         risk = Risk.none(result["unit"])
     elif rule is None:
         risk = risk_of(charged[view], data_set.delta)
     else:
-        risk = rule.risk(charged[view], epsilon=budget_epsilon, delta=data_set.delta_for_releases)
+        largest = max(budget_epsilon or 0.0, in_force or 0.0) or None
+        risk = rule.risk(charged[view], epsilon=largest, delta=data_set.delta_for_releases)
     result |= risk.values
     if budget_epsilon is not None and (rounds := remaining_rounds(db, data_set, budget_epsilon, view)) is not None:
         result["remaining_rounds"] = rounds

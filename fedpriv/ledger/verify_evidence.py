@@ -215,8 +215,11 @@ def cost_of(events: Events, order: int) -> float:
 
 
 def divergence_at(order: int, epsilon: float, delta: float) -> float:
-    """The Renyi divergence that has this epsilon at delta."""
-    return epsilon - math.log1p(-1 / order) + (math.log(delta) + math.log(order)) / (order - 1)
+    """The Renyi divergence that has this epsilon at delta; without an order mu^2."""
+    if order:
+        return epsilon - math.log1p(-1 / order) + (math.log(delta) + math.log(order)) / (order - 1)
+    loss = pld.privacy_loss_mechanism.GaussianPrivacyLoss
+    return optimize.brentq(lambda x: loss(x**-0.5).get_delta_for_epsilon(epsilon) - delta, 1e-16, 1e6, xtol=1e-13)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -288,13 +291,17 @@ def check_data_set(row: Object, entries: Sequence[Object], releases: Sequence[Ob
             findings.compare(f"{name}: epsilon_{view} at delta {delta:g} by {kind}", printed, epsilon, kind)
     rules = [json.loads(e["note"]) for e in entries if (e["phase"], e["data_set"]) == ("bounded", row["data_set"])]
     last: Object = rules[-1] if rules else {"rule": "none"}
+    order, delta = last.get("order", 0), delta * (FOR_RELEASES if rules else 1.0)
     if row["budget"]:
-        check_budget(row, releases, rules, findings)
+        check_budget(row, releases, rules, order, findings)
     slots = [{"event": event} for rule in rules for event in rule.get("events", ())]
     events = seen_by("local", slots if last["rule"] == "plan" else releases)
     if last["rule"] == "gaussian":  # which counts no sampling
         events = tuple((event._replace(q=1.0, drawn=(1.0,)), count) for event, count in events)
-    check_risk(name, row, events, delta * (FOR_RELEASES if rules else 1.0), last.get("order", 0), False, findings)
+    for epsilon in (e for e, view in (rule.get("budget", (0, "")) for rule in rules) if view == "local"):
+        if (left := divergence_at(order, epsilon, delta) - cost_of(events, order)) > 0:  # which could be released too
+            events += ((Seen(facts["unit"], 1.0, math.sqrt((order or 2) / (2 * left)), (1.0,), (1.0,)), 1),)
+    check_risk(name, row, events, delta, order, False, findings)
 
 
 def check_printed(printed: Object, spent: Mapping[str, Sequence[Object]], findings: Findings) -> None:
@@ -334,33 +341,26 @@ def check_printed(printed: Object, spent: Mapping[str, Sequence[Object]], findin
         findings.check(kept, f"the budget of epsilon {budget:g} on the {view} view is kept", epsilon)
 
 
-def check_budget(row: Object, releases: Sequence[Object], rules: Sequence[Object], findings: Findings) -> None:
+def check_budget(row: Object, releases: Sequence[Object], rules: Sequence[Object], order: int, to: Findings) -> None:
     """Compute the share of a budget that is used, by the rule that the ledger names."""
     name, budget, delta = f"data set {row['data_set']}", row["budget"], row["delta"] * FOR_RELEASES
     view, epsilon, kind = budget["view"], budget["epsilon"], rules[-1]["rule"] if rules else "none"
-    order, limit = rules[-1].get("order", 0) if rules else 0, 0.0
     used = cost_of(seen_by(view, releases), order)
-    if kind == "renyi":
-        limit = divergence_at(order, epsilon, delta)
-    elif kind == "gaussian":
-        loss = pld.privacy_loss_mechanism.GaussianPrivacyLoss
-        limit = optimize.brentq(lambda x: loss(x**-0.5).get_delta_for_epsilon(epsilon) - delta, 1e-16, 1e6, xtol=1e-13)
-    elif kind == "plan":
+    limit = divergence_at(order, epsilon, delta) if kind in ("renyi", "gaussian") else 0.0
+    if kind == "plan":
         plans = [rule for rule in rules if rule["rule"] == "plan"]
         slots = [seen_by("local", [{"event": event} for event in plan["events"]]) for plan in plans]
         for plan, events in zip(plans, slots, strict=True):
-            found = epsilon_of(events, plan["delta"], "pld")
-            findings.compare(f"{name}: epsilon of a plan", plan["epsilon"], found, "pld")
+            to.compare(f"{name}: epsilon of a plan", plan["epsilon"], epsilon_of(events, plan["delta"], "pld"), "pld")
         total = [math.fsum(plan[key] for plan in plans) for key in ("epsilon", "delta")]
-        findings.check(total[0] <= epsilon * (1 + 1e-9) and total[1] <= delta, f"{name}: its plans fit", total)
-        findings.check(have_slots(slots, releases, view), f"{name}: each release has a slot in its plans")
-        used = sum(release["event"]["count"] for release in releases)
-        limit = sum(count for events in slots for _, count in events)
+        to.check(total[0] <= epsilon * (1 + 1e-9) and total[1] <= delta, f"{name}: its plans fit", total)
+        to.check(have_slots(slots, releases, view), f"{name}: each release has a slot in its plans")
+        used, limit = sum(r["event"]["count"] for r in releases), sum(n for events in slots for _, n in events)
     share = used / limit if limit > 0 else math.inf if releases else 0.0
     claim = f"{name}: the share of epsilon {epsilon:g} on the {view} view that is"
-    findings.compare(f"{claim} used, by the rule {kind},", budget["used"], share, "rdp")
-    findings.compare(f"{claim} left", budget["left"], max(0.0, 1 - share), "rdp")
-    findings.check(share <= 1 + 1e-9, f"{name}: its budget is kept", f"{share:.6%} of it is used")
+    to.compare(f"{claim} used, by the rule {kind},", budget["used"], share, "rdp")
+    to.compare(f"{claim} left", budget["left"], max(0.0, 1 - share), "rdp")
+    to.check(share <= 1 + 1e-9, f"{name}: its budget is kept", f"{share:.6%} of it is used")
 
 
 def have_slots(plans: Sequence[Events], releases: Iterable[Object], view: str) -> bool:

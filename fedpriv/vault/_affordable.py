@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from fedpriv import protocol
 from fedpriv.accounting import filters
 from fedpriv.accounting.events import Event
-from fedpriv.accounting.filters import RenyiFilter
 from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.vault._charging import NodePolicy, RefusedError, registered_data_set
@@ -50,7 +49,7 @@ def _fitting(policy: NodePolicy, data_set: DataSet, planned: Sequence[tuple[Even
     """
     assert policy.ledger is not None
     with Ledger(policy.ledger) as ledger:
-        rule = filters.rule_of(ledger.bounds(data_set.id))
+        notes = ledger.bounds(data_set.id)
         history = [release.charged_on(policy.budget_view) for release in ledger.releases_in_order(data_set.id)]
         num_before = ledger.chain(data_set.id).newest.counter
         is_known = ledger.is_known_in_full(data_set.id)
@@ -59,8 +58,7 @@ def _fitting(policy: NodePolicy, data_set: DataSet, planned: Sequence[tuple[Even
         return 0
     left = policy.limits.max_releases - num_before if policy.limits is not None else None
     epsilon, delta = policy.budget_epsilon, data_set.delta_for_releases
-    if epsilon is not None and rule is None:
-        rule = RenyiFilter.derived(epsilon, delta)
+    rule = None if epsilon is None else filters.rule_in_force(notes, epsilon, delta)
     fitting = 0
     for event, number in planned:
         here = float(number)

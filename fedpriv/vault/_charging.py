@@ -286,18 +286,25 @@ def _check_budget(policy: NodePolicy, ledger: Ledger, release: Release, data_set
         )
     if epsilon is None:
         return
-    if policy.fixed_schedule:
+    delta, notes = data_set.delta_for_releases, ledger.bounds(data_set.id)
+    rule = None if policy.fixed_schedule else filters.rule_in_force(notes, epsilon, delta)
+    if rule is None:
         fits = stays_within([*history, event], data_set.delta, epsilon)
     else:
-        rule = settled_rule(ledger, data_set, epsilon)
         if not rule.covers(event):
             raise RefusedError(f"mechanism: {rule} allows no such release, of {_described(event)}")
         if isinstance(rule, CommittedPlans):  # which slots are left depends on the order of what took them
             history = [earlier.charged_on(view) for earlier in ledger.releases_in_order(data_set.id)]
-        fits = rule.remaining(history, event, epsilon=epsilon, delta=data_set.delta_for_releases) >= 1
+        fits = rule.remaining(history, event, epsilon=epsilon, delta=delta) >= 1
     if not fits:
         log.warning("data set %s: another such release would exceed the budget of epsilon %g", data_set.id, epsilon)
         raise RetiredError("budget_epsilon: another round would exceed this node's budget")
+    if rule is None or isinstance(rule, CommittedPlans):  # a plan is the guarantee itself
+        return
+    # What is proven of all releases is the largest budget that any of them had, whatever the settings say later.
+    if (note := filters.to_json(rule, (epsilon, view))) not in notes[-1:]:
+        ledger.bound(data_set, note)
+        log.info("the budget of %s, epsilon %g on the %s view, is enforced by %s", data_set.id, epsilon, view, rule)
 
 
 def _described(event: Event) -> str:
@@ -352,23 +359,6 @@ def rule_note(rule: Choice | None, epsilon: float, delta: float, notes: Sequence
     return note
 
 
-def settled_rule(ledger: Ledger, data_set: DataSet, epsilon: float) -> Rule:
-    """The rule that enforces the budget. A ledger that notes none, since it is older, notes one from now on.
-
-    Its order depends on epsilon and delta, which no upload decided, so the history counts under the filter as well.
-
-    Raises:
-        ValueError: the ledger names a rule that is unknown.
-        LedgerError: the ledger cannot be written.
-    """
-    rule = filters.rule_of(ledger.bounds(data_set.id))
-    if rule is None:
-        rule = RenyiFilter.derived(epsilon, data_set.delta_for_releases)
-        ledger.bound(data_set, filters.to_json(rule))
-        log.warning("the budget of %s is enforced by %s from now on", data_set.id, rule)
-    return rule
-
-
 def choose_rule(ledger: Ledger, data_set: DataSet, rule: Choice, epsilon: float) -> Rule:
     """Note how the operator wants the budget to be enforced, and return all that holds then.
 
@@ -386,4 +376,4 @@ def choose_rule(ledger: Ledger, data_set: DataSet, rule: Choice, epsilon: float)
     if ledger.chain(data_set.id).newest.counter and not adds:
         raise InputError(f"data set {data_set.id}: something is charged to it, so what enforces its budget stays")
     ledger.bound(data_set, rule_note(rule, epsilon, data_set.delta_for_releases, notes))
-    return settled_rule(ledger, data_set, epsilon)
+    return filters.rule_in_force(ledger.bounds(data_set.id), epsilon, data_set.delta_for_releases)

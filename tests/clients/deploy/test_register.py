@@ -93,7 +93,7 @@ def test_an_old_ledger_takes_the_derived_order_with_its_history_at_the_next_char
     charge(node, 1)
     derived = RenyiFilter.derived(4.0, 1e-5)
     with Ledger(node.vault.ledger) as ledger:
-        assert ledger.bounds(old.id) == [to_json(derived)]
+        assert ledger.bounds(old.id) == [to_json(derived, (4.0, "local"))]
         assert ledger._db.execute("PRAGMA user_version").fetchone() == (3,)
     # The order stays though the operator changes the budget.
     data_set = _charging.registered_data_set(policy, "1", None)
@@ -101,7 +101,7 @@ def test_an_old_ledger_takes_the_derived_order_with_its_history_at_the_next_char
     raised = replace(policy, budget_epsilon=9.0)
     _charging.charge(raised, key, Release(event=STEP, rho_bar=1.0), data_set, noise_source="secure")
     with Ledger(node.vault.ledger) as ledger:
-        assert ledger.bounds(old.id) == [to_json(derived)]
+        assert ledger.bounds(old.id) == [to_json(derived, (epsilon, "local")) for epsilon in (4.0, 9.0)]
 
 
 def test_history_counts_under_the_filter(node):
