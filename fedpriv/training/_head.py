@@ -20,24 +20,21 @@ import torch
 from torch import Tensor
 
 from fedpriv.training._coordinates import VectorLayout
-from fedpriv.training.clipping import check_clip_norm
+from fedpriv.training.clipping import ROUNDING_MARGIN, check_clip_norm
 
 # Bits of a record's features, below the power of two that bounds their norm; of a residual, below 1; and of a
 # coefficient, below the clip norm. A record then adds less than 2^39 units, so that a float64 holds the sum of 2^14
-# records and an int64 that of 2^24.
+# records, and two words of which the lower has 31 bits that of 2^30 and more.
 _FEATURE_BITS = 21
 _RESIDUAL_BITS = 26
 _COEFFICIENT_BITS = 17
 ROWS_OF_A_PRODUCT = 2**14
 """Records whose gradients one product may add."""
+_LOWER_BITS = 31
 
 # Of a float64. Weights have the bits that features leave, less one for the sum of the two parts of a product.
 _PRECISION = 53
 _WEIGHT_BITS = _PRECISION - 1 - _FEATURE_BITS
-
-# Keeps what is clipped below the clip norm, whatever has been rounded: operations here err by 2^-52 each, and the
-# conversion of a sum of 2^24 records by 2^-28.
-_MARGIN = 1.0 - 2.0**-26
 
 # exp(x) = 2^k exp(x - k ln 2): ln 2 in two parts, whose first times |k| < 2^11 is exact, and the terms of the series on
 # |x| <= ln 2 / 2, of which the next one is below 2^-56.
@@ -114,7 +111,7 @@ class HeadInputs:
 class ClippedSums:
     """The sums of several clients' clipped gradients.
 
-    Guarantee: adding or removing one record moves each part of its client's sum by at most `clip_norm`, for up to 2^24
+    Guarantee: adding or removing one record moves each part of its client's sum by at most `clip_norm`, for up to 2^30
     records, and no other sum.
 
     Args:
@@ -129,11 +126,12 @@ class ClippedSums:
 
     def __init__(self, num_clients: int, shape: tuple[int, int], clip_norm: float, parts: Sequence[slice]) -> None:
         check_clip_norm(clip_norm)
-        self._totals = torch.zeros(num_clients, *shape, dtype=torch.int64)
+        # Two words, of which the second counts 2^31 of the first.
+        self._words = torch.zeros(2, num_clients, *shape, dtype=torch.int64)
         self._parts = parts
         self._step = 2.0 ** (math.frexp(clip_norm)[1] - 1 - _COEFFICIENT_BITS)
         self._unit = self._step * 2.0**-_FEATURE_BITS
-        self._most = clip_norm / self._unit * _MARGIN
+        self._most = clip_norm / self._unit * ROUNDING_MARGIN
 
     def add(self, inputs: HeadInputs, residuals: Tensor, runs: Sequence[tuple[int, slice]]) -> None:
         """Add at most `ROWS_OF_A_PRODUCT` records.
@@ -154,11 +152,14 @@ class ClippedSums:
             fits = _in_turn(coefficients.square()).sqrt() * norms <= self._most * (1 + 2.0**-40)
             coefficients = torch.where(fits.unsqueeze(1), coefficients, torch.zeros_like(coefficients))
             for client, rows in runs:
-                self._totals[client, :, part] += (coefficients[rows].T @ steps[rows]).to(torch.int64)
+                self._words[0, client, :, part] += (coefficients[rows].T @ steps[rows]).to(torch.int64)
+        self._words[1] += self._words[0] >> _LOWER_BITS
+        self._words[0] &= 2**_LOWER_BITS - 1
 
     def totals(self) -> Tensor:
-        """The sums, float64 [clients, classes, inputs]."""
-        return self._totals.double() * self._unit
+        """The sums, float64 [clients, classes, inputs], rounded once."""
+        low, high = self._words.double()
+        return (low + high * 2.0**_LOWER_BITS) * self._unit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,9 @@ from fedpriv.training.clipping import MOST_ROWS
 # Words of a key that chooses among a person's records.
 _KEY_WORDS = 4
 
+MOST_REGISTERED = 2**24
+"""The largest N_k: sums have room for 64 times as many records, which a table may have come to hold."""
+
 
 class PoissonSampler:
     """Draws Poisson batches, and states their sampling probability.
@@ -46,7 +49,8 @@ class PoissonSampler:
     ) -> None:
         if num_registered < 1:
             raise InputError(f"num_registered = {num_registered}: a client needs at least one record")
-        _check_sum(num_registered)
+        if num_registered > MOST_REGISTERED:
+            raise InputError(f"num_registered = {num_registered}: at most {MOST_REGISTERED}; use several clients")
         if not 0 < expected_batch_size <= num_registered:
             raise InputError(
                 f"batch_size = {expected_batch_size}: must lie in 1..{num_registered}, the client's records"
@@ -77,9 +81,10 @@ class PoissonSampler:
         """Indices of the included records among `num_records`; their number varies around its mean and may be 0.
 
         Raises:
-            InputError: there are more than may be registered.
+            InputError: there are more than any sum may have.
         """
-        _check_sum(num_records)
+        if num_records > MOST_ROWS:
+            raise InputError(f"records = {num_records}: sums are exact up to {MOST_ROWS}")
         included = self.source.bernoulli(num_records, self.sampling_probability)
         return included.nonzero().squeeze(1).tolist()
 
@@ -97,9 +102,3 @@ class PoissonSampler:
         """The same of the given persons, by their place in `records.by_person`."""
         key = self.choices.words(_KEY_WORDS).tobytes()  # drawn whoever is included, so that no record decides it
         return [some_of(*records.by_person[person], most, key) for person in persons]
-
-
-def _check_sum(num: int) -> None:
-    """Refuse more records, or persons, than have an exact sum."""
-    if num > MOST_ROWS:
-        raise InputError(f"records = {num}: sums are exact up to {MOST_ROWS}; share them out among several clients")

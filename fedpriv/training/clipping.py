@@ -15,12 +15,12 @@ from torch import Tensor
 
 Parts = Sequence[slice]
 
-# Keeps every norm, clipped or not, below the clip norm: the rounding error of a float64 norm of 10^7 values is < 2e-9,
-# and turning the sum of 2^24 rows into float64 errs by less than 4e-9.
-_ROUNDING_MARGIN = 1.0 - 1e-8
+MOST_ROWS = 2**30
+"""Rows whose clipped sum is exact, far more than a process holds, so that no record decides whether others count."""
 
-MOST_ROWS = 2**24
-"""Rows whose clipped sum is exact."""
+# Keeps every norm, clipped or not, below the clip norm: the rounding error of a float64 norm of 10^7 values is < 2e-9,
+# and turning two sums of 2^30 rows into float64 errs by less than 2^-22.
+ROUNDING_MARGIN = 1.0 - 2.0**-21
 
 # A clipped value is a multiple of 2^-32 C or less, and less than 2^33 of these.
 _GRID_BITS = 32
@@ -146,7 +146,7 @@ def _finite_rows_and_scales(rows: Tensor, clip_norm: float, parts: Parts) -> tup
     check_clip_norm(clip_norm)
     norms = part_norms(rows, parts)
     rows, finite = _finite_rows(rows, norms)
-    at_most = clip_norm * _ROUNDING_MARGIN
+    at_most = clip_norm * ROUNDING_MARGIN
     scales = torch.where(norms > at_most, at_most / norms, torch.ones_like(norms))
     return rows, torch.where(finite, scales, torch.zeros_like(scales))
 

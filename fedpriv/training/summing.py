@@ -141,7 +141,8 @@ def noised_sum(
     of the sum under add-or-remove adjacency.
 
     Args:
-        rows: pieces [records, values] of the included records' gradients; without any, the result is noise alone.
+        rows: pieces [records, values] of the included records' gradients, of 2^30 records at most; without any, the
+            result is noise alone.
         like: [values], a tensor on the device for the sum.
         clip_norm: C, finite, > 0, gradient units.
         noise_multiplier: z >= 0; 0 adds nothing, and the event costs infinity.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 from functools import partial
@@ -166,8 +167,18 @@ def test_class_sums_and_plain_sums_are_those_of_the_rows():
 
 
 def test_the_largest_number_of_records_fits():
-    """The most that each may add, 2^24 times, in an int64, and 2^14 times in the 53 bits of a product."""
-    for clip_norm in (1.0, 1.9999999, 0.7):
+    """The most that each may add, 2^30 times in all, and 2^14 times in the 53 bits of a product."""
+    rows, truth = 10 * features(1), torch.zeros(1, dtype=torch.int64)
+    for clip_norm, sign in itertools.product((1.0, 1.9999999, 0.7), (1, -1)):
         sums = ClippedSums(1, (CLASSES, WIDTH), clip_norm, [slice(0, WIDTH)])
-        assert sums._most * 2**24 < 2**63
         assert sums._most * (1 + 2.0**-40) * _head.ROWS_OF_A_PRODUCT <= 2**53
+        one = [HeadInputs.of(rows, None), sign * minus_classes(truth, CLASSES), [(0, slice(0, 1))]]
+        sums.add(*one)
+        single = in_fractions(sums.totals()[0])
+        for _ in range(30):  # as many again, each time
+            sums._words *= 2
+            sums.add(HeadInputs.of(rows[:0], None), one[1][:0], [(0, slice(0, 0))])
+        before = sums.totals()[0]
+        assert in_fractions(before) == [[2**30 * value for value in row] for row in single]
+        sums.add(*one)
+        assert float((sums.totals()[0] - before).norm()) <= clip_norm

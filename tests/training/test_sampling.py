@@ -7,7 +7,7 @@ from scipy import stats
 
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SecureSource, SeededSource
-from fedpriv.training._sampling import PoissonSampler
+from fedpriv.training._sampling import MOST_REGISTERED, PoissonSampler
 
 FALSE_ALARM = 1e-6
 NUM_DRAWS, NUM_RECORDS, BATCH = 400, 100, 10
@@ -58,6 +58,15 @@ def test_the_probability_follows_the_registered_number_not_the_actual_one():
 
 def test_every_record_is_drawn_at_probability_one():
     assert PoissonSampler(num_registered=7, expected_batch_size=7, source=SeededSource(0)).draw(7) == list(range(7))
+
+
+def test_one_record_more_than_may_be_registered_does_not_decide_whether_the_others_count():
+    """Before, it failed the draw, and the upload was noise alone."""
+    sampler = PoissonSampler(num_registered=MOST_REGISTERED, expected_batch_size=16, source=SecureSource())
+    held = [len(sampler.draw(MOST_REGISTERED + more)) for more in (0, 1)]
+    assert all(stats.poisson.cdf(number, 16) < 1 - 1e-9 for number in held)
+    with pytest.raises(InputError, match="at most 16777216"):  # which is public, and so refused before the charge
+        PoissonSampler(num_registered=MOST_REGISTERED + 1, expected_batch_size=16, source=SecureSource())
 
 
 @pytest.mark.parametrize(("registered", "batch"), [(10, 11), (10, 0), (0, 1)])
