@@ -218,8 +218,8 @@ def divergence_at(order: int, epsilon: float, delta: float) -> float:
     """The Renyi divergence that has this epsilon at delta; without an order mu^2."""
     if order:
         return epsilon - math.log1p(-1 / order) + (math.log(delta) + math.log(order)) / (order - 1)
-    loss = pld.privacy_loss_mechanism.GaussianPrivacyLoss
-    return optimize.brentq(lambda x: loss(x**-0.5).get_delta_for_epsilon(epsilon) - delta, 1e-16, 1e6, xtol=1e-13)
+    of = pld.privacy_loss_mechanism.GaussianPrivacyLoss
+    return float(optimize.brentq(lambda x: of(x**-0.5).get_delta_for_epsilon(epsilon) - delta, 1e-16, 1e6, xtol=1e-13))
 
 
 @functools.lru_cache(maxsize=4096)

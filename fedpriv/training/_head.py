@@ -158,8 +158,8 @@ class ClippedSums:
 
     def totals(self) -> Tensor:
         """The sums, float64 [clients, classes, inputs], rounded once."""
-        low, high = self._words.double()
-        return (low + high * 2.0**_LOWER_BITS) * self._unit
+        words = self._words.double()
+        return (words[0] + words[1] * 2.0**_LOWER_BITS) * self._unit
 
 
 @dataclass(frozen=True, kw_only=True)
