@@ -12,12 +12,14 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.util
+import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fedpriv.errors import InputError
 
@@ -44,8 +46,8 @@ def locate(name: str) -> Path | None:
     """The folder or GGUF file on this machine that the name stands for; None if it is a name on the Hub.
 
     Raises:
-        InputError: the folder or file does not exist, a folder has no config.json or no safetensors weights, or the
-            package that brings the bundled language model is missing.
+        InputError: the folder or file does not exist, a folder has no config.json or no safetensors weights, or has
+            loaders read other files than its own, or the package that brings the bundled language model is missing.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -56,6 +58,7 @@ def locate(name: str) -> Path | None:
                 f"model = {name!r}: this folder has no weights; it needs model.safetensors "
                 "(pickled checkpoints are never read)"
             )
+        _check_names(path)
         return path.resolve()
     if name in (BUNDLED_LANGUAGE_MODEL, LANGUAGE_MODEL_ON_HUB):
         return _language_model(name)
@@ -178,7 +181,7 @@ def weights_digests(name: str) -> dict[str, str]:
     Args:
         name: as for `load_base`.
     """
-    return {file.name: _digest(file, file.stat().st_mtime_ns, file.stat().st_size) for file in _weights(name)}
+    return {file.name: _digest(file, file.stat().st_ctime_ns, file.stat().st_size) for file in _weights(name)}
 
 
 def check_weights(name: str, expected: dict[str, str]) -> None:
@@ -221,15 +224,18 @@ def _digest(file: Path, _changed: int, _size: int) -> str:
 
 
 def model_digest(folder: Path, *, weights: bool = True) -> str:
-    """SHA-256, in hex, of the names and contents of all files in a model's folder; hidden files do not count.
+    """SHA-256, in hex, of the names and contents of all files in a model's folder; what is hidden does not count.
+
+    Nothing else decides what a model from this folder computes: one by which loaders find other files is refused.
 
     Args:
         folder: of the model.
         weights: False leaves out the safetensors files: what remains decides how texts are tokenised.
 
     Raises:
-        InputError: it is not a folder with files.
+        InputError: it is not a folder with files, holds a link to a folder, or names files that are not its own.
     """
+    _check_names(folder)
     files = [file for file in _files(folder) if weights or file.suffix != ".safetensors"]
     if not files:
         raise InputError(f"model = {str(folder)!r}: must be a folder with a model's files")
@@ -242,15 +248,56 @@ def model_digest(folder: Path, *, weights: bool = True) -> str:
 
 
 def model_state(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """Name, inode, size and time of every file in a model's folder: cheap to compare, and different after a change."""
+    """Name, inode, size and time of every file in a model's folder: cheap to compare, and different after a change.
+
+    The time is that of the inode, which nobody can set back.
+    """
     states = ((file, file.stat()) for file in _files(folder))
-    return tuple((str(file), state.st_ino, state.st_size, state.st_mtime_ns) for file, state in states)
+    return tuple((str(file), state.st_ino, state.st_size, state.st_ctime_ns) for file, state in states)
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a model's folder, in order; hidden ones do not count."""
-    return sorted(
-        file
-        for file in folder.rglob("*")
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )
+    """The files of a model's folder, in order; what is hidden at its top does not count, and no loader looks for it.
+
+    Raises:
+        InputError: a link leads to a folder, whose files would be read without being counted.
+    """
+    found = [path for path in sorted(folder.rglob("*")) if not path.relative_to(folder).parts[0].startswith(".")]
+    if linked := next((path for path in found if path.is_symlink() and path.is_dir()), None):
+        raise InputError(f"model = {str(folder)!r}: {linked.name} is a link to a folder; put the folder itself there")
+    return [path for path in found if path.is_file()]
+
+
+# The files in which transformers finds the names of others, and their entries that name weights, configurations or
+# vocabularies.
+_NAMING = re.compile(r"(tokenizer_)?config(\..+)?\.json|.+\.index\.json")
+_ENTRIES = re.compile(r"weight_map|transformers_weights|\w+_files?|\w*spm|vocab|merges")
+# It writes these, and opens none of them.
+_WRITTEN_ONLY = {"tokenizer_file", "special_tokens_map_file"}
+
+
+def _check_names(folder: Path) -> None:
+    """Refuse a model's folder by which a loader finds files that its digest is not of.
+
+    Raises:
+        InputError: names the file, and what it leads to.
+    """
+    own = {file.name for file in _files(folder) if file.parent == folder}
+    if "adapter_config.json" in own:  # of peft, by which files and other models are found in many ways
+        raise InputError(f"model = {str(folder)!r}: holds an adapter; merge it into its base, and use that")
+    for file in filter(_NAMING.fullmatch, sorted(own)):
+        try:
+            entries = dict(json.loads((folder / file).read_bytes()))
+        except (ValueError, TypeError):
+            raise InputError(f"model = {str(folder)!r}: {file} is no JSON object") from None
+        for key in filter(_ENTRIES.fullmatch, entries.keys() - _WRITTEN_ONLY):
+            if foreign := [name for name in _names(entries[key]) if name not in own]:
+                raise InputError(
+                    f"model = {str(folder)!r}: {file} names {foreign[0]!r} in {key}, which is no file of this folder"
+                )
+
+
+def _names(value: Any) -> list[str]:
+    """The texts in an entry; the words of a vocabulary are its keys."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return [name for name in values if isinstance(name, str)]

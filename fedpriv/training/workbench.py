@@ -25,6 +25,7 @@ from fedpriv.adapters import (
     last_targets,
     leading_block,
     load_base,
+    model_state,
     quantise,
     save,
 )
@@ -330,13 +331,16 @@ def workbench(config: RunConfig, source: DataSource | None = None) -> Workbench:
     """The workbench of this configuration; runs that need the same model and data share one, with its caches.
 
     Raises:
-        InputError: the model is a program's own, and this process has none of this name.
+        InputError: the model is a program's own, and this process has none of this name; or files of a node's model
+            change while they are read.
     """
     if (id(config), id(source)) in _asked:  # every client of a simulated round asks with the same objects
         return _asked[id(config), id(source)][0]
     if (key := _key(config, source)) not in _last:
         forget()
         bench = _made(config, source)
+        if _key(config, source) != key:
+            raise InputError(f"model = {config.model!r}: its files changed while they were read")
         settled = replace(config, base_dtype=bench.model.base_dtype_name)
         _last[key] = _last[_key(settled, source)] = bench
     _asked.clear()
@@ -347,7 +351,9 @@ def workbench(config: RunConfig, source: DataSource | None = None) -> Workbench:
 
 def _key(config: RunConfig, source: DataSource | None) -> Hashable:
     keys = set(config.keys_with(Fact.RELOADS)) - set(config.keys_with(Fact.OUTSIDE))
-    return frozenset((key, getattr(config, key)) for key in keys), source
+    # A node checks the files of its model whenever it is asked, and so has the model of these very files.
+    state = model_state(Path(config.model)) if source else ()
+    return frozenset((key, getattr(config, key)) for key in keys), source, state
 
 
 def _made(config: RunConfig, source: DataSource | None) -> Workbench:

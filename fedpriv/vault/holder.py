@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fedpriv.adapters import model_state
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
-from fedpriv.errors import LedgerError
+from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import Journal
 from fedpriv.ledger.reader import reading
 from fedpriv.training.workbench import Workbench, workbench
@@ -194,7 +194,7 @@ def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> 
     model = approved_model(config.model, read_models(settings.models))
     if model is None:
         raise RefusedError(f"model = {config.model!r}: this node's operator has not approved it")
-    if not _is_unchanged(model, model_state(Path(model.folder))):
+    if not _is_unchanged(model):
         raise RefusedError(f"model = {config.model!r}: its files changed since this node's operator approved them")
     return replace(
         config,
@@ -209,7 +209,14 @@ def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> 
     )
 
 
-@lru_cache(maxsize=8)
-def _is_unchanged(model: ApprovedModel, _state: object) -> bool:
+def _is_unchanged(model: ApprovedModel) -> bool:
     """Whether a model's files are those that were approved; read again only if their sizes or times changed."""
+    try:
+        return _is_unchanged_in(model, model_state(Path(model.folder)))
+    except (InputError, OSError):
+        return False
+
+
+@lru_cache(maxsize=8)
+def _is_unchanged_in(model: ApprovedModel, _state: object) -> bool:
     return is_unchanged_model(model)
