@@ -33,7 +33,7 @@ def save_run(folder: Path, values: dict[str, object], names: tuple[str, ...], *,
     """A run's folder with random variants of its model; nothing was trained."""
     config = parse({"max_length": 32, "base_dtype": "float32", "device": "cpu", **values})
     labels = LABELS if config.task == "SEQ_CLS" else ()
-    base, model = load_model(config, num_labels=len(labels))
+    base, model = load_model(config, labels=labels)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(to_toml(config))
     for number, name in enumerate(names):

@@ -15,7 +15,7 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
@@ -128,6 +128,7 @@ def load_base(
     name: str,
     *,
     task: str,
+    labels: Sequence[str] = (),
     num_labels: int = 0,
     seed: int = 0,
     normalize: bool = False,
@@ -141,7 +142,8 @@ def load_base(
     Args:
         name: local folder, path of a GGUF file, `all-MiniLM-L6-v2`, `SmolLM2-135M-Instruct` or a name on the Hub.
         task: `SEQ_CLS` or `CAUSAL_LM`.
-        num_labels: for `SEQ_CLS`, >= 2.
+        labels: for `SEQ_CLS`, the classes in order.
+        num_labels: their number, >= 2, where they have no names.
         seed: of the new head.
         normalize: whether the head reads vectors of a fixed length.
         dtype: of the weights; `auto` is the checkpoint's own.
@@ -149,7 +151,7 @@ def load_base(
     Raises:
         InputError: the model cannot be obtained, does not suit the task, or cannot be normalised.
     """
-    location = resolve(name)
+    location, num_labels = resolve(name), len(labels) or num_labels
     loader = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForCausalLM
     options = {"num_labels": num_labels, "ignore_mismatched_sizes": True} if task == "SEQ_CLS" else {}
     try:
@@ -164,7 +166,7 @@ def load_base(
                 **options,
             )
             tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:  # it may ask for a package that is not here
         reason = str(error).splitlines()[0]
         raise InputError(f"model = {name!r}: cannot be loaded for {task} ({reason})") from None
     if tokenizer.pad_token is None:

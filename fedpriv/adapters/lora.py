@@ -26,6 +26,9 @@ CONVENTION_FILE = "fedpriv.json"
 
 Trains = Literal["lora", "lora-b", "lora-r", "head", "weights"]
 
+# peft's kinds of adapters that `save` writes; others may name files and models of their own.
+_WRITTEN = ("LORA", "LN_TUNING")
+
 # The parts of a layer's parameter names that stay at their initial value.
 _FROZEN = {
     "lora-b": (".lora_A.",),
@@ -289,6 +292,13 @@ def save(
     (directory / CONVENTION_FILE).write_text(json.dumps(convention, indent=2) + "\n")
 
 
+def shaped(base: BaseModel, settings: Mapping[str, Any]) -> PeftModel:
+    """The base with an adapter of the settings in an adapter's own `adapter_config.json`, whose values are random."""
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        own = {**settings, "inference_mode": False, "base_model_name_or_path": None}
+        return get_peft_model(base.model, PeftConfig.from_peft_type(**own)).eval()
+
+
 def load(base: Any, directory: Path | str) -> PeftModel:
     """The base with a saved adapter, with the same pooling as in training, labels in words, in eval mode.
 
@@ -299,15 +309,19 @@ def load(base: Any, directory: Path | str) -> PeftModel:
         directory: where `save` wrote the adapter.
 
     Raises:
-        InputError: the directory holds no fedpriv adapter, or one of another version, or the base cannot be loaded,
-            has other weights than in training, or pools in another way.
+        InputError: the directory holds no fedpriv adapter, or one of another version or kind, or the base cannot be
+            loaded, has other weights than in training, or pools in another way.
     """
     path, convention = Path(directory) / CONVENTION_FILE, read_convention(Path(directory))
+    settings = PeftConfig.from_pretrained(directory)
+    if settings.peft_type not in _WRITTEN or not (path.parent / "adapter_model.safetensors").is_file():
+        raise InputError(
+            f"{path.parent}: needs adapter_model.safetensors of type {' or '.join(_WRITTEN)}; pickles are never read"
+        )
     if isinstance(base, str):
-        check_weights(base, convention.get("base_weights") or {})
-        task = PeftConfig.from_pretrained(directory).task_type
-        normalize = pooling.normalizes(convention["pooling"])
-        base = load_base(base, task=task, num_labels=len(convention["labels"]), normalize=normalize)
+        name, normalize = base, pooling.normalizes(convention["pooling"])
+        base = load_base(name, task=settings.task_type, labels=convention["labels"], normalize=normalize)
+        check_weights(name, convention.get("base_weights") or {})
     if isinstance(base, BaseModel):
         if base.pooling != convention["pooling"]:
             raise InputError(f"{path}: pooling = {convention['pooling']}, but the base's is {base.pooling}")

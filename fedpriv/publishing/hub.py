@@ -69,7 +69,7 @@ def contents(saved: SavedVariant, *, license: str = "") -> dict[str, bytes]:
     return {
         card.FILE: card.text(saved, license=license).encode(),
         ADAPTER_CONFIG: _json(settings),
-        TENSORS: tensor_file(tensors) if saved.folder is None else (saved.folder / TENSORS).read_bytes(),
+        TENSORS: tensor_file(tensors),
         CONVENTION_FILE: _json(convention),
     }
 

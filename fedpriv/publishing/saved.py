@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import safetensors.numpy
 import torch
@@ -30,10 +30,12 @@ from fedpriv.training.evaluation import text_of
 from fedpriv.variants import is_store
 from fedpriv.variants.blocks import Tensors
 from fedpriv.variants.folders import ADAPTER_CONFIG, TENSORS
-from fedpriv.variants.kept import KeptVariants, VariantFolders
+from fedpriv.variants.kept import KeptVariants, StoredOrOwn, VariantFolders
 from fedpriv.variants.store import Store
 
 GLOBAL = "global"
+
+_Task = Literal["SEQ_CLS", "CAUSAL_LM"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class SavedVariant:
     kept: KeptVariants
     run: RunFolder | None
     model: str
-    task: str
+    task: _Task
     settings: dict[str, Any]
     convention: dict[str, Any]
     reading: TextReading
@@ -167,6 +169,24 @@ def find(path: Path, *, variant: str = "", model: str = "") -> SavedVariant:
     raise InputError(f"variant = {name!r}: {folder.parent} has {', '.join(known[:20]) or 'none'}")
 
 
+def of(kept: StoredOrOwn | Store, name: str, run: RunFolder, *, model: str = "") -> SavedVariant:
+    """The variant that a reader of variants has under a name.
+
+    Args:
+        kept: has it.
+        name: of the variant.
+        run: the folder of its run, or of what else it lies in.
+        model: see `find`.
+
+    Raises:
+        InputError, StoreError: it is damaged, or nothing says how it is used.
+    """
+    reader = kept.reader(name) if isinstance(kept, StoredOrOwn) else kept
+    if isinstance(reader, VariantFolders):
+        return _in_folder(reader.path / name, run, model)
+    return _in_store(reader, name, run, model)
+
+
 def _in_folder(folder: Path, run: RunFolder, model: str) -> SavedVariant:
     settings, convention = files.read_values(folder / ADAPTER_CONFIG), lora.read_convention(folder)
     own = folder.resolve()
@@ -216,32 +236,34 @@ def load(saved: SavedVariant) -> LoadedVariant:
         InputError: its files were changed; its base is not to be found, or has other weights than in training.
     """
     tensors = saved.kept.tensors(saved.name)  # against their digests
-    check_weights(saved.model, saved.convention.get("base_weights") or {})
-    normalize = normalizes(saved.pooling)
-    base = load_base(saved.model, task=saved.task, num_labels=len(saved.labels), normalize=normalize)
+    with fitting(saved), tempfile.TemporaryDirectory() as name:
+        normalize = normalizes(saved.pooling)
+        base = load_base(saved.model, task=saved.task, labels=saved.labels, normalize=normalize)
+        # Of these very values: peft would take another file of the variant's folder, or one of other formats.
+        folder = Path(name)
+        for file, values in ((ADAPTER_CONFIG, saved.settings), (lora.CONVENTION_FILE, saved.convention)):
+            (folder / file).write_text(json.dumps(values), encoding="utf-8")
+        (folder / TENSORS).write_bytes(tensor_file(tensors))
+        model = lora.load(base, folder)
+    return LoadedVariant(saved=saved, peft_model=model, tokenizer=base.tokenizer, device=torch.device("cpu"))
+
+
+@contextmanager
+def fitting(saved: SavedVariant) -> Iterator[None]:
+    """Within this context the variant's base is loaded and gets its adapter; both are checked to belong together.
+
+    Raises:
+        InputError: the base is not to be found, has other weights than in training, or does not fit the adapter.
+    """
     try:
-        with _adapter_folder(saved, tensors) as folder:
-            model = lora.load(base, folder)
+        yield
     except InputError:
         raise
     except (RuntimeError, KeyError, ValueError) as error:  # of torch and peft, for tensors of other shapes or names
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"model = {saved.model!r}: adapter {saved.name} does not fit it ({reason})") from None
-    return LoadedVariant(saved=saved, peft_model=model, tokenizer=base.tokenizer, device=torch.device("cpu"))
-
-
-@contextmanager
-def _adapter_folder(saved: SavedVariant, tensors: Tensors) -> Iterator[Path]:
-    """The variant's folder, or a temporary one with what a store has of it."""
-    if saved.folder is not None:
-        yield saved.folder
-        return
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for file, values in ((ADAPTER_CONFIG, saved.settings), (lora.CONVENTION_FILE, saved.convention)):
-            (folder / file).write_text(json.dumps(values), encoding="utf-8")
-        (folder / TENSORS).write_bytes(tensor_file(tensors))
-        yield folder
+    # Of the files that were read, which a model of the Hub may have got only now.
+    check_weights(saved.model, saved.convention.get("base_weights") or {})
 
 
 def tensor_file(tensors: Tensors) -> bytes:
@@ -249,11 +271,11 @@ def tensor_file(tensors: Tensors) -> bytes:
     return safetensors.numpy.save(tensors, metadata={"format": "pt"})
 
 
-def _task_of(where: Path, settings: dict[str, Any]) -> str:
+def _task_of(where: Path, settings: dict[str, Any]) -> _Task:
     task = settings.get("task_type")
-    if task not in ("SEQ_CLS", "CAUSAL_LM"):
+    if task not in get_args(_Task):
         raise InputError(f"{where / ADAPTER_CONFIG}: task_type = {task!r}: must be SEQ_CLS or CAUSAL_LM")
-    return str(task)
+    return cast("_Task", task)
 
 
 def _base_of(folder: Path, convention: dict[str, Any]) -> str:

@@ -75,6 +75,7 @@ class SharedBase:
     Args:
         model: a peft model with LoRA layers and, if it classifies, a linear head; its layers' forward passes are
             replaced for good, and its own adapter is no longer used.
+        has_types: whether its texts have types of tokens too, all 0: some models add those up where they are given.
 
     Attributes:
         peft_model: of `model`.
@@ -85,8 +86,9 @@ class SharedBase:
         most_positions: tokens of a row that the base has positions for; None without a limit.
     """
 
-    def __init__(self, model: TrainingModel) -> None:
+    def __init__(self, model: TrainingModel, *, has_types: bool = False) -> None:
         self.peft_model: Any = model.peft_model
+        self._has_types = has_types
         self.config: Any = model.peft_model.config
         self.device: torch.device = model.device
         self.shares_passes = not model.alone
@@ -182,7 +184,9 @@ class SharedBase:
         longest, padding = max(map(len, texts)), self.config.pad_token_id or 0
         ids = torch.tensor([[*text, *[padding] * (longest - len(text))] for text in texts])
         mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
-        return {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
+        types = {"token_type_ids": torch.zeros_like(ids)} if self._has_types else {}
+        inputs = {"input_ids": ids, "attention_mask": mask, **types}
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     @contextmanager
     def _using(self, rows: Sequence[Weights]) -> Iterator[None]:

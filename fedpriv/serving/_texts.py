@@ -32,20 +32,25 @@ class Tokenizing:
     """The tokenizer of a served model. Short texts never wait for long ones.
 
     The beginning of a long text is tokenised first. Its words, but for the last few, are words of the whole text, so
-    that the text is refused if these alone have too many tokens. Else it is tokenised whole: one token may stand for
-    any number of spaces or unknown characters, so that no bound on characters alone is right.
+    that the text is refused, or the beginning stands for it, if these alone have too many tokens. Else it is tokenised
+    whole: one token may stand for any number of spaces or unknown characters, so that no bound on characters alone is
+    right.
 
     Args:
         tokenizer: a transformers tokenizer; this object changes its settings.
         model_name: to show in errors.
         chat: how the model's run put prompts to it.
         max_tokens: of a text.
+        cuts: whether a text is cut there, as in training, and not refused.
 
     Attributes:
         quick_characters: of a text, up to which it is a short one.
     """
 
-    def __init__(self, tokenizer: Any, model_name: str, chat: ChatFormat, max_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: Any, model_name: str, chat: ChatFormat, max_tokens: int, *, cuts: bool = False
+    ) -> None:
+        self._cuts, self._beyond = cuts, f"more than {max_tokens} tokens, by the beginning of the text alone"
         self.quick_characters = _CHARACTERS_PER_TOKEN * max_tokens
         self._model_name, self._chat, self._max_tokens = model_name, chat, max_tokens
         # Tokenizers keep the length at which they cut, so that each is used by one thread at a time.
@@ -55,11 +60,16 @@ class Tokenizing:
         """The tokens of a text, cut where it is too long already.
 
         Raises:
-            TooLongError: it is long, and its beginning has too many tokens.
+            TooLongError: it is long, its beginning has too many tokens, and it is not cut.
             ServingError: the tokenizer refuses it.
         """
+        if self._is_beyond(text):
+            if not self._cuts:
+                raise TooLongError(self._beyond)
+            if self._short.tokenizer.truncation_side == "right":
+                text = text[: self.quick_characters]
         with self._for(text) as tokenizer:
-            (row,) = records.encode(tokenizer, [text], None, self._max_tokens + 1)
+            (row,) = records.encode(tokenizer, [text], None, self._max_tokens + (not self._cuts))
         if row is None:
             raise ServingError("a text cannot be read by the model's tokenizer")
         return tuple(row["input_ids"])
@@ -75,6 +85,8 @@ class Tokenizing:
             raise ServingError(f"model {self._model_name} has no chat template; ask for a completion")
         if unknown := next((role for role, _ in messages if role not in ROLES), None):
             raise ServingError(f"messages: role {unknown[:100]!r} is none of {', '.join(ROLES)}")
+        if self._is_beyond(*(content for _, content in messages)):
+            raise TooLongError(self._beyond)
         try:
             with self._for(*(content for _, content in messages)) as tokenizer:
                 if len(messages) == 1 and messages[0][0] == "user" and self._chat.prompt_template:
@@ -88,17 +100,15 @@ class Tokenizing:
             raise ServingError("messages: the model's chat template does not take them") from None
 
     def _for(self, *texts: str) -> _Locked:
-        """The tokenizer for texts.
+        """The tokenizer for texts."""
+        return self._short if sum(map(len, texts)) <= self.quick_characters else self._long
 
-        Raises:
-            TooLongError: their beginnings have too many tokens.
-        """
-        if sum(map(len, texts)) <= self.quick_characters:
-            return self._short
+    def _is_beyond(self, *texts: str) -> bool:
+        """Whether texts are long, and have too many tokens by the words of their beginnings that nothing changes."""
+        if self._for(*texts) is self._short:
+            return False
         with self._long as tokenizer:
-            if sum(_least(tokenizer, text[: self.quick_characters]) for text in texts) > self._max_tokens:
-                raise TooLongError(f"more than {self._max_tokens} tokens, by the beginning of the text alone")
-        return self._long
+            return sum(_least(tokenizer, text[: self.quick_characters]) for text in texts) > self._max_tokens
 
 
 class _Locked:

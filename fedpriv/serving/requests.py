@@ -264,10 +264,10 @@ class Serving(Protocol):
     quick_characters: int
 
     def encode(self, text: str) -> Tokens:
-        """The tokens of a bare prompt, or of a text to classify.
+        """The tokens of a bare prompt, or of a text to classify, which is cut to `max_tokens` as in training.
 
         Raises:
-            TooLongError: it has more than `max_tokens`, as is known before it is tokenised whole.
+            TooLongError: a prompt has more than `max_tokens`, as is known before it is tokenised whole.
             ServingError: the tokenizer refuses the text.
         """
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.config import BaseFormat
-from fedpriv.data.records import chat_format_of
 from fedpriv.errors import InputError, StoreError
 from fedpriv.serving import sources
 from fedpriv.serving._classification import Classification
@@ -41,9 +40,6 @@ log = logging.getLogger(__name__)
 
 _CLOSED = "the server stopped before it had answered"
 
-# Tokens that a classifier takes whatever its limits.
-_SHORT = 512
-
 
 def open_serving(
     source: Path, *, memory_bytes: int, max_waiting: int, base_dtype: BaseFormat = "auto", model: str = ""
@@ -55,12 +51,12 @@ def open_serving(
         memory_bytes: of the variants in memory.
         max_waiting: requests that no pass has begun with.
         base_dtype: of the frozen base; `auto` leaves it to the run's configuration.
-        model: for a store in no run's folder, see `sources.find`.
+        model: the base, see `sources.find`.
 
     Raises:
         InputError, StoreError: the source cannot be served; see `sources.find` and `sources.load`.
     """
-    found = sources.find(source, base=model)
+    found = sources.find(source, model=model)
     if base_dtype != "auto":
         found = replace(found, config=replace(found.config, base_dtype=base_dtype))
     return Scheduler(found, sources.load(found), EngineLimits(memory_bytes=memory_bytes, waiting=max_waiting))
@@ -80,19 +76,24 @@ class Scheduler:
 
     def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits | None = None) -> None:
         limits = limits or EngineLimits()
-        base = SharedBase(loaded.model)
+        like = source.like
+        names = like.reading.encoder.names(loaded.tokenizer, pairs=False, max_length=like.reading.max_length)
+        base = SharedBase(loaded.model, has_types="token_type_ids" in names)
         self._num_embeddings = base.num_embeddings
-        self.task = source.config.task
-        self.labels = source.labels
+        self.task, self.labels, self._shared = like.task, like.labels, source.shared
         self.embeds = self.task == "SEQ_CLS" and base.embeds
         self._again, self._readers, self._leaving = source.again, dict(source.readers), set[str]()
         self.has_base = BASE not in self._readers and (self.embeds or self.task == "CAUSAL_LM")
         if self.has_base:
             self._readers[BASE] = lambda _: base.no_variant
         self.names = tuple(self._readers)
-        self.model_name, self.origin = source.config.model, source.origin
-        self.max_tokens = _most_tokens(base, limits, loaded.tokenizer, self.task)
-        self._tokenizing = Tokenizing(loaded.tokenizer, self.model_name, chat_format_of(source.config), self.max_tokens)
+        self.model_name, self.origin = like.model, source.origin
+        most = like.reading.max_length if self.task == "SEQ_CLS" else limits.cached_tokens
+        room = (most, base.most_positions, getattr(loaded.tokenizer, "model_max_length", None))
+        self.max_tokens = min(tokens for tokens in room if tokens is not None)
+        self._tokenizing = Tokenizing(
+            loaded.tokenizer, self.model_name, like.reading.chat, self.max_tokens, cuts=self.task == "SEQ_CLS"
+        )
         self.quick_characters = self._tokenizing.quick_characters
         self._forms = JsonForms(loaded.tokenizer, loaded.ends)
         self._memory = VariantMemory(self._readers, base.weights, limits.memory_bytes)
@@ -156,7 +157,7 @@ class Scheduler:
             raise ServingError("the variants' source cannot be read now; the server's log says why") from None
         if name not in found.readers:
             raise UnknownVariantError(f"there is no variant {name[:100]!r}")
-        if (found.config.model, found.config.task, found.labels) != (self.model_name, self.task, self.labels):
+        if found.shared != self._shared:
             raise ServingError("the variants' source has another base or other labels now; start the server again")
         self._memory.fitted(name, found.readers[name])
         self._readers[name] = found.readers[name]
@@ -267,10 +268,3 @@ def _checked(request: Generate) -> int:
     if not 0 <= (request.num_alternatives or 0) <= 20:
         raise ServingError(f"num_alternatives = {request.num_alternatives}: must be at least 0 and at most 20")
     return request.max_new_tokens
-
-
-def _most_tokens(base: SharedBase, limits: EngineLimits, tokenizer: Any, task: str) -> int:
-    """The most tokens of a text, or a prompt with its answer, for which model and server have room."""
-    found = [base.most_positions, getattr(tokenizer, "model_max_length", None)]
-    found.append(limits.cached_tokens if task == "CAUSAL_LM" else max(limits.pass_tokens, _SHORT))
-    return min(most for most in found if most is not None)

@@ -5,12 +5,11 @@ Variants are read into memory when they are asked for, and the least recently us
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,22 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedpriv.adapters import A_SUFFIX, B_SUFFIX, as_tensor
-from fedpriv.adapters.lora import CONVENTION_FILE
-from fedpriv.config import RunConfig, parse
-from fedpriv.data.records import chat_format_of
-from fedpriv.errors import InputError
-from fedpriv.runs import files
+from fedpriv.adapters import as_tensor, lora
+from fedpriv.adapters.pooling import normalizes
+from fedpriv.config import RunConfig
+from fedpriv.errors import InputError, StoreError
+from fedpriv.publishing import saved
+from fedpriv.publishing.saved import GLOBAL, SavedVariant
+from fedpriv.runs import RunFolder, files
 from fedpriv.serving._engine import Weights
 from fedpriv.serving.requests import DamagedVariantError, ServingError, UnknownVariantError
 from fedpriv.training import ends_of_turn
 from fedpriv.training.model import TrainingModel
-from fedpriv.training.workbench import load_model
-from fedpriv.variants import folders, is_store
+from fedpriv.training.workbench import load_frozen, ready
+from fedpriv.variants import is_store
 from fedpriv.variants.cache import BoundedCache, CacheStatistics, NoRoomError
-from fedpriv.variants.kept import KeptVariants, open_variants
+from fedpriv.variants.kept import StoredOrOwn, open_variants
 from fedpriv.variants.store import Store
-
-GLOBAL = "global"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,18 +40,23 @@ class Source:
     """Variants of one model, none of them read yet.
 
     Attributes:
-        config: of the run, or what is known of it.
+        like: the first that says how it is used; what it shares with the others is that of the model that is served.
+        config: of the run, for the device and the base's format.
         readers: of each variant, by name, in the order in which they are listed.
         origin: the folder that they are read from, for people.
-        labels: of a classifier, in the order of its outputs.
         again: the same source as it is by then.
     """
 
+    like: SavedVariant
     config: RunConfig
     readers: Mapping[str, _Read]
     origin: str
     again: Callable[[], Source]
-    labels: tuple[str, ...] = ()
+
+    @property
+    def shared(self) -> Mapping[str, Any]:
+        """Whatever all of its variants have in common, by name."""
+        return {"model": self.like.model, **_shared(self.like)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,92 +74,78 @@ class LoadedBase:
     ends: frozenset[int] = frozenset()
 
 
-def find(path: Path, *, base: str = "") -> Source:
+def find(path: Path, *, model: str = "") -> Source:
     """The variants in the folder of a finished run, or in a store of them.
 
     A run's variants are read from its store if there is one, and those that it does not hold, or holds as they were
-    before the run was resumed, from their own files. A store alone belongs to the run in whose folder it lies.
+    before the run was resumed, from their own files.
 
     Args:
         path: of the run's folder or of the store.
-        base: for a store in no run's folder: the folder of a run of the same model, or the model's name, in which case
-            the variants were made with the default settings of runs.
+        model: the base; empty for the one that the run, or else a variant, names.
 
     Raises:
-        InputError: neither a run nor a store is there, it holds no variant, or its base is not known.
+        InputError: neither a run nor a store is there, or it holds no variant that can be served.
         StoreError: the store is damaged as a whole.
     """
-    again = partial(find, path, base=base)
+    kept: StoredOrOwn | Store
     if (path / files.CONFIG).is_file():
-        return _of_run(path, again)
-    if not is_store(path):
+        run, kept = path, open_variants(path / files.VARIANTS, path / files.STORE)
+        origin = _origin(run, kept)
+    elif is_store(path):
+        run, kept, origin = path.resolve().parent, Store(path, read_only=True), str(path)
+    else:
         raise InputError(f"{path}: neither the folder of a run, with {files.CONFIG}, nor a store of variants")
-    store = Store(path, read_only=True)
-    if not store.names:
-        raise InputError(f"{path}: this store holds no variant")
-    run = next((folder for folder in (path.resolve().parent, Path(base)) if (folder / files.CONFIG).is_file()), None)
-    if run is None and not base:
-        raise InputError(f"{path}: lies in no run's folder; name the base, a model or a run's folder")
-    config = files.read_config(run) if run else _defaults(base, store)
-    labels = _labels_of_run(run, config) if run else ()
-    return _source(store, _servable(config), labels or _numbered(_num_labels(store)), str(path), again)
+    names, folder = in_order(kept.names), RunFolder(run)
+    if not names:
+        raise InputError(f"{path}: holds no variant; give the folder of a finished run, or a store of variants")
+    like = _first(kept, names, folder, model)
+    if like.settings.get("peft_type") != "LORA":
+        raise InputError(f"{like.name}: whole weights, as of t-fedavg, do not share passes of a base; use predict")
+    if like.reading.pairs:
+        raise InputError(f"{like.name}: reads pairs of texts, which are not served; use predict")
+    # Requests are looked up among these names and nowhere else.
+    readers = {name: partial(_read, kept, name, folder, like) for name in names}
+    again = partial(find, path, model=model)
+    return Source(like=like, config=like.config or RunConfig(), readers=readers, origin=origin, again=again)
+
+
+def _origin(run: Path, kept: StoredOrOwn) -> str:
+    num_own = sum(kept.reader(name) is kept.own for name in kept.names)
+    origin = str(run / (files.VARIANTS if num_own == len(kept.names) else files.STORE))
+    if 0 < num_own < len(kept.names):
+        origin += f", and {num_own} that it does not hold, or holds as they were, from {run / files.VARIANTS}"
+    return origin
+
+
+def _first(kept: StoredOrOwn | Store, names: Sequence[str], run: RunFolder, model: str) -> SavedVariant:
+    """The first variant that says how it is used; the error of the last one if none does."""
+    for name in names:
+        try:
+            return saved.of(kept, name, run, model=model)
+        except (InputError, StoreError):
+            if name == names[-1]:
+                raise
+    raise AssertionError("a source has names")
 
 
 def load(source: Source) -> LoadedBase:
     """The base of the variants, in the format of the run's configuration; no data are read.
 
     Raises:
-        InputError: it cannot be loaded.
+        InputError: it cannot be loaded, or is not the one that the variants were trained on.
     """
-    config = source.config
-    base, model = load_model(config, num_labels=len(source.labels))
+    like = source.like
+    with saved.fitting(like):
+        normalize = normalizes(like.pooling)
+        base = load_frozen(source.config, like.model, task=like.task, labels=like.labels, normalize=normalize)
+        peft_model = lora.shaped(base, like.settings)
+    model = ready(source.config, peft_model)
     ends: frozenset[int] = frozenset()
-    if config.task == "CAUSAL_LM":
-        chat = [(chat_format_of(config).end(base.tokenizer),)] if config.instructs else []
+    if like.task == "CAUSAL_LM":
+        chat = [(like.reading.chat.end(base.tokenizer),)] if like.reading.instructs else []
         ends = ends_of_turn(model, base.tokenizer, chat)
     return LoadedBase(model=model, tokenizer=base.tokenizer, ends=ends)
-
-
-def _of_run(run: Path, again: Callable[[], Source]) -> Source:
-    config = files.read_config(run)
-    kept = open_variants(run / files.VARIANTS, run / files.STORE)
-    if not kept.names:
-        raise InputError(f"{run / files.VARIANTS}: holds no variant; give the folder of a finished run")
-    labels = _labels_of_run(run, config)
-    if config.task == "SEQ_CLS" and not labels:
-        raise InputError(f"{run}: none of its variants says in {CONVENTION_FILE} which labels there are")
-    num_own = sum(kept.reader(name) is kept.own for name in kept.names)
-    origin = str(run / (files.VARIANTS if num_own == len(kept.names) else files.STORE))
-    if 0 < num_own < len(kept.names):
-        origin += f", and {num_own} that it does not hold, or holds as they were, from {run / files.VARIANTS}"
-    return _source(kept, _servable(config), labels, origin, again, check=lambda name: kept.reader(name) is kept.own)
-
-
-def _source(
-    kept: KeptVariants,
-    config: RunConfig,
-    labels: tuple[str, ...],
-    origin: str,
-    again: Callable[[], Source],
-    *,
-    check: Callable[[str], bool] = lambda name: False,
-) -> Source:
-    """The variants, of which those in folders of their own are checked to be of the run that they are found in."""
-    scaling = config.alpha / config.rank
-    # Requests are looked up among these names and nowhere else.
-    readers = {name: partial(_read, kept, name, scaling if check(name) else None) for name in in_order(kept.names)}
-    return Source(config=config, readers=readers, labels=labels, origin=origin, again=again)
-
-
-def _servable(config: RunConfig) -> RunConfig:
-    """The configuration, of which nothing but the base and its adapters is used."""
-    if config.rule.ternary:
-        raise InputError(
-            f"aggregation = {config.aggregation}: its variants are whole weights, which do not share passes of a base"
-        )
-    if config.text_pair_column:
-        raise InputError(f"text_pair_column = {config.text_pair_column!r}: pairs of texts are not served")
-    return config
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -169,71 +158,44 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=key)
 
 
-def _read(kept: KeptVariants, name: str, scaling: float | None, most_bytes: int) -> Mapping[str, Tensor]:
+def _shared(variant: SavedVariant) -> dict[str, Any]:
+    """The uses of a variant that all have in common which share a base and its tokenizer."""
+    settings = variant.settings
+    return {
+        "task": variant.task,
+        "labels": variant.labels,
+        "pooling": variant.pooling,
+        "reading": variant.reading,
+        "lora_alpha / r": f"{settings['lora_alpha'] / settings['r']:.6g}",
+        "base_weights": set((variant.convention.get("base_weights") or {}).values()),
+    }
+
+
+def _read(
+    kept: StoredOrOwn | Store, name: str, run: RunFolder, like: SavedVariant, most_bytes: int
+) -> Mapping[str, Tensor]:
     """The tensors of a variant, checked against their digests; see `_Read`.
 
     Args:
         kept: has it.
         name: of the variant.
-        scaling: of the run, which its description must agree with; None does not read that.
+        run: the folder of its run.
+        like: a variant whose uses this one must have.
         most_bytes: of its tensors.
 
     Raises:
         ServingError: they take more memory than that.
-        Exception: they are not those that were described, or scaled in another way than the run's.
+        Exception: they are not those that were described, or are used in another way than the others.
     """
     _check_room(name, kept.memory_bytes(name), most_bytes)
-    if scaling is not None:
-        described = kept.describe(name)
-        if described is None or described.name != name:
-            raise ValueError(f"{name}: is described as {described and described.name!r}")
-        found = described.files[folders.ADAPTER_CONFIG]
-        if abs(found["lora_alpha"] / found["r"] - scaling) > 1e-6 * scaling:
-            raise ValueError(f"{name}: the scale in its {folders.ADAPTER_CONFIG} is not alpha / rank = {scaling:g}")
-    return _checked(kept.tensors(name))
-
-
-def _checked(tensors: Mapping[str, np.ndarray[Any, Any]]) -> Mapping[str, Tensor]:
-    for name, values in tensors.items():
+    own, expected = _shared(saved.of(kept, name, run, model=like.model)), _shared(like)
+    if other := next((key for key in own if own[key] != expected[key]), None):
+        raise ValueError(f"its {other} = {own[other]} is not the served model's {expected[other]}")
+    tensors = kept.tensors(name)
+    for tensor, values in tensors.items():
         if not np.isfinite(values).all():
-            raise ValueError(f"{name} holds values that are no numbers")
-    return {name: as_tensor(values) for name, values in tensors.items()}
-
-
-def _labels_of_run(run: Path, config: RunConfig) -> tuple[str, ...]:
-    """The classes in order, as any variant keeps them, or as the configuration or the summary names them."""
-    if config.task != "SEQ_CLS":
-        return ()
-    for path in sorted((run / files.VARIANTS).glob(f"*/{CONVENTION_FILE}")):
-        try:
-            labels = json.loads(path.read_text(encoding="utf-8")).get("labels")
-        except (OSError, ValueError, AttributeError):
-            continue  # damaged; another has them too
-        if labels and all(isinstance(label, str) for label in labels):
-            return tuple(labels)
-    if config.labels:
-        return config.labels
-    return tuple(files.read_values(run / files.SUMMARY, optional=True).get("labels") or ())
-
-
-def _numbered(num: int) -> tuple[str, ...]:
-    return tuple(map(str, range(num)))
-
-
-def _num_labels(store: Store) -> int:
-    """Outputs of the stored variants' heads; 0 of causal models."""
-    layout = store.manifest(store.names[0]).layout
-    heads = [t.shape[0] for t in layout.tensors if not t.name.endswith((A_SUFFIX, B_SUFFIX))]
-    return heads[-1] if heads else 0
-
-
-def _defaults(model: str, store: Store) -> RunConfig:
-    """The configuration of the run that made a store, as far as its tensors tell; the rest has its defaults."""
-    tensors = store.manifest(store.names[0]).layout.tensors
-    rank = next((tensor.shape[0] for tensor in tensors if tensor.name.endswith(A_SUFFIX)), 1)
-    config = parse({"model": model, "task": "SEQ_CLS" if _num_labels(store) else "CAUSAL_LM"})
-    layers = sorted({int(m.group(1)) for t in tensors if (m := re.search(r"\.(?:layer|layers|h)\.(\d+)\.", t.name))})
-    return replace(config, rank=rank, alpha=config.alpha / config.rank * rank, layers=",".join(map(str, layers)))
+            raise ValueError(f"{tensor} holds values that are no numbers")
+    return {tensor: as_tensor(values) for tensor, values in tensors.items()}
 
 
 log = logging.getLogger(__name__)

@@ -61,29 +61,19 @@ _LEAST_KEPT = 1000
 
 
 def load_model(
-    config: RunConfig, *, num_labels: int, alone: bool = False, num_workers: int = 1
+    config: RunConfig, *, labels: tuple[str, ...], alone: bool = False, num_workers: int = 1
 ) -> tuple[BaseModel, TrainingModel]:
     """The frozen base with its tokenizer, and the same base with an adapter, on the configured device.
 
     Args:
         config: of the run.
-        num_labels: number of classes; 0 for causal models.
+        labels: the classes in order; none of causal models.
         alone, num_workers: as for `TrainingModel`.
 
     Raises:
         InputError: the model, an adapter setting or the device cannot be used.
     """
-    device, quantised = _device(config.device), config.base_dtype == "nf4"
-    base = load_base(
-        config.model,
-        task=config.task,
-        num_labels=num_labels,
-        seed=config.seed,
-        normalize=config.normalize_features,
-        dtype="auto" if quantised else torch.float32,
-    )
-    if quantised:
-        quantise(base.name, base.model, device)
+    base = load_frozen(config, config.model, task=config.task, labels=labels, normalize=config.normalize_features)
     # Models without learned positions state no limit; tokenizers without a limit state a huge number.
     positions = getattr(base.model.config, "max_position_embeddings", None)
     longest = min(positions or config.max_length, base.tokenizer.model_max_length)
@@ -106,13 +96,40 @@ def load_model(
     )
     attached = partial(attach, base, seed=config.seed)
     if config.factors != "weights":
-        base.model.to(device)  # which computes what the factors are made of
+        base.model.to(_device(config.device))  # which computes what the factors are made of
     if config.factors == "answers":
         attached = partial(attached, factors=partial(_answer_factors, config, base.tokenizer))
         settings = replace(settings, target_modules=config.target_modules or last_targets(base))
     if config.factors == "inputs":
         attached = partial(attached, rows=partial(_leading_directions, config, base.tokenizer))
-    peft_model = attached(settings).to(device)
+    return base, ready(config, attached(settings), alone=alone, num_workers=num_workers)
+
+
+def load_frozen(config: RunConfig, model: str, *, task: str, labels: tuple[str, ...], normalize: bool) -> BaseModel:
+    """A frozen base in float32, or in 4 bits on the configured device.
+
+    Args:
+        config: decides the device, the format, and the seed of a new head.
+        model, task, labels, normalize: as for `load_base`.
+
+    Raises:
+        InputError: the model or the device cannot be used.
+    """
+    quantised = config.base_dtype == "nf4"
+    dtype: Any = "auto" if quantised else torch.float32
+    base = load_base(model, task=task, labels=labels, seed=config.seed, normalize=normalize, dtype=dtype)
+    if quantised:
+        quantise(base.name, base.model, _device(config.device))
+    return base
+
+
+def ready(config: RunConfig, peft_model: Any, *, alone: bool = False, num_workers: int = 1) -> TrainingModel:
+    """A base with an adapter, from `load_frozen`, on the configured device, in its format, and admitted.
+
+    Raises:
+        InputError: the model cannot be used there, or not at all.
+    """
+    peft_model = peft_model.to(_device(config.device))
     build = partial(
         TrainingModel,
         peft_model,
@@ -123,10 +140,10 @@ def load_model(
         alone=alone,
         num_workers=num_workers,
     )
-    with refusing(base.model.config.model_type):
+    with refusing(peft_model.config.model_type):
         model = in_format(peft_model, config.base_dtype, build)
         admit(model)
-    return base, model
+    return model
 
 
 def _answer_factors(config: RunConfig, tokenizer: Any, model: Any) -> dict[str, Factors]:
@@ -180,7 +197,7 @@ class Workbench:
         self.label_names = own_names if source else self.data.label_names
         self.base, self.model = load_model(
             config,
-            num_labels=len(self.label_names),
+            labels=self.label_names,
             alone=source is not None,
             num_workers=num_cores() if source else 1,
         )
@@ -408,7 +425,7 @@ def records_per_second(at_least_seconds: float = 2.0) -> float:
         at_least_seconds: for which updates are repeated, > 0; the first one, which warms up, is not counted.
     """
     config = RunConfig(prefix_cache=False, noise_multiplier=1.0, start_noise_multiplier=1.0, learning_rate=1.0)
-    _, model = load_model(config, num_labels=_NUM_LABELS)
+    _, model = load_model(config, labels=tuple(map(str, range(_NUM_LABELS))))
     source = SeededSource(0)
     spec = UpdateSpec.of(config)
     task = UpdateTask(

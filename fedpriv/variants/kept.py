@@ -246,7 +246,7 @@ class StoredOrOwn:
         """See `KeptVariants`."""
         return self.reader(name).is_chosen_privately(name)
 
-    def reader(self, name: str) -> KeptVariants:
+    def reader(self, name: str) -> VariantFolders | Store:
         """The reader that has the variant as it is now."""
         if self.stored is None or name not in self.stored.names or self._is_older(self.stored, name):
             return self.own

@@ -74,7 +74,8 @@ def models(config: RunConfig, num_labels: int) -> list[TrainingModel]:
     """A node's and a simulation's."""
     cores = len(os.sched_getaffinity(0))
     return [
-        load_model(config, num_labels=num_labels, alone=a, num_workers=n)[1] for a, n in ((True, cores), (False, 1))
+        load_model(config, labels=tuple(map(str, range(num_labels))), alone=a, num_workers=n)[1]
+        for a, n in ((True, cores), (False, 1))
     ]
 
 

@@ -60,7 +60,7 @@ def make_run(folder: Path, num_variants: int, values: dict[str, object]) -> Path
     """A run's folder with random variants; nothing is trained."""
     config = parse({"layers": "all", "rank": 8, "alpha": 16.0, "device": "cpu", **values})
     labels = LABELS if config.task == "SEQ_CLS" else ()
-    base, model = load_model(config, num_labels=len(labels))
+    base, model = load_model(config, labels=labels)
     shapes = {name: tensor.shape for name, tensor in get_peft_model_state_dict(model.peft_model).items()}
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(config))

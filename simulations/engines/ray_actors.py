@@ -79,7 +79,7 @@ class RayExecutor:
         self._actors: list[Any] = []
         self._tally: Any = None
         self._records: WeakKeyDictionary[RecordSet, Any] = WeakKeyDictionary()
-        self._num_labels = len(workbench(config).data.label_names)
+        self._labels = workbench(config).data.label_names
 
     def __enter__(self) -> Self:
         self._ray = connect(self._config.ray_address)
@@ -146,7 +146,7 @@ class RayExecutor:
 
     def _start_actor(self) -> Any:
         options = {"num_gpus": 1, "num_cpus": 0} if self._gpus else {"num_cpus": 1}
-        return self._ray.remote(**options)(_Worker).remote(self._config, self._num_labels, self._tally)
+        return self._ray.remote(**options)(_Worker).remote(self._config, self._labels, self._tally)
 
     def _parcel(self, task: UpdateTask, adapters: _Adapters) -> _Parcel:
         if task.data not in self._records:
@@ -184,13 +184,13 @@ class _Adapters:
 class _Worker:
     """An actor, which holds the frozen base and the records of the clients that it was sent."""
 
-    def __init__(self, config: RunConfig, num_labels: int, tally: Any) -> None:
+    def __init__(self, config: RunConfig, labels: tuple[str, ...], tally: Any) -> None:
         if not torch.cuda.is_available():
             torch.set_num_threads(1)
         import ray  # an actor has it
 
         self._get = ray.get
-        _, self._model = load_model(config, num_labels=num_labels)
+        _, self._model = load_model(config, labels=labels)
         self._tally, self._told, self._name = tally, 0.0, secrets.token_hex(8)
         if tally is not None:
             self._model.tell = unfailing(self._tell)

@@ -38,7 +38,7 @@ def _quiet(quick_nodes):
 def initial(approved, **changes):
     """What a run starts from."""
     config = run_config(**changes)
-    return load_model(replace(config, model=str(approved[config.model])), num_labels=len(LABELS))[1].initial
+    return load_model(replace(config, model=str(approved[config.model])), labels=LABELS)[1].initial
 
 
 @pytest.fixture(scope="module")

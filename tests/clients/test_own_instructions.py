@@ -64,7 +64,7 @@ def node(folder, tmp_path):
 def update(settings, config, *, round_=1):
     """The values of the upload for one request to train."""
     forget()
-    start = load_model(config, num_labels=0)[1].initial
+    start = load_model(config, labels=())[1].initial
     instruction = protocol.pack_instruction("run", round_, UpdateSpec.of(config))
     arrays = {protocol.ADAPTER: {name: tensor.numpy() for name, tensor in start.items()}}
     request = Request(kind="train", run_config=to_flower(config), fields=instruction, arrays=arrays)

@@ -14,7 +14,7 @@ from fedpriv.adapters._base_models import load_tokenizer
 from fedpriv.serving import _classification
 from fedpriv.serving._classification import together
 from fedpriv.serving._engine import SharedBase
-from fedpriv.serving.requests import BusyError, Failed, TooLongError, UnknownVariantError
+from fedpriv.serving.requests import BusyError, Classify, Failed, TooLongError, UnknownVariantError
 from fedpriv.serving.sources import find, load
 from tests.served import LABELS, Asked, ask_classes, hold, save_run, serving, to_classify
 from tests.tiny import WORDS
@@ -44,7 +44,8 @@ def plain(run, tiny_bert):
 
         @torch.no_grad()
         def probabilities(text):
-            return model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(dim=0)
+            inputs = tokenizer(text, truncation=True, max_length=32, return_tensors="pt")
+            return model(**inputs).logits[0].softmax(dim=0)
 
         return probabilities
 
@@ -166,13 +167,12 @@ def test_a_name_is_looked_up_and_never_a_path(run):
             assert len(str(caught.value)) < 200
 
 
-def test_what_is_too_long_or_empty_is_refused_before_it_waits(run):
+def test_tokens_of_which_there_are_too_many_are_refused_before_they_wait(run):
     with serving(run) as scheduler:
-        assert scheduler.max_tokens == 64
-        fits, too_long = "a " * 62, "a " * 63  # beside the tokenizer's two
-        assert ask_classes(scheduler, "global", (fits,)).last().num_tokens == 64
-        with pytest.raises(TooLongError, match="64 tokens"):
-            scheduler.submit(to_classify(scheduler, "global", ("a", too_long)), print)
+        assert scheduler.max_tokens == 32
+        too_long = Classify(variant="global", texts=((7,), (7,) * 33))
+        with pytest.raises(TooLongError, match="32 tokens"):
+            scheduler.submit(too_long, print)
         assert scheduler.statistics().num_waiting == 0
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.aggregation.rules import RULES
 from fedpriv.errors import InputError
 from fedpriv.serving._engine import Weights
 from fedpriv.serving.requests import Classified, DamagedVariantError, Failed, ServingError, UnknownVariantError
@@ -45,7 +44,7 @@ def store_of(run, path, names=NAMES, block_size=64):
         for name in names:
             tensors = read_tensors(run / "variants" / name)
             layout = layout_of(tensors, block_size)
-            store.add(name, layout, *layout.to_blocks(tensors))
+            store.add(name, layout, *layout.to_blocks(tensors), described=read(run / "variants" / name))
     return path
 
 
@@ -59,15 +58,9 @@ def test_a_store_serves_the_same_answers_as_the_files(run, tmp_path, tiny_bert):
     assert len({answer.probabilities for answer in expected}) == 3
     inside = store_of(run, run / "store")
     assert answers(inside) == expected
-    assert find(inside).labels == LABELS
     alone = store_of(run, tmp_path / "alone")
-    for base in (str(run), str(tiny_bert)):
-        assert find(alone, base=base).config.model == str(tiny_bert)
-    assert find(alone, base=str(tiny_bert)).labels == ("0", "1", "2")
-    found = find(alone, base=str(tiny_bert)).config
-    assert (found.rank, found.alpha / found.rank, found.layers) == (4, 2.0, "1")
-    with pytest.raises(InputError, match="name the base"):
-        find(alone)
+    assert find(alone, model=str(tiny_bert)).shared == find(run).shared
+    assert find(alone).like.model == tiny_bert.name
     shutil.rmtree(run / "variants" / "client-2")
     assert answers(run) == expected, "a variant without files of its own is in the store"
 
@@ -172,15 +165,16 @@ def test_a_damaged_variant_is_refused_by_name_and_the_others_are_served(run, kin
     assert len(one.probabilities) == len(other.probabilities) == 1
 
 
-def test_labels_are_those_that_any_variant_keeps(run):
-    (run / "variants/client-10/fedpriv.json").write_text("{")
-    assert find(run).labels == LABELS
+def test_the_first_variant_that_says_how_it_is_used_decides_and_another_use_is_refused(run):
+    (run / "variants/global/fedpriv.json").write_text("{")
+    other = run / "variants/client-10/fedpriv.json"
+    other.write_text(other.read_text().replace(f'"{LABELS[0]}"', '"urology"'))
+    assert find(run).like.labels == LABELS
+    assert [type(answer) for answer in answers(run)] == [Failed, Classified, Failed]
     for path in run.glob("variants/*/fedpriv.json"):
         path.unlink()
-    with pytest.raises(InputError, match="which labels"):
+    with pytest.raises(InputError, match=r"fedpriv.json: missing"):
         find(run)
-    (run / "summary.json").write_text(json.dumps({"labels": ["a", "b", "c"]}))
-    assert find(run).labels == ("a", "b", "c")
 
 
 def test_folders_that_hold_nothing_to_serve_are_named(run, tmp_path):
@@ -197,26 +191,25 @@ def test_folders_that_hold_nothing_to_serve_are_named(run, tmp_path):
         find(tmp_path / "empty")
 
 
-def test_variants_of_every_rule_but_whole_weights_are_adapters(run):
-    config = (run / "config.toml").read_text()
-    assert "t-fedavg" in RULES
-    (run / "config.toml").write_text(config.replace('aggregation = "dp-lora"', 'aggregation = "t-fedavg"'))
+def test_whole_weights_are_not_served(tiny_bert, tmp_path):
+    values = {"model": str(tiny_bert), "layers": "last-1", "aggregation": "t-fedavg", "recipe": "dp-lora-paper"}
     with pytest.raises(InputError, match=r"t-fedavg"):
-        find(run)
+        find(save_run(tmp_path / "run", values, ("global",)))
 
 
 def test_a_model_of_one_block_over_and_over_is_refused_before_it_fills_the_memory(run):
     block = np.zeros((1, 1024), np.float32)
     layout = layout_of({"large": np.broadcast_to(block, (2**15, 1024))}, 1024)  # 128 MiB
     with Store(run / "store") as store:
-        store.add("one", layout_of({"small": block}, 1024), block, {})
-        store.add("large", layout, np.zeros(2**15, np.int64), {})
+        known = read(run / "variants" / "global")
+        store.add("one", layout_of({"small": block}, 1024), block, {}, described=replace(known, name="one"))
+        store.add("large", layout, np.zeros(2**15, np.int64), {}, described=replace(known, name="large"))
     assert sum(file.stat().st_size for file in (run / "store").iterdir()) < 2**19
-    read = find(run).readers["large"]
+    read_large = find(run).readers["large"]
     tracemalloc.start()
     try:
         with pytest.raises(ServingError, match=f"'large' needs {2**27} bytes, but the server has {2**26} for all"):
-            read(2**26)
+            read_large(2**26)
         assert tracemalloc.get_traced_memory()[1] < 2**23
     finally:
         tracemalloc.stop()

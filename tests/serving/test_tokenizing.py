@@ -1,4 +1,4 @@
-"""A text far too long is refused by its beginning, and no text that fits ever is."""
+"""A text far too long is refused, or cut, by its beginning, and no text that fits ever is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Counting(PreTrainedTokenizerFast):
         return super().__call__(text, *args, **kwargs)
 
 
-def tokenizing(*, has_words: bool = True) -> Tokenizing:
+def tokenizing(*, has_words: bool = True, cuts: bool = False) -> Tokenizing:
     Counting.most = 0
     pairs = {"[UNK]": 0, "a": 1, "b": 2, "ab": 3, "abab": 4, "</s>": 5, " ": 6, "ba": 7}
     merges = [("a", "b"), ("ab", "ab"), ("b", "a")]
@@ -35,7 +35,7 @@ def tokenizing(*, has_words: bool = True) -> Tokenizing:
         inner.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"unk_token": "[UNK]", "eos_token": "</s>", "pad_token": "</s>"}
     tokenizer = Counting(tokenizer_object=inner, chat_template=TEMPLATE, model_max_length=10**6, **special)
-    return Tokenizing(tokenizer, "tiny", ChatFormat(has_messages=True), ROOM)
+    return Tokenizing(tokenizer, "tiny", ChatFormat(has_messages=True), ROOM, cuts=cuts)
 
 
 def test_of_a_text_far_too_long_only_the_beginning_is_tokenised():
@@ -69,3 +69,19 @@ def test_what_is_refused_by_its_beginning_is_too_long_as_a_whole(has_words):
             refused += 1
             assert len(whole) > ROOM
     assert (refused > 20) == has_words
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_what_is_cut_has_the_tokens_of_the_whole_text(side):
+    found, generator = tokenizing(cuts=True), random.Random(0)
+    for each in (found._short, found._long):
+        each.tokenizer.truncation_side = side
+    whole = found._short.tokenizer
+    for length in [*range(10, 100, 7), *range(1000, 3000, 500)]:
+        text = "".join(generator.choices(("a", "b", "     "), k=length))
+        expected = whole([text], truncation=True, max_length=ROOM)["input_ids"][0]
+        assert len(expected) == ROOM or length < 100
+        assert found.encode(text) == tuple(expected)
+    Counting.most = 0
+    assert found.encode("a b " * 250_000) == (1, 2) * (ROOM // 2)
+    assert (Counting.most <= found.quick_characters) == (side == "right")

@@ -341,7 +341,7 @@ def test_an_architecture_that_does_not_fit_is_refused_by_name(tmp_path, tiny_ber
     save(CanineModel(config), tmp_path / "canine", tokenizer_of=tiny_bert)
     run = RunConfig(model=str(tmp_path / "canine"), max_length=16, target_modules=("query", "value"))
     with pytest.raises(InputError, match=r"a canine model cannot train here .*vocab_size.*; bert") as refused:
-        load_model(run, num_labels=3)
+        load_model(run, labels=("a", "b", "c"))
     assert "\n" not in str(refused.value)
     assert "_first_tokens" in caplog.text
 

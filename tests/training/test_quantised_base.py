@@ -147,7 +147,7 @@ def in_bfloat16(tiny_bert, tmp_path):
 
 def test_a_checkpoint_in_bfloat16_is_quantised_as_it_is_and_the_rest_becomes_float32(in_bfloat16):
     config = RunConfig(model=str(in_bfloat16), task="CAUSAL_LM", base_dtype="nf4", device="cpu")
-    _, model = load_model(config, num_labels=0)
+    _, model = load_model(config, labels=())
     layer = model.peft_model.get_base_model().model.layers[0].mlp.up_proj
     exact = load_base(str(in_bfloat16), task="CAUSAL_LM").model.model.layers[0].mlp.up_proj.weight
     from bitsandbytes.functional import dequantize_4bit

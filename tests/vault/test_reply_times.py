@@ -101,7 +101,7 @@ def node(tiny_bert, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def start(tiny_bert):
     config = replace(run_config(), model=str(tiny_bert))
-    return workbench.load_model(config, num_labels=len(LABELS))[1].initial
+    return workbench.load_model(config, labels=LABELS)[1].initial
 
 
 def request_of(question: Question) -> Request:

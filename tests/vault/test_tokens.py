@@ -41,7 +41,7 @@ def _seeded(monkeypatch):
 
 @pytest.fixture(scope="module")
 def start(tiny_bert):
-    return load_model(replace(run_config(), model=str(tiny_bert)), num_labels=len(LABELS))[1].initial
+    return load_model(replace(run_config(), model=str(tiny_bert)), labels=LABELS)[1].initial
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ class Site:
 def site(tmp_path, make_node, tiny_bert, monkeypatch) -> Callable[..., Site]:
     """Makes nodes with these records; nodes with the same records upload the same in the same round."""
     monkeypatch.setattr(answer, "_source", lambda _, client, round_, purpose: SeededSource(0, client, round_, purpose))
-    start = load_model(replace(CONFIG, model=str(tiny_bert)), num_labels=len(LABELS))[1].initial
+    start = load_model(replace(CONFIG, model=str(tiny_bert)), labels=LABELS)[1].initial
     columns = {"text_column": "note", "label_column": "department", "labels": LABELS, "reply_seconds": 1e-3}
 
     def make(name: str = "node", rows: Sequence[tuple[str, str]] = ROWS) -> Site:
