@@ -137,7 +137,9 @@ def load_base(
     """The frozen base model, with SDPA attention.
 
     A new head is initialised from the seed, so equal seeds give equal models; with `normalize`, see `freeze`. A
-    classifier's head for another number of labels than its checkpoint's is a new one.
+    classifier's head for another number of labels than its checkpoint's is a new one. A checkpoint's own head has its
+    rows put in the order of the labels, which are matched by name with its `id2label`, in capitals or not; if none
+    matches, as with `LABEL_0`, they stay as they are.
 
     Args:
         name: local folder, path of a GGUF file, `all-MiniLM-L6-v2`, `SmolLM2-135M-Instruct` or a name on the Hub.
@@ -149,7 +151,8 @@ def load_base(
         dtype: of the weights; `auto` is the checkpoint's own.
 
     Raises:
-        InputError: the model cannot be obtained, does not suit the task, or cannot be normalised.
+        InputError: the model cannot be obtained, does not suit the task, or cannot be normalised; or its head is for
+            some of the labels and for others.
     """
     location, num_labels = resolve(name), len(labels) or num_labels
     loader = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForCausalLM
@@ -176,7 +179,38 @@ def load_base(
     resized = {key: tuple(shape) for key, _, shape in info["mismatched_keys"]}
     if other := sorted(key for key, shape in resized.items() if shape[0] != num_labels):
         raise InputError(f"model = {name!r}: its weights do not fit its config.json ({other[0]})")
-    return freeze(name, model, tokenizer, missing={*info["missing_keys"], *resized}, task=task, normalize=normalize)
+    missing = {*info["missing_keys"], *resized}
+    base = freeze(name, model, tokenizer, missing=missing, task=task, normalize=normalize)
+    if labels and not base.new_modules:
+        _put_in_order(base, labels)
+    return base
+
+
+def _put_in_order(base: BaseModel, labels: Sequence[str]) -> None:
+    """Give the rows of a checkpoint's own head the order of the labels, as far as the checkpoint names them.
+
+    Raises:
+        InputError: it names some of them and others, or its rows cannot be found.
+    """
+    model, known = base.model, [str(base.model.config.id2label.get(row)) for row in range(len(labels))]
+    form = str if set(known) == set(labels) else str.casefold
+    places = {form(name): row for row, name in enumerate(known)}
+    rows = [places[form(label)] for label in labels if form(label) in places]
+    if not rows or rows == list(range(len(labels))):
+        return
+    inside = f"{model.base_model_prefix}."
+    heads = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and not n.startswith(inside)]
+    last = [head for head in heads if head.out_features == len(labels)][-1:]
+    if sorted(rows) != list(range(len(labels))) or not last:
+        raise InputError(
+            f"labels = {', '.join(labels)}: model {base.name!r} has a head for {', '.join(known)}, which cannot be "
+            "matched with them; give both the same names (id2label in config.json), or the data others altogether"
+        )
+    with torch.no_grad():
+        for parameter in last[0].parameters():
+            parameter.copy_(parameter[rows])
+    model.config.id2label = dict(enumerate(labels))
+    model.config.label2id = {label: row for row, label in enumerate(labels)}
 
 
 def freeze(
