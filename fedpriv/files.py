@@ -1,17 +1,20 @@
-"""Files that are written completely or not at all, and structured logs: one JSON line for each event of a run."""
+"""Files that are written completely or not at all, or deleted by their names, and logs of one JSON line an event."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from pathlib import Path
+from functools import partial
+from io import BufferedWriter
+from pathlib import Path, PurePath
 from typing import Protocol
 
 from fedpriv.errors import InputError
@@ -36,44 +39,81 @@ class _Owner(Protocol):
     def gid(self) -> int: ...
 
 
-def write_new(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Write a new file; a reader sees all of it or nothing.
+def write_new(path: Path, content: bytes, *, mode: int | None = 0o644) -> None:
+    """Write a new file; a reader sees all of it or nothing. For arguments and errors see `new_file`."""
+    with new_file(path, mode=mode) as file:
+        file.write(content)
+
+
+def replace_file(path: Path, content: bytes, *, mode: int | None = 0o644, owner: _Owner | None = None) -> None:
+    """Write a file, replacing any old one. For arguments and errors see `replaced_file`."""
+    with replaced_file(path, mode=mode, owner=owner) as file:
+        file.write(content)
+
+
+@contextmanager
+def new_file(path: Path, *, mode: int | None = None) -> Iterator[BufferedWriter]:
+    """An empty temporary file to fill, also by its name, which then becomes the new one: a reader sees all or nothing.
 
     Args:
         path: in an existing folder.
-        content: of the file.
-        mode: its permissions, from the first byte on.
+        mode: its permissions, from the first byte on; None stands for those that the process gives to new files.
 
     Raises:
-        InputError: the file exists.
+        InputError: something has that name already.
+        OSError: it cannot be written; nothing is left behind.
     """
-    temporary = _temporary(path, content, mode)
-    try:
-        os.link(temporary, path)  # unlike a rename, a link fails if the target exists
-    except FileExistsError:
-        raise InputError(f"{path}: exists; give another path, or move it away first") from None
-    finally:
-        temporary.unlink()
+    with _temporary(path, mode) as file:
+        yield file
+        try:
+            os.link(_finished(file, mode), path)  # unlike a rename, a link fails if the target exists
+        except FileExistsError:
+            raise InputError(f"{path}: exists; give another path, or move it away first") from None
 
 
-def replace_file(path: Path, content: bytes, *, mode: int = 0o644, owner: _Owner | None = None) -> None:
-    """Write a file, replacing any old one; a reader sees either the old or the new one.
+@contextmanager
+def replaced_file(path: Path, *, mode: int | None = None, owner: _Owner | None = None) -> Iterator[BufferedWriter]:
+    """An empty temporary file to fill, also by its name, which then takes the place of any old one at once.
+
+    A link in that place is replaced itself: what it leads to stays as it is.
 
     Args:
         path: in an existing folder.
-        content: of the file.
-        mode: its permissions, from the first byte on.
+        mode: its permissions, from the first byte on; None stands for those that the process gives to new files.
         owner: the user who then owns the file; None stands for the user of this process.
 
     Raises:
         OSError: it cannot be written, or something that is no file has its name; nothing is left behind.
     """
-    temporary = _temporary(path, content, mode, owner)
-    try:
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink()
-        raise
+    with _temporary(path, mode) as file:
+        yield file
+        _finished(file, mode, owner).replace(path)
+
+
+def remove_files(root: Path, names: Iterable[str]) -> None:
+    """Delete files below a folder, and the folders between that are then empty; one that is missing is none.
+
+    Nothing else goes: neither a file of another name nor a link, nor anything that a link leads to.
+
+    Args:
+        root: a folder, or a link to one.
+        names: of the files in it, such as `manifests/global.json`.
+
+    Raises:
+        OSError: a file cannot be deleted.
+    """
+    emptied = set[Path]()
+    for name in map(PurePath, names):
+        between = [root / parent for parent in name.parents][:-1]
+        if name.is_absolute() or ".." in name.parts or any(folder.is_symlink() for folder in between):
+            continue
+        file = root / name
+        if file.is_file() and not file.is_symlink():
+            file.unlink(missing_ok=True)
+        emptied.update(between)
+    for folder in sorted(emptied, key=lambda folder: len(folder.parts), reverse=True):
+        with suppress(OSError):  # it holds something else, or is gone
+            folder.rmdir()
 
 
 def sync_folder(path: Path) -> None:
@@ -85,6 +125,11 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
+def is_free(folder: Path) -> bool:
+    """Whether nothing has this path, or an empty folder."""
+    return not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir()))
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A temporary folder to fill; it becomes `path` on success and is deleted on failure. Only its owner can access it.
@@ -93,9 +138,9 @@ def new_folder(path: Path) -> Iterator[Path]:
         path: does not exist or is an empty folder.
 
     Raises:
-        InputError: path is a file, or a folder that is not empty.
+        InputError: path is a file, a link, or a folder that is not empty.
     """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    if path.is_symlink() or not is_free(path):
         raise InputError(f"folder = {path}: exists and is not an empty folder; give another path")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
@@ -107,21 +152,26 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def _temporary(path: Path, content: bytes, mode: int, owner: _Owner | None = None) -> Path:
-    """A temporary file in the folder of `path` with this content, flushed to disk; none is left if that fails."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-            os.fchmod(descriptor, mode)
-            if owner is not None:
-                os.fchown(descriptor, owner.uid, owner.gid)
-    except BaseException:
-        Path(name).unlink()
-        raise
-    return Path(name)
+@contextmanager
+def _temporary(path: Path, mode: int | None) -> Iterator[BufferedWriter]:
+    """An open file in the folder of `path` under a name of its own, which is gone at the end."""
+    name = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with open(name, "xb", opener=partial(os.open, mode=0o666 if mode is None else 0o600)) as file:
+        try:
+            yield file
+        finally:
+            name.unlink(missing_ok=True)
+
+
+def _finished(file: BufferedWriter, mode: int | None, owner: _Owner | None = None) -> Path:
+    """The path of a temporary file, whose content is on the disk when this returns."""
+    file.flush()
+    os.fsync(file.fileno())
+    if mode is not None:
+        os.fchmod(file.fileno(), mode)
+    if owner is not None:
+        os.fchown(file.fileno(), owner.uid, owner.gid)
+    return Path(file.name)
 
 
 class Journal:

@@ -11,6 +11,7 @@ import pytest
 from fedpriv import files
 from fedpriv.errors import InputError
 from fedpriv.files import Journal, trace_without_message
+from tests.foreign import linked, planted
 
 
 @pytest.fixture
@@ -49,6 +50,55 @@ def test_a_folder_of_that_name_is_an_error_and_leaves_nothing_behind(tmp_path):
     with pytest.raises(OSError, match="key"):
         files.replace_file(tmp_path / "key", b"new")
     assert list(tmp_path.iterdir()) == [tmp_path / "key"]
+
+
+def test_a_new_file_does_not_take_the_place_of_a_link_to_nothing(tmp_path):
+    (tmp_path / "key").symlink_to(tmp_path / "missing")
+    with pytest.raises(InputError, match="exists"):
+        files.write_new(tmp_path / "key", b"one")
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
+    (tmp_path / "mine").write_bytes(b"mine")
+    (tmp_path / "key").symlink_to(tmp_path / "mine")
+    files.replace_file(tmp_path / "key", b"new")
+    assert ((tmp_path / "mine").read_bytes(), (tmp_path / "key").read_bytes()) == (b"mine", b"new")
+
+
+def test_two_who_replace_a_file_at_once_do_not_mix(tmp_path):
+    path = tmp_path / "key"
+    with files.replaced_file(path) as one, files.replaced_file(path) as other:
+        one.write(b"one")
+        other.write(b"other")
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (b"one", [path])
+
+
+def test_without_a_mode_a_file_has_what_the_process_gives_to_new_files(tmp_path):
+    umask = os.umask(0o027)
+    try:
+        files.replace_file(tmp_path / "key", b"new", mode=None)
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o640
+
+
+def test_only_named_files_are_deleted_and_only_emptied_folders(tmp_path):
+    folder, own = tmp_path / "folder", ("state", "a/state", "b/c/state", "gone/state")
+    for name in own[:3]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"ours")
+    foreign = [planted(folder / place, tmp_path / f"outside-{place}") for place in ("", "b")]
+    (tmp_path / "state").write_bytes(b"mine")
+    (folder / "state2").symlink_to(tmp_path / "state")
+    behind = [linked(folder / "state3", tmp_path / "state"), linked(folder / "linked", tmp_path / "outside-")]
+    (tmp_path / "outside-" / "state").write_bytes(b"mine")
+    not_ours = ("state3", "linked/state", "../state", "b", "to-nothing", str(tmp_path / "outside-b" / "patients.csv"))
+    files.remove_files(folder, (*own, *not_ours))
+    for each in (*foreign, *behind):
+        each.check()
+    assert not any((folder / name).exists() for name in (*own, "a", "b/c"))
+    assert [(tmp_path / name).read_bytes() for name in ("state", "outside-/state")] == [b"mine", b"mine"]
 
 
 def test_each_event_is_a_line_with_its_time_and_what_all_share(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,12 @@ def _printing(function: Callable[..., Result | Mapping[str, Any]]) -> Callable[.
     run.__signature__ = own.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def check_new_file(out: Path | None) -> None:
+    """Refuse a path that is taken, before the work for it begins."""
+    if out is not None and os.path.lexists(out):
+        raise InputError(f"out = {str(out)!r}: exists; name another file")
 
 
 def show(values: Mapping[str, Any], lines: Iterable[str], as_json: bool) -> None:

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedpriv.cli._command import Result, StorePath, table
-from fedpriv.errors import InputError
+from fedpriv.cli._command import Result, StorePath, check_new_file, table
 
 _COLUMNS = (
     *("name", "bytes_own", "num_blocks", "num_shared", "epsilon_before", "epsilon_after"),
@@ -28,15 +27,14 @@ def restore(
     """
     import safetensors.numpy
 
+    from fedpriv.files import new_file
     from fedpriv.variants.store import Store
 
-    if out.exists():
-        raise InputError(f"out = {str(out)!r}: exists; name another file")
+    check_new_file(out)
     with Store(store, read_only=True) as opened:
         tensors = opened.tensors(name)
-    temporary = out.with_name(f"{out.name}.tmp")
-    safetensors.numpy.save_file(tensors, temporary)
-    temporary.replace(out)
+    with new_file(out) as file:
+        safetensors.numpy.save_file(tensors, file.name)
     return Result({"name": name, "file": str(out), "num_tensors": len(tensors)}, [f"{len(tensors)} tensors in {out}"])
 
 

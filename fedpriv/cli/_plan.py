@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 from click.core import ParameterSource
 
-from fedpriv.cli._command import OneOf, Result, entries, table
+from fedpriv.cli._command import OneOf, Result, check_new_file, entries, table
 from fedpriv.errors import InputError
+from fedpriv.files import write_new
 from fedpriv.texts import what_is_counted
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def _plan_budget(
 
     if not records or epsilon is None:
         raise InputError("plan: needs --records and --epsilon, or a MODEL")
+    check_new_file(out)
     setting = budget.Setting.of(
         tuple(records),
         epsilon=epsilon,
@@ -149,7 +151,7 @@ def _plan_budget(
     }
     if out is not None:
         committed = _committed(found)
-        out.write_text(json.dumps(committed, indent=1) + "\n")
+        write_new(out, f"{json.dumps(committed, indent=1)}\n".encode(), mode=None)
         values["filtered_epsilon"] = max(client["filtered_epsilon"] for client in committed["clients"])
     return Result(values, _page(values))
 

@@ -22,6 +22,7 @@ from fedpriv.cli._command import (
     SavedModel,
     SeparatorOption,
     VariantName,
+    check_new_file,
     entries,
     show,
     table,
@@ -279,8 +280,7 @@ def predict(
     """
     from fedpriv.publishing import saved
 
-    if out is not None and out.exists():
-        raise InputError(f"out = {str(out)!r}: exists; name another file")
+    check_new_file(out)
     found = saved.find(source, variant=variant, model=model)
     asking = _asked(asked, text, pair, separator=separator, encoding=encoding)
     if out is not None and asking.columns is None:

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fedpriv.cli._command import OneOf, Result, command, entries, table
+from fedpriv.cli._command import OneOf, Result, check_new_file, command, entries, table
 from fedpriv.errors import InputError
+from fedpriv.files import write_new
 
 app = typer.Typer(no_args_is_help=True, help="LMO-DP noise: what it costs, the search for it, and how it compares.")
 
@@ -101,6 +102,7 @@ def search_noise(
     from fedpriv.lmo.comparison import sizes
     from fedpriv.lmo.search import search
 
+    check_new_file(out)
     budget = Budget(
         epsilon=epsilon,
         delta=delta,
@@ -131,7 +133,7 @@ def search_noise(
         "parameters": parameters,
     }
     if out is not None:
-        out.write_text(json.dumps(parameters, indent=2) + "\n", encoding="utf-8")
+        write_new(out, f"{json.dumps(parameters, indent=2)}\n".encode(), mode=None)
     return Result(values, entries(values | {"parameters": json.dumps(parameters)}))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.files import sync_folder
+from fedpriv.files import remove_files, sync_folder
 from fedpriv.variants._manifests import CATALOGUE, Manifest, array_sha256
 from fedpriv.variants.folders import Described, from_json, to_json
 
@@ -34,7 +34,9 @@ _READABLE = (3, VERSION)
 MOST_BYTES = 10**9 - 10**6
 """The largest extras or basis: SQLite's limit for a value, less what is in its row beside it"""
 
-_NEW = f".{FILE}.new"  # becomes the index once it is whole
+NEW = f".{FILE}.new"
+"""The file that becomes the index once it is whole"""
+
 _LOCKED_SECONDS = 30.0
 _SCHEMA = """
     CREATE TABLE state (
@@ -366,10 +368,10 @@ def _connected(file: Path | None, *, read_only: bool) -> sqlite3.Connection:
 
 def _made(file: Path | None, contents: Contents) -> sqlite3.Connection:
     """A new index, open; its file is there whole or not at all."""
-    new = None if file is None else file.with_name(_NEW)
+    new = None if file is None else file.with_name(NEW)
     if new is not None:
-        new.unlink(missing_ok=True)
-        new.touch()
+        remove_files(new.parent, [new.name])
+        new.touch(exist_ok=False)
     db = _connected(new, read_only=False)
     try:
         db.execute("PRAGMA page_size = 1024")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,16 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InputError
 from fedpriv.variants._bases import read_basis
-from fedpriv.variants._index import FILE, Contents, Digests, Index, State
+from fedpriv.variants._index import FILE, NEW, Contents, Digests, Index, State
 from fedpriv.variants._manifests import CATALOGUE, Manifest, array_sha256, rows_of
 from fedpriv.variants._rows import RowFile
 from fedpriv.variants.blocks import tensors_in
 
 LOCK = "lock"
-OLD_FOLDERS = ("manifests", "extras", "bases")
 
 _OLD_INDEX = "index.json"
+_UNDER_WAY = (NEW, f"{NEW}-journal")
+_BLOCKS = re.compile(r"blocks\.([0-9]+)\.npy")
 
 # Version 1 had no shared bases.
 _READABLE = (1, 2)
@@ -63,9 +66,36 @@ def check_folder(path: Path, *, read_only: bool) -> None:
     if read_only:
         raise InputError(f"store = {path}: no store: there is no {path / FILE}")
     # A writer that was killed before it had made an index leaves a lock and a part of the index.
-    own = (LOCK, f".{FILE}.")
-    if path.exists() and not all(each.name.startswith(own) for each in path.iterdir()):
+    if path.exists() and not {each.name for each in path.iterdir()} <= {LOCK, *_UNDER_WAY}:
         raise InputError(f"store = {path}: no store, yet not empty: it lacks {FILE}; give another folder")
+
+
+def own_files(path: Path, state: State | None) -> Iterator[str]:
+    """The names of files that a store wrote into its folder and does not need; files of others may be there too.
+
+    Args:
+        path: of the folder.
+        state: of the store; None if it needs none but its lock and the charges.
+    """
+    yield from (*_UNDER_WAY, *_old_files(path))
+    if state is not None:  # a compaction that was killed has left the old blocks or the new ones
+        yield from (f"blocks.{state.generation + step}.npy" for step in (-1, 1))
+    else:
+        yield from [each.name for each in path.iterdir() if _BLOCKS.fullmatch(each.name)]
+        yield from (_OLD_INDEX, f"{FILE}-journal", FILE)
+
+
+def _old_files(path: Path) -> Iterator[str]:
+    """The files of an older version's store that its index names, and it last; none if it cannot be read."""
+    try:
+        values = _index(path / _OLD_INDEX)
+        yield f"catalogue.{values['generation']}.npy"
+        for name, digests in values["models"].items():
+            yield from (f"manifests/{name}.json", f"extras/{name}.safetensors")
+            yield f"bases/{digests.get('basis')}.safetensors"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    yield _OLD_INDEX
 
 
 def _contents_of(folder: Path) -> Contents:

@@ -60,7 +60,9 @@ class RowFile:
 
         Earlier rows are not touched, and at any instant the header counts either them alone or all rows written.
         """
-        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
+        # Never through a link: what it leads to may be another's file.
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        with os.fdopen(descriptor, "r+b") as file:
             file.write(self.header(first))
             file.seek(self.size(first))
             num_rows = first

@@ -22,6 +22,7 @@ from fedpriv.accounting import events
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event
 from fedpriv.errors import InputError
+from fedpriv.files import remove_files, replace_file, replaced_file
 from fedpriv.variants.composition import Guarantee, History, Upload, publication_cost
 
 VERSION = 2
@@ -74,8 +75,9 @@ class Described:
 def write(folder: Path, described: Described, tensors: Mapping[str, NDArray[Any]]) -> None:
     """Write a variant; the description comes last, so that a folder that has one is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).unlink(missing_ok=True)  # that of other tensors
-    safetensors.numpy.save_file(dict(tensors), folder / "model.safetensors")
+    remove_files(folder, [FILE])  # that of other tensors
+    with replaced_file(folder / "model.safetensors") as file:
+        safetensors.numpy.save_file(dict(tensors), file.name)
     describe(folder, described)
 
 
@@ -83,9 +85,7 @@ def describe(folder: Path, described: Described) -> None:
     """Write the description of a variant, with the digest of its tensors if they have been written."""
     files = _tensor_files(folder)
     digest = {_DIGEST: _digest_of(files[0])} if len(files) == 1 else {}
-    temporary = folder / f"{FILE}.tmp"
-    temporary.write_text(json.dumps({**to_json(described), **digest}) + "\n")
-    temporary.replace(folder / FILE)
+    replace_file(folder / FILE, f"{json.dumps({**to_json(described), **digest})}\n".encode(), mode=None)
 
 
 def read(folder: Path) -> Described:

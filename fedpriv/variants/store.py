@@ -26,7 +26,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from fedpriv.errors import InputError, StoreError
-from fedpriv.files import sync_folder
+from fedpriv.files import remove_files, sync_folder
 from fedpriv.variants._bases import Basis, read_basis
 from fedpriv.variants._index import FILE, MOST_BYTES, Digests, State
 from fedpriv.variants._manifests import (
@@ -38,7 +38,7 @@ from fedpriv.variants._manifests import (
     numbers_by_digest,
     rows_of,
 )
-from fedpriv.variants._opening import LOCK, OLD_FOLDERS, check_folder, damaged_rows, damaged_tensors, opened, problems
+from fedpriv.variants._opening import LOCK, check_folder, damaged_rows, damaged_tensors, opened, own_files, problems
 from fedpriv.variants._rows import OpenRows, RowFile, Wanted, read_rows
 from fedpriv.variants.blocks import BlockLayout, Tensors, layout_of, tensors_in
 from fedpriv.variants.folders import Described
@@ -74,22 +74,27 @@ class Store:
     Args:
         path: of the folder; created if missing, otherwise empty or a store.
         read_only: take no lock and write nothing; the folder must be a store.
+        empty: begin without models, whatever is in the folder; of that only the files of a store go, sound or damaged,
+            but for the charges.
 
     Raises:
         StoreError: another process is writing to it, or its index is damaged or has another version.
         InputError: the folder is missing, or holds something else.
     """
 
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False, empty: bool = False) -> None:
         self.path = path
         self._writer: int | None = None
         self._manifests: dict[Digests, Manifest] = {}
         self._shared: dict[tuple[str, BlockLayout], Basis] = {}
-        check_folder(path, read_only=read_only)
+        if not empty:
+            check_folder(path, read_only=read_only)
         try:
             with self._one_line_errors():
                 if not read_only:
                     self._lock()
+                if empty:
+                    remove_files(path, own_files(path, None))
                 self._index = opened(path, read_only=read_only)
                 self._look()
                 if not read_only:
@@ -518,7 +523,7 @@ class Store:
 
     def _lock(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        self._writer = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        self._writer = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(self._writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -534,15 +539,9 @@ class Store:
             self._mapped = file.map(state.num_rows)
 
     def _tidy(self) -> None:
-        """Delete what the index does not name: files and rows of a writer that was killed, and of older versions."""
+        """Delete the files and rows that a writer which was killed left behind, and the files of older versions."""
         rows = self._rows_file
-        kept = {self.path / name for name in (FILE, f"{FILE}-journal", LOCK, CHARGES_FILE)} | {rows.path}
-        for path in sorted(path for pattern in ("*", "*/*") for path in self.path.glob(pattern) if path.is_file()):
-            if path not in kept:
-                path.unlink()
-        for name in OLD_FOLDERS:
-            if (self.path / name).is_dir():
-                (self.path / name).rmdir()
+        remove_files(self.path, own_files(self.path, self._index.state))
         if self._index.state.block_size:
             rows.trim(self._index.state.num_rows)
 

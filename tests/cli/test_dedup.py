@@ -12,6 +12,7 @@ from fedpriv.dedup.distance import nearest
 from fedpriv.ledger.ledger import Ledger
 from tests.cli.command_line import as_json, fedpriv, loading
 from tests.cli.inputs import write_study
+from tests.foreign import planted
 from tests.stores import basis_sizes
 
 
@@ -258,3 +259,13 @@ def test_a_store_without_loss_needs_no_evaluator_and_restores_every_bit(study, t
     }
     assert as_json("dedup", "remove", store, "round-10")["left"] == ["round-12", "round-14"]
     assert "2 variants, all sound" in fedpriv("dedup", "verify", store)[0]
+
+
+def test_what_others_keep_in_a_stores_folder_outlives_every_command(study, tmp_path):
+    store = tmp_path / "store"
+    run = ("dedup", "run", "variants", store, "--algorithm", "lossless", "--block-size", "128")
+    fedpriv(*run, folder=study)
+    foreign = planted(store, tmp_path / "outside")
+    for command in (run, ("dedup", "remove", store, "round-12"), ("dedup", "gc", store), ("dedup", "verify", store)):
+        fedpriv(*command, folder=study)
+        foreign.check()

@@ -48,6 +48,7 @@ def test_search_writes_what_account_reads(folder):
     assert 1.99 < values["epsilon"] <= 2
     assert (values["valid_dimension"], values["is_guarantee"]) == (1, True)
     assert json.loads((folder / "found.json").read_text()) == values["parameters"]
+    assert "exists; name another file" in fedpriv("lmo", "search", *options, folder=folder, code=2)[1]
     text, _ = fedpriv("lmo", "account", "--params", "found.json", "--order", "8", folder=folder)
     assert text.startswith("order")
 

@@ -176,8 +176,9 @@ def test_noise_to_signal_is_what_noise_and_mean_gradient_make_of_a_weight(five):
 
 def test_persons_cost_what_as_many_records_do_and_their_plan_is_one_of_persons(tmp_path):
     asked = ("plan", "--records", 300, "--epsilon", 1, "--train", "head", "--rounds", 6, *SPEED)
-    records, persons = as_json(*asked), (*asked, "--max-records-per-person", 3, "--out", tmp_path / "plan.json")
-    found = as_json(*persons)
+    records, persons = as_json(*asked), (*asked, "--max-records-per-person", 3)
+    found = as_json(*persons, "--out", tmp_path / "plan.json")
+    assert "exists; name another file" in fedpriv(*persons, "--out", tmp_path / "plan.json", code=2)[1]
     assert (records["unit"], found["unit"]) == ("record", "person")
     assert phases(found) == phases(records)
     assert found["seconds"] == pytest.approx(3 * records["seconds"])

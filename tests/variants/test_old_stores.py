@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -46,8 +47,12 @@ def digests(store: Store) -> dict[str, str]:
 
 
 def as_version_1(path: Path) -> None:
-    """The index as version 1 wrote it, which had no bases, of the models that need none."""
+    """A store as version 1 wrote it, which had no bases, of the models that need none."""
     index = json.loads((path / "index.json").read_text())["index"]
+    for name in (name for name, digests in index["models"].items() if digests["basis"]):
+        (path / "manifests" / f"{name}.json").unlink()
+        (path / "extras" / f"{name}.safetensors").unlink()
+    shutil.rmtree(path / "bases")
     models = {name: files for name, files in index["models"].items() if not files.pop("basis")}
     text = json.dumps({**index, "version": 1, "models": models})
     digest = hashlib.sha256(text.encode()).hexdigest()
