@@ -6,7 +6,6 @@ A run is registration, the private rounds, the comparison without noise, variant
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -217,8 +216,7 @@ def _comparison(
 ) -> SeriesOutcome:
     """The rounds without noise, in a folder of their own within the run's."""
     path, plain = writer.path / files.COMPARISON, config.without_noise
-    shutil.rmtree(path, ignore_errors=True)  # it has no ledger, so an interrupted one starts over
-    inner = RunWriter.created(path, plain)
+    inner = RunWriter.started_over(path, plain)  # it has no ledger to go on with
     outcome = Series(plain, bench, nodes, None, untrained=private.untrained).run(grid, inner, observer)
     inner.finish(summarize(plain, bench, outcome, None))
     return outcome

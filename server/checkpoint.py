@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -29,6 +28,7 @@ from fedpriv.adapters import Adapter, Merged, merged_from_tensors, merged_to_ten
 from fedpriv.aggregation import GlobalModel
 from fedpriv.config import KEYS, Fact, RunConfig
 from fedpriv.errors import InputError
+from fedpriv.files import remove_files, sync_folder
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.runs import RunWriter, files
@@ -38,6 +38,7 @@ from server.registration import NO_NODE, Nodes, check_same
 VERSION = 5
 _KEPT = 2
 _STATE, _TENSORS, _REGISTRATIONS = "state.json", "tensors.safetensors", "registrations.json"
+_FILES = (_TENSORS, _REGISTRATIONS, f"{_STATE}.sha256", _STATE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,13 +71,14 @@ class Checkpoint:
 def write(run_folder: Path, checkpoint: Checkpoint) -> None:
     """Write the checkpoint, keep the one before it, and delete older ones.
 
-    The folder gets its name once everything in it is on disk; of one that cannot be written nothing is left.
+    The folder gets its name once everything in it is on disk; of one that cannot be written nothing is left. Files of
+    others in these folders stay.
     """
     parent = run_folder / files.CHECKPOINTS
     name = files.checkpoint_name(checkpoint.round)
     final, temporary = parent / name, parent / f"{name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    _remove(run_folder, temporary)
+    temporary.mkdir(parents=True, exist_ok=True)
     bases = _Bases(checkpoint)
     tensors = safetensors.torch.save({name: t.contiguous().clone() for name, t in _tensors(checkpoint, bases)})
     registrations = _text_of(checkpoint.registrations)
@@ -98,19 +100,31 @@ def write(run_folder: Path, checkpoint: Checkpoint) -> None:
     try:
         contents = {_TENSORS: tensors, _REGISTRATIONS: registrations, _STATE: text}
         for name, content in (contents | {f"{_STATE}.sha256": _digest_line(text)}).items():
-            with (temporary / name).open("wb") as file:
+            with (temporary / name).open("xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-        _sync(temporary)
+        sync_folder(temporary / _STATE)
     except BaseException:
-        shutil.rmtree(temporary)
+        _remove(run_folder, temporary)
         raise
-    shutil.rmtree(final, ignore_errors=True)
-    temporary.rename(final)
-    _sync(parent)
-    for older in sorted(parent.glob("round-[0-9]*"))[:-_KEPT]:
-        shutil.rmtree(older)
+    _remove(run_folder, final)
+    if final.exists() or {each.name for each in temporary.iterdir()} != set(_FILES):
+        final.mkdir(exist_ok=True)
+        for name in _FILES:  # the state last: until then the checkpoint counts as damaged
+            (temporary / name).replace(final / name)
+        sync_folder(final / _STATE)
+        _remove(run_folder, temporary)
+    else:
+        temporary.rename(final)
+    sync_folder(final)
+    for older in files.checkpoints(run_folder)[:-_KEPT]:
+        _remove(run_folder, older)
+
+
+def _remove(run_folder: Path, checkpoint: Path) -> None:
+    """Delete a checkpoint's files, and its folder if nothing else is in it."""
+    remove_files(run_folder, [str(checkpoint.relative_to(run_folder) / file) for file in _FILES])
 
 
 @lru_cache(maxsize=1)
@@ -249,14 +263,6 @@ def _packages() -> dict[str, str]:
 
 def _digest_line(content: bytes) -> bytes:
     return f"{hashlib.sha256(content).hexdigest()}\n".encode()
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def with_base_dtype(config: RunConfig) -> RunConfig:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from fedpriv.dedup.pipeline import validation_digest
 from fedpriv.dedup.planning import DedupSettings
 from fedpriv.dedup.work import Evaluators
 from fedpriv.errors import InputError, StoreError
+from fedpriv.files import remove_files
 from fedpriv.integral.adapters import RecurringVariants, recurring_adapters
 from fedpriv.ledger.entries import Key
 from fedpriv.ledger.ledger import Ledger
@@ -135,8 +135,8 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
     def read(name: str) -> Mapping[str, NDArray[Any]]:
         return folders.read_tensors(writer.variant(name))
 
-    _keep_only_if_same(store_path, described, read, settings, validation_digest(evaluators, None, evaluation))
-    with Store(store_path) as store:
+    goes_on = _is_same(store_path, described, read, settings, validation_digest(evaluators, None, evaluation))
+    with Store(store_path, empty=not goes_on) as store:
         outcomes = pipeline.deduplicate(described, read, evaluators, store, settings, evaluation=evaluation)
         answers = judge.answers_side_by_side(outcomes, read, store.tensors) if judge else []
         writer.write_answers(answers, files.STORED_ANSWERS)
@@ -150,31 +150,31 @@ def deduplicate(config: RunConfig, bench: Workbench, writer: RunWriter) -> None:
         )
 
 
-def _keep_only_if_same(
+def _is_same(
     path: Path,
     described: Sequence[Described],
     read: Callable[[str], Mapping[str, NDArray[Any]]],
     settings: DedupSettings,
     validation: str,
-) -> None:
-    """Remove a store that an earlier attempt made of other variants or in another way, or that is damaged."""
+) -> bool:
+    """Whether a store is what an interrupted attempt has made of these variants in this way, and sound."""
     if not path.exists():
-        return
+        return True
     try:
         pipeline.check(described, read, path, settings, validation=validation)
         with Store(path, read_only=True) as store:
             strangers = sorted(set(store.names) - {each.name for each in described})
         if not strangers:
-            return
+            return True
         reason = f"it holds {', '.join(strangers)}"
     except (InputError, StoreError) as error:
         reason = str(error)
     log.info("the store of an earlier attempt is made again: %s", reason)
-    shutil.rmtree(path)
+    return False
 
 
 def _save(bench: Workbench, path: Path, adapter: Adapter, merged: Merged) -> None:
-    (path / folders.FILE).unlink(missing_ok=True)  # of an interrupted attempt, whose tensors may have been others
+    remove_files(path, [folders.FILE])  # of an interrupted attempt, whose tensors may have been others
     bench.save(path, adapter, merged)
 
 

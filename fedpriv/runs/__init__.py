@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedpriv.runs._folder import StoredVariants as StoredVariants
     from fedpriv.runs._presence import is_alive as is_alive
     from fedpriv.runs._presence import marked_alive as marked_alive
+    from fedpriv.runs._presence import refuse_second as refuse_second
     from fedpriv.runs._rows import USABLE as USABLE
     from fedpriv.runs._rows import ClientRow as ClientRow
     from fedpriv.runs._rows import RoundRow as RoundRow

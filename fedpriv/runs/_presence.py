@@ -1,4 +1,4 @@
-"""Whether the process of a run still lives: it locks a file in the run's folder, which the kernel unlocks as it dies.
+"""Whether the process of a run or a sweep lives: it locks a file in the folder, which the kernel unlocks as it dies.
 
 The lock belongs to an open file (Linux's open file description locks): it survives that someone in the same process
 opens and closes the file, and it is asked for without being taken, so that nobody who looks can be in a run's way.
@@ -34,11 +34,14 @@ def marked_alive(run_dir: Path) -> Iterator[None]:
 
     Where the file system has no locks the block runs all the same, and nobody can tell.
 
+    Args:
+        run_dir: of a run or of a sweep.
+
     Raises:
-        InputError: another process runs this run.
+        InputError: another process runs it.
     """
-    _refuse_second(run_dir)
-    file = os.open(run_dir / files.PRESENCE, os.O_RDWR | os.O_CREAT, 0o644)
+    refuse_second(run_dir)
+    file = os.open(run_dir / files.PRESENCE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         content = b""
         if _lock(file, run_dir):
@@ -51,8 +54,8 @@ def marked_alive(run_dir: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _refuse_second(run_dir: Path) -> None:
-    """Refuse to touch a run that another process runs.
+def refuse_second(run_dir: Path) -> None:
+    """Refuse to touch a run or a sweep that another process runs.
 
     Raises:
         InputError: it does.
@@ -62,7 +65,10 @@ def _refuse_second(run_dir: Path) -> None:
 
 
 def _second(run_dir: Path) -> InputError:
-    return InputError(f"{run_dir}: another process runs this run; wait until it ends, or end it first")
+    kind = "sweep" if (run_dir / files.SWEEP_PLAN).is_file() else "run"
+    number = _noted(run_dir).get("process")
+    named = "" if number is None else f", process {number}"
+    return InputError(f"{run_dir}: another process runs this {kind}{named}; wait until it ends, or end it first")
 
 
 def is_alive(run_dir: Path) -> bool | None:
@@ -71,9 +77,9 @@ def is_alive(run_dir: Path) -> bool | None:
     That is so for runs of earlier versions, and for a process on another machine or before this one was restarted.
     """
     try:
+        if _GET is None or str(_noted(run_dir).get("boot", "")) != _boot():  # "" is no machine's
+            return None
         with (run_dir / files.PRESENCE).open("rb") as file:
-            if _GET is None or _boot_of(file.read(_MAX_BYTES)) != _boot():
-                return None
             asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
             found: int = _FLOCK.unpack(fcntl.fcntl(file, _GET, asked))[0]
     except OSError:
@@ -106,9 +112,11 @@ def _boot() -> str | None:
         return None
 
 
-def _boot_of(content: bytes) -> str | None:
-    """The boot that a file names; a text of its own if it names none, which no machine has."""
+def _noted(run_dir: Path) -> dict[str, object]:
+    """The machine's boot and the process that its file names; nothing if the file is missing or damaged."""
     try:
-        return str(json.loads(content.partition(b"\n")[0])["boot"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+        with (run_dir / files.PRESENCE).open("rb") as file:
+            found = json.loads(file.read(_MAX_BYTES).partition(b"\n")[0])
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 import fedpriv
 from fedpriv.config import RunConfig, to_toml
 from fedpriv.errors import InputError
-from fedpriv.files import Journal, replace_file
+from fedpriv.files import Journal, remove_files, replace_file, replaced_file, write_new
 from fedpriv.protocol import Registration
 from fedpriv.runs import files
 from fedpriv.runs._rows import ClientRow, RoundRow, Sample, StoredAnswer, column_types, read_rows
@@ -81,7 +81,24 @@ class RunWriter:
         """
         files.check_unused(path)
         path.mkdir(parents=True, exist_ok=True)
-        (path / files.CONFIG).write_text(to_toml(config))
+        return cls._begun(path, config)
+
+    @classmethod
+    def started_over(cls, path: Path, config: RunConfig) -> Self:
+        """The writer of a run that keeps nothing of an interrupted attempt in its folder but the files of others.
+
+        Raises:
+            InputError: the folder is a link to one that is not empty.
+        """
+        if path.is_symlink() or not path.exists():
+            return cls.created(path, config)
+        remove_files(path, (files.CONFIG, files.EVENTS, files.PROGRESS, files.SUMMARY))
+        return cls._begun(path, config)
+
+    @classmethod
+    def _begun(cls, path: Path, config: RunConfig) -> Self:
+        """The writer of a folder that holds no run; of two that begin there at the same moment one is refused."""
+        write_new(path / files.CONFIG, to_toml(config).encode(), mode=None)
         write_json(path / files.ENVIRONMENT, environment() | {"base_dtype": config.base_dtype})
         writer = cls(path)
         writer._write_tables()
@@ -175,9 +192,7 @@ class RunWriter:
         if not answers:
             path.unlink(missing_ok=True)
             return
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(f"{json.dumps(asdict(each))}\n" for each in answers), encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, "".join(f"{json.dumps(asdict(each))}\n" for each in answers).encode(), mode=None)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, which marks the run as finished."""
@@ -186,11 +201,9 @@ class RunWriter:
 
 def _write_table(path: Path, kind: type[RoundRow | ClientRow], rows: Sequence[RoundRow | ClientRow]) -> None:
     """Replace a table atomically."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", newline="") as file:
+    with replaced_file(path) as whole, Path(whole.name).open("w", newline="") as file:
         csv.writer(file).writerow(column_types(kind))
-    _append(temporary, rows)
-    temporary.replace(path)
+        csv.writer(file).writerows(asdict(row).values() for row in rows)
 
 
 def _append(path: Path, rows: Sequence[RoundRow | ClientRow]) -> None:

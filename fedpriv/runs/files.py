@@ -13,6 +13,7 @@ from fedpriv import config as configuration
 from fedpriv import texts
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
+from fedpriv.files import is_free, replaced_file
 
 CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
@@ -44,6 +45,7 @@ UNFINISHED = "unfinished"  # earlier attempts, whose releases count
 SWEEP_KEY = re.compile(r"[0-9a-f]{16}")
 
 _CHECKPOINT_PREFIX = "round-"
+_CHECKPOINT = re.compile(rf"{_CHECKPOINT_PREFIX}[0-9]{{6,}}")
 
 
 def is_finished(run_dir: Path) -> bool:
@@ -82,13 +84,8 @@ def read_values(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file atomically; NaN and infinities become null, since JSON has none."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(_json_parts(content))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replaced_file(path) as file:
+        file.writelines(part.encode() for part in _json_parts(content))
 
 
 def _json_parts(content: Mapping[str, Any]) -> Iterator[str]:
@@ -117,7 +114,7 @@ def check_unused(folder: Path) -> None:
     Raises:
         InputError: it is not empty, or is a file.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_free(folder):
         raise InputError(f"out = {str(folder)!r}: already holds a run; name another folder, or resume it")
 
 
@@ -134,7 +131,7 @@ def checkpoint_round(checkpoint: Path) -> int:
 def checkpoints(run_dir: Path) -> list[Path]:
     """The folders of the run's complete checkpoints, the last round last."""
     found = (run_dir / CHECKPOINTS).glob(f"{_CHECKPOINT_PREFIX}[0-9]*")
-    return sorted(path for path in found if path.name.removeprefix(_CHECKPOINT_PREFIX).isdigit())
+    return sorted(path for path in found if _CHECKPOINT.fullmatch(path.name))
 
 
 def run_folder_of(path: Path) -> Path:

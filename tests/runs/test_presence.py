@@ -16,7 +16,7 @@ import pytest
 from fedpriv.errors import InputError
 from fedpriv.runs import _presence as presence
 from fedpriv.runs import files
-from fedpriv.runs._presence import is_alive, marked_alive
+from fedpriv.runs._presence import is_alive, marked_alive, refuse_second
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = "import sys, time; from pathlib import Path; from fedpriv.runs._presence import marked_alive\n"
@@ -40,8 +40,8 @@ def other_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_process_lives_until_it_is_killed_and_then_at_once_no_more(tmp_path: Path) -> None:
     with other_process(tmp_path) as process:
         assert is_alive(tmp_path) is True
-        with pytest.raises(InputError, match="another process runs this run"), marked_alive(tmp_path):
-            pass
+        with pytest.raises(InputError, match=f"another process runs this run, process {process.pid};"):
+            refuse_second(tmp_path)
         process.send_signal(signal.SIGSTOP)  # one that waits is not dead
         assert is_alive(tmp_path) is True
         process.send_signal(signal.SIGKILL)
@@ -79,7 +79,7 @@ def test_of_two_that_begin_at_the_same_moment_one_is_refused_and_the_other_lives
     with other_process(tmp_path):
         before = (tmp_path / files.PRESENCE).read_bytes()
         if written is None:
-            monkeypatch.setattr(presence, "_refuse_second", lambda _: None)
+            monkeypatch.setattr(presence, "refuse_second", lambda _: None)
         else:
             (tmp_path / files.PRESENCE).write_bytes(before := written)
         with pytest.raises(InputError, match="another process runs this run"), marked_alive(tmp_path):
@@ -119,6 +119,14 @@ def test_of_another_machine_or_from_a_damaged_file_nothing_is_known(tmp_path: Pa
     assert is_alive(tmp_path) is None
     with marked_alive(tmp_path):  # and it keeps nobody from going on
         assert json.loads((tmp_path / files.PRESENCE).read_text())["boot"] == presence._boot()
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / files.PRESENCE).symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match=files.PRESENCE), marked_alive(tmp_path):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from server.checkpoint import Checkpoint, read_last, write
 from server.observer import LogObserver
 from simulations import __main__ as command
 from simulations.engines import federation
+from tests.foreign import linked, planted
 from tests.tiny import with_persons
 
 GLOBAL = Path("variants") / "global" / "adapter_model.safetensors"
@@ -91,6 +92,31 @@ def test_what_a_crash_left_unfinished_does_not_count(tmp_path):
     assert read_last(tmp_path, INITIAL).round == 3
     write(tmp_path, make(4))
     assert read_last(tmp_path, INITIAL).round == 4
+
+
+def test_what_others_keep_among_the_checkpoints_stays(tmp_path):
+    run, parent = tmp_path / "run", tmp_path / "run" / "checkpoint"
+    places = ("", "round-000001-good", "round-9", "round-000002.tmp", "round-000000")
+    foreign = [planted(parent / place, tmp_path / "outside" / (place or "parent")) for place in places]
+    for round_ in (0, 1, 2, 2, 3):
+        write(run, make(round_))
+        if round_ == 2 and len(foreign) == len(places):
+            foreign.append(planted(parent / "round-000002", tmp_path / "outside" / "last"))
+        for each in foreign:
+            each.check()
+        assert read_last(run, INITIAL).round == round_
+    assert sorted(path.parent.name for path in parent.glob("*/state.json")) == ["round-000002", "round-000003"]
+    assert not list(parent.glob("*/.state*")), "something is half-written"
+
+
+def test_checkpoints_behind_a_link_are_written_and_never_deleted(tmp_path):
+    write(tmp_path / "other", make(1))
+    (tmp_path / "run").mkdir()
+    behind = linked(tmp_path / "run" / "checkpoint", tmp_path / "other" / "checkpoint")
+    for round_ in (2, 3, 4):
+        write(tmp_path / "run", make(round_))
+    behind.check()
+    assert read_last(tmp_path / "run", INITIAL).round == 4
 
 
 @pytest.mark.parametrize("file", ["state.json", "state.json.sha256", "tensors.safetensors"])

@@ -63,7 +63,7 @@ def whole(small_run, tmp_path_factory) -> dict[str, object]:
     [
         (RunWriter, "add", FULL),
         pytest.param(checkpoint, "_digest_line", FULL, marks=pytest.mark.slow),
-        (checkpoint, "_sync", FULL),
+        (checkpoint, "sync_folder", FULL),
         (Books, "settle", LedgerError("ledger.sqlite: the disk is full or fails (database or disk is full)")),
     ],
     ids=["a table", "a checkpoint", "its folder", "the ledger"],
@@ -88,7 +88,7 @@ def test_a_full_disk_before_the_first_round_and_after_the_last_one_leaves_nothin
     small_run, tmp_path, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        fails_at(patch, checkpoint, "_sync", 0, FULL)
+        fails_at(patch, checkpoint, "sync_folder", 0, FULL)
         before = simulate(small_run, tmp_path / "before")
     assert before.exit_code == 1
     assert "holds no finished round; remove it, and start again" in before.stderr

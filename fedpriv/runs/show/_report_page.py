@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedpriv.accounting.views import View, readers_label
+from fedpriv.files import replace_file
 from fedpriv.runs import RunFolder, account_parts, files, parse_epsilon
 from fedpriv.runs.figures import (
     audit_bound,
@@ -63,12 +63,7 @@ def write_report(run_dir: Path) -> Path:
     """
     page = render(RunFolder(run_dir))
     path = run_dir / files.REPORT
-    unfinished = run_dir / f".{files.REPORT}.{os.getpid()}"
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    replace_file(path, page.encode(), mode=None)
     return path
 
 
