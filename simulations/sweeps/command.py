@@ -19,7 +19,7 @@ from rich.table import Table
 
 from fedpriv.errors import InputError
 from fedpriv.plan import preflight
-from fedpriv.runs import RoundRow, files, read_rows
+from fedpriv.runs import RoundRow, files, marked_alive, read_rows
 from fedpriv.runs.figures import format_bound
 from fedpriv.runs.files import write_json
 from fedpriv.runs.show import FollowedFolder, following, run_name
@@ -37,7 +37,8 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
     When interrupted, it still writes the tables of the finished runs.
 
     Raises:
-        InputError: an option or the machine cannot be used; before anything is run.
+        InputError: an option or the machine cannot be used, or another process runs the sweep or a run of it; before
+            anything is run.
     """
     at_once = max_parallel if max_parallel is not None else min(os.cpu_count() or 1, len(planned.runs))
     if at_once < 1:
@@ -46,12 +47,18 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
         raise InputError("engine = ray: each run takes all cores; use --max-parallel 1, or another engine")
     for problem in preflight.problems(run.config for run in planned.runs if not files.is_finished(out / run.key)):
         raise InputError(problem)
+    out.mkdir(parents=True, exist_ok=True)
+    with marked_alive(out):
+        return _swept(planned, out, at_once, console)
+
+
+def _swept(planned: Sweep, out: Path, at_once: int, console: Console) -> FinishedSweep:
+    """Run the sweep in a folder that this process holds."""
     # Deferred until everything that can be told without them is told: they take seconds.
     from simulations.engines import flower_private
     from simulations.sweeps.runner import run_all
 
     flower_private.leave_output_to_display()
-    out.mkdir(parents=True, exist_ok=True)
     write_json(out / files.SWEEP_PLAN, planned.as_dict())
     errors: dict[str, str] = {}
     notices: list[str] = []  # shown after the table, which is redrawn until then

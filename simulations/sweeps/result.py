@@ -21,6 +21,7 @@ from fedpriv.accounting.many_clients import cost_of_person
 from fedpriv.config import Fact, RunConfig
 from fedpriv.data.federated import holdings
 from fedpriv.errors import InputError
+from fedpriv.files import replaced_file
 from fedpriv.ledger import reader
 from fedpriv.runs import LANGUAGE_KEYS, files
 from fedpriv.runs.figures import format_epsilon
@@ -190,12 +191,15 @@ def pivot(frame: pd.DataFrame, sweep: Sweep) -> pd.DataFrame | None:
 
 def write_tables(frame: pd.DataFrame, pivoted: pd.DataFrame | None, out: Path) -> None:
     """sweep.csv, sweep.parquet and pivot.csv."""
-    frame.to_csv(out / "sweep.csv", index=False)
+    with replaced_file(out / "sweep.csv") as file:
+        frame.to_csv(file, index=False)
     # A key may hold a number in one run and a list or nothing in another; Parquet needs one type per column.
     mixed = {name: str for name in frame.columns if frame[name].map(type).nunique() > 1 and frame[name].dtype == object}
-    frame.astype(mixed).to_parquet(out / "sweep.parquet", index=False)
+    with replaced_file(out / "sweep.parquet") as file:
+        frame.astype(mixed).to_parquet(file.name, index=False)
     if pivoted is not None:
-        pivoted.to_csv(out / "pivot.csv")
+        with replaced_file(out / "pivot.csv") as file:
+            pivoted.to_csv(file)
 
 
 @dataclass(frozen=True, kw_only=True)

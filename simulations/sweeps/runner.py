@@ -14,7 +14,7 @@ from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.protocol import Registration
-from fedpriv.runs import RoundRow, files
+from fedpriv.runs import RoundRow, files, refuse_second
 from server.observer import RunProgress
 from simulations.engines import federation, ray_actors
 from simulations.sweeps.plan import PlannedRun, Sweep
@@ -46,11 +46,13 @@ def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: _OnChange) -> d
         on_change: called at every change.
 
     Raises:
-        InputError: Ray is needed and not installed.
+        InputError: another process runs one of them, or Ray is needed and not installed.
     """
     states = {run.key: "done" if _is_finished(run, out) else "waiting" for run in sweep.runs}
     on_change(states)
     missing = [run for run in sweep.runs if states[run.key] == "waiting"]
+    for run in missing:  # all are looked at before one is moved
+        refuse_second(out / run.key)
     for run in missing:
         _set_aside(out / run.key, out / files.UNFINISHED)
     if not missing:

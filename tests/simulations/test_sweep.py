@@ -23,11 +23,15 @@ from rich.console import Console
 from fedpriv.config import parse
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.ledger.reader import reading
+from fedpriv.runs import files
+from fedpriv.runs.files import write_json
 from simulations.sweeps import plots, result
 from simulations.sweeps.command import _pivot_table, _SweepDisplay, sweep
 from simulations.sweeps.plan import _ACCURACY, _PERPLEXITY, expand, metric_of, read
 from simulations.sweeps.result import SweepSpending, total
 from simulations.sweeps.runner import attempts
+from tests.foreign import planted
+from tests.runs.test_presence import other_process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -238,6 +242,34 @@ def test_a_sweep_that_is_killed_half_way_repeats_nothing_that_was_finished(write
         num_runs,
         num_runs + 1,
     )  # the attempt that was killed counts if it had charged
+
+
+def test_a_sweep_that_another_process_runs_is_refused_by_its_number_and_nothing_of_it_is_moved(write, base, tmp_path):
+    path, out = write(**base, grid={"seed": [0, 1]}), tmp_path / "out"
+    under_way = out / read(path).runs[1].key
+    under_way.mkdir(parents=True)
+    for folder, what in ((out, "sweep"), (under_way, "run")):
+        write_json(out / files.SWEEP_PLAN, {"runs": []})
+        with other_process(folder) as process:
+            before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+            with pytest.raises(
+                InputError, match=rf"{folder.name}: another process runs this {what}, process {process.pid};"
+            ):
+                run(path, out)
+            assert {p: p.read_bytes() for p in before} == before
+            assert not (out / files.UNFINISHED).exists()
+
+
+def test_what_others_keep_in_a_sweeps_folder_stays(write, base, tmp_path):
+    path, out = write(**base, grid={"seed": [0, 1]}), tmp_path / "out"
+    begun = out / read(path).runs[1].key
+    foreign = [planted(out, tmp_path / "a"), planted(out / "unfinished" / f"{begun.name}-1", tmp_path / "b")]
+    (out / "sweep.csv").symlink_to(tmp_path / "a" / "patients.csv")
+    planted(begun, tmp_path / "c")
+    assert run(path, out)
+    for each in foreign:
+        each.check()
+    assert (out / "unfinished" / f"{begun.name}-2" / "patients.csv").exists(), "moved as a whole with its attempt"
 
 
 def test_ray_within_ray_is_refused(write, base, tmp_path):
