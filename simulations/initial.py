@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
 import sys
 from collections import Counter
@@ -18,6 +16,7 @@ import typer
 from fedpriv import config as configuration
 from fedpriv.config import DataSection
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file
 from fedpriv.texts import printable
 
 if TYPE_CHECKING:
@@ -380,12 +379,7 @@ def _checked(written: str) -> tuple[str, ...]:
 
 def _write(place: Path, text: str) -> None:
     """Write the file at once, so that none is left half-written."""
-    temporary = place.with_name(f".{place.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(place)
+        replace_file(place, text.encode(), mode=None)
     except OSError as error:
         raise InputError(f"out = {str(place)!r}: cannot be written ({error.strerror})") from None
-    finally:
-        with contextlib.suppress(OSError):  # what it is about was told above
-            temporary.unlink()

@@ -21,6 +21,7 @@ from fedpriv.adapters._arithmetic import INNER_SUFFIX, Adapter, Factors, Merged,
 from fedpriv.adapters._base_models import BaseModel, load_base, quiet_transformers
 from fedpriv.adapters._locations import check_weights, public_name, weights_digests
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file, replaced_file
 
 CONVENTION_FILE = "fedpriv.json"
 
@@ -279,7 +280,8 @@ def save(
         rank = next(right.shape[0] for _, right in factors_of(tensors).values())
         config.lora_alpha, config.r = config.lora_alpha * rank / config.r, rank
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    with replaced_file(directory / "adapter_model.safetensors") as file:
+        save_file(contiguous, file.name, metadata={"format": "pt"})
     config.save_pretrained(directory)
     convention = {
         "version": 1,
@@ -289,7 +291,7 @@ def save(
         "labels": list(labels),
         "reading": None if reading is None else dict(reading),
     }
-    (directory / CONVENTION_FILE).write_text(json.dumps(convention, indent=2) + "\n")
+    replace_file(directory / CONVENTION_FILE, f"{json.dumps(convention, indent=2)}\n".encode(), mode=None)
 
 
 def shaped(base: BaseModel, settings: Mapping[str, Any]) -> PeftModel:

@@ -13,6 +13,7 @@ import typer
 
 from fedpriv.cli._command import EncodingOption, OneOf, Result, SeparatorOption, command
 from fedpriv.errors import InputError
+from fedpriv.files import is_free
 
 if TYPE_CHECKING:
     from torch import nn
@@ -125,7 +126,7 @@ def select_models(
     from fedpriv.integral import perceptron
     from fedpriv.integral.procedure import SelectionSettings, recommend
 
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out is not None and not is_free(out):
         raise InputError(f"out = {str(out)!r}: exists; name another folder")
     options = {"test_fraction": test_fraction, "seed": seed, "drop": drop or [], "keep": keep or [], "scaling": scaling}
     table = _table(data, target, separator, encoding, **options)

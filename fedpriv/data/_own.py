@@ -21,6 +21,7 @@ from fedpriv.data._layout import SEPARATORS, LayoutError, codec_of, decoded, sep
 from fedpriv.data._tables import FORMATS, load_table, separator_asked, suffix_of
 from fedpriv.data._text import DataSource, as_text, from_messages
 from fedpriv.errors import InputError
+from fedpriv.files import new_file
 
 if TYPE_CHECKING:
     import datasets
@@ -115,13 +116,12 @@ def write_lines(source: str, path: Path, *, separator: Separator = "auto", encod
     """
     table = load_table(source, key="file", separator=separator, encoding=encoding)
     try:
-        path.touch(mode=0o600, exist_ok=False)
+        with new_file(path, mode=0o600) as file:
+            for row in table:
+                values = {name: _named(table.features[name], value) for name, value in row.items()}
+                file.write(f"{json.dumps(values, default=str)}\n".encode())
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
-    with path.open("w", encoding="utf-8") as file:
-        for row in table:
-            values = {name: _named(table.features[name], value) for name, value in row.items()}
-            file.write(json.dumps(values, default=str) + "\n")
     return len(table)
 
 

@@ -23,6 +23,7 @@ from fedpriv.dedup.planning import DedupSettings, check_options
 from fedpriv.dedup.validation import CONFIDENCE, Evaluator, PrivateQueries, Tensors
 from fedpriv.dedup.work import Evaluators, Observer, Outcome, Work
 from fedpriv.errors import InputError
+from fedpriv.files import is_free
 from fedpriv.variants.blocks import BlockLayout, check_has_blocks, layout_of
 from fedpriv.variants.folders import Described, to_json
 from fedpriv.variants.store import Store
@@ -130,7 +131,7 @@ def check(
     layouts, digest = _layouts_and_plan(variants, read_tensors, settings)
     for name, layout in layouts.items() if settings.algorithm != LOSSLESS else ():
         check_has_blocks(name, layout)
-    if store.exists() and (not store.is_dir() or any(store.iterdir())):
+    if not is_free(store):
         digests: Mapping[str, str] = {PLAN: digest} | ({VALIDATION: validation} if validation else {})
         with Store(store) as opened:
             _stored_outcomes(opened, layouts, digests)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from fedpriv.accounting import Release
 from fedpriv.accounting.sensitivity import UPLOAD_FACTOR
 from fedpriv.accounting.views import num_readers, smallest_aggregate_scales
 from fedpriv.errors import InputError
+from fedpriv.files import remove_files
 from fedpriv.flower._messages import (
     NUM_EXAMPLES,
     Parameters,
@@ -63,6 +65,9 @@ REGISTER, ADVERTISE, SHARE = "query.sum_register", "query.sum_advertise", "query
 CHECK, CONFIRM, REVEAL = "query.sum_check", "query.sum_confirm", "query.sum_reveal"
 SUM = "fedpriv-sum"
 VECTOR = "vector"
+
+# The file of a run and a node, also one that a killed process left.
+_SESSION = re.compile(r"\.?[0-9]+-[0-9]+(\.[0-9a-f]+)?")
 
 # Secrets in the state that a SuperNode keeps in memory for a run: never on disk, and never sent.
 _SESSION_KEY, _IDENTITY = "session-key", "identity"
@@ -194,9 +199,9 @@ class SumMod:
         folder = ledger.with_name(f"{ledger.name}.sums")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / f"{run}-{context.node_id}"
-        others = sorted((each for each in folder.iterdir() if each != path), key=lambda each: each.stat().st_mtime)
-        for old in others[: len(others) + 1 - MAX_RUNS]:
-            old.unlink(missing_ok=True)
+        known = [each for each in folder.iterdir() if each != path and _SESSION.fullmatch(each.name)]
+        others = sorted(known, key=lambda each: each.lstat().st_mtime)
+        remove_files(folder.parent, [f"{folder.name}/{old.name}" for old in others[: len(others) + 1 - MAX_RUNS]])
         return path
 
     def _checked(self, terms: Terms, message: Message, context: Context) -> int:

@@ -26,6 +26,7 @@ from fedpriv.data import FederatedData
 from fedpriv.data.federated import check_sizes
 from fedpriv.data.tensors import Batch, TensorItem, TensorRecords, tensor_records
 from fedpriv.errors import InputError
+from fedpriv.files import replaced_file
 from fedpriv.training._losses import Predictions
 from fedpriv.training.evaluation import Evaluation, confusion_matrix
 from fedpriv.training.own_models import OwnModel
@@ -373,4 +374,5 @@ class OwnWorkbench(Workbench):
         """Write the trained tensors into a variant's folder, by the names of the module's parameters."""
         path.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.contiguous() for name, tensor in adapter.items()}
-        safetensors.torch.save_file(tensors, path / TENSORS, metadata={"format": "pt", "model": self._federation.name})
+        with replaced_file(path / TENSORS) as file:
+            safetensors.torch.save_file(tensors, file.name, metadata={"format": "pt", "model": self._federation.name})

@@ -244,7 +244,10 @@ def _listener(path: Path, *, mode: int) -> socket.socket:
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(str(path)) == 0:
             raise InputError(f"socket = {path}: another vault listens there")
-    path.unlink(missing_ok=True)
+    if path.is_socket() and not path.is_symlink():
+        path.unlink()
+    elif os.path.lexists(path):
+        raise InputError(f"socket = {path}: exists and is no socket; give another path, or move it away first")
     listener = socket.socket(socket.AF_UNIX)
     old = os.umask(0o777 & ~mode)
     try:

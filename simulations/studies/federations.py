@@ -22,6 +22,7 @@ from fedpriv.accounting.recipe import LearningRate
 from fedpriv.adapters import B_SUFFIX, INNER_SUFFIX
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Item
+from fedpriv.files import replaced_file
 from fedpriv.protocol import Registration
 from fedpriv.runs import RoundRow, RunFolder
 from fedpriv.runs.show import run_name
@@ -215,9 +216,8 @@ class FeatureStore:
         if len(self._states) == self._num_saved:
             return
         keys = np.frombuffer(b"".join(self._states), dtype="V16")
-        partial = self._path.with_suffix(".partial.npz")
-        np.savez(partial, keys=keys, states=np.stack(list(self._states.values())))
-        partial.replace(self._path)
+        with replaced_file(self._path) as file:
+            np.savez(file, keys=keys, states=np.stack(list(self._states.values())))
         self._num_saved = len(self._states)
 
     def _remembered(self, compute: Compute, base: bytes) -> Compute:

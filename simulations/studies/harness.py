@@ -13,6 +13,7 @@ study goes on where it ended. Tables are made from lines alone.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import time
 from collections import Counter
@@ -64,13 +65,20 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, line: Line) -> None:
-    """Append a line, after removing the fragment that an interrupted writer may have left."""
+    """Append a line, after removing the fragment of one that an interrupted writer may have left.
+
+    Raises:
+        InputError: the file ends in something else.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # else what another process is writing looks like a fragment
         file.seek(0)
         content = file.read()
-        if not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+        end = content.rfind(b"\n") + 1
+        if not b'{"'.startswith(content[end : end + 2]):
+            raise InputError(f"{path}: ends in what is no line of a study; name another file")
+        file.truncate(end)
         file.write(json.dumps(line).encode() + b"\n")
 
 

@@ -9,7 +9,6 @@ bytes, on the variants that share the first basis, without validation.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,8 +76,7 @@ def main() -> None:
     for name, (algorithm, options) in WAYS.items():
         settings = DedupSettings(block_size=BLOCK_SIZE, algorithm=algorithm, options=options, fairness="outcome")
         path = arguments.out / name.replace(", ", "-").replace(" ", "-").replace("/", "-")
-        shutil.rmtree(path, ignore_errors=True)
-        with Store(path) as store:
+        with Store(path, empty=True) as store:
             deduplicate(described, models.__getitem__, dict.fromkeys(models, evaluator), store, settings)
             points.append(_point(name, store, models, evaluator))
     headers = ("bytes %", "bare, with residual, plain", "largest drop", "mean change", "largest error")

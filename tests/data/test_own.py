@@ -193,7 +193,7 @@ def test_a_file_with_line_breaks_within_fields_is_read_right_once_it_is_written_
     assert write_lines(str(path), out) == len(rows)
     assert [(record.text, record.label) for record in read_strictly(DataSource(data=str(out)))] == rows
     assert out.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="exists"):
         write_lines(str(path), out)
 
 

@@ -18,10 +18,11 @@ from fedpriv.errors import InputError
 from fedpriv.flower import Account, SumMod, SumStrategy
 from fedpriv.flower.sums import CONFIRM, REVEAL, SUM, VECTOR
 from fedpriv.ledger import reading
-from fedpriv.secure_aggregation import make_identity, terms_from_text
+from fedpriv.secure_aggregation import MAX_RUNS, make_identity, terms_from_text
 from fedpriv.vault.frames import REFUSED
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
+from tests.foreign import planted
 
 SIZES = {2: 30, 3: 50, 4: 120, 5: 7}
 START = {"weight": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "bias": np.float32(0.25)}
@@ -360,3 +361,15 @@ def test_strategies_of_single_updates_and_numbers_out_of_range_are_refused(tmp_p
             SumStrategy(fed_avg(), **{**NOISE_OFF, **numbers})
         with pytest.raises(InputError, match=next(iter(numbers))):
             federation(tmp_path, {**NOISE_OFF, **numbers})
+
+
+def test_a_nodes_old_sessions_go_and_what_others_keep_beside_them_stays(tmp_path):
+    nodes = federation(tmp_path)
+    folder = tmp_path / "2.sqlite.sums"
+    foreign = planted(folder, tmp_path / "outside", (f"letter-{number}.txt" for number in range(MAX_RUNS)))
+    sessions = [folder / f"{number}-2" for number in range(MAX_RUNS + 1)]
+    for session in sessions:
+        session.touch()
+    nodes.run(SumStrategy(fed_avg(), **NOISE_OFF), rounds=1)
+    foreign.check()
+    assert sum(session.exists() for session in sessions) == MAX_RUNS - 1

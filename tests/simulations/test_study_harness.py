@@ -14,7 +14,7 @@ from fedpriv.errors import InputError
 from simulations.studies import aggregation, integral, language_models, lmo, persons, secure_aggregation, utility
 from simulations.studies.audit import tables as audit_tables
 from simulations.studies.dedup.report import page as dedup_page
-from simulations.studies.harness import Estimate, Results, fill, in_processes, lines, run_missing, table
+from simulations.studies.harness import Estimate, Results, append, fill, in_processes, lines, run_missing, table
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
@@ -52,6 +52,18 @@ def test_a_cell_has_one_line_with_its_values_and_the_versions_that_made_it(tmp_p
     assert {"fedpriv", "python", "torch"} <= one["software"].keys()
     assert "1 of 1, 3/0: accuracy 9, 0 s" in capsys.readouterr().out
     assert other["seconds"] >= 0
+
+
+def test_a_fragment_goes_and_what_is_no_line_of_a_study_stays(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(b'{"key": "1/0"}\n{"key": "2/')
+    append(path, {"key": "3/0"})
+    assert [line["key"] for line in lines(path)] == ["1/0", "3/0"]
+    for content in (b"name,age\nAnna,7", b"no newline at all"):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"runs\.jsonl: ends in what is no line of a study"):
+            append(path, {"key": "3/0"})
+        assert path.read_bytes() == content
 
 
 def test_no_cell_is_begun_when_time_is_up(tmp_path):

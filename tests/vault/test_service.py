@@ -18,9 +18,11 @@ import pytest
 
 from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
+from fedpriv.errors import InputError
 from fedpriv.ledger.reader import reading
 from fedpriv.training.local_update import UpdateSpec
 from fedpriv.training.workbench import workbench
+from fedpriv.vault._service import _listener
 from fedpriv.vault.frames import REFUSED, REGISTER, TRAIN, Request, Response, ask, pack_request, receive
 from fedpriv.vault.settings import VaultSettings
 from simulations.sites import wait_until
@@ -150,6 +152,19 @@ def test_a_second_vault_in_the_folder_is_refused(vault, settings):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "another vault listens there" in done.stderr
+
+
+def test_a_file_or_a_link_in_the_place_of_a_socket_is_refused_and_stays(tmp_path):
+    left, listener = tmp_path / "left.sock", _listener(tmp_path / "left.sock", mode=0o600)
+    listener.close()  # as a vault leaves it that has died
+    (tmp_path / "linked.sock").symlink_to(left)
+    (tmp_path / "patients.csv").write_text("mine")
+    for name in ("patients.csv", "linked.sock"):
+        with pytest.raises(InputError, match=f"{name}: exists and is no socket"):
+            _listener(tmp_path / name, mode=0o600)
+    assert (tmp_path / "patients.csv").read_text() == "mine"
+    assert (tmp_path / "linked.sock").is_symlink()
+    _listener(left, mode=0o600).close()
 
 
 def charges(settings: VaultSettings, run: str) -> int:

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from fedpriv.data import hospital
 from fedpriv.errors import InputError
+from fedpriv.files import replaced_file
 from simulations.studies.dedup.networks import EMBEDDING, FROZEN_LAYERS, SIDE, Architecture, encoder
 from simulations.studies.dedup.records import StudyRecords, TokenRecords, Vectors
 
@@ -222,9 +223,8 @@ def _write(folder: Path, task: TextTask, encoded: _Encoded, labels: Sequence[int
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {**vars(encoded), "labels": torch.tensor(labels, dtype=torch.int64)}
     for name, values in arrays.items():
-        temporary = folder / f"{task}.{name}.tmp.npy"
-        np.save(temporary, values.numpy())
-        temporary.replace(folder / f"{task}.{name}.npy")
+        with replaced_file(folder / f"{task}.{name}.npy") as file:
+            np.save(file, values.numpy())
 
 
 def _read(out: Path, task: TextTask, name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -66,16 +65,14 @@ def run_cell(out: Path, cell: DedupCell) -> Line:
     """Deduplicate into a fresh store under `cells`, next to the descriptions with its bounds."""
     scenario = SCENARIOS[cell.scenario]
     folder, originals = out / "cells" / cell.key, out / "variants" / scenario.name
-    if folder.exists():  # left by an interrupted run
-        shutil.rmtree(folder)
     paths = {model.name: originals / model.name for model in scenario.all_models}
     tensors: dict[str, Tensors] = {name: folders.read_tensors(path) for name, path in paths.items()}
     described = bounded([folders.read(path) for path in paths.values()], scenario, cell)
     for each in described:
-        (folder / "variants" / each.name).mkdir(parents=True)
+        (folder / "variants" / each.name).mkdir(parents=True, exist_ok=True)
         folders.describe(folder / "variants" / each.name, each)
     began = time.perf_counter()
-    with Store(folder / "store") as store:
+    with Store(folder / "store", empty=True) as store:  # an interrupted run may have left one
         outcomes = deduplicated(out, described, tensors, cell, store)
         seconds = time.perf_counter() - began
         return {

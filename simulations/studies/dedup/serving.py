@@ -6,7 +6,7 @@ the two that were trained. See `simulations.benchmarks.dedup_loading` for what i
 
 from __future__ import annotations
 
-import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -64,9 +64,11 @@ def serve_all(out: Path) -> None:
 
 
 def _measured(out: Path, cell: ServingCell) -> Line:
-    name, folder = cell.scenario, out / "serving" / cell.scenario
-    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted measurement
-    folder.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix="serving-") as folder:
+        return _measured_in(Path(folder), out, cell.scenario)
+
+
+def _measured_in(folder: Path, out: Path, name: str) -> Line:
     store = _whole_store(out, name, folder / "store") if name == "minilm" else _store_of(out, name)
     files = restore_all(store, folder)
     models = {model.name: model for model in SCENARIOS[name].all_models}
@@ -75,9 +77,7 @@ def _measured(out: Path, cell: ServingCell) -> Line:
     for seed in range(REPEATS):
         reports.append(bench(store, files, num_queries=NUM_QUERIES, seed=seed, workloads=workloads))
         print(f"{name}, {seed + 1} of {REPEATS}: cold load ratios {reports[-1].load_ratios('cold')}", flush=True)
-    line = line_of(name, store, reports)
-    shutil.rmtree(folder)
-    return line
+    return line_of(name, store, reports)
 
 
 def line_of(name: str, store: Path, reports: list[LoadingReport]) -> dict[str, Any]:

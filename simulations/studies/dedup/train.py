@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fedpriv.accounting.events import Event
 from fedpriv.errors import InputError
+from fedpriv.files import replaced_file
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.variants import folders
 from fedpriv.variants.composition import History, Upload
@@ -57,9 +58,8 @@ def start(out: Path, model: Model) -> Tensors:
         public = together([each.first(recipe.public_records) for each in several])
         train_publicly(trainee, public, epochs=recipe.public_epochs, learning_rate=recipe.public_learning_rate)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        safetensors.numpy.save_file(to_arrays(trainee), temporary)
-        temporary.replace(path)
+        with replaced_file(path) as file:
+            safetensors.numpy.save_file(to_arrays(trainee), file.name)
     return safetensors.numpy.load_file(path)
 
 
