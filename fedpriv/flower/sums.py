@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -200,7 +201,7 @@ class SumMod:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / f"{run}-{context.node_id}"
         known = [each for each in folder.iterdir() if each != path and _SESSION.fullmatch(each.name)]
-        others = sorted(known, key=lambda each: each.lstat().st_mtime)
+        others = sorted(known, key=_last_written)
         remove_files(folder.parent, [f"{folder.name}/{old.name}" for old in others[: len(others) + 1 - MAX_RUNS]])
         return path
 
@@ -252,6 +253,14 @@ class SumMod:
                 session.check_sealed(sealed)
             response = make(True) if not terms.noise_multiplier else _paid(account, session, digest, make)
         return reply_of(message, response, {VECTOR: (terms.dimension,)})
+
+
+def _last_written(path: Path) -> float:
+    """The time at which a file was written; one that another process has taken since is none of the old ones."""
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 def _refusing(message: Message, answer: Callable[[], Message]) -> Message:
