@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.files import replace_file, sync_folder
+from fedpriv.files import replace_file, sync_folder, write_new
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.receipts import Chain, Receipt, ReceiptLog, chain_of, from_text
 from fedpriv.vault.settings import VaultSettings
@@ -194,7 +194,7 @@ class ReceiptWatch:
         if path.exists():
             raise InputError(f"counter_file = {path}: exists; a new one would forget what it has counted")
         try:
-            replace_file(path, f"{receipt.text()}\n".encode(), mode=0o600)
+            write_new(path, f"{receipt.text()}\n".encode(), mode=0o600)
             sync_folder(path)
         except OSError as error:
             raise InputError(f"counter_file = {path}: {error.strerror}") from None
