@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from peft import LNTuningConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.constants import CONFIG_NAME, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -261,7 +262,7 @@ def save(
     Args:
         model: a model with an adapter of the same kind.
         base: of the model.
-        directory: created if it does not exist.
+        directory: created if it does not exist; links to files in it, as in a cache, are replaced and not followed.
         adapter: the trained tensors by peft's names; None takes the model's own. The frozen tensors of the model's
             adapter are added.
         merged: what aggregation has added to the frozen weights; the saved adapter includes it, at a higher rank.
@@ -282,7 +283,9 @@ def save(
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     with replaced_file(directory / "adapter_model.safetensors") as file:
         save_file(contiguous, file.name, metadata={"format": "pt"})
-    config.save_pretrained(directory)
+    with tempfile.TemporaryDirectory(dir=directory) as made:
+        config.save_pretrained(made)
+        Path(made, CONFIG_NAME).replace(directory / CONFIG_NAME)
     convention = {
         "version": 1,
         "base_model": public_name(base.name),

@@ -62,7 +62,12 @@ def test_plain_peft_loads_every_tensor_and_fedpriv_restores_the_function(encoder
     model = moved(attach(base, LoraSettings(rank=4)))
     saved, expected = read(model), model(**BATCH).logits
     directory = tmp_path / "adapter"
+    directory.mkdir()
+    (tmp_path / "blob").write_bytes(b"of a cache")
+    for name in ("adapter_model.safetensors", "adapter_config.json", "fedpriv.json"):
+        (directory / name).symlink_to(tmp_path / "blob")
     save(model, base, directory, labels=("x", "y", "z"))
+    assert (tmp_path / "blob").read_bytes() == b"of a cache"
     assert (directory / "adapter_model.safetensors").is_file()
 
     plain_base = AutoModelForSequenceClassification.from_pretrained(encoder_folder, num_labels=3)

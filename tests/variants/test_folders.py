@@ -13,6 +13,7 @@ from fedpriv.errors import InputError
 from fedpriv.variants import folders
 from fedpriv.variants.composition import History, Upload
 from fedpriv.variants.folders import Described
+from tests.foreign import planted
 
 _EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
 _UPLOADS = frozenset(Upload(data_set="clinic", run="r", round=n, event=_EVENT) for n in (1, 2))
@@ -50,6 +51,15 @@ def test_a_description_reads_back_and_a_damaged_one_is_refused_by_name(tmp_path)
     (folder / "model.safetensors").write_bytes(b"x")
     with pytest.raises(InputError, match=r"model\.safetensors: cannot be read"):
         folders.read_tensors(folder)
+
+
+def test_a_folder_of_links_is_written_and_what_they_lead_to_stays(tmp_path):
+    foreign = planted(tmp_path / "round-20", tmp_path / "outside")
+    for name in ("model.safetensors", "variant.json"):
+        (tmp_path / "round-20" / name).symlink_to(tmp_path / "outside" / "patients.csv")
+    folders.write(tmp_path / "round-20", DESCRIBED, TENSORS)
+    foreign.check()
+    assert folders.read(tmp_path / "round-20") == DESCRIBED
 
 
 def test_a_flipped_bit_is_refused_and_older_folders_and_meant_changes_are_read(tmp_path):
