@@ -166,7 +166,8 @@ def _temporary(path: Path, mode: int | None) -> Iterator[BufferedWriter]:
 def _finished(file: BufferedWriter, mode: int | None, owner: _Owner | None = None) -> Path:
     """The path of a temporary file, whose content is on the disk when this returns."""
     file.flush()
-    os.fsync(file.fileno())
+    with Path(file.name).open("rb") as written:  # who writes by the name may have put another file there
+        os.fsync(written.fileno())
     if mode is not None:
         os.fchmod(file.fileno(), mode)
     if owner is not None:

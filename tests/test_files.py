@@ -74,6 +74,16 @@ def test_two_who_replace_a_file_at_once_do_not_mix(tmp_path):
     assert (path.read_bytes(), list(tmp_path.iterdir())) == (b"one", [path])
 
 
+def test_what_was_written_by_the_name_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
+    with files.replaced_file(tmp_path / "key") as file:
+        (tmp_path / "other").write_bytes(b"new")
+        (tmp_path / "other").rename(file.name)  # as safetensors does
+    assert (tmp_path / "key").read_bytes() == b"new"
+    assert (tmp_path / "key").stat().st_ino in flushed
+
+
 def test_without_a_mode_a_file_has_what_the_process_gives_to_new_files(tmp_path):
     umask = os.umask(0o027)
     try:
