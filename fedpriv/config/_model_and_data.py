@@ -80,8 +80,9 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     """`embedded`, synthetic messages to hospitals; `on-nodes`, what each node names (a classifier needs `labels`); a
     CSV, TSV, JSONL or Parquet file; a data set on the Hub (`name:split`); or `in-memory`, what a program gives"""
     test_data: Annotated[str, Fact.PATH | Fact.RECORDS] = ""
-    """the server's test set. Empty: a random share of `data` if nobody's privacy depends on them (embedded,
-    `public_data` or `simulate`); else accuracies stay empty unless `evaluation_noise_multiplier` is set"""
+    """the server's test set, without a record or person of private `data`. Empty: a random share of `data` if nobody's
+    privacy depends on them (embedded, `public_data` or `simulate`); else accuracies stay empty unless
+    `evaluation_noise_multiplier` is set"""
     test_fraction: Annotated[float, Field(gt=0, lt=1), Fact.RELEASE | Fact.RECORDS] = 0.2
     """the share held out, or set aside by each holder for private evaluation"""
     evaluation_noise_multiplier: Annotated[Positive | None, Maybe, Fact.RELEASE] = None

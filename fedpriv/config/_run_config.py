@@ -129,12 +129,16 @@ class RunConfig(
         return self.model.startswith(OWN_MODEL)
 
     @property
+    def protects_nobody(self) -> bool:
+        """Whether figures without noise may be shown: the data are public, or the run is marked as not private."""
+        return self.data_are_public or self.simulate
+
+    @property
     def has_test_set(self) -> bool:
         """Whether the server evaluates on records of its own, or on some that nobody's privacy depends on."""
         if self.test_data:
             return True
-        splits_off = self.splits_off_test_set and (self.data_are_public or self.simulate)
-        return splits_off and self.evaluation_noise_multiplier is None
+        return self.splits_off_test_set and self.protects_nobody and self.evaluation_noise_multiplier is None
 
     @property
     def compares(self) -> bool:
@@ -143,7 +147,7 @@ class RunConfig(
             return False
         if self.comparison is not None:
             return self.comparison
-        return self.has_test_set and (self.data_are_public or self.simulate)
+        return self.has_test_set and self.protects_nobody
 
     @property
     def computes_baselines(self) -> bool:
@@ -430,7 +434,7 @@ class RunConfig(
             return
         if self.validates_variants:
             raise ValueError(f"dedup = {self.dedup}: validated on the server's test set; give test_data, or lossless")
-        if self.comparison and (self.data_are_public or self.simulate):  # elsewhere no run without noise is allowed
+        if self.comparison and self.protects_nobody:  # elsewhere no run without noise is allowed
             raise ValueError("comparison = true: accuracies are compared on the server's test set; give test_data")
 
     def _check_baselines(self) -> None:

@@ -34,6 +34,7 @@ from fedpriv.data._tables import (
     values_of,
 )
 from fedpriv.data._text import DataSource, FederatedData, TextData, response_of
+from fedpriv.data.apart import check_texts
 from fedpriv.data.persons import by_person
 from fedpriv.errors import InputError
 
@@ -233,12 +234,15 @@ def _from_table(config: RunConfig) -> FederatedData:
     # Rows are chosen by their numbers: to select them from a table and read them there takes far longer.
     records = replace(to_text(table, config), persons=_persons_of(table, config))
     rows = _usable(table, config, config.data, among=_about_persons(records))
-    test_table, train, test_rows = table, rows, cast("Sequence[int]", ())
+    test_table, tested, train, test_rows = table, records, rows, cast("Sequence[int]", ())
     if config.test_data:
         test_table, test_rows = _test_table(config, columns)
+        tested = replace(to_text(test_table, config), persons=_persons_of(test_table, config))
     elif config.has_test_set:
         train, test_rows = _split(rows, records.persons, config)
-    test = (records if test_table is table else to_text(test_table, config)).part(test_rows)
+    test = tested.part(test_rows)
+    if config.test_data and not config.protects_nobody:
+        warned += check_texts(config, test, records, test_rows)
     column = values_of(table, config.client_column) if config.partition_rule == "natural" else []
     if empty := sorted(map(str, holders - {column[row] for row in train})) if holders else []:
         raise InputError(
@@ -256,8 +260,8 @@ def _from_table(config: RunConfig) -> FederatedData:
 
 
 def _persons_of(table: datasets.Dataset, config: DataSection) -> tuple[str, ...] | None:
-    """The person that each record names; None where the unit is the record."""
-    if not config.most_of_a_person:
+    """The person that each record names; None where the unit is the record, or a test set names none."""
+    if not config.most_of_a_person or config.person_column not in table.column_names:
         return None
     return tuple(name or "" for name in labels_of(table, config.person_column))
 

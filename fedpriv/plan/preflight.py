@@ -105,7 +105,7 @@ def check_run(config: RunConfig) -> None:
 def objections_to_run(config: RunConfig) -> list[str]:
     """Each release without noise from data that are not public, and a `privacy_view` that does not hold."""
     found = []
-    if not config.data_are_public and not config.simulate:
+    if not config.protects_nobody:
         remedy = "allowed only on public data (public_data = true) or in a run marked simulate = true"
         if config.noise_multiplier == 0:
             found.append(f"noise_multiplier = 0: {remedy}")

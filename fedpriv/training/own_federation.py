@@ -6,7 +6,7 @@ the module by a digest, by which a resumed run refuses another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from fedpriv.adapters import Adapter, Merged, lora
 from fedpriv.config import OWN_MODEL, RunConfig
 from fedpriv.data import FederatedData
+from fedpriv.data.apart import check_apart
 from fedpriv.data.federated import check_sizes
 from fedpriv.data.tensors import Batch, TensorItem, TensorRecords, tensor_records
 from fedpriv.errors import InputError
@@ -111,6 +112,11 @@ def _named(data: Any) -> Mapping[str, Any]:
         f"data: a {type(data).__name__} with no records of a holder; a model of your own takes a sequence with the "
         "records of each holder, or {name: records}"
     )
+
+
+def _contents(sets: Iterable[TensorRecords]) -> Iterator[bytes]:
+    """The content of each record of each set."""
+    return (records.part([index]).content for records in sets for index in range(len(records)))
 
 
 def _fitting(model: OwnModel, given: Any, name: str) -> TensorRecords:
@@ -316,6 +322,8 @@ class OwnWorkbench(Workbench):
         self.initial, self.num_clients = federation.initial, len(federation.clients)
         self._clients = {}
         self.read_for, self.coin_key = "", str(config.seed).encode()
+        if federation.test is not None and not config.protects_nobody:
+            check_apart(config, list(_contents([federation.test])), _contents(federation.clients.values()))
         is_tested = federation.test is not None or config.evaluation_noise_multiplier is not None
         if is_tested and not self.model.can_evaluate:
             raise InputError(

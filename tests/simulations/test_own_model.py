@@ -242,6 +242,14 @@ REFUSED = {
     "columns": ({"data": HOLDERS[0]}, r"^data, client 0: are tensor of float32 \[6\]; must be tuple of"),
     "no record": ({"data": [rows(0), rows(40)]}, "^data, client 0: has no records; leave it out"),
     "lengths": ({"data": [(HOLDERS[0][0], HOLDERS[1][1])]}, "^data, client 0: must be tensors with one row per record"),
+    "a holder's own records": (
+        {"test_data": HOLDERS[0], "simulate": False},
+        r"^test_data = 'in-memory': 40 records \(1, 2, 3, 4, 5 and 35 more\) equal one in data",
+    ),
+    "one record of a holder": (
+        {"test_data": tuple(torch.cat([a, b[3:4]]) for a, b in zip(TEST, HOLDERS[2], strict=True)), "simulate": False},
+        r"^test_data = 'in-memory': 1 record \(91\) equal one in data",
+    ),
     "a test of another form": ({"test_data": TEST[0]}, "^test_data: are tensor of float32"),
     "Ray": ({"engine": "ray"}, "^engine = ray: .* use stacked or in-process"),
     "a rank": ({"rank": 4}, "^rank = 4: is for language models"),

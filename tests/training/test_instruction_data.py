@@ -38,6 +38,7 @@ def bench(folder, tmp_path):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         keys = {"prompt_column": "q", "response_column": "a", "data": str(path), "test_data": str(path)}
+        keys |= {"public_data": True}
         keys |= {"model": str(folder), "num_clients": 1, "sampling_probability": 0.5, "max_length": 60}
         keys |= {"base_dtype": "float32", "device": "cpu", "memory_limit_mb": 8}
         return Workbench(parse({**keys, **changes}))
