@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fedpriv.config import DataSection
@@ -16,6 +16,9 @@ from fedpriv.data._mistakes import folded
 from fedpriv.data._text import TextData
 from fedpriv.errors import InputError
 from fedpriv.texts import counted
+
+Content = str | bytes | tuple[str, ...]
+"""What identifies a record, or its person; empty if nothing does."""
 
 _NUM_PLACES = 5
 
@@ -51,8 +54,8 @@ def check_texts(config: DataSection, test: TextData, private: TextData, places: 
 
 def check_apart(
     config: DataSection,
-    test: Sequence[Hashable],
-    private: Iterable[Hashable],
+    test: Sequence[Content],
+    private: Iterable[Content],
     *,
     shared: str = "equal one in data",
     places: Sequence[int] = (),
@@ -89,7 +92,7 @@ def _is_same_file(one: str, other: str) -> bool:
     return one == other or (all(path.is_file() for path in paths) and paths[0].samefile(paths[1]))
 
 
-def _in_common(test: Sequence[Hashable], private: Iterable[Hashable]) -> list[int]:
+def _in_common(test: Sequence[Content], private: Iterable[Content]) -> list[int]:
     """The places of the test set's records that private ones equal; of those that are empty, none."""
     wanted = set(test)
     held = {each for each in private if each in wanted}

@@ -7,17 +7,19 @@ than rounding, runs them alone.
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedpriv.adapters import lora, restore_float32, to_bfloat16
+from fedpriv.adapters import BaseModel, lora, restore_float32, to_bfloat16
 from fedpriv.data.records import Item, Records
 from fedpriv.errors import InputError
 from fedpriv.training._isolation import raising_failures, refusing
@@ -63,11 +65,67 @@ def admit(model: TrainingModel) -> None:
         model.cache = None
 
 
+def check_weights(base: BaseModel) -> None:
+    """Refuse a base with a weight that is no number, to which every loss may lead.
+
+    Raises:
+        InputError: names the tensor.
+    """
+    for name, weight in base.model.named_parameters():
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            raise InputError(
+                f"model = {base.name!r}: {name} holds a value that is NaN or infinite; use an undamaged checkpoint"
+            )
+
+
+def check_learns(model: TrainingModel, record: Records) -> None:
+    """Refuse a model that learns nothing of a public record which is as long as any may be.
+
+    Args:
+        model: that `admit` accepts.
+        record: one alone.
+
+    Raises:
+        InputError: its pass fails, or its gradient is not finite or zero; says what would be right.
+    """
+    kind, tokens = model.peft_model.config.model_type, len(record.features["input_ids"][0])
+    try:
+        gradient = _gradients(model, record.items(), cached=False)
+    except Exception as error:  # of any type, as an embedding of positions or a mask is too short
+        most = bisect.bisect_left(range(1, tokens), True, key=lambda length: not _reads(model, record, length))
+        if not most:
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"max_length = {tokens}: a {kind} model fails on texts of so many tokens ({reason}); use at most {most}"
+        ) from error
+    if not gradient.isfinite().all():
+        raise InputError(
+            f"model: gradients of a {kind} model are NaN or infinite on a text of {tokens} tokens; use another "
+            "checkpoint, or base_dtype = float32"
+        )
+    if not gradient.any():
+        raise InputError(f"max_length = {tokens}: a {kind} model learns nothing of texts of so many tokens; use more")
+
+
+@torch.no_grad()
+def _reads(model: TrainingModel, record: Records, tokens: int) -> bool:
+    """Whether a pass of the record's first tokens succeeds."""
+    features: dict[str, tuple[Tensor, ...]] = {n: (column[0][:tokens],) for n, column in record.features.items()}
+    try:
+        model.predictions(replace(record, features=features).items(), cached=False)
+    except Exception:
+        return False
+    return True
+
+
 def _reason_to_refuse(model: TrainingModel) -> str:
     """Empty if passes leave the model as it was: the same record then has the same gradient again, to the bit."""
     first, other, *_ = _tried(model, seed=0).items()
     with left_as_it_is(model.peft_model):
         before, _, after = (_gradients(model, [item], cached=False) for item in (first, other, first))
+    if not before.isfinite().all():
+        return "its gradients are NaN or infinite"
     return "" if torch.equal(before, after) else "a pass changes the next one's results"
 
 

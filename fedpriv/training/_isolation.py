@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
+from torch import Tensor
+
 from fedpriv.errors import InputError
 from fedpriv.files import trace_without_message
 
@@ -15,16 +17,22 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 _failures_are_raised: ContextVar[bool] = ContextVar("failures_are_raised", default=False)
+_must_be_finite: ContextVar[bool] = ContextVar("must_be_finite", default=False)
 
 
 @contextmanager
-def raising_failures() -> Iterator[None]:
-    """Within this context `isolated` raises: on synthetic records, no failure is a record's."""
-    token = _failures_are_raised.set(True)
+def raising_failures(*, also_of_numbers: bool = False) -> Iterator[None]:
+    """Within this context `isolated` raises: on synthetic records, no failure is a record's.
+
+    Args:
+        also_of_numbers: whether `finite` raises too, for which a device is waited for.
+    """
+    tokens = _failures_are_raised.set(True), _must_be_finite.set(also_of_numbers)
     try:
         yield
     finally:
-        _failures_are_raised.reset(token)
+        _failures_are_raised.reset(tokens[0])
+        _must_be_finite.reset(tokens[1])
 
 
 @contextmanager
@@ -47,6 +55,17 @@ def refusing(kind: str) -> Iterator[None]:
         raise InputError(
             f"model: a {kind} model cannot train here ({reason}); bert, roberta, gpt2 or llama can"
         ) from error
+
+
+def finite(values: Tensor) -> Tensor:
+    """The values. A record's may be NaN or infinite, and then count as zero; of synthetic ones none may.
+
+    Raises:
+        ValueError: some value is not finite, and failures of numbers are raised.
+    """
+    if _must_be_finite.get() and not bool(values.isfinite().all()):
+        raise ValueError("its losses or gradients are NaN or infinite")
+    return values
 
 
 def isolated(

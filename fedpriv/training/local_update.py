@@ -321,12 +321,15 @@ class ClientUpdate:
         num_records: N_k, the registered number of records, or persons.
         noised: float64 [values], what was noised last, before anything was made of it: the sum of a step, or the
             update; of a task with a grid, else None.
+        learned: whether a record that was drawn had a gradient; None if none was drawn. It is no part of the upload,
+            and its holder's alone.
     """
 
     adapter: Adapter
     event: Event
     num_records: int
     noised: Tensor | None = None
+    learned: bool | None = None
 
 
 Execute = Callable[[Sequence[UpdateTask]], list[ClientUpdate | Exception]]

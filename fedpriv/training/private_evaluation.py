@@ -18,6 +18,7 @@ from fedpriv.data.records import Records, RecordSet, num_tokens, usable
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training import local_update
+from fedpriv.training._isolation import finite, raising_failures, refusing
 from fedpriv.training.local_update import ClientUpdate, TrainedModel, UpdateSpec, UpdateTask, noise_request
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workers import shared, side_by_side
@@ -162,13 +163,14 @@ def rehearse(model: TrainingModel, adapter: Adapter, merged: Merged, records: Re
         records: synthetic ones, of which one of each length is evaluated.
 
     Raises:
-        Exception: whatever an evaluation raises.
+        InputError: an evaluation fails, or a loss is not finite; names the type of the model.
     """
     model.merge(merged)
     lora.write_parameters(model.parameters, adapter)
     by_length = {num_tokens(item): item for item in records.items()}
-    for item in by_length.values():
-        _share(model, [item])
+    with refusing(model.peft_model.config.model_type), raising_failures(also_of_numbers=True):
+        for item in by_length.values():
+            finite(model.predictions([item], cached=False).losses)
     begin = time.perf_counter()
     _share(model, [by_length[max(by_length)]])  # again, when nothing is new
     return time.perf_counter() - begin

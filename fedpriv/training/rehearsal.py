@@ -155,7 +155,11 @@ def rehearse(
         tasks = [replace(tasks[-1], data=records.part([0]))]
     before = model.merged
     try:
-        with refusing(model.peft_model.config.model_type), raising_failures(), _caches_set_aside(model):
+        with (
+            refusing(model.peft_model.config.model_type),
+            raising_failures(also_of_numbers=True),
+            _caches_set_aside(model),
+        ):
             model.merge(merged)
             with _in_this_process(model):
                 for task in tasks:

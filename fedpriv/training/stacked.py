@@ -9,9 +9,10 @@ A row holds the tensors that are trained; the others are used and returned as th
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -25,7 +26,7 @@ from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.training._caches import Body, FeatureCache
 from fedpriv.training._coordinates import Coordinates, VectorLayout, scaled, trained_weights
 from fedpriv.training._head import ROWS_OF_A_PRODUCT, ClippedSums, Heads
-from fedpriv.training._isolation import isolated
+from fedpriv.training._isolation import finite, isolated
 from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training._transfers import to_device
 from fedpriv.training.clipping import add_clipped, add_finite, add_in_turn, clipped_rows, clipped_sums
@@ -43,6 +44,8 @@ from fedpriv.training.per_sample import Stack, per_sample_gradients
 from fedpriv.training.private_evaluation import counted
 from fedpriv.training.progress import TRAINING
 from fedpriv.training.workers import shared, side_by_side
+
+log = logging.getLogger(__name__)
 
 # Floats kept per client and adapter value: start, parameter, gradient, AdamW's two moments, and what a step needs.
 FLOATS_PER_VALUE = 8
@@ -106,12 +109,18 @@ def stacked_updates(model: TrainedModel, tasks: Sequence[UpdateTask]) -> list[Cl
     if on_upload:
         noised, trained, upload_events = _noised_uploads(clients, trained)
         events = [[event] for event in upload_events]
+    learned = clients.learned
+    if silent := learned.count(False):
+        log.warning(
+            "round %d: %d of %d updates are noise alone: no record had a gradient", tasks[0].round, silent, len(tasks)
+        )
     return [
         ClientUpdate(
             adapter=clients.with_trained(client, row),
             event=_charged_event(collected, plan),
             num_records=task.sampler.num_registered,
             noised=released if task.grid else None,
+            learned=learned[client],
         )
         for client, (row, released, collected, plan, task) in enumerate(
             zip(trained.cpu(), noised.cpu(), events, planned, tasks, strict=True)
@@ -182,6 +191,7 @@ class _Clients:
         fixed: {tensor name: [clients, *shape]} of the tensors that are not trained.
         centres: [clients, inputs], what each client takes off the features that its head reads.
         step: the current one, from 0.
+        heard: for each sum so far, which clients had drawn records, and bool [clients] whose sums were not zero.
     """
 
     model: TrainedModel
@@ -192,6 +202,7 @@ class _Clients:
     fixed: Mapping[str, Tensor]
     centres: Tensor | None
     step: int = 0
+    heard: list[tuple[Sequence[bool], Tensor]] = field(default_factory=list)
 
     @staticmethod
     def of(model: TrainedModel, tasks: Sequence[UpdateTask]) -> _Clients:
@@ -238,6 +249,13 @@ class _Clients:
     def trained_parameters(self) -> set[str]:
         """The model's own names of the trained parameters."""
         return {name for name, stored in self.model.adapter_names.items() if stored in self.layout.columns}
+
+    @property
+    def learned(self) -> list[bool | None]:
+        """For each client whether a record had a gradient; None if it drew no record in any step."""
+        has_drawn = [any(steps) for steps in zip(*(drawn for drawn, _ in self.heard), strict=True)]
+        moved = torch.stack([moved for _, moved in self.heard]).any(dim=0).tolist()
+        return [found if drawn else None for found, drawn in zip(moved, has_drawn, strict=True)]
 
     def tell(self, share: float) -> None:
         """Tell those who follow the model that this share of the current step is done."""
@@ -337,7 +355,9 @@ def _sums(clients: _Clients, parameters: Tensor, drawn: Sequence[Sequence[Unit]]
         for rows, owners in _gradient_rows(clients, parameters, every):
             add(totals, rows, owners)
     sums = clipped_sums(totals, spec.clip_norm) if is_clipped else totals
-    return sums if of_head is None else sums + of_head
+    sums = sums if of_head is None else sums + of_head
+    clients.heard.append((list(map(bool, drawn)), sums.any(dim=1)))
+    return sums
 
 
 def _alone(
@@ -467,7 +487,7 @@ def _pass_gradients(
         recomputed=model.recomputed,
     )
     rows = clients.layout.flatten({model.adapter_names[name]: g for name, g in gradients.items()})
-    return scaled(rows, clients.coordinates.scales)
+    return finite(scaled(rows, clients.coordinates.scales))
 
 
 def _add_of_head(
@@ -489,7 +509,7 @@ def _add_of_head(
         records = [
             (data, torch.tensor([index for unit in drawn[k] for index in unit], dtype=torch.int64)) for data, k in held
         ]
-        inputs = features.features(records, body, keep=keep)
+        inputs = finite(features.features(records, body, keep=keep))
         labels = torch.cat([data.labels[indices] for data, indices in records])
         owners = torch.tensor(members).repeat_interleave(torch.tensor([len(indices) for _, indices in records]))
         if spec.max_records_per_person:

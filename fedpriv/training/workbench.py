@@ -45,8 +45,9 @@ from fedpriv.data.records import (
 )
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training._admission import admit, in_format
+from fedpriv.training._admission import admit, check_learns, check_weights, in_format
 from fedpriv.training._isolation import refusing
+from fedpriv.training._own_words import public_record
 from fedpriv.training._passes import RECORDS_OF_A_STEP
 from fedpriv.training.evaluation import Choices, Evaluation, evaluate
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
@@ -71,7 +72,7 @@ def load_model(
         alone, num_workers: as for `TrainingModel`.
 
     Raises:
-        InputError: the model, an adapter setting or the device cannot be used.
+        InputError: the model, an adapter setting or the device cannot be used, or no text can be learned from.
     """
     base = load_frozen(config, config.model, task=config.task, labels=labels, normalize=config.normalize_features)
     # Models without learned positions state no limit; tokenizers without a limit state a huge number.
@@ -102,7 +103,10 @@ def load_model(
         settings = replace(settings, target_modules=config.target_modules or last_targets(base))
     if config.factors == "inputs":
         attached = partial(attached, rows=partial(_leading_directions, config, base.tokenizer))
-    return base, ready(config, attached(settings), alone=alone, num_workers=num_workers)
+    model = ready(config, attached(settings), alone=alone, num_workers=num_workers)
+    with refusing(model.peft_model.config.model_type):
+        check_learns(model, public_record(base, config, num_labels=len(labels)))
+    return base, model
 
 
 def load_frozen(config: RunConfig, model: str, *, task: str, labels: tuple[str, ...], normalize: bool) -> BaseModel:
@@ -118,6 +122,7 @@ def load_frozen(config: RunConfig, model: str, *, task: str, labels: tuple[str, 
     quantised = config.base_dtype == "nf4"
     dtype: Any = "auto" if quantised else torch.float32
     base = load_base(model, task=task, labels=labels, seed=config.seed, normalize=normalize, dtype=dtype)
+    check_weights(base)
     if quantised:
         quantise(base.name, base.model, _device(config.device))
     return base

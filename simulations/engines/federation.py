@@ -12,6 +12,7 @@ from flwr.app import Context, RecordDict
 from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
+from fedpriv.errors import InputError
 from fedpriv.runs.show import check_installed
 from fedpriv.training.local_update import ClientUpdate, Execute, TrainedModel, UpdateTask
 from fedpriv.training.progress import FEATURES, READING, TRAINING, unfailing
@@ -45,7 +46,7 @@ def run(
     check_installed(config.track)
     config = with_base_dtype(config)
     with task_identity(RUN_ID), _executor(config, observer) as execute:
-        grid = LocalGrid(SimulatedNodes(config), tapped(execute), client_app, execute.begins)
+        grid = LocalGrid(SimulatedNodes(config), tapped(execute), client_app, execute.begins, execute.ends)
         make_app(observer)(grid, server_context(config))
 
 
@@ -121,6 +122,7 @@ class _Followed:
         self._totals: dict[str, float] = {}
         self._done = Counter[str]()
         self._round = self._num_expected = 0
+        self._learned: set[bool | None] = set()
 
     def begins(self, num: int) -> None:
         """Expect so many tasks, in one call or several."""
@@ -136,12 +138,26 @@ class _Followed:
         self._totals = {what: self._done[what] + round(num) for what, num in own.items()}
         self._round = tasks[0].round
         try:
-            return self._execute(tasks)
+            updates = self._execute(tasks)
         finally:
             self._totals = {}
             self._num_expected -= len(tasks)
             if self._num_expected <= 0:
                 self._done = Counter()
+        self._learned |= {update.learned for update in updates if isinstance(update, ClientUpdate)}
+        return updates
+
+    def ends(self) -> None:
+        """Refuse to go on if nothing was learned, in the round that has ended or before.
+
+        Raises:
+            InputError: all that was drawn had no gradient, so further rounds would be noise alone too.
+        """
+        if False in self._learned and True not in self._learned:
+            raise InputError(
+                f"round {self._round}: is noise alone, since none of the records that were drawn has a gradient; "
+                "`fedpriv data check` shows what the model reads of texts and labels"
+            )
 
     def tell(self, what: str, done: float, total: float) -> None:
         """Pass on what a model tells: during a round, of all of its clients together; at other times, as it is told.

@@ -30,6 +30,7 @@ class LocalGrid(Grid):
         execute: trains a batch of tasks; None leaves training to the app, one message at a time.
         evaluate: the ClientApp, which answers every other message.
         begins: is told how many messages are about to be answered.
+        ends: is told that these were.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class LocalGrid(Grid):
         execute: Execute | None,
         evaluate: Callable[[Message, Context], Message],
         begins: Callable[[int], None] = lambda num: None,
+        ends: Callable[[], None] = lambda: None,
     ) -> None:
         self._contexts = contexts
         self._execute = execute
         self._evaluate = evaluate
-        self._begins = begins
+        self._begins, self._ends = begins, ends
         self._run = empty_run(contexts[next(iter(contexts))].run_id)
         self._replies: dict[str, Message] = {}
 
@@ -82,6 +84,7 @@ class LocalGrid(Grid):
             # Strategies put one RecordDict into every message, and a node may change its copy.
             replies = self._answer([copy.deepcopy(message) for message in messages[batch]])
             self._replies.update(zip(ids[batch], replies, strict=True))
+        self._ends()
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

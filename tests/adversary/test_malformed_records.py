@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -92,3 +93,24 @@ def test_a_node_that_reads_its_table_as_a_whole_is_caught(approved, starts, tmp_
     one = sums_of(tmp_path / "one", approved, starts["tiny"], suffix, last)
     other = sums_of(tmp_path / "other", approved, starts["tiny"], suffix, b"")
     assert largest_excess(one, other) > 1.5
+
+
+def test_a_node_none_of_whose_records_say_anything_answers_like_any_and_tells_its_operator(
+    approved, starts, tmp_path, caplog
+):
+    """A word without an embedding is in all of its texts; the other node has such a word in all texts but one."""
+    told, events, answers = [], [], []
+    for name, texts in {"none": ["jane"] * N_K, "some": ["jane"] * (N_K - 1) + ["pain"]}.items():
+        rows = [(text, LABELS[0]) for text in texts]
+        node = make_node(tmp_path / name, rows, num_registered=N_K, models=approved)
+        restart()
+        caplog.clear()
+        logging.disable(logging.NOTSET)
+        answers.append(ask(node, training(run_config(model="beyond", batch_size=N_K), starts["tiny"])))
+        told.append([line for line in caplog.messages if "noise alone" in line])
+        events.append([json.loads(line)["event"] for line in node.settings.events.read_text().splitlines()])
+    assert told == [["round 1: 1 of 1 updates are noise alone: no record had a gradient"], []]
+    none, some = answers
+    assert (none.code, some.code, len(none.frame)) == (0, 0, len(some.frame))
+    assert none.response.fields.keys() == some.response.fields.keys()
+    assert events[0] == events[1]

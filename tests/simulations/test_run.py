@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import tomllib
 import warnings
@@ -27,13 +28,16 @@ from fedpriv.accounting.risk import risk_of
 from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.data.records import tokenize
+from fedpriv.errors import InputError
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import workbench
 from server.observer import LogObserver
 from server.summary import unmoved_tensors
 from simulations.engines import federation
+from tests.adversary.models import with_words
 from tests.marks import slow
+from tests.tiny import LABELS
 
 SECURE = {"simulate": False, "public_data": True, "baselines": False, "rounds": 1}
 
@@ -254,3 +258,21 @@ def test_target_epsilon_is_met_and_not_wasted(small_run, tmp_path, view):
     resolved = parse(tomllib.loads((finished / "config.toml").read_text()))
     assert resolved.target_epsilon == 3.0
     assert pd.read_csv(finished / "clients.csv").noise_multiplier.eq(resolved.noise_multiplier).all()
+
+
+@pytest.mark.parametrize("engine", ["stacked", "in-process"])
+def test_a_run_whose_first_round_is_noise_alone_says_so_and_stops(engine, small_run, tiny_bert, tmp_path):
+    """All texts are of a word that the model has no embedding for; with one other word in one record all is well."""
+    model = with_words(tiny_bert, tmp_path / "model", jane=9999)
+    rows = [("jane jane", LABELS[row % 3], f"site-{row % 2}") for row in range(40)]
+    changes = {"model": str(model), "engine": engine, "sampling_probability": 1.0, "test_data": ""}
+    changes |= {"labels": LABELS, "simulate": False, "table_checks": "warn", "local_steps": 1}
+    for text, ends in (("jane", "stops"), ("pain", "goes on")):
+        table = tmp_path / f"{ends}.csv"
+        with table.open("w", newline="") as file:
+            csv.writer(file).writerows([("text", "label", "site"), *rows, (text, LABELS[0], "site-0")])
+        if ends == "stops":
+            with pytest.raises(InputError, match=r"^round 1: is noise alone, since none of the records .* gradient"):
+                run(small_run, tmp_path / ends, data=str(table), **changes)
+        else:
+            assert len(rounds(run(small_run, tmp_path / ends, data=str(table), **changes))) == 3

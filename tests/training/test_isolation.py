@@ -11,6 +11,7 @@ import torch
 from fedpriv.data._text import TextData
 from fedpriv.data.records import Records, check_max_length, collate, tokenize
 from fedpriv.errors import InputError
+from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.local_update import ClientUpdate
 from fedpriv.training.model import TrainingModel
@@ -208,3 +209,30 @@ def test_a_failure_that_no_record_causes_is_still_raised(encoder, make_records):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
     with pytest.raises(ValueError, match="optimizer"):
         local_update(model, make_task(model, make_records(4), optimizer="lion"))
+
+
+GRADIENTS = [{}, {"noise_on": "upload"}, {"clipping": "batch"}, {"trains": "head"}, {"max_records_per_person": 2}]
+
+
+@pytest.mark.parametrize("changes", GRADIENTS)
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_update_says_to_its_holder_alone_whether_any_record_had_a_gradient(
+    encoder, make_records, caplog, alone, changes
+):
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=16, alone=alone)
+    sound = dataclasses.replace(make_records(6), persons=tuple("aabbcc"))
+    mute = dataclasses.replace(sound, unusable=torch.ones(6, dtype=torch.bool))
+    mixed = dataclasses.replace(sound, unusable=torch.arange(6) > 0)
+    tasks = [
+        dataclasses.replace(
+            make_task(model, records, local_steps=2, **changes),
+            sampler=PoissonSampler(num_registered=8, expected_batch_size=8, source=SeededSource(0)),
+        )
+        for records in (sound, mixed, mute, sound.part([]))
+    ]
+    with caplog.at_level(logging.WARNING):
+        found = execute_stacked(model, tasks)
+    assert [update.learned for update in found] == [True, True, False, None]
+    assert [line for line in caplog.messages if "noise alone" in line] == [
+        "round 1: 1 of 4 updates are noise alone: no record had a gradient"
+    ]

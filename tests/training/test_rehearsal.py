@@ -226,3 +226,20 @@ def test_a_model_that_a_length_changes_is_refused_and_not_remembered(model):
         embeddings.longest = 0
         with pytest.raises(InputError, match=r"a bert model cannot train here \(a pass changes .*longest"):
             run(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"noise_on": "upload"},
+        {"clipping": "batch"},
+        {"trains": "head", "sampling_probability": 1.0},
+        {"trains": "head", "sampling_probability": 0.1, "num_rounds": 1},
+    ],
+)
+def test_a_broadcast_with_which_no_gradient_is_finite_is_refused(model, changes):
+    broken = {name: torch.full_like(tensor, 3e38) for name, tensor in read(model.peft_model).items()}
+    with pytest.raises(InputError, match=r"a bert model cannot train here \(its losses or gradients are NaN"):
+        run(model, adapter=broken, spec=changed(**changes))
+    run(model, spec=changed(**changes))
