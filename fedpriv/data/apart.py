@@ -18,7 +18,7 @@ from fedpriv.errors import InputError
 from fedpriv.texts import counted
 
 Content = str | bytes | tuple[str, ...]
-"""What identifies a record, or its person; empty if nothing does."""
+"""The texts or the digest of a record, or the name of its person; empty where there is none."""
 
 _NUM_PLACES = 5
 

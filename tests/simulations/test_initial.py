@@ -112,6 +112,7 @@ def test_an_existing_file_stays_unless_forced(letters, tmp_path):
         (["letters.csv", "--label", "body"], "must be different ones"),
         (["letters.csv", "--label", "ward", "--epsilon", "-1"], "target_epsilon = -1"),
         (["letters.csv", "--label", "ward", "--test-data", "none.csv"], "none.csv': no such file"),
+        (["letters.csv", "--label", "ward", "--test-data", "letters.csv"], "letters.csv': is the file of data"),
         (["letters.csv", "--out", "nowhere/x.toml"], "nowhere/x.toml': cannot be written"),
     ],
 )

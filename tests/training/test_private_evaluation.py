@@ -16,6 +16,7 @@ from fedpriv.adapters import LoraSettings, attach, load_base
 from fedpriv.data._text import TextData
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import Records, tokenize
+from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training import private_evaluation
 from fedpriv.training.evaluation import evaluate
@@ -29,6 +30,7 @@ from fedpriv.training.private_evaluation import (
     noised,
     planned_event,
 )
+from fedpriv.training.rehearsal import synthetic_records
 from fedpriv.training.stacked import local_update, stacked_updates
 from tests.tiny import LABELS, WORDS, move, tiny_causal
 
@@ -191,3 +193,13 @@ def test_a_model_that_does_not_fit_is_refused_by_name(model):
     ):
         with pytest.raises(ValueError, match=r"adapter: .* has shape"):
             check_fits(model, adapter, {})
+
+
+def test_a_rehearsal_refuses_a_model_whose_losses_are_no_numbers(model):
+    """Its hits would be counted all the same: the likeliest class of NaN is the first."""
+    synthetic = synthetic_records(model, max_length=16, num_labels=len(LABELS))
+    adapter = dict(model.initial)
+    assert private_evaluation.rehearse(model, adapter, {}, synthetic) > 0
+    broken = {name: torch.full_like(tensor, 3e38) for name, tensor in adapter.items()}
+    with pytest.raises(InputError, match=r"a bert model cannot train here \(its losses or gradients are NaN"):
+        private_evaluation.rehearse(model, broken, {}, synthetic)
