@@ -50,7 +50,7 @@ def words(**special: str) -> PreTrainedTokenizerFast:
 
 def loaded(folder: Path, keys: Mapping[str, Any], **changes: Any) -> None:
     config = parse({"model": str(folder), "max_length": 24, "memory_limit_mb": 8, "simulate": True, **keys, **changes})
-    load_model(config, num_labels=0 if config.task == "CAUSAL_LM" else len(LABELS))
+    load_model(config, labels=() if config.task == "CAUSAL_LM" else tuple(LABELS))
 
 
 def no_tokenizer(folder: Path, kind: str) -> None:
