@@ -77,7 +77,7 @@ class Entry:
         run, round, request: the key of the upload.
         event: the privacy event, as JSON.
         rho_bar: for a charge the smallest that the round can have, for a release the one that it had.
-        aggregate_scale: likewise, if the `aggregate` view holds.
+        aggregate_scale: likewise, if the `aggregate` view holds; the smaller of the two counts.
         noise_source: `secure` or `seeded`.
         reply: SHA-256 of the upload, in hex.
         num_records: N_k, for a registration.
@@ -216,10 +216,12 @@ def _release(event: str, rho_bar: float, scale: float | None, readers: int, hold
     )
 
 
-# A charge without an upload counts as it was charged: it may have been released.
+# A charge without an upload counts as it was charged: it may have been released. Of two scales the smaller counts, and
+# none if either is missing: a node signs the first one, nobody what a coordinator says of the round's end.
 _RELEASES = """
     charged.event, coalesce(released.rho_bar, charged.rho_bar),
-        CASE WHEN released.number IS NULL THEN charged.aggregate_scale ELSE released.aggregate_scale END,
+        CASE WHEN released.number IS NULL THEN charged.aggregate_scale
+            ELSE min(charged.aggregate_scale, released.aggregate_scale) END,
         coalesce(json_extract(charged.note, '$.num_readers'), 0),
         coalesce(json_extract(charged.note, '$.other_holders'), '[]')
     FROM entries AS charged LEFT JOIN entries AS released ON released.phase = 'released'

@@ -132,7 +132,8 @@ def _part(source: Exhibit) -> dict[str, bytes]:
         "policy": {name: hashlib.sha256(content).hexdigest() for name, content in policy.items()},
     }
     kept = (each for path in source.receipts for each in ReceiptLog(path).read())
-    receipts = [each for each in kept if source.budget or each.run in runs or not each.run]
+    known = {row["data_set"] for row in rows}  # a log of several runs has more
+    receipts = [r for r in kept if source.budget or (r.data_set in known and (r.run in runs or not r.run))]
     return policy | {
         "about.json": _json(about),
         "entries.jsonl": _lines(asdict(entry) for entry in entries),

@@ -14,13 +14,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedpriv.accounting import events, filters
+from fedpriv.accounting import filters
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.calibration import rounds_within
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.filters import CommittedPlans, Rule
 from fedpriv.accounting.risk import Risk, risk_of
-from fedpriv.accounting.views import PlannedView, Release, least_readers, readers_label
+from fedpriv.accounting.views import PlannedView, least_readers, readers_label
 from fedpriv.errors import InputError
 from fedpriv.ledger import reader
 from fedpriv.ledger.entries import COLUMNS, DataSet, Entry, LedgerConnection
@@ -291,16 +291,17 @@ def remaining_rounds(db: LedgerConnection, data_set: DataSet, epsilon: float, vi
 
     Arguments as for `enforcement`.
     """
-    if (last := _last_charge(db, data_set)) is None:
+    in_order = [release.charged_on(view) for release in db.releases_in_order(data_set.id)]
+    if not in_order:
         return None
     if not db.is_known_in_full(data_set.id):
         return 0
-    event, before = last.charged_on(view), [release.charged_on(view) for release in db.releases(data_set.id)]
+    event, before = in_order[-1], [release.charged_on(view) for release in db.releases(data_set.id)]
     rule = filters.rule_of(db.bounds(data_set.id))
     if rule is None:
         return rounds_within(epsilon, data_set.delta, each_round=event, spent_before=before, at_most=_MOST_ROUNDS)
     if isinstance(rule, CommittedPlans):
-        before = [release.charged_on(view) for release in db.releases_in_order(data_set.id)]
+        before = in_order
     rounds = rule.remaining(before, event, epsilon=epsilon, delta=data_set.delta_for_releases)
     return int(min(rounds, _MOST_ROUNDS))
 
@@ -488,15 +489,6 @@ def _assumptions(page: Mapping[str, Any]) -> str:
 def label(client: str, name: str | None) -> str:
     """A client as the ledger knows it, with its name where that is known."""
     return holder_label(client, name) if name else client
-
-
-def _last_charge(db: LedgerConnection, data_set: DataSet) -> Release | None:
-    row = db.execute(
-        "SELECT event, rho_bar, aggregate_scale FROM entries WHERE phase = 'charged' AND data_set = ? "
-        "ORDER BY number DESC LIMIT 1",
-        (data_set.id,),
-    ).fetchone()
-    return None if row is None else Release(event=events.from_json(row[0]), rho_bar=row[1], aggregate_scale=row[2])
 
 
 def _notes(db: LedgerConnection, data_set: DataSet) -> list[str]:
