@@ -184,19 +184,10 @@ def _columns(records: Sequence[OwnRecord], vault: VaultSettings) -> CheckedColum
 
 
 def _content(records: Sequence[OwnRecord], vault: VaultSettings, first: int | None = None) -> bytes:
-    """The records as `fedpriv.data.federated.load_own` makes them, so that a run's note and this one agree."""
-    from fedpriv.data import TextData
+    """The records as a run's note has them."""
+    from fedpriv.data.federated import of_own
 
-    source = vault.source
-    records = [record for record in records[:first] if not source.person_column or record.person.strip()]
-    usable = [record for record in records if not vault.labels or record.label in vault.labels]
-    has_pairs = source.instructs or bool(source.text_pair_column)
-    read = TextData(
-        texts=tuple(record.text for record in usable),
-        labels=() if source.instructs or not vault.labels else tuple(str(record.label) for record in usable),
-        pairs=tuple(record.pair for record in usable) if has_pairs else None,
-    )
-    return repr(read).encode()
+    return repr(of_own(records[:first], vault.source, vault.labels)).encode()
 
 
 def register(

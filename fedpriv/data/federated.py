@@ -156,34 +156,48 @@ def load_own(config: RunConfig, source: DataSource) -> FederatedData:
     Raises:
         InputError: the file or a column cannot be used; no record decides that.
     """
-    label_names = config.labels if config.task == "SEQ_CLS" else ()
-    places = own.read(source if label_names else replace(source, label_column=""))
+    places = own.read(source if config.labels else replace(source, label_column=""))
     read = [record for record in places if isinstance(record, own.OwnRecord)]
     if len(read) < len(places):
         log.warning("%d of %d records cannot be read; nothing trains on them", len(places) - len(read), len(places))
-    if source.person_column:
-        named = [record for record in read if record.person.strip()]
-        if len(named) < len(read):
-            log.warning("%d of %d records name no person; nothing trains on them", len(read) - len(named), len(read))
-        read = named
-    if source.instructs:
-        return FederatedData((_instructions(read, config, source),), ("",), _NO_RECORDS, ())
-    usable = [record for record in read if not label_names or record.label in label_names]
-    records = TextData(
-        texts=tuple(record.text for record in usable),
-        labels=tuple(str(record.label) for record in usable) if label_names else (),
-        pairs=tuple(record.pair for record in usable) if source.text_pair_column else None,
-        persons=tuple(record.person for record in usable) if source.person_column else None,
+    nameless = sum(not record.person.strip() for record in read) if source.person_column else 0
+    if nameless:
+        log.warning("%d of %d records name no person; nothing trains on them", nameless, len(read))
+    label_names = config.labels if config.task == "SEQ_CLS" else ()
+    return FederatedData((of_own(read, source, config.labels),), ("",), _NO_RECORDS, label_names)
+
+
+def of_own(records: Sequence[own.OwnRecord], source: DataSource, labels: Sequence[str]) -> TextData:
+    """The records of a node's file that count, as the file has them: nothing that a run can set has changed them.
+
+    Args:
+        records: of the file.
+        source: of the records; where it names a column of persons, one that names nobody does not count.
+        labels: that the node's operator agreed to; records with others do not count. Empty lets all count.
+    """
+    counted = [
+        record
+        for record in records
+        if (not source.person_column or record.person.strip()) and (not labels or record.label in labels)
+    ]
+    return TextData(
+        texts=tuple(record.text for record in counted),
+        labels=tuple(str(record.label) for record in counted) if labels and not source.instructs else (),
+        pairs=tuple(record.pair for record in counted) if source.instructs or source.text_pair_column else None,
+        persons=tuple(record.person for record in counted) if source.person_column else None,
     )
-    return FederatedData((records,), ("",), _NO_RECORDS, label_names)
 
 
-def _instructions(records: list[own.OwnRecord], config: DataSection, source: DataSource) -> TextData:
-    """The prompts and responses of a node's records, without those whose response is not allowed."""
-    responses = [response_of(record.pair, labels=config.labels, answers=config.answers) for record in records]
-    found = [(record, text) for record, text in zip(records, responses, strict=True) if text is not None]
-    persons = tuple(record.person for record, _ in found) if source.person_column else None
-    return TextData(tuple(record.text for record, _ in found), (), tuple(text for _, text in found), persons)
+def answered(data: TextData, config: DataSection) -> TextData:
+    """A node's prompts with the run's `answers` as responses, without records whose response is none of these.
+
+    A run chooses its answers, so whatever a secret of the node decides about a record is decided before.
+    """
+    if not config.answers or data.pairs is None:
+        return data
+    found = [response_of(pair, labels=config.labels, answers=config.answers) for pair in data.pairs]
+    kept = data.part([index for index, response in enumerate(found) if response is not None])
+    return replace(kept, pairs=tuple(response for response in found if response is not None))
 
 
 def _embedded(config: RunConfig) -> FederatedData:

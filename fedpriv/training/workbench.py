@@ -311,7 +311,7 @@ class Workbench:
         save(self.model.peft_model, self.base, path, adapter=adapter, merged=merged, labels=labels, reading=reading)
 
     def content(self, client: int) -> bytes:
-        """Bytes that differ where the client's records do; they stay with their holder."""
+        """Bytes that differ where the client's records do, and that no run decides on a node; they stay there."""
         return repr(self.data.clients[client]).encode()
 
     def forget_records(self) -> None:
@@ -333,8 +333,12 @@ class Workbench:
         if self._source:  # whose replies have time for so many
             data = at_most(data, self._source.most_of_a_person, self.coin_key)
         if self.config.evaluation_noise_multiplier is None:
-            return data, data.part([])
-        return federated.held_out(data, fraction=self.config.test_fraction, key=self.coin_key)
+            train, aside = data, data.part([])
+        else:
+            train, aside = federated.held_out(data, fraction=self.config.test_fraction, key=self.coin_key)
+        if self._source is None:
+            return train, aside
+        return federated.answered(train, self.config), federated.answered(aside, self.config)
 
     def tokenize(self, data: TextData, encode: Encode | None = None) -> Records:
         """The records in tokens, as the run reads them."""

@@ -81,18 +81,22 @@ def refusal(settings, config):
     return response.reason
 
 
+def learned(bench):
+    """The responses that a node trains on."""
+    found = bench.client(0).features
+    return [
+        bench.base.tokenizer.decode(ids[mask.bool()])
+        for ids, mask in zip(found["input_ids"], found[RESPONSE_MASK], strict=True)
+    ]
+
+
 def test_it_trains_on_the_responses_of_its_own_columns(node, folder):
     holder = Holder.of(node())
     config = run_of(to_flower(config_of(folder)), holder)
     assert (config.prompt_column, config.response_column) == ("note", "department")
     bench = bench_of(config, holder)
     assert bench.features == ("input_ids", RESPONSE_MASK)
-    found = bench.client(0).features
-    learned = [
-        bench.base.tokenizer.decode(ids[mask.bool()])
-        for ids, mask in zip(found["input_ids"], found[RESPONSE_MASK], strict=True)
-    ]
-    assert learned == [f"{response}<|im_end|>" for _, response in ROWS]
+    assert learned(bench) == [f"{response}<|im_end|>" for _, response in ROWS]
 
 
 def test_records_without_a_response_move_the_upload_like_no_records(node, folder):
@@ -153,4 +157,6 @@ def test_a_run_for_other_kinds_of_records_is_refused(node, folder):
 def test_answers_stand_for_the_labels_that_the_operator_agreed_to(node, folder):
     holder = Holder.of(node(labels=["negative", "positive"], name="agreed"))
     config = run_of(to_flower(config_of(folder, answers="no,yes", labels="negative,positive")), holder)
-    assert bench_of(config, holder).data.clients[0].pairs == ("no", "yes") * 5
+    bench = bench_of(config, holder)
+    assert learned(bench) == ["no<|im_end|>", "yes<|im_end|>"] * 5
+    assert bench.data.clients[0].pairs == ("negative", "positive") * 5, "what a run set would decide secret choices"

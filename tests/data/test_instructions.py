@@ -10,7 +10,7 @@ import pytest
 from fedpriv.config import ON_NODES, parse
 from fedpriv.data._own import read_strictly
 from fedpriv.data._text import DataSource, TextData, from_messages, response_of, turns_of
-from fedpriv.data.federated import load, load_own
+from fedpriv.data.federated import answered, load, load_own
 from fedpriv.data.records import PlainText, Records, tokenize
 from fedpriv.errors import InputError
 from tests.chats import chat_tokenizer
@@ -25,8 +25,8 @@ ROWS = [{"question": f"question {i}", "answer": "01x"[i % 3], "site": "ab"[i % 2
 def own(path, lines, *, run=None, **columns):
     """A node's records, as a run of these keys takes them."""
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    keys = columns | (run or {}) | {"data": ON_NODES, "test_data": "t.csv", "num_clients": 1}
-    return load_own(parse(keys), DataSource(data=str(path), **columns)).clients[0]
+    config = parse(columns | (run or {}) | {"data": ON_NODES, "test_data": "t.csv", "num_clients": 1})
+    return answered(load_own(config, DataSource(data=str(path), **columns)).clients[0], config)
 
 
 # ---------------------------------------------------------------- messages
