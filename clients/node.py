@@ -14,7 +14,9 @@ from flwr.app import Context, Message
 from clients.pipe import message_of, request_of
 from fedpriv.config import EMBEDDED, RunConfig
 from fedpriv.files import Journal
+from fedpriv.ledger.holders import path_of
 from fedpriv.training.local_update import ClientUpdate
+from fedpriv.training.workbench import workbench
 from fedpriv.vault import NodePolicy, refused
 from fedpriv.vault import answer as vault
 from fedpriv.vault.answer import Prepared
@@ -84,7 +86,7 @@ def _policy(config: RunConfig, context: Context) -> NodePolicy:
         return policy
     client = node.get(CLIENT_KEY)
     if ledger is None and config.ledger:
-        policy = replace(policy, ledger=Path(f"{config.ledger}.nodes") / f"{client}.sqlite")
+        policy = replace(policy, ledger=_simulated_ledger(config, client))
     if not isinstance(client, int):
         return policy
     # A node sees only its own uploads, so it enforces budgets on the `local` view, which is too strict for `aggregate`.
@@ -95,6 +97,14 @@ def _policy(config: RunConfig, context: Context) -> NodePolicy:
         delta=policy.delta if policy.delta is not None else config.delta,
         fixed_schedule=True,
     )
+
+
+def _simulated_ledger(config: RunConfig, client: object) -> Path | None:
+    """The ledger that a run keeps for a holder whom it simulates; None for a client that the run does not have."""
+    known = workbench(config).accounts
+    if not isinstance(client, int) or not 0 <= client < len(known):
+        return None
+    return path_of(Path(config.ledger), known[client])
 
 
 def answered(kind: str, message: Message, context: Context) -> Message:

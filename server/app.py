@@ -19,6 +19,7 @@ from fedpriv.accounting.views import View
 from fedpriv.audit.black_box import audit_of, registration, run_scores
 from fedpriv.config import ON_NODES, RunConfig, parse, with_mechanism_parameters
 from fedpriv.errors import InputError
+from fedpriv.ledger.holders import carry_on, other_partitions
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.plan.preflight import check_clients, check_run
 from fedpriv.publishing import card
@@ -32,7 +33,7 @@ from server.affordable import check_affordable
 from server.bookkeeping import announce_budgets
 from server.checkpoint import Checkpoint
 from server.observer import LogObserver, Observer, RunProgress
-from server.registration import NO_NODE, Nodes, register_nodes
+from server.registration import NO_NODE, Nodes, check_counted, register_nodes
 from server.round import Receipts
 from server.series import Series
 from server.summary import SeriesOutcome, summarize
@@ -78,6 +79,8 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
     observer.progressed(RunProgress(what="loading model and data"))
     bench = workbench(config)
     check_clients(config, bench.num_clients)
+    if config.ledger and bench.accounts:
+        carry_on(Path(config.ledger))
     if not config.resume:
         return _begun(grid, config, bench, None, observer)
     # Held before anything of the folder is read: no checkpoint is stale, and no row is dropped of a run that lives.
@@ -91,6 +94,8 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
     """Carry out a run from its registration on, in a new folder, or in that of the resumed run, which is held."""
     observer.progressed(RunProgress(what="registering the nodes"))
     nodes = _nodes(grid, config, bench, resumed)
+    if config.ledger and bench.accounts and not config.audit:
+        check_counted(nodes, [records.num_units for records in bench.data.clients], config.ledger)
     sizes = [registration.num_records for _, registration in nodes.values()]
     if resumed is None:
         config, reason = decided(config, sizes, bench.initial)
@@ -125,6 +130,11 @@ def _carry_out(
     path = Path(config.ledger) if config.ledger else writer.ledger
     with checkpoint.reopened_ledger(path, resumed) if resumed else Ledger(path) as ledger:
         series = Series(config, bench, nodes, ledger, resumed, receipts=Receipts.of(config, writer.path, nodes))
+        if others := other_partitions(bench.accounts, (known.client for known in ledger.data_sets())):
+            observer.notice(
+                f"{path} also has accounts of {', '.join(others)}: what a record has spent is the sum over all ways of "
+                "dealing out its data, and budget_epsilon bounds each of them alone"
+            )
         writer.write_registrations(series.registrations)
         registered = registration(config, bench) if config.audit else None
         if registered:

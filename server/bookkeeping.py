@@ -44,6 +44,7 @@ class Books:
         config: of the run.
         run: its random id.
         registrations: of the clients.
+        accounts: {client: whose account the ledger keeps}; a client that is missing is known there by its number.
         initial: the adapter; what noise costs depends on its tensors.
         ledger: the durable record, which knows earlier runs; None for a series of rounds that costs nothing.
         resumed_after: the last round that the run had finished when it was interrupted; None for a new run. The ledger
@@ -62,6 +63,7 @@ class Books:
         registrations: Sequence[Registration],
         *,
         initial: Mapping[str, Tensor],
+        accounts: Mapping[int, str] | None = None,
         ledger: Ledger | None = None,
         resumed_after: int | None = None,
     ) -> None:
@@ -88,7 +90,7 @@ class Books:
         # The epsilons so far, of each view and part of the accounts, by client, until the client releases something.
         self._known: dict[tuple[View, Part], dict[int, float | None]] = {}
         if ledger is not None:
-            self._register(ledger)
+            self._register(ledger, accounts or {})
             if resumed_after is not None:
                 # Each attempt at a sum has terms of its own, so no request for a part in one is ever made again.
                 repeats = {
@@ -116,21 +118,21 @@ class Books:
             if not reusable:
                 self.accounts.record(client, release)
 
-    def _register(self, ledger: Ledger) -> None:
+    def _register(self, ledger: Ledger, accounts: Mapping[int, str]) -> None:
         """Register the data sets that the ledger does not know, and check the others."""
         known = {data_set.id: data_set for data_set in ledger.data_sets()}
         (unit,) = self.costs.units
         new = []
         for client, id_ in self._data_sets.items():
-            size, delta = self.sizes[client], self.accounts.deltas[client]
+            size, delta, whose = self.sizes[client], self.accounts.deltas[client], accounts.get(client, str(client))
             if id_ not in known:
-                new.append(DataSet(id=id_, client=str(client), num_records=size, delta=delta))
+                new.append(DataSet(id=id_, client=whose, num_records=size, delta=delta))
                 continue
-            check_registered(known[id_], client, size, delta)
+            check_registered(known[id_], whose, size, delta)
             if any(release.event.unit != unit for release in self._earlier.get(client, ())):
                 raise InputError(
                     f"noise_on = {self._config.noise_on}: {ledger.path} holds releases of another unit than {unit} on "
-                    f"the data of client {client}; the two have no common epsilon"
+                    f"the data of client {whose}; the two have no common epsilon"
                 )
         if new:
             ledger.register_all(new)

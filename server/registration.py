@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -184,6 +184,26 @@ def check_same(then: Registration, now: Registration) -> None:
         if getattr(now, name) != getattr(then, name):
             raise InputError(
                 f"{name} = {getattr(now, name)}: client {now.client} began this run with {getattr(then, name)}"
+            )
+
+
+def check_counted(nodes: Nodes, counted: Sequence[int], ledger: str) -> None:
+    """Refuse simulated holders that do not have as many records, or persons, as their accounts were registered with.
+
+    Args:
+        nodes: that take part.
+        counted: of each client, in the data.
+        ledger: of the run.
+
+    Raises:
+        InputError: names the holder and both numbers.
+    """
+    for client, (_, registration) in nodes.items():
+        if registration.num_records != counted[client]:
+            raise InputError(
+                f"num_records = {counted[client]}: {label_of(nodes, client)} has an account in {ledger} with "
+                f"{registration.num_records}, which is final; put the data back, give other data another holder's "
+                "name, or begin a new ledger"
             )
 
 

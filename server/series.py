@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -68,6 +69,7 @@ class Series:
             self.run_id,
             self.registrations,
             initial=bench.initial,
+            accounts=_simulated_accounts(bench, self.names),
             ledger=ledger,
             resumed_after=resumed.round if resumed else None,
         )
@@ -225,6 +227,12 @@ class Series:
             model=strategy.model,
             uploads=strategy.uploads,
         )
+
+
+def _simulated_accounts(bench: Workbench, names: Mapping[int, str]) -> dict[int, str]:
+    """The accounts of the clients that registered under the names that the run's data give them, as in a simulation."""
+    known = dict(enumerate(zip(bench.accounts, bench.data.client_names, strict=True))) if bench.accounts else {}
+    return {client: account for client, (account, name) in known.items() if names.get(client) == name}
 
 
 def _told(event: Literal["skipped", "returned"], name: str, client: int, round_: int) -> str:

@@ -343,13 +343,14 @@ def permit(
     Example: fedpriv ledger permit results/ledger.sqlite --client 2 --reason "letter of Dr Huber, 3 May 2027"
     """
 
-    from fedpriv.ledger import reader
+    from fedpriv.ledger import reader, statement
     from fedpriv.ledger.ledger import Ledger
 
     if not reason.strip():
         raise InputError("--reason: must not be empty; say who gave this permission, when and how")
     with reader.reading(path) as db:
-        charged = [each for each in db.charged_last(client) if run in ("", each[1])]
+        data_sets = statement.of_client(db, path, client, reader.holder_names(db, path, None))
+        charged = [each for each in db.charged_last(data_sets) if run in ("", each[1])]
         standing = [each for each in charged if db.permission(each[0].id, each[1]) is not None]
     if not charged:
         raise InputError(f"--client {client}: {path} has no upload of this client" + (f" in run {run}" if run else ""))

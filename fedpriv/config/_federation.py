@@ -208,8 +208,8 @@ class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
     track: Annotated[Track, Fact.OUTSIDE] = "none"
     """a [tracker](trackers.md) for the figures, with the extra of its name"""
     ledger: Annotated[str, Fact.LOCATION | Fact.BY_SWEEP] = ""
-    """an SQLite file in which spending accumulates over runs; simulated nodes keep theirs in `<ledger>.nodes/`. Empty:
-    a new one in the run's folder, with nothing spent before"""
+    """an SQLite file in which spending accumulates over runs, [by holder](ledger.md#whose-account-it-is); simulated
+    nodes keep theirs in `<ledger>.nodes/`. Empty: a new one in the run's folder, with nothing spent before"""
     out: Annotated[str, Fact.LOCATION | Fact.BY_SWEEP | Fact.ARGUMENT] = ""
     """a new or empty folder for the results"""
     resume: Annotated[str, Fact.LOCATION | Fact.ARGUMENT] = ""

@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -73,7 +73,8 @@ class Entry:
             `permitted` or `withdrawn` for the publication of the holder's own uploads of a run; `bounded` for how a
             data set's budget is enforced.
         data_set: the random id that spending attaches to; empty in an `adopted` entry.
-        client: the holder of the data; empty in an `adopted` entry.
+        client: the holder of the data, by its number in a federation, or in a simulation by its name; of an upload, its
+            number in the run; empty in an `adopted` entry.
         run, round, request: the key of the upload.
         event: the privacy event, as JSON.
         rho_bar: for a charge the smallest that the round can have, for a release the one that it had.
@@ -131,7 +132,7 @@ class DataSet:
 
     Attributes:
         id: random.
-        client: its holder.
+        client: its holder, as in an `Entry`.
         num_records: N_k, constant from registration on, whatever the file holds later.
         delta: in (0, 1).
     """
@@ -269,9 +270,17 @@ class LedgerConnection(sqlite3.Connection):
         found = list(self._entries(condition, (PERMITTED, WITHDRAWN, data_set, run)))
         return found[-1] if found and found[-1].phase == PERMITTED else None
 
-    def charged_last(self, client: str) -> list[tuple[DataSet, str]]:
-        """A client's data sets with each run that was charged on them, in the order of the runs' last charges."""
-        known = {data_set.id: data_set for data_set in self.data_sets() if data_set.client == client}
+    def charged_as(self, number: str) -> list[DataSet]:
+        """The data sets that any run has charged under this number of a client."""
+        rows = self.execute(
+            f"SELECT DISTINCT data_set FROM entries WHERE phase = '{CHARGED}' AND client = ?", (number,)
+        )
+        ids = {id_ for (id_,) in rows}
+        return [data_set for data_set in self.data_sets() if data_set.id in ids]
+
+    def charged_last(self, data_sets: Sequence[DataSet]) -> list[tuple[DataSet, str]]:
+        """The data sets with each run that was charged on them, in the order of the runs' last charges."""
+        known = {data_set.id: data_set for data_set in data_sets}
         rows = self.execute(
             f"SELECT data_set, run FROM entries WHERE phase = '{CHARGED}' GROUP BY data_set, run ORDER BY max(number)"
         )

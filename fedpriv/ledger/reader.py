@@ -1,8 +1,8 @@
 """Read-only access to a ledger, the verification of its chain of hashes, and the names of its data holders.
 
-The ledger knows data holders by number alone; their names are in other files of its folder. A name is for display, may
-change, and is what a holder says of itself, so it has no place in a chain of entries that never change. Anyone who
-reads it here is told that the chain does not cover it.
+The ledger knows the holders of a deployment by number alone; their names are in other files of its folder. Such a name
+is for display, may change, and is what a holder says of itself, so it has no place in a chain of entries that never
+change. Anyone who reads it here is told that the chain does not cover it. A simulation's holders are named by its data.
 """
 
 from __future__ import annotations

@@ -319,8 +319,7 @@ def statement(
     Args:
         db: the ledger, open for reading.
         path: of the ledger.
-        client: its number, as the ledger knows it, or the name of a holder that has it alone.
-        names: {id of a data set: its holder's name}, where it is known.
+        client, names: as for `of_client`.
         view: `aggregate` also states what that view costs, and what it rests on.
 
     Raises:
@@ -328,8 +327,8 @@ def statement(
         LedgerError: the chain is broken, so nothing can be stated.
     """
     last = reader.verify_with_head(db, path)
-    registered, names = db.data_sets(), names or {}
-    data_sets = _of_client(registered, client, names, path)
+    names = names or {}
+    data_sets = of_client(db, path, client, names)
     if last is None:
         raise InputError(f"--client {printable(client)}: {path} has no entry")
     pages = []
@@ -372,19 +371,35 @@ def not_covered(unit: str, holders: int = 1) -> list[str]:
     return [_SEVERAL.get(unit, _SEVERAL["record"]), *_NEVER_COVERED]
 
 
-def _of_client(registered: Sequence[DataSet], client: str, names: Mapping[str, str], path: Path) -> list[DataSet]:
-    """The data sets of the client with this number, or with this name if no number is written so.
+def of_client(db: LedgerConnection, path: Path, client: str, names: Mapping[str, str] | None = None) -> list[DataSet]:
+    """The data sets of a client: as it is registered, or else of this name, or else of this number in any run.
 
-    A name is what a holder says of itself, so it never stands for another client's number, nor for several clients.
+    A name that a holder chose never stands for another client, and neither does a number that several had.
+
+    Args:
+        db: the ledger, open for reading.
+        path: of the ledger.
+        client: what it is registered as, its name, or its number in runs.
+        names: {id of a data set: its holder's name}, where it is known.
+
+    Raises:
+        InputError: the ledger does not know the client, or several have the name or number.
     """
-    numbers = {client} if any(each.client == client for each in registered) else set()
-    numbers = numbers or {each.client for each in registered if client and _is_called(names.get(each.id), client)}
-    if len(numbers) == 1:
-        return [each for each in registered if each.client in numbers]
-    shown = [each for each in registered if not numbers or each.client in numbers]
+    registered, names = db.data_sets(), names or {}
+    ways = {
+        "client": [each for each in registered if each.client == client],
+        "name": [each for each in registered if client and _is_called(names.get(each.id), client)],
+        "number": db.charged_as(client),
+    }
+    way = next((way for way, found in ways.items() if found), "")
+    shown = ways.get(way, registered)
+    whose = {each.client for each in shown}
+    if way and len(whose) == 1:
+        return [each for each in registered if each.client in whose]
     known = ", ".join(dict.fromkeys(label(each.client, names.get(each.id)) for each in shown)) or "nobody"
-    several = f"{path} knows {len(numbers)} of this name, {known}" if numbers else f"{path} knows {known}"
-    raise InputError(f"--client {printable(client)}: {several}; give the number")
+    several = f"{len(whose)} of this {way}, " if way else ""
+    asked = "number" if all(each.isdigit() for each in whose) else "name"
+    raise InputError(f"--client {printable(client)}: {path} knows {several}{known}; give the {asked}")
 
 
 def _is_called(name: str | None, given: str) -> bool:
@@ -408,7 +423,7 @@ def render(page: Mapping[str, Any]) -> str:
 
 def _table(page: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
     """{heading: questions with their answers}."""
-    name = _NAME_NOTE if page["name"] else ""
+    name = _NAME_NOTE if page["name"] and not _is_of(page["client"], page["name"]) else ""
     size = f"{page['num_records']} {what_is_counted(page['unit'])}"
     return {
         "": [
@@ -487,8 +502,13 @@ def _assumptions(page: Mapping[str, Any]) -> str:
 
 
 def label(client: str, name: str | None) -> str:
-    """A client as the ledger knows it, with its name where that is known."""
-    return holder_label(client, name) if name else client
+    """A client as the ledger knows it, with its name where that is known and says more."""
+    return client if not name or _is_of(client, name) else holder_label(client, name)
+
+
+def _is_of(client: str, name: str) -> bool:
+    """Whether the ledger knows a client by its name."""
+    return client == name or client.startswith(f"{name} of ")
 
 
 def _notes(db: LedgerConnection, data_set: DataSet) -> list[str]:

@@ -225,6 +225,11 @@ class Workbench:
         return federated.load_own(self.config, self._source) if self._source else federated.load(self.config)
 
     @cached_property
+    def accounts(self) -> tuple[str, ...]:
+        """The account that a ledger keeps for each client; empty where nodes hold the records."""
+        return federated.accounts(self.config, self.data.client_names) if self.config.data != ON_NODES else ()
+
+    @cached_property
     def test(self) -> Records:
         """The server's test set, tokenised.
 

@@ -75,7 +75,7 @@ def registered(config: RunConfig, bench: Workbench | None, holder: Holder) -> tu
     client = holder.partition(bench.num_clients)
     canaries = audited(config, bench, client)
     num_records = canaries.num_registered if canaries else _size(bench, client)
-    data_set = _charging.registered_data_set(holder.policy, str(client), num_records)
+    data_set = _charging.registered_data_set(holder.policy, bench.accounts[client], num_records)
     return data_set, data_set.num_records if data_set else num_records
 
 

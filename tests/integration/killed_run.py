@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from fedpriv.accounting.views import Release, rho_bar
 from fedpriv.aggregation._fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse, to_flower
 from fedpriv.ledger.entries import CHARGED, RELEASED
+from fedpriv.ledger.holders import path_of
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.training.local_update import UpdateSpec, planned_event
@@ -121,10 +122,16 @@ def killed_after(replies: int, seconds: float, task: Callable[[int], None]) -> l
 
 
 class Checker:
-    """Holds the ledgers of a folder against what was sent."""
+    """Holds the ledgers of a folder against what was sent.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        folder: of the ledgers.
+        accounts: of the clients, by number.
+    """
+
+    def __init__(self, folder: Path, accounts: Sequence[str]) -> None:
+        self.folder, self._accounts = folder, accounts
+        self._own = {path_of(folder / "ledger.sqlite", name).stem: str(n) for n, name in enumerate(accounts)}
         self.sent: dict[str, list[list]] = {}
         self._before: dict[Path, list[str]] = {}
 
@@ -145,7 +152,7 @@ class Checker:
                 digests = [entry.digest for entry in written]
                 assert digests[: len(self._before.get(path, []))] == self._before.get(path, []), "an entry is lost"
                 self._before[path] = digests
-                for client in [path.stem] if path in nodes else list(self.sent):
+                for client in [self._own.get(path.stem, path.stem)] if path in nodes else list(self.sent):
                     self._check_client(db, path, client, written, own=path in nodes)
 
     def _check_client(self, db, path, client, written, *, own: bool) -> None:
@@ -156,7 +163,7 @@ class Checker:
         if own:
             kept = {e.reply for e in written if e.phase == RELEASED}
             assert {line[2] for line in received} <= kept, f"{path}: a reply was sent before it was stored"
-        (data_set,) = [each for each in db.data_sets() if each.client == client] or [None]
+        (data_set,) = [each for each in db.data_sets() if each.client == self._accounts[int(client)]] or [None]
         if data_set and received:
             released = epsilon_of(
                 [from_json(line[3]) for line in {tuple(line) for line in received}], data_set.delta, "rdp"
@@ -190,7 +197,7 @@ def main() -> None:
     for kind, longest in ((whole_run, 0.4), (one_node, 0.1)):
         place = folder / kind.__name__
         place.mkdir()
-        checker = Checker(place)
+        checker = Checker(place, workbench(config).accounts)
         for attempt in range(kills):
             replies, seconds = random.randint(0, MOST_REPLIES), random.uniform(0, longest)
             checker.check(killed_after(replies, seconds, partial(kind, config, place, attempt)))

@@ -103,7 +103,7 @@ def test_the_evaluation_is_charged_in_every_ledger_and_composed_with_the_rounds(
         assert client["epsilon_local"] == pytest.approx(epsilon_of([training, EVALUATION], client["delta"]).epsilon)
         assert client["epsilon_rho"] >= client["epsilon_local"]
         assert client["rounds"] == 2
-        assert EVALUATION in charged(ledger)[str(client["client"])]
+        assert EVALUATION in charged(ledger)[client["name"]]
     nodes = list(Path(f"{ledger}.nodes").glob("*.sqlite"))
     assert len(nodes) == 3
     for node in nodes:
@@ -208,11 +208,11 @@ def test_a_run_that_died_after_its_evaluation_pays_again_only_for_a_new_release(
     (folder / "summary.json").unlink()
     federation.run(parse(settings | {"resume": str(folder), "out": str(folder)}), LogObserver())
     after = summary(folder)
-    for client in range(3):
-        path = Path(str(settings.get("ledger", folder / "ledger.sqlite")))
-        assert charged(path)[str(client)].count(EVALUATION) == 1 or not ledger
-        total = sum(event.count for event in charged(path)[str(client)] if event.noise_multiplier == Z)
-        assert total == (1 if ledger else 2)
+    of_clients = charged(Path(str(settings.get("ledger", folder / "ledger.sqlite")))).values()
+    assert len(of_clients) == 3
+    for events in of_clients:
+        assert events.count(EVALUATION) == 1 or not ledger
+        assert sum(event.count for event in events if event.noise_multiplier == Z) == (1 if ledger else 2)
     assert (after["accuracy"] == before["accuracy"]) == ledger
     assert (after["epsilon_local_max"] == before["epsilon_local_max"]) == ledger
     assert math.isfinite(after["epsilon_local_max"])

@@ -1,0 +1,150 @@
+"""One ledger over several runs: an account belongs to a named holder or to a part of a partition, never to a number."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fedpriv.accounting.accountants import epsilon_of
+from fedpriv.config import parse
+from fedpriv.errors import InputError
+from fedpriv.ledger.holders import path_of
+from fedpriv.ledger.reader import reading
+from fedpriv.ledger.statement import statement
+from fedpriv.training import workbench
+from server.observer import LogObserver
+from simulations.engines import federation
+from tests.tiny import LABELS
+
+
+@pytest.fixture(autouse=True)
+def _fresh_benches():
+    yield
+    workbench.forget()
+
+
+class Notes(LogObserver):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture
+def run(small_run, tmp_path):
+    """Runs a federation of {holder: number of records} on the ledger; {holder: its figures}, and what it says."""
+
+    def go(name: str, sizes: dict[str, int], **changes: object) -> tuple[dict[str, dict], list[str]]:
+        table, observer = tmp_path / "records.csv", Notes()
+        rows = [(f"{c} has pain {i}", LABELS[i % 3], c) for c, size in sizes.items() for i in range(size)]
+        with table.open("w", newline="") as file:
+            csv.writer(file).writerows([("text", "label", "site"), *rows])
+        values = small_run | {"data": str(table), "simulate": False, "ledger": str(tmp_path / "ledger.sqlite")}
+        values |= {"out": str(tmp_path / name), "local_steps": 1}
+        federation.run(parse(values | changes), observer)
+        clients = json.loads((tmp_path / name / "summary.json").read_text())["clients"]
+        return {client["name"]: client for client in clients}, observer.notes
+
+    return go
+
+
+def stated(ledger: Path, client: str) -> list[dict]:
+    with reading(ledger) as db:
+        return statement(db, ledger, client)
+
+
+def test_a_holder_keeps_its_account_when_another_joins_whose_name_sorts_first(run, tmp_path):
+    """Before, south began at zero and what it had spent was carried on by nobody, or by north."""
+    one, _ = run("one", {"north": 24, "south": 30})
+    two, _ = run("two", {"alpha": 27, "north": 24, "south": 30})
+    assert [(c["name"], c["client"], c["earlier_runs"]) for c in two.values()] == [
+        ("alpha", 0, 0),
+        ("north", 1, 1),
+        ("south", 2, 1),
+    ]
+    assert two["alpha"]["epsilon_local"] == two["alpha"]["epsilon_local_this_run"]
+    ledger = tmp_path / "ledger.sqlite"
+    with reading(ledger) as db:
+        known = {each.client: each for each in db.data_sets()}
+        for name in ("north", "south"):
+            releases = [each.event for each in db.releases(known[name].id)]
+            (once,) = {each.with_count(1) for each in releases}
+            assert sum(each.count for each in releases) == 2 * one[name]["rounds"]
+            assert once.sampling_probability == 8 / one[name]["num_records"]
+            assert two[name]["epsilon_local"] == pytest.approx(epsilon_of(releases, known[name].delta).epsilon)
+            (page,) = stated(ledger, name)
+            assert (page["num_records"], page["runs"]) == (one[name]["num_records"], 2)
+            with reading(path_of(ledger, name)) as own:
+                (kept,) = own.data_sets()
+                assert (kept.id, kept.client) == (known[name].id, name)
+                assert own.releases(kept.id) == [each for each in db.releases(kept.id) if each.rho_bar == 1] or releases
+    (page,) = stated(ledger, "2")
+    assert page["client"] == "south", "one holder alone ever had this number"
+    with pytest.raises(InputError, match="knows 2 of this number, north, alpha; give the name"):
+        stated(ledger, "0")
+
+
+def test_the_budget_that_is_enforced_is_the_holders_own(run):
+    size = {"north": 24, "south": 24}
+    spent = run("one", size)[0]["south"]["epsilon_local"]
+    two, _ = run("two", {"alpha": 24, **size}, budget_epsilon=spent * 1.01)
+    assert two["alpha"]["rounds"] > 0
+    assert two["north"]["rounds"] == two["south"]["rounds"] == 0
+
+
+def test_the_same_name_with_another_number_of_records_is_refused_in_words(run, tmp_path):
+    run("one", {"north": 24, "south": 30})
+    with pytest.raises(InputError, match=r"^num_records = 20: north \(0\) has an account in .*ledger\.sqlite with 24,"):
+        run("two", {"north": 20, "south": 30})
+    assert not (tmp_path / "two").exists()
+
+
+def test_every_way_of_dealing_out_records_has_its_own_accounts(run, tmp_path):
+    dealt = {"client_column": "", "partition": "iid", "num_clients": 2}
+    first, notes = run("one", {"north": 24, "south": 30}, **dealt)
+    assert not any("dealing out" in note for note in notes)
+    again, _ = run("two", {"north": 24, "south": 30}, **dealt, learning_rate=0.1)
+    assert [client["earlier_runs"] for client in again.values()] == [1, 1]
+    other, notes = run("three", {"north": 24, "south": 30}, **dealt, seed=1)
+    assert [client["earlier_runs"] for client in other.values()] == [0, 0]
+    assert [client["epsilon_local"] for client in other.values()] == [c["epsilon_local"] for c in first.values()]
+    (note,) = [note for note in notes if "dealing out" in note]
+    assert "ledger.sqlite also has accounts of records.csv, partition " in note
+    with reading(tmp_path / "ledger.sqlite") as db:
+        assert len(db.data_sets()) == 4
+
+
+def by_number(tmp_path: Path) -> list[Path]:
+    """Name the holders' ledgers as earlier versions did."""
+    nodes = Path(f"{tmp_path / 'ledger.sqlite'}.nodes")
+    for number, name in enumerate(("north", "south")):
+        for end in ("", ".head"):
+            old = path_of(tmp_path / "ledger.sqlite", name)
+            old.with_name(old.name + end).rename(nodes / f"{number}.sqlite{end}")
+    return sorted(nodes.iterdir())
+
+
+def test_accounts_by_number_are_carried_on_where_it_is_known_whose_they_are(run, tmp_path):
+    run("one", {"north": 24, "south": 30})
+    before = by_number(tmp_path)
+    with pytest.raises(InputError, match=r"no registrations\.json beside ledger\.sqlite names its holder; copy that"):
+        run("two", {"alpha": 27, "north": 24, "south": 30})
+    assert sorted(before[0].parent.iterdir()) == before
+    shutil.copy(tmp_path / "one" / "registrations.json", tmp_path)
+    two, _ = run("two", {"alpha": 27, "north": 24, "south": 30})
+    assert {name: client["earlier_runs"] for name, client in two.items()} == {"alpha": 0, "north": 1, "south": 1}
+
+
+def test_an_account_by_number_whose_records_changed_is_nobodys(run, tmp_path):
+    run("one", {"north": 24, "south": 30})
+    run("changed", {"north": 24, "south": 30}, text_column="site")
+    by_number(tmp_path)
+    shutil.copy(tmp_path / "one" / "registrations.json", tmp_path)
+    with pytest.raises(InputError, match="its records changed, so more than one holder may have had this number"):
+        run("two", {"north": 24, "south": 30})
