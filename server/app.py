@@ -85,6 +85,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         return _begun(grid, config, bench, None, observer)
     # Held before anything of the folder is read: no checkpoint is stale, and no row is dropped of a run that lives.
     with marked_alive(files.run_folder_of(Path(config.resume))):
+        checkpoint.check_contents(config, bench)
         config = checkpoint.with_choice(config)
         bench = bench.started(config)
         return _begun(grid, config, bench, checkpoint.read_last(Path(config.resume), bench.initial), observer)
@@ -112,6 +113,8 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
         else:
             writer = RunWriter.created(Path(config.out).absolute(), config)
             stack.enter_context(marked_alive(writer.path))
+            if bench.contents is not None:
+                writer.write_contents(bench.contents.to_json())
         stack.enter_context(following_run(writer.path, config, observer.notice))
         _carry_out(grid, config, bench, nodes, resumed, writer, observer)
     return writer.path

@@ -27,12 +27,13 @@ import fedpriv
 from fedpriv.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
 from fedpriv.aggregation import GlobalModel
 from fedpriv.config import KEYS, Fact, RunConfig
+from fedpriv.data.contents import Contents
 from fedpriv.errors import InputError
 from fedpriv.files import remove_files, sync_folder
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.protocol import Registration
 from fedpriv.runs import RunWriter, files
-from fedpriv.training.workbench import workbench
+from fedpriv.training.workbench import Workbench, workbench
 from server.registration import NO_NODE, Nodes, check_same
 
 VERSION = 5
@@ -333,6 +334,17 @@ def first_registrations(nodes: Nodes, resumed: Checkpoint) -> Nodes:
         for client, (node_id, now) in nodes.items()
     }
     return dict(sorted({**here, **{client: (NO_NODE, before[client]) for client in missing}}.items()))
+
+
+def check_contents(config: RunConfig, bench: Workbench) -> None:
+    """Refuse to resume a simulation whose data have changed since it began.
+
+    Raises:
+        InputError: names what differs.
+    """
+    if bench.contents is not None:
+        began = Contents.from_json(files.read_values(files.run_folder_of(Path(config.resume)) / files.CONTENTS))
+        bench.contents.check_same(began, f"resume = {config.resume!r}: data = {config.data!r}")
 
 
 def reopened_folder(config: RunConfig, resumed: Checkpoint) -> RunWriter:

@@ -179,8 +179,9 @@ def check_same(then: Registration, now: Registration) -> None:
     Raises:
         InputError: names the field.
     """
-    # A node without a ledger does not know its earlier data sets, and names a new one every time.
-    for name in ("num_records", "keeps_replies") + ("data_set",) * now.keeps_replies:
+    # A node without a ledger does not know its earlier data sets, and names a new one every time; it is simulated, so
+    # its name says whose the records are.
+    for name in ("num_records", "keeps_replies", "data_set" if now.keeps_replies else "name"):
         if getattr(now, name) != getattr(then, name):
             raise InputError(
                 f"{name} = {getattr(now, name)}: client {now.client} began this run with {getattr(then, name)}"
@@ -229,7 +230,7 @@ def _check_signature(registration: Registration, file: Path | None) -> None:
         raise ValueError(f"{name}: its identity is not {named}, with which its registration is signed")
 
 
-def check_registered(known: DataSet, client: int, size: int, delta: float) -> None:
+def check_registered(known: DataSet, client: str, size: int, delta: float) -> None:
     """Refuse numbers that contradict what the ledger holds of a data set.
 
     Raises:

@@ -315,7 +315,7 @@ class OwnWorkbench(Workbench):
 
     def __init__(self, config: RunConfig, federation: OwnFederation) -> None:
         check_sizes(config, {name: len(records) for name, records in federation.clients.items()})
-        self.config, self._source, self._federation = config, None, federation
+        self.config, self._source, self._federation, self.files = config, None, federation, {}
         self.label_names = ()  # of texts; class sums are theirs
         limit = config.memory_limit_mb * 2**20
         self.model = OwnTrainingModel(federation.model, federation.initial, memory_limit=limit)

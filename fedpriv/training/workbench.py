@@ -32,6 +32,7 @@ from fedpriv.adapters import (
 from fedpriv.config import ON_NODES, Fact, RunConfig
 from fedpriv.data import DataSource, FederatedData, TextData, federated
 from fedpriv.data.chat import ChatFormat
+from fedpriv.data.contents import Contents, digests
 from fedpriv.data.persons import at_most
 from fedpriv.data.records import (
     Encode,
@@ -193,11 +194,13 @@ class Workbench:
         initial: the trained tensors that a run starts from, drawn from the configuration's seed.
         num_clients: of the run, wherever their data are.
         read_for: id of the data set for which a node's own records were read; empty if they were not.
+        files: {file: digest} of what the data were read from, where the run names them.
         coin_key: decides which records are set aside: the run's seed, or a secret of the node's for records of its own.
     """
 
     def __init__(self, config: RunConfig, source: DataSource | None = None) -> None:
         self.config, self._source = config, source
+        self.files = {} if source else digests(config)
         own_names = config.labels if config.task == "SEQ_CLS" else ()
         self.label_names = own_names if source else self.data.label_names
         self.base, self.model = load_model(
@@ -228,6 +231,11 @@ class Workbench:
     def accounts(self) -> tuple[str, ...]:
         """The account that a ledger keeps for each client; empty where nodes hold the records."""
         return federated.accounts(self.config, self.data.client_names) if self.config.data != ON_NODES else ()
+
+    @cached_property
+    def contents(self) -> Contents | None:
+        """What the data are; None where nodes hold the records."""
+        return Contents.of(self.config, self.data, self.files) if self.config.data != ON_NODES else None
 
     @cached_property
     def test(self) -> Records:
@@ -411,6 +419,13 @@ def providing(model: str, make: Callable[[RunConfig], Workbench]) -> Iterator[No
         yield
     finally:
         del _own[model]
+        forget()
+
+
+def forget_changed(config: RunConfig) -> None:
+    """Read a run's data again if their files have changed since this process read them."""
+    now = digests(config)
+    if any(bench.files.get(name, digest) != digest for bench in _last.values() for name, digest in now.items()):
         forget()
 
 

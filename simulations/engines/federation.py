@@ -17,7 +17,7 @@ from fedpriv.runs.show import check_installed
 from fedpriv.training.local_update import ClientUpdate, Execute, TrainedModel, UpdateTask
 from fedpriv.training.progress import FEATURES, READING, TRAINING, unfailing
 from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
-from fedpriv.training.workbench import workbench
+from fedpriv.training.workbench import forget_changed, workbench
 from server.app import make_app
 from server.checkpoint import with_base_dtype
 from server.observer import Follow, Observer, RunProgress
@@ -44,6 +44,7 @@ def run(
         InputError: something in the configuration or the data cannot be used.
     """
     check_installed(config.track)
+    forget_changed(config)
     config = with_base_dtype(config)
     with task_identity(RUN_ID), _executor(config, observer) as execute:
         grid = LocalGrid(SimulatedNodes(config), tapped(execute), client_app, execute.begins, execute.ends)

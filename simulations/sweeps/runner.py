@@ -12,9 +12,11 @@ import torch
 
 from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig
+from fedpriv.data.contents import Contents
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.protocol import Registration
 from fedpriv.runs import RoundRow, files, refuse_second
+from fedpriv.training.workbench import forget_changed, workbench
 from server.observer import RunProgress
 from simulations.engines import federation, ray_actors
 from simulations.sweeps.plan import PlannedRun, Sweep
@@ -64,13 +66,29 @@ def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: _OnChange) -> d
 def _run_one(run: PlannedRun, folder: Path) -> str | None:
     """Why the run failed, in one line; None once it is finished. The traceback is in FOLDER.txt."""
     try:
-        federation.run(run.placed(folder), _Silent())
+        forget_changed(run.config)
+        config = run.placed(folder)
+        _check_data(config, folder)
+        federation.run(config, _Silent())
     except Exception as error:  # one run must not end the sweep
         folder.with_suffix(".txt").write_text(traceback.format_exc())
         if isinstance(error, (InputError, LedgerError, TooFewClientsError)):
             return str(error)
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return None
+
+
+def _check_data(config: RunConfig, folder: Path) -> None:
+    """Refuse data that are not those of the sweep's other runs, or of an earlier attempt.
+
+    Raises:
+        InputError: names what differs.
+    """
+    contents, places = workbench(config).contents, (folder.parent, folder.parent / files.UNFINISHED)
+    assert contents is not None, "a sweep's runs are simulations"
+    for path in (path for place in places for path in sorted(place.glob(f"*/{files.CONTENTS}"))):
+        then = Contents.from_json(files.read_values(path))
+        contents.check_same_files(then, f"data = {config.data!r}: since run {path.parent.name} of this sweep")
 
 
 class _Silent:
