@@ -18,8 +18,9 @@ import fedpriv
 from fedpriv.accounting.views import View
 from fedpriv.audit.black_box import audit_of, registration, run_scores
 from fedpriv.config import ON_NODES, RunConfig, parse, with_mechanism_parameters
+from fedpriv.data.accounts import other_partitions
 from fedpriv.errors import InputError
-from fedpriv.ledger.holders import carry_on, other_partitions
+from fedpriv.ledger.holders import carry_on
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.plan.preflight import check_clients, check_run
 from fedpriv.publishing import card
@@ -85,7 +86,7 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
         return _begun(grid, config, bench, None, observer)
     # Held before anything of the folder is read: no checkpoint is stale, and no row is dropped of a run that lives.
     with marked_alive(files.run_folder_of(Path(config.resume))):
-        checkpoint.check_contents(config, bench)
+        checkpoint.check_data(config, bench)
         config = checkpoint.with_choice(config)
         bench = bench.started(config)
         return _begun(grid, config, bench, checkpoint.read_last(Path(config.resume), bench.initial), observer)
@@ -113,8 +114,8 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
         else:
             writer = RunWriter.created(Path(config.out).absolute(), config)
             stack.enter_context(marked_alive(writer.path))
-            if bench.contents is not None:
-                writer.write_contents(bench.contents.to_json())
+            if bench.digests is not None:
+                writer.write_digests(bench.digests.to_json())
         stack.enter_context(following_run(writer.path, config, observer.notice))
         _carry_out(grid, config, bench, nodes, resumed, writer, observer)
     return writer.path

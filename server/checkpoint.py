@@ -27,7 +27,7 @@ import fedpriv
 from fedpriv.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
 from fedpriv.aggregation import GlobalModel
 from fedpriv.config import KEYS, Fact, RunConfig
-from fedpriv.data.contents import Contents
+from fedpriv.data.digests import DataDigests
 from fedpriv.errors import InputError
 from fedpriv.files import remove_files, sync_folder
 from fedpriv.ledger.ledger import Ledger
@@ -336,15 +336,19 @@ def first_registrations(nodes: Nodes, resumed: Checkpoint) -> Nodes:
     return dict(sorted({**here, **{client: (NO_NODE, before[client]) for client in missing}}.items()))
 
 
-def check_contents(config: RunConfig, bench: Workbench) -> None:
+def check_data(config: RunConfig, bench: Workbench) -> None:
     """Refuse to resume a simulation whose data have changed since it began.
 
     Raises:
-        InputError: names what differs.
+        InputError: names what differs; or the run's folder does not say what its data were.
     """
-    if bench.contents is not None:
-        began = Contents.from_json(files.read_values(files.run_folder_of(Path(config.resume)) / files.CONTENTS))
-        bench.contents.check_same(began, f"resume = {config.resume!r}: data = {config.data!r}")
+    if bench.digests is None:
+        return
+    began = files.read_values(files.run_folder_of(Path(config.resume)) / files.DIGESTS, optional=True)
+    where = f"resume = {config.resume!r}"
+    if not began:
+        raise InputError(f"{where}: holds no {files.DIGESTS}; finish the run with the fedpriv that began it")
+    bench.digests.check_same(DataDigests.from_json(began), f"{where}: data = {config.data!r}")
 
 
 def reopened_folder(config: RunConfig, resumed: Checkpoint) -> RunWriter:

@@ -7,7 +7,6 @@ these are split, dealt out and set aside with all their records.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import io
 import json
@@ -16,7 +15,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -39,7 +37,6 @@ from fedpriv.data._text import DataSource, FederatedData, TextData, response_of
 from fedpriv.data.apart import check_texts
 from fedpriv.data.persons import by_person
 from fedpriv.errors import InputError
-from fedpriv.ledger.holders import account_of_part
 
 if TYPE_CHECKING:
     import datasets
@@ -61,39 +58,20 @@ def holdings(config: RunConfig) -> tuple[object, ...]:
 
     One of the two may still set aside records that the other trains on.
     """
-    return (config.has_test_set, *_dealing(config).items())
+    return (config.has_test_set, *dealing(config).items())
 
 
-def _dealing(config: RunConfig) -> dict[str, Any]:
+def dealing(config: RunConfig) -> dict[str, Any]:
     """{key: value} of what decides who holds a record, where that is not the default: further keys change nothing."""
     # The seed shuffles records among clients; under a natural partition it only sets records aside.
-    keys = [key for key in config.keys_with(Fact.RECORDS) if key != "seed" or not _is_natural(config)]
+    keys = [key for key in config.keys_with(Fact.RECORDS) if key != "seed" or not is_natural(config)]
     return {key: value for key in keys if (value := getattr(config, key)) != getattr(RunConfig, key)}
 
 
-def _is_natural(config: RunConfig) -> bool:
+def is_natural(config: RunConfig) -> bool:
     """Whether the data say who holds a record."""
     is_embedded = config.data == EMBEDDED and config.partition == "auto"
     return config.partition_rule == "natural" or is_embedded or config.data == IN_MEMORY
-
-
-def accounts(config: RunConfig, names: Sequence[str]) -> tuple[str, ...]:
-    """The account that a ledger keeps for each client of a simulation, by partition id.
-
-    A named holder keeps its account whoever else takes part. A client that is only a number has an account for this way
-    of dealing out these data, since in any other it holds other records. The place of a file does not count.
-
-    Args:
-        config: of the run.
-        names: of its clients.
-    """
-    are_numbers = config.data == IN_MEMORY and tuple(names) == tuple(f"client {number}" for number in range(len(names)))
-    if _is_natural(config) and not are_numbers:
-        return tuple(names)
-    files = {key: Path(getattr(config, key)).name for key in ("data", "test_data")}
-    dealt = json.dumps([config.has_test_set, _dealing(config) | files], sort_keys=True)
-    digest = hashlib.sha256(dealt.encode()).hexdigest()[:12]
-    return tuple(account_of_part(name, files["data"], digest) for name in names)
 
 
 def loaded(config: RunConfig) -> tuple[object, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from fedpriv.errors import InputError
@@ -16,23 +15,6 @@ from fedpriv.ledger._head import head_path
 from fedpriv.ledger.reader import REGISTRATIONS, names_in, reading
 
 _DIGITS = 32
-_PARTITION = ", partition "
-
-
-def account_of_part(client: str, data: str, partition: str) -> str:
-    """The account of a client that is a part of a data set, dealt out in the way that the last argument tells apart."""
-    return f"{client} of {data}{_PARTITION}{partition}"
-
-
-def other_partitions(accounts: Iterable[str], known: Iterable[str]) -> list[str]:
-    """The known ways, other than that of these accounts, in which their data were dealt out."""
-    own, all_ = ({_way(account) for account in each if _PARTITION in account} for each in (accounts, known))
-    data = {way.rpartition(_PARTITION)[0] for way in own}
-    return sorted(way for way in all_ - own if way.rpartition(_PARTITION)[0] in data)
-
-
-def _way(account: str) -> str:
-    return account.partition(" of ")[2]
 
 
 def path_of(ledger: Path, account: str) -> Path:
@@ -40,7 +22,7 @@ def path_of(ledger: Path, account: str) -> Path:
 
     Args:
         ledger: of the server.
-        account: whose it is; see `fedpriv.data.federated.accounts`.
+        account: whose it is; see `fedpriv.data.accounts`.
     """
     return _folder(ledger) / f"{hashlib.sha256(account.encode()).hexdigest()[:_DIGITS]}.sqlite"
 

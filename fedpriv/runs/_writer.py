@@ -133,9 +133,9 @@ class RunWriter:
         """Write what the nodes registered, with their signatures, so that anyone can check them later."""
         write_json(self.path / files.REGISTRATIONS, {str(r.client): vars(r) for r in registrations})
 
-    def write_contents(self, contents: Mapping[str, Any]) -> None:
-        """Write what the data are, for this user alone: digests tell of records."""
-        replace_file(self.path / files.CONTENTS, json.dumps(contents, indent=1).encode(), mode=0o600)
+    def write_digests(self, digests: Mapping[str, Any]) -> None:
+        """Write the digests of the data for this user alone, since they tell of records."""
+        replace_file(self.path / files.DIGESTS, json.dumps(digests, indent=1).encode(), mode=0o600)
 
     def register_audit(self, registration: Mapping[str, Any]) -> None:
         """Write what an audit has chosen, before the first round; a run that is resumed must have chosen the same.

@@ -18,7 +18,7 @@ from fedpriv.files import is_free, replaced_file
 CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
 REGISTRATIONS = "registrations.json"
-CONTENTS = "data.json"  # what a simulation's data are, in digests
+DIGESTS = "data.json"  # of a simulation's data
 ROUNDS = "rounds.csv"
 CLIENTS = "clients.csv"
 EVENTS = "events.jsonl"

@@ -31,8 +31,9 @@ from fedpriv.adapters import (
 )
 from fedpriv.config import ON_NODES, Fact, RunConfig
 from fedpriv.data import DataSource, FederatedData, TextData, federated
+from fedpriv.data.accounts import accounts
 from fedpriv.data.chat import ChatFormat
-from fedpriv.data.contents import Contents, digests
+from fedpriv.data.digests import DataDigests, digests_of_files
 from fedpriv.data.persons import at_most
 from fedpriv.data.records import (
     Encode,
@@ -200,7 +201,7 @@ class Workbench:
 
     def __init__(self, config: RunConfig, source: DataSource | None = None) -> None:
         self.config, self._source = config, source
-        self.files = {} if source else digests(config)
+        self.files = {} if source else digests_of_files(config)
         own_names = config.labels if config.task == "SEQ_CLS" else ()
         self.label_names = own_names if source else self.data.label_names
         self.base, self.model = load_model(
@@ -230,12 +231,12 @@ class Workbench:
     @cached_property
     def accounts(self) -> tuple[str, ...]:
         """The account that a ledger keeps for each client; empty where nodes hold the records."""
-        return federated.accounts(self.config, self.data.client_names) if self.config.data != ON_NODES else ()
+        return accounts(self.config, self.data.client_names) if self.config.data != ON_NODES else ()
 
     @cached_property
-    def contents(self) -> Contents | None:
-        """What the data are; None where nodes hold the records."""
-        return Contents.of(self.config, self.data, self.files) if self.config.data != ON_NODES else None
+    def digests(self) -> DataDigests | None:
+        """The digests of the data; None where nodes hold the records."""
+        return DataDigests.of(self.config, self.data, self.files) if self.config.data != ON_NODES else None
 
     @cached_property
     def test(self) -> Records:
@@ -424,7 +425,7 @@ def providing(model: str, make: Callable[[RunConfig], Workbench]) -> Iterator[No
 
 def forget_changed(config: RunConfig) -> None:
     """Read a run's data again if their files have changed since this process read them."""
-    now = digests(config)
+    now = digests_of_files(config)
     if any(bench.files.get(name, digest) != digest for bench in _last.values() for name, digest in now.items()):
         forget()
 

@@ -12,7 +12,7 @@ import torch
 
 from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig
-from fedpriv.data.contents import Contents
+from fedpriv.data.digests import DataDigests
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.protocol import Registration
 from fedpriv.runs import RoundRow, files, refuse_second
@@ -84,11 +84,11 @@ def _check_data(config: RunConfig, folder: Path) -> None:
     Raises:
         InputError: names what differs.
     """
-    contents, places = workbench(config).contents, (folder.parent, folder.parent / files.UNFINISHED)
-    assert contents is not None, "a sweep's runs are simulations"
-    for path in (path for place in places for path in sorted(place.glob(f"*/{files.CONTENTS}"))):
-        then = Contents.from_json(files.read_values(path))
-        contents.check_same_files(then, f"data = {config.data!r}: since run {path.parent.name} of this sweep")
+    digests, places = workbench(config).digests, (folder.parent, folder.parent / files.UNFINISHED)
+    assert digests is not None, "a sweep's runs are simulations"
+    for path in (path for place in places for path in sorted(place.glob(f"*/{files.DIGESTS}"))):
+        then = DataDigests.from_json(files.read_values(path))
+        digests.check_same_files(then, f"data = {config.data!r}: since run {path.parent.name} of this sweep")
 
 
 class _Silent:

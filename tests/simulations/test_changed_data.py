@@ -114,7 +114,9 @@ def test_a_process_that_runs_twice_reads_a_corrected_table_again(small_run, own_
     digests = []
     for name in ("one", "two"):
         federation.run(parse(small_run | {"data": str(own_table), "out": str(tmp_path / name)}), LogObserver())
-        digests.append(json.loads((tmp_path / name / "data.json").read_text())["holders"])
+        file = tmp_path / name / "data.json"
+        assert file.stat().st_mode & 0o77 == 0, "digests tell of records"
+        digests.append(json.loads(file.read_text())["holders"])
         change(own_table, corrected)
     changed = [holder for holder in digests[0] if digests[0][holder] != digests[1][holder]]
     assert changed == ["site-2"]

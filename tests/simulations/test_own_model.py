@@ -132,7 +132,7 @@ def test_a_resumed_run_ends_as_if_nobody_had_stopped_it_and_takes_no_other_model
         ({**GIVEN, "model": lambda: own(network(nn.Identity()))}, "give the function that built the first"),
         ({**GIVEN, "test_data": None}, "began with data and test_data in memory, not data"),
         ({**GIVEN, "rounds": 9}, "give nothing else but its model and records"),
-        ({**GIVEN, "data": HOLDERS[:2]}, "partition-id 2: the run that is resumed began with other nodes"),
+        ({**GIVEN, "data": HOLDERS[:2]}, "'client 2' held records and holds none now"),
     ):
         with pytest.raises(InputError, match=message):
             run(**given, resume=folder, progress=False)

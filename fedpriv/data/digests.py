@@ -1,4 +1,4 @@
-"""What a simulation remembers of its data, so that it notices when they change: names, numbers and digests.
+"""The memory that a simulation keeps of its data, so that it notices when they change: names, numbers and digests.
 
 A node with records of its own has no such file: its ledger notes changes for its operator alone.
 """
@@ -25,8 +25,8 @@ _MOST_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contents:
-    """The data of a run in digests, SHA-256 in hex. Anyone who knows all records of a holder but one can test a guess.
+class DataDigests:
+    """The data of a run as digests, SHA-256 in hex. Anyone who knows all records of a holder but one can test a guess.
 
     Attributes:
         files: {file, as the configuration names it: its digest}; none of a data set on the Hub or in memory.
@@ -41,10 +41,10 @@ class Contents:
     test: str
 
     @staticmethod
-    def of(config: RunConfig, data: FederatedData, files: Mapping[str, str]) -> Contents:
-        """The contents of what was loaded from these files; see `digests`."""
+    def of(config: RunConfig, data: FederatedData, files: Mapping[str, str]) -> DataDigests:
+        """The digests of what was loaded from these files; see `digests_of_files`."""
         clients = zip(data.client_names, data.clients, strict=True)
-        return Contents(
+        return DataDigests(
             files=files,
             dealt=hashlib.sha256(repr(holdings(config)).encode()).hexdigest(),
             holders={name: (records.num_units, _digest(records)) for name, records in clients},
@@ -52,15 +52,15 @@ class Contents:
         )
 
     @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Contents:
-        """The contents whose fields `to_json` gave."""
-        return Contents(**{**values, "holders": {name: tuple(each) for name, each in values["holders"].items()}})
+    def from_json(values: Mapping[str, Any]) -> DataDigests:
+        """The digests whose fields `to_json` gave."""
+        return DataDigests(**{**values, "holders": {name: tuple(each) for name, each in values["holders"].items()}})
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain values."""
         return asdict(self)
 
-    def check_same(self, then: Contents, where: str) -> None:
+    def check_same(self, then: DataDigests, where: str) -> None:
         """Refuse records that are not those of an earlier look by the same configuration.
 
         Args:
@@ -74,7 +74,7 @@ class Contents:
             more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
             raise InputError(f"{where}: {', '.join(found[:_MOST_NAMED])}{more}; put the data back as they were")
 
-    def check_same_files(self, then: Contents, where: str) -> None:
+    def check_same_files(self, then: DataDigests, where: str) -> None:
         """Refuse files that have changed since an earlier look, by whatever configuration.
 
         Raises:
@@ -86,7 +86,7 @@ class Contents:
                     self.check_same(then, where)
                 raise InputError(f"{where}: {name} has changed; put it back as it was")
 
-    def _differences(self, then: Contents) -> Iterator[str]:
+    def _differences(self, then: DataDigests) -> Iterator[str]:
         yield from (f"{name!r} held records and holds none now" for name in then.holders if name not in self.holders)
         for name, (number, digest) in self.holders.items():
             if name not in then.holders:
@@ -101,7 +101,7 @@ class Contents:
             yield "the test records are others"
 
 
-def digests(config: RunConfig) -> dict[str, str]:
+def digests_of_files(config: RunConfig) -> dict[str, str]:
     """{file, as the configuration names it: SHA-256 of its bytes, in hex}."""
     names = {config.data, config.test_data} - {""}
     return {name: _of_file(path) for name in sorted(names) if (path := Path(name).expanduser()).is_file()}
