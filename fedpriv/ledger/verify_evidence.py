@@ -29,7 +29,8 @@ GRID, RDP_ABOVE, MANY_CLIENTS = 1e-4, 100.0, 32  # of losses; above it rdp stand
 LEAST_NOISE, MOST_NOISE, FOR_RELEASES = 1e-6, 1e6, 1 - 1e-9  # less is none, more counts as this; part of delta
 VIEWS, KEY, RATES = ("local", "rho", "aggregate"), ("run", "client", "round", "request"), ("0.001", "0.01", "0.05")
 CHARGE = ("data_set", "run", "round", "event", "aggregate_scale", "noise_source", "other_holders")
-Object, Events = Mapping[str, Any], tuple[tuple["Seen", int], ...]  # each different release, and how many of it
+Object = Mapping[str, Any]
+Events = tuple[tuple["Seen", int], ...]  # each different release, and how many of it there were
 NUMBER, INSIDE = r"\d+(\.\d+)?(e[+-]\d+)?", r"0\.\d*[1-9]\d*|[1-9](\.\d+)?e-\d+"  # from 0 on; between 0 and 1
 WRITTEN = rf"""(?x)(data_set|client|run|request|event|note|reply|reason|signer|signature)=(".*"|null)  # name=JSON
     |(digest|previous|replaces)="[0-9a-f]{{64}}" |time="\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?\+00:00"
@@ -65,7 +66,7 @@ class Findings(list[str]):
         return {key: value for key, value in pairs if key not in wrong}
 
     def parsed(self, text: str | bytes) -> Any:
-        """What the JSON of a ledger says."""
+        """The content of a JSON text of a ledger."""
         return json.loads(text, object_pairs_hook=self.once)
 
 
@@ -350,8 +351,7 @@ def check_budget(row: Object, releases: Sequence[Object], rules: Any, slots: Any
         to.check(total[0] <= epsilon * (1 + 1e-9) and total[1] <= delta, f"{name}: its plans fit", total)
         used, limit = sum(r["event"]["count"] for r in releases), sum(n for events in slots for _, n in events)
     share = used / limit if limit > 0 else math.inf if releases else 0.0
-    claim = f"{name}: the share of epsilon {epsilon:g} on the {view} view that is"
-    to.compare(f"{claim} used, by the rule {kind},", budget["used"], share, "rdp")
+    to.compare(f"{name}: share of {view} epsilon {epsilon:g} used, by the rule {kind},", budget["used"], share, "rdp")
     kept = share <= 1 + 1e-9 and budget["left"] == max(0.0, 1 - budget["used"])
     to.check(kept, f"{name}: its budget is kept, and {budget['left']:.6g} of it is left", f"{share:.6%} of it is used")
 
