@@ -137,7 +137,7 @@ def reply(message: Message, prepared: Prepared, update: ClientUpdate | Exception
 
 def failed(message: Message, error: Exception) -> Message:
     """The reply to a message that failed; the error's text must not leave the node."""
-    return message_of(refused(error), message)
+    return message_of(refused(error, Journal(None)), message)
 
 
 def _request_and_holder(kind: str, message: Message, context: Context) -> tuple[Request, Holder]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -9,7 +10,7 @@ import secrets
 import shutil
 import tempfile
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -24,6 +25,10 @@ _log = logging.getLogger(__name__)
 _Value = str | int | float | bool | None
 
 _MAX_TEXT_LENGTH = 300
+
+# Nothing is written to a disk that would have less room left than this: the rest is for what must not fail. It is more
+# than a node's log, which others can fill, takes at most.
+FLOOR_BYTES = 2**26
 
 # Fields that are never truncated: a receipt, whose own length is bounded.
 _NEVER_TRUNCATED = {"receipt"}
@@ -116,6 +121,21 @@ def remove_files(root: Path, names: Iterable[str]) -> None:
             folder.rmdir()
 
 
+def free_bytes(folder: Path) -> int:
+    """Room on the disk of a folder, for programs without privileges."""
+    return shutil.disk_usage(folder).free
+
+
+def require_room(folder: Path, num_bytes: int) -> None:
+    """Refuse to write so much to the disk of a folder if less than `FLOOR_BYTES` would be left.
+
+    Raises:
+        OSError: ENOSPC.
+    """
+    if free_bytes(folder) < num_bytes + FLOOR_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
 def sync_folder(path: Path) -> None:
     """Flush the name of a file, which is new in its folder, to disk."""
     folder = os.open(path.absolute().parent, os.O_RDONLY)
@@ -194,15 +214,19 @@ class Journal:
         """This journal with further fields in every event."""
         return Journal(self._path, **{**self._common, **common})
 
-    def write(self, event: str, **fields: _Value) -> None:
-        """Append an event; texts are truncated to 300 characters, but for a receipt.
+    def write(self, event: str, **fields: _Value) -> bool:
+        """Append an event, and return whether it may be logged too; texts are truncated to 300 characters, but for a
+        receipt.
 
         Raises:
             TypeError: a field is not a plain value.
         """
-        if self._path is None:
-            return
-        values = {"time": datetime.now(UTC).isoformat(), "event": event, **self._common, **fields}
+        self._append(self._line(event, fields))
+        return True
+
+    def _line(self, event: str, fields: Mapping[str, _Value]) -> str:
+        time = datetime.now(UTC).isoformat(timespec="microseconds")
+        values = {"time": time, "event": event, **self._common, **fields}
         for name, value in values.items():
             if value is not None and not isinstance(value, (str, int, float, bool)):
                 raise TypeError(f"{name}: an event holds plain values, not {type(value).__name__}")
@@ -210,9 +234,14 @@ class Journal:
             name: value[:_MAX_TEXT_LENGTH] if isinstance(value, str) and name not in _NEVER_TRUNCATED else value
             for name, value in values.items()
         }
+        return f"{json.dumps(truncated)}\n"
+
+    def _append(self, line: str) -> None:
+        if self._path is None:
+            return
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{json.dumps(truncated)}\n")
+                file.write(line)
         except OSError as error:
             _log.warning("%s: an event could not be written (%s)", self._path, error.strerror)
 

@@ -68,7 +68,7 @@ def _own_records(vault: VaultSettings) -> Iterator[Check]:
     assert vault.data is not None, "asked of nodes with records of their own"
     yield check_data(vault.data)
     counted = [vault.counter_file] if vault.counter_file else []
-    yield check_files((vault.data, vault.ledger, vault.events, vault.tokens, *counted), vault.client_user)
+    yield check_files((vault.data, vault.ledger, vault.events, vault.log, vault.tokens, *counted), vault.client_user)
     yield Check.of("columns", lambda: _columns(vault))
     yield Check.of("labels", lambda: _labels(vault))
     yield Check.of("budget", lambda: _budget(vault))

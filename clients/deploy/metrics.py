@@ -50,6 +50,8 @@ _SECONDS_OF_A_DAY = 86_400.0
 _REASON = re.compile(r"(?:refused|retired): ([a-z_.]{1,40}(?: [a-z]{1,20})?)(?: \d+)?(?: =|:|,)")
 _COUNTED = ("refused", "retired")
 _OTHER = "other"
+# Requests, of any kind that nobody pays for, that the journal counts alone.
+_BEYOND = "beyond_quota"
 # Some reasons begin with what a coordinator sent.
 _MOST_REASONS = 50
 
@@ -201,9 +203,10 @@ class Refusals:
         from fedpriv.deployment.metrics import counter
 
         for line in self._new_lines():
-            if (reason := _refusal(line)) is not None:
+            reason, number = _refusals(line)
+            if number:
                 is_known = reason in self._counts or len(self._counts) < _MOST_REASONS
-                self._counts[reason if is_known else _OTHER] += 1
+                self._counts[reason if is_known else _OTHER] += number
         meaning = "Requests that were refused before any charge, by what was wrong with them."
         counts: dict[tuple[str, ...], float] = {(reason,): float(number) for reason, number in self._counts.items()}
         return [counter("fedpriv_refusals", meaning, counts, ["reason"])]
@@ -220,14 +223,16 @@ class Refusals:
                     yield line
 
 
-def _refusal(line: bytes) -> str | None:
-    """The name with which the reason of a refusal begins; None for any other event."""
+def _refusals(line: bytes) -> tuple[str, int]:
+    """The name with which the reason of a refusal begins, and for how many the event stands; 0 for any other event."""
     try:
         event: Mapping[str, Any] = json.loads(line)
+        if event["event"] == _BEYOND:
+            return _BEYOND, int(event["number"])
         found = _REASON.match(event["reason"]) if event["event"] in _COUNTED else None
     except (ValueError, KeyError, TypeError):
-        return None
-    return found[1] if found else None
+        return "", 0
+    return (found[1], 1) if found else ("", 0)
 
 
 @contextmanager

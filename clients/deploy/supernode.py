@@ -322,7 +322,8 @@ def units(node: Node) -> list[Unit]:
             writable=[node.flower_home],
             hidden=[
                 *data,
-                *(vault.ledger, vault.tokens, node.key, vault.key, vault.policy, vault.events, vault.receipts),
+                *(vault.ledger, vault.tokens, node.key, vault.key, vault.policy),
+                *(vault.events, vault.log, vault.receipts),
                 history.path_in(folder),
                 *(vault.updates_ledger, vault.updates_receipts, vault.updates_socket),
             ],

@@ -39,6 +39,8 @@ PRAGMA user_version = {VERSION};
 
 REGISTERED, CHANGED, CHARGED, RELEASED = "registered", "changed", "charged", "released"
 ADOPTED, RECOVERED = "adopted", "recovered"
+# In place of the note on a data set's content, where a release read no records.
+NOT_READ = "0" * 64
 BOUNDED = "bounded"
 PERMITTED, WITHDRAWN = "permitted", "withdrawn"
 
@@ -86,8 +88,8 @@ class Entry:
         note: the holder's statement, a keyed hash of the content, the operator's reason to adopt, who permitted what,
             or a plan, or a filter with its budget, as JSON; of a charge with noise of others, as JSON, the
             `num_readers` against whom its aggregate_scale holds, and the `other_holders` in the sum where a person may
-            be at several; of a `recovered` entry, as JSON, the `request`, the digest that it `replaces` in the chain of
-            charges, and the `reason`.
+            be at several; of a node's own release, a keyed hash of the content that it read; of a `recovered` entry, as
+            JSON, the `request`, the digest that it `replaces` in the chain of charges, and the `reason`.
         digest: SHA-256 of the previous entry's digest and everything above, in hex.
     """
 
@@ -120,6 +122,7 @@ def chained_digest(previous: str, content: Mapping[str, Any]) -> str:
 
 
 _REGISTRATIONS = f"SELECT data_set, client, num_records, delta FROM entries WHERE phase = '{REGISTERED}'"
+_WITH_CONTENT = f"WHERE phase IN ('{CHANGED}', '{RELEASED}') AND note IS NOT NULL AND note != '{NOT_READ}'"
 COLUMNS = tuple(field.name for field in fields(Entry))
 
 # So small that a plan calibrated to the whole delta costs no more at what is left of it, to nine digits.
@@ -188,9 +191,9 @@ class Charge:
             "note": json.dumps(note) if note else None,
         }
 
-    def line_of_release(self, reply: str | None) -> dict[str, Any]:
-        """The fields of the entry of phase `released`, with the digest of the reply, if one arrived."""
-        return self._common | {"phase": RELEASED, "reply": reply}
+    def line_of_release(self, reply: str | None, note: str | None = None) -> dict[str, Any]:
+        """The fields of the entry of phase `released`, with the digest of the reply, if one arrived, and a note."""
+        return self._common | {"phase": RELEASED, "reply": reply, "note": note}
 
     @property
     def _common(self) -> dict[str, Any]:
@@ -253,8 +256,17 @@ class LedgerConnection(sqlite3.Connection):
         return list(self._entries(f"WHERE phase IN ('{CHARGED}', '{RECOVERED}') AND data_set = ?", (data_set,)))
 
     def content_changes(self, data_set: str) -> list[Entry]:
-        """The entries of phase `changed` of a data set, in order; the first one notes its content at the beginning."""
-        return list(self._entries("WHERE phase = ? AND data_set = ?", (CHANGED, data_set)))
+        """The entries with another content of a data set than the one before, in order; the first notes its content."""
+        found: list[Entry] = []
+        for entry in self._entries(f"{_WITH_CONTENT} AND data_set = ?", (data_set,)):
+            if not found or found[-1].note != entry.note:
+                found.append(entry)
+        return found
+
+    def data_set_with(self, note: str) -> str | None:
+        """Id of the last data set of which an entry has this note on its content; None if none has."""
+        row = self.execute(f"SELECT data_set FROM entries {_WITH_CONTENT} AND note = ? ORDER BY number DESC", (note,))
+        return next((data_set for (data_set,) in row), None)
 
     def recoveries(self) -> list[Entry]:
         """The entries of phase `recovered`, in order."""

@@ -232,31 +232,28 @@ class Ledger:
         self._append([{"phase": phase, "data_set": data_set.id, "client": data_set.client, "run": run, "note": note}])
 
     def log_content(self, data_set: DataSet, content: bytes) -> bool:
-        """Log the content of a data set if it has changed since it was last logged; the spending so far still counts.
-
-        Only a hash is stored. It is keyed with this ledger's secret, never leaves the ledger and resets nothing.
+        """Log the content of a data set if it has changed since it was last noted; the spending so far still counts.
 
         Returns:
-            Whether the content differs from what was logged before.
+            Whether the content differs from what was noted before.
         """
-        digest = self._content_digest(content)
-        known = self._db.execute(
-            "SELECT note FROM entries WHERE phase = ? AND data_set = ? ORDER BY number DESC", (CHANGED, data_set.id)
-        ).fetchone()
-        if known and known[0] == digest:
+        changes, note = self._db.content_changes(data_set.id), self.content_note(content)
+        if changes and changes[-1].note == note:
             return False
-        self._append([{"phase": CHANGED, "data_set": data_set.id, "client": data_set.client, "note": digest}])
-        return known is not None
+        self._append([{"phase": CHANGED, "data_set": data_set.id, "client": data_set.client, "note": note}])
+        return bool(changes)
+
+    def has_changed(self, data_set: DataSet, content: bytes) -> bool:
+        """Whether the content of a data set differs from what was noted before; not if nothing was."""
+        changes = self._db.content_changes(data_set.id)
+        return bool(changes) and changes[-1].note != self.content_note(content)
 
     def data_set_with(self, content: bytes) -> str | None:
-        """Id of the last data set of this ledger that was logged with this content; None if none was."""
-        row = self._db.execute(
-            "SELECT data_set FROM entries WHERE phase = ? AND note = ? ORDER BY number DESC",
-            (CHANGED, self._content_digest(content)),
-        ).fetchone()
-        return None if row is None else row[0]
+        """Id of the last data set of this ledger that was noted with this content; None if none was."""
+        return self._db.data_set_with(self.content_note(content))
 
-    def _content_digest(self, content: bytes) -> str:
+    def content_note(self, content: bytes) -> str:
+        """A hash of a data set's content, keyed with this ledger's secret; it never leaves the ledger."""
         return hashlib.blake2b(content, key=self._secret(), digest_size=32).hexdigest()
 
     def coin_key(self, data_set: DataSet) -> bytes:
@@ -309,10 +306,15 @@ class Ledger:
         """Record how charges ended: the rho_bar of their round, and the digest of each reply that arrived."""
         self._append([charge.line_of_release(reply) for charge, reply in released])
 
-    def store(self, key: Key, content: bytes) -> bytes:
+    def store(self, key: Key, content: bytes, note: str | None = None) -> bytes:
         """Record the upload of a charge with its content, and return what to send: what was stored first for this key.
 
         Replies of the run's earlier rounds are deleted: a server repeats a request only within the current round.
+
+        Args:
+            key: of the charge.
+            content: of the reply.
+            note: on the content of the data set, where the vault read its records for the reply.
 
         Raises:
             LedgerError: the upload was never charged, or cannot be written.
@@ -331,7 +333,7 @@ class Ledger:
         release = Release(event=events.from_json(row[1]), rho_bar=row[2], aggregate_scale=row[3])
         charge = Charge(key=key, data_set=row[0], release=release, noise_source=row[4])
         with self._transaction():
-            self._insert([charge.line_of_release(hashlib.sha256(content).hexdigest())])
+            self._insert([charge.line_of_release(hashlib.sha256(content).hexdigest(), note)])
             self._db.execute(
                 "DELETE FROM replies WHERE run = ? AND client = ? AND round < ?", (key.run, key.client, key.round)
             )

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from fedpriv.adapters import Merged, same_merged
 from fedpriv.data.records import Item, Records, num_tokens, usable
+from fedpriv.files import require_room
 from fedpriv.training._isolation import isolated
 from fedpriv.training.progress import FEATURES, READING, Tell, silent
 from fedpriv.training.workers import shared, side_by_side
@@ -306,6 +308,7 @@ class PrefixCache:
         try:
             if self.bytes_in_memory + size <= self._memory_limit:
                 return _Room(shared(*shape, dtype=self._dtype).fill_(torch.nan), in_memory=True)
+            require_room(Path(tempfile.gettempdir()), size)
             # Deleted before it is written to; the mapping keeps its contents until the states are freed.
             with tempfile.TemporaryFile(prefix="fedpriv-prefix-") as file:
                 os.posix_fallocate(file.fileno(), 0, size)

@@ -196,6 +196,7 @@ class Workbench:
         num_clients: of the run, wherever their data are.
         read_for: id of the data set for which a node's own records were read; empty if they were not.
         files: {file: digest} of what the data were read from, where the run names them.
+        content_note: on a node's own records, as its ledger has it; empty if they were not read.
         coin_key: decides which records are set aside: the run's seed, or a secret of the node's for records of its own.
     """
 
@@ -213,7 +214,7 @@ class Workbench:
         self.initial = self.model.initial
         self.num_clients = len(self.data.clients) if config.data != ON_NODES else config.num_clients
         self._clients: dict[int, Records] = {}
-        self.read_for = ""
+        self.read_for = self.content_note = ""
         self.coin_key = str(config.seed).encode()
 
     def started(self, config: RunConfig) -> Workbench:
@@ -332,7 +333,7 @@ class Workbench:
         """Read a node's own records again when they are next asked for."""
         self.__dict__.pop("data", None)
         self._clients.clear()
-        self.read_for = ""
+        self.read_for = self.content_note = ""
 
     def has_tokens(self, client: int) -> bool:
         """Whether the records that the client trains on are in memory."""

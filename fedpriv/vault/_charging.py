@@ -18,7 +18,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter, Rule
 from fedpriv.accounting.views import PlannedView, Release, default_delta
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.files import trace_without_message
+from fedpriv.files import Journal, trace_without_message
 from fedpriv.ledger.entries import CHARGED, RELEASED, Charge, DataSet, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading
@@ -44,23 +44,29 @@ class RetiredError(RefusedError):
     """The guard refused because the data's budget is spent; it will refuse every later request too."""
 
 
-def refused(error: Exception) -> Response:
+def refused(error: Exception, journal: Journal, **named: str | int) -> Response:
     """An error response, which says only that the guard refused, or that the request failed.
 
     An exception's text may contain a record, so it stays in this node's log.
+
+    Args:
+        error: that ended the request.
+        journal: of the node, which notes it; what is beyond its quota is not logged either.
+        named: run and round.
     """
+    event, code = "failed", FAILED
+    reason, said = "failed; this node's log says why", str(error)
     if isinstance(error, RetiredError):
-        log.warning("retired: %s", error)
-        return Response(code=RETIRED, reason=f"retired: {error}")
-    if isinstance(error, RefusedError):
-        log.warning("refused: %s", error)
-        return Response(code=REFUSED, reason=f"refused: {error}"[:_LONGEST_REASON])
-    if isinstance(error, LedgerError):
-        log.error("refused: %s", error)
-        return Response(code=REFUSED, reason="refused: this node's ledger cannot be used; its log says why")
-    # An InputError may name the node's own keys, columns or labels.
-    log.error("failed: %s", error if isinstance(error, InputError) else trace_without_message(error))
-    return Response(code=FAILED, reason="failed; this node's log says why")
+        event, code, reason = "retired", RETIRED, f"retired: {error}"
+    elif isinstance(error, RefusedError):
+        event, code, reason = "refused", REFUSED, f"refused: {error}"[:_LONGEST_REASON]
+    elif isinstance(error, LedgerError):
+        event, code, reason = "refused", REFUSED, "refused: this node's ledger cannot be used; its log says why"
+    elif not isinstance(error, InputError):  # which may name the node's own keys, columns or labels
+        said = trace_without_message(error)
+    if journal.write(event, **named, reason=reason):
+        log.log(logging.WARNING if isinstance(error, RefusedError) else logging.ERROR, "%s: %s", event, said)
+    return Response(code=code, reason=reason)
 
 
 class AlreadyReleasedError(Exception):
@@ -145,25 +151,38 @@ def registered_data_set(policy: NodePolicy, client: str, num_records: int | None
 
 
 def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_records: int) -> None:
-    """Note in the node's own ledger and in its log that the records changed; this resets no spending.
-
-    Content is what all records are together, so nothing that happens here may decide about a release: a note that
-    cannot be written is lost, and the node's log says so.
-    """
+    """Note in the ledger of a simulated node, and in its log, that the records changed; this resets no spending."""
     if policy.ledger is None:
         return
-    try:
-        with Ledger(policy.ledger) as ledger:
-            if (held := ledger.data_set_with(content)) not in (None, data_set.id):
-                log.error("the records are those of data set %s, yet they are charged to %s", held, data_set.id)
-            if ledger.log_content(data_set, content):
-                log.warning(
-                    "the records of %s changed; what was spent on them remains spent; `fedpriv node records` says what "
-                    "counts now",
-                    data_set.id,
-                )
-    except LedgerError as error:
-        log.error("whether the records of %s changed is not noted: %s", data_set.id, error)
+    with Ledger(policy.ledger) as ledger:
+        _say_what_changed(ledger, data_set, content, num_records)
+        ledger.log_content(data_set, content)
+
+
+def opened_records(policy: NodePolicy, data_set: DataSet, content: bytes, num_records: int) -> tuple[bytes, str]:
+    """`coin_key`, and the note on all records together that the entries of their releases carry.
+
+    Every entry has one, since one that only a change adds would tell of it by its room. So content, which is what all
+    records are together, decides nothing about a release.
+
+    Raises:
+        LedgerError: the ledger cannot be used.
+    """
+    assert policy.ledger is not None, "a node with records of its own keeps a ledger"
+    with Ledger(policy.ledger) as ledger:
+        _say_what_changed(ledger, data_set, content, num_records)
+        return ledger.coin_key(data_set), ledger.content_note(content)
+
+
+def _say_what_changed(ledger: Ledger, data_set: DataSet, content: bytes, num_records: int) -> None:
+    if (held := ledger.data_set_with(content)) not in (None, data_set.id):
+        log.error("the records are those of data set %s, yet they are charged to %s", held, data_set.id)
+    if ledger.has_changed(data_set, content):
+        log.warning(
+            "the records of %s changed; what was spent on them remains spent; `fedpriv node records` says what counts "
+            "now",
+            data_set.id,
+        )
     if num_records > data_set.num_records:
         log.warning(
             "found %s records to train on, more than N_k = %s: all of them count, and are charged to %s",
@@ -324,8 +343,13 @@ def signed_receipt(policy: NodePolicy, data_set: DataSet | None) -> str:
         return policy.watch.sign(chain_of(db, data_set.id)).text()
 
 
-def store_reply(policy: NodePolicy, key: Key, event: Event, content: bytes) -> bytes:
+def store_reply(policy: NodePolicy, key: Key, event: Event, content: bytes, note: str | None = None) -> bytes:
     """Store a reply before it is sent, and return the reply to send: an earlier one if one was stored.
+
+    Args:
+        policy, key, event: of the charge.
+        content: of the reply.
+        note: on the records, of `opened_records`; None where they are not the node's own.
 
     Raises:
         LedgerError: it cannot be stored, so it must not be sent.
@@ -333,7 +357,7 @@ def store_reply(policy: NodePolicy, key: Key, event: Event, content: bytes) -> b
     if policy.ledger is None or not event.is_noised:
         return content
     with Ledger(policy.ledger) as ledger:
-        return ledger.store(key, content)
+        return ledger.store(key, content, note)
 
 
 def rule_note(rule: Choice | None, epsilon: float, delta: float, notes: Sequence[str] = ()) -> str:

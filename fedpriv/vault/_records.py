@@ -120,7 +120,6 @@ def of_release(
         # Our own words, or where the error arose, since its text may hold a record.
         reason = str(error) if isinstance(error, RefusedError) else trace_without_message(error)
         log.error("the records cannot be used, so the release is noise alone: %s", reason)
-        holder.journal.write("records_unreadable")
         return bench.no_records
 
 
@@ -129,9 +128,9 @@ def _read_own(bench: Workbench, holder: Holder, data_set: DataSet | None) -> Non
     if data_set is None or bench.read_for == data_set.id:
         return
     bench.forget_records()
-    # Before the note on the records, which may fill the disk.
-    bench.coin_key = _charging.coin_key(holder.policy, data_set)
-    _charging.log_content(holder.policy, data_set, bench.content(0), _size(bench, 0))
+    bench.coin_key, bench.content_note = _charging.opened_records(
+        holder.policy, data_set, bench.content(0), _size(bench, 0)
+    )
     bench.read_for = data_set.id
 
 

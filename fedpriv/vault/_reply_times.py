@@ -47,9 +47,9 @@ _SETTLING_SECONDS_A_BYTE = 1e-7
 # rehearsed before they are there.
 _FORK_SECONDS_A_RECORD = 5e-8
 
-# Times that the ledger is opened after a charge: for the coins, for the note on the content, and for the reply. It then
+# Times that the ledger is opened after a charge: for the coins and the note on the content, and for the reply. It then
 # verifies its chain, which takes longer with each charge.
-_OPENINGS = 3
+_OPENINGS = 2
 # That take about as long as an empty ledger.
 _CHARGES_OF_AN_OPENING = 100
 

@@ -15,12 +15,14 @@ import logging
 import math
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +31,7 @@ from typing import NoReturn
 
 from fedpriv.deployment.users import user_named
 from fedpriv.errors import InputError
+from fedpriv.vault._ring import Ring, heard_by
 from fedpriv.vault.frames import (
     FAILED,
     REFUSED,
@@ -43,6 +46,8 @@ from fedpriv.vault.frames import (
 from fedpriv.vault.settings import VaultSettings
 
 log = logging.getLogger(__name__)
+# Takes what is said of an answer after its charge.
+private = logging.getLogger(f"{__name__}.private")
 
 # A frame may be tried before its charge, again if that attempt died, and once more for noise alone.
 _ATTEMPTS = 3
@@ -88,7 +93,7 @@ class _Hold:
             return
         taken = time.monotonic() - self._begin
         if taken > self._seconds:
-            log.warning(
+            private.warning(
                 "an answer took %.2f s, longer than the %.2f s after which it was to leave; a larger reply_seconds in "
                 "vault.toml keeps such answers from being told apart",
                 taken,
@@ -143,7 +148,8 @@ class Worker:
             except (EOFError, OSError):
                 self._process.join()
                 died_on_records |= charged
-                log.error("the vault's child process ended with exit code %s", self._process.exitcode)
+                said = private if charged else log
+                said.error("the vault's child process ended with exit code %s", self._process.exitcode)
                 self.start()
             else:
                 if died_on_records:
@@ -169,6 +175,7 @@ def serve(settings: VaultSettings, say: Callable[[str], None]) -> None:
     Raises:
         InputError: another vault listens there, a path is too long, or the user of the ClientApp is unknown.
     """
+    private.propagate, private.handlers = False, [Ring(settings.log)]
     own = {os.geteuid()}
     users = own | ({user_named(settings.client_user).uid} if settings.client_user else set())
     listeners = [_listener(settings.socket, mode=0o600 if users == own else 0o666)]
@@ -273,15 +280,19 @@ def run_worker(connection: Connection, folder: Path) -> None:
 
     note_changes = history.watch(folder)
     note_changes()  # even of settings that cannot be read
+    settings = VaultSettings.read(folder)
+    ring, heard = Ring(settings.log), ExitStack()
 
     def charged(reply_seconds: float) -> None:
+        heard.enter_context(heard_by(ring))
         connection.send_bytes(CHARGED + SECONDS.pack(reply_seconds))
 
-    holder = replace(Holder.of(VaultSettings.read(folder)), before_records=charged)
+    holder = replace(Holder.of(settings), before_records=charged)
 
     def answered(request: Request) -> Response:
         note_changes()  # approvals and peers count from the next request on
-        return answer(request, holder)
+        with heard:
+            return answer(request, holder)
 
     _answer_frames(connection, answered)
 
@@ -296,8 +307,10 @@ def run_update_worker(connection: Connection, folder: Path) -> None:
     _prepare_process(folder)
     from fedpriv.vault._updates import UpdateGuard, release  # loads torch
 
-    guard = UpdateGuard.of(VaultSettings.read(folder))
-    _answer_frames(connection, lambda request: release(request, guard))
+    settings = VaultSettings.read(folder)
+    guard = UpdateGuard.of(settings)
+    with heard_by(Ring(settings.log)):
+        _answer_frames(connection, lambda request: release(request, guard))
 
 
 def _prepare_process(folder: Path) -> None:
@@ -307,9 +320,11 @@ def _prepare_process(folder: Path) -> None:
             os.environ.update({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
     from fedpriv.training.workers import compute_alike  # loads torch, which reads the environment
 
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no file shows what a process that was killed had in memory
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when its child ends
     threading.Thread(target=_end_with_service, daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    logging.captureWarnings(True)
     compute_alike()
 
 

@@ -14,6 +14,7 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import chain
@@ -27,6 +28,7 @@ import safetensors.numpy
 from fedpriv.adapters import model_digest
 from fedpriv.data.chat import Row
 from fedpriv.data.records import Encoder, PlainText
+from fedpriv.files import require_room
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,9 @@ class TokenFile:
         except Exception as error:  # such as a full disk: the rows are there all the same
             reason = getattr(error, "strerror", None) or type(error).__name__
             log.warning("%s: the tokens are not kept (%s)", self.path, reason)
+            if not isinstance(error, OSError):  # a record's doing, which the size of the file must not tell
+                with suppress(Exception):
+                    _write(self.path, layout.packed((), np.zeros_like(key)))
         return rows
 
 
@@ -189,6 +194,7 @@ def _write(path: Path, content: bytes) -> None:
     """
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)  # of a process that was killed
+    require_room(path.parent, len(content))  # which both files take for a moment
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:

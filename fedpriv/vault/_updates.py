@@ -20,7 +20,6 @@ import torch
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import Release
 from fedpriv.errors import InputError
-from fedpriv.files import Journal
 from fedpriv.ledger.entries import DataSet, Key
 from fedpriv.ledger.reader import reading
 from fedpriv.mechanisms.sources import SecureSource
@@ -35,6 +34,7 @@ from fedpriv.vault._charging import (
     registered_data_set,
     store_reply,
 )
+from fedpriv.vault._disk import NodeJournal, Room
 from fedpriv.vault.frames import RELEASE, UPDATE, Request, Response, pack_response, unpack_response
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import NodeLimits, UpdateSettings, VaultSettings
@@ -64,6 +64,7 @@ class UpdateGuard:
         event: the cost of each release: that of the largest update, so that no request decides it.
         policy: ledger, budget and receipts.
         journal: of the node's events.
+        room: on its disks.
     """
 
     settings: UpdateSettings
@@ -71,7 +72,8 @@ class UpdateGuard:
     noise: UpdateNoise
     event: Event
     policy: NodePolicy
-    journal: Journal
+    journal: NodeJournal
+    room: Room
 
     @staticmethod
     def of(settings: VaultSettings) -> UpdateGuard:
@@ -105,7 +107,8 @@ class UpdateGuard:
             noise=noise,
             event=noise.event(updates.max_values),
             policy=policy,
-            journal=Journal(settings.events, client=settings.partition_id),
+            journal=NodeJournal(settings.events, client=settings.partition_id),
+            room=Room.of(settings),
         )
 
     def data_set(self) -> DataSet:
@@ -126,9 +129,10 @@ def release(request: Request, guard: UpdateGuard) -> Response:
     alone. An update with a value that is not finite counts as zero, since its refusal would tell.
     """
     try:
+        guard.room.check()
         return _released(request, guard)
     except Exception as error:  # its text must not leave
-        return refused(error)
+        return refused(error, guard.journal)
 
 
 def _released(request: Request, guard: UpdateGuard) -> Response:
@@ -137,16 +141,17 @@ def _released(request: Request, guard: UpdateGuard) -> Response:
     asked = _request_key(update, coin_key(guard.policy, data_set))
     key = Key(run=run, client=guard.client, round=round_, request=asked)
     _check_layout(key, guard, data_set)
+    room = guard.room.reserve_reply(sum(array.nbytes for array in update.values()))
     try:
         is_new, _ = charge(
             guard.policy, key, Release(event=guard.event, rho_bar=1.0), data_set, noise_source=SecureSource.name
         )
     except AlreadyReleasedError as answered:
         return unpack_response(answered.content)
-    guard.journal.write("charged", run=run, round=round_, kind=RELEASE)
-    if not is_new:
-        guard.journal.write("noise_alone", run=run, round=round_, kind=RELEASE)
+    if is_new:
+        guard.journal.write("charged", run=run, round=round_, kind=RELEASE)
     response = Response(record=RELEASE, arrays=_noised(update, guard.noise, keep=is_new))
+    room.close()
     content = store_reply(guard.policy, key, guard.event, pack_response(response))
     guard.journal.write("released", run=run, round=round_, kind=RELEASE)
     return unpack_response(content)

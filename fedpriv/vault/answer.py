@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,8 +23,8 @@ from fedpriv.accounting.views import Release
 from fedpriv.adapters import Adapter, difference
 from fedpriv.aggregation import is_irrelevant
 from fedpriv.config import RunConfig
-from fedpriv.files import trace_without_message
-from fedpriv.ledger.entries import Key
+from fedpriv.files import Journal, trace_without_message
+from fedpriv.ledger.entries import NOT_READ, Key
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.protocol import Broadcast, EvaluationRelease, UploadRelease
 from fedpriv.training import PoissonSampler, private_evaluation
@@ -42,9 +43,7 @@ from fedpriv.vault.frames import (
     CHECK,
     CONFIRM,
     EVALUATE,
-    REFUSED,
     REGISTER,
-    RETIRED,
     REVEAL,
     SHARE,
     TRAIN,
@@ -86,6 +85,7 @@ class Prepared:
         config: of the run, as the node carries it out.
         bench: model and records of the node.
         receipt: of the charge, as text; empty if the request did not ask for it.
+        room: for all that is written after the charge, until it is closed.
     """
 
     task: UpdateTask
@@ -95,11 +95,13 @@ class Prepared:
     config: RunConfig
     bench: Workbench
     receipt: str
+    room: ExitStack
 
 
 def answer(request: Request, holder: Holder) -> Response:
     """The node's answer; this function raises nothing."""
     try:
+        holder.room.check()
         if request.kind not in _ANSWERS:
             raise RefusedError(f"kind = {request.kind!r}: must be one of {', '.join(_ANSWERS)}")
         return _ANSWERS[request.kind](request, holder)
@@ -146,15 +148,18 @@ def settle(prepared: Prepared, update: ClientUpdate | Exception) -> Response:
         if isinstance(update, Exception):
             if holder.policy.allow_not_private:
                 return _refused(update, request, holder)
-            log.error("failed: %s", trace_without_message(update))
+            log.error("failed, so the release is noise alone: %s", trace_without_message(update))
             update = _noise_alone(prepared)
         content = _content(prepared, update)
+        prepared.room.close()
         if holder.policy.ledger is not None:
-            content = _charging.store_reply(holder.policy, prepared.decoded.key, update.event, content)
+            note = (prepared.bench.content_note or NOT_READ) if isinstance(holder, NodeHolder) else None
+            content = _charging.store_reply(holder.policy, prepared.decoded.key, update.event, content, note)
         _journal(request, holder, "released")
         return _response(request.kind, content)
     except Exception as error:  # the release must not leave, and neither must the error's text
-        return _refused(error, request, holder)
+        _journal(request, holder, "withheld")  # of the length of `released`
+        return refused(error, Journal(None))
 
 
 _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
@@ -189,6 +194,7 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
     reply = None  # which leaves at once, unless the records are the node's own
     if isinstance(holder, NodeHolder) and data_set is not None:
         reply = _reply_times.of_release(spec, broadcast, sampler, config, bench, holder, data_set)
+    room = holder.room.reserve_reply(sum(tensor.nbytes for tensor in broadcast.adapter.values()))
     is_new, receipt = _charging.charge(
         holder.policy,
         key,
@@ -199,8 +205,9 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
     )
     # The last step before any record is touched. From here on until T has passed, nothing may leave.
     holder.before_records(reply.seconds if reply else 0.0)
-    paid = {protocol.RECEIPT: receipt} if is_new else {}
-    holder.journal.write("charged", run=key.run, round=key.round, recorded=data_set is not None, **paid)
+    if is_new:
+        recorded = data_set is not None
+        holder.journal.write("charged", run=key.run, round=key.round, recorded=recorded, receipt=receipt)
     # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.
     may_read = is_new or config.simulate
     if reply and may_read:
@@ -221,7 +228,14 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
     # Older coordinators do not know the field.
     receipt = receipt if protocol.RECEIPT in request.fields else ""
     return Prepared(
-        task=task, decoded=decoded, request=request, holder=holder, config=config, bench=bench, receipt=receipt
+        task=task,
+        decoded=decoded,
+        request=request,
+        holder=holder,
+        config=config,
+        bench=bench,
+        receipt=receipt,
+        room=room,
     )
 
 
@@ -269,16 +283,16 @@ def _checked(
 
 def _refused(error: Exception, request: Request, holder: Holder) -> Response:
     """`refused`, noted in the node's journal."""
-    response = refused(error)
-    event = {RETIRED: "retired", REFUSED: "refused"}.get(response.code, "failed")
-    _journal(request, holder, event, reason=response.reason)
-    return response
+    return refused(error, holder.journal, **_named(request))
 
 
-def _journal(request: Request, holder: Holder, event: str, **fields: str) -> None:
+def _journal(request: Request, holder: Holder, event: str) -> None:
     """Note an event with the run and the round, where the request names them."""
-    named = {name: value for name in ("run", "round") if isinstance(value := request.fields.get(name), (str, int))}
-    holder.journal.write(event, **named, **fields)
+    holder.journal.write(event, **_named(request))
+
+
+def _named(request: Request) -> dict[str, str | int]:
+    return {name: value for name in ("run", "round") if isinstance(value := request.fields.get(name), (str, int))}
 
 
 def _instruction(request: Request, config: RunConfig, holder: Holder, client: int, initial: Adapter) -> _Decoded:
@@ -324,7 +338,6 @@ def _noise_alone(prepared: Prepared) -> ClientUpdate:
     bench = prepared.bench
     if prepared.request.kind != EVALUATE:
         bench.forget_records()  # the next reply's time does not tell what this update has left undone
-    _journal(prepared.request, prepared.holder, "noise_alone")
     (update,) = execute_one_by_one(bench.model, [replace(prepared.task, data=bench.no_records)])
     if isinstance(update, Exception):
         raise update

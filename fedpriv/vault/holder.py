@@ -18,6 +18,7 @@ from fedpriv.files import Journal
 from fedpriv.ledger.reader import reading
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.vault._charging import NodePolicy, RefusedError
+from fedpriv.vault._disk import NO_DISK, NodeJournal, Room
 from fedpriv.vault.frames import Scalar
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import (
@@ -41,6 +42,7 @@ class Holder:
         name: for display; empty takes that of the run's data.
         identity_key: file of the vault's key, which signs what the node says; None signs nothing.
         journal: of the node's events.
+        room: on its disks, without which it refuses everything.
         before_records: called after a charge, before any record is touched, with the seconds after which, or after a
             multiple of which, the reply may leave; 0 for at once.
     """
@@ -51,6 +53,7 @@ class Holder:
     name: str = ""
     identity_key: Path | None = None
     journal: Journal
+    room: Room = NO_DISK
     before_records: Callable[[float], None] = lambda _: None
 
     @staticmethod
@@ -79,7 +82,8 @@ class Holder:
             policy=policy,
             name=settings.name,
             identity_key=settings.key if settings.key.is_file() else None,
-            journal=Journal(settings.events, client=settings.partition_id),
+            journal=NodeJournal(settings.events, client=settings.partition_id),
+            room=Room.of(settings),
         )
         return NodeHolder(**vars(holder), settings=settings) if is_own else holder
 

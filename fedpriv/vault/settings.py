@@ -213,6 +213,11 @@ class VaultSettings:
         return self.folder / "events.jsonl"
 
     @property
+    def log(self) -> Path:
+        """The last lines that the vault said between a charge and its answer, in a file of one size."""
+        return self.folder / "vault.log"
+
+    @property
     def closed(self) -> Path:
         """The file that closes the node while it exists; it says why."""
         return self.folder / "closed"

@@ -15,6 +15,7 @@ from clients.node import answered, prepare, reply
 from fedpriv import protocol
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import parse, to_flower
+from fedpriv.files import Journal
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.reader import reading, verify_with_head
 from fedpriv.training import workbench as workbench_module
@@ -264,7 +265,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_anything_is_charged(node
 
 
 def test_a_refusal_quotes_no_more_than_a_line_of_what_was_sent():
-    response = refused(_charging.RefusedError("clipping = " + "x" * 10**6))
+    response = refused(_charging.RefusedError("clipping = " + "x" * 10**6), Journal(None))
     assert response.code == REFUSED
     assert len(response.reason) == 300
 

@@ -228,14 +228,22 @@ def test_a_full_disk_costs_a_line_in_the_log_and_no_upload(node, without, start,
 
 
 def test_tokens_that_do_not_fit_the_file_are_used_all_the_same(node, without, start, monkeypatch, caplog):
-    def refusing(*_):
-        raise ValueError("cannot copy sequence with size 9 to array axis with dimension 8")
+    packed = _tokens._Layout.packed
 
-    monkeypatch.setattr(_tokens._Layout, "packed", refusing)
-    with caplog.at_level(logging.WARNING, _tokens.__name__):
-        assert uploaded(node, start) == uploaded(without, start)
+    def refusing(self, rows, key):
+        if rows:
+            raise ValueError("cannot copy sequence with size 9 to array axis with dimension 8")
+        return packed(self, rows, key)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, _tokens.__name__):
+        patch.setattr(_tokens._Layout, "packed", refusing)
+        expected = uploaded(without, start)
+        assert uploaded(node, start) == expected
     lines = [record.getMessage() for record in caplog.records if record.name == _tokens.__name__]
     assert lines == [f"{kept(node)}: the tokens are not kept (ValueError)"]
+    size = kept(node).stat().st_size
+    assert uploaded(node, start, round_=2) == uploaded(without, start, round_=2)
+    assert kept(node).stat().st_size == size, "one record decides whether all fit, and others see the size"
 
 
 def test_it_is_opened_after_the_charge_alone(node, start, monkeypatch):
