@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -53,11 +54,9 @@ def small_disk(folder: Path) -> Iterator[Path]:
 def build(small_run, table, tiny_bert):
     """Builds a request for an update of a run of its own, with texts cut to so many tokens."""
     own = {"data": ON_NODES, "test_data": str(table), "labels": ",".join(LABELS), "num_clients": 3, "simulate": False}
-    values = (
-        {key: value for key, value in small_run.items() if key != "client_column"}
-        | own
-        | {"rank": 32, "local_steps": 1}
-    )
+    # Large replies fill the disk with few updates.
+    own |= {"rank": 32, "local_steps": 1}
+    values = {key: value for key, value in small_run.items() if key != "client_column"} | own
     configs = [parse({**values, "max_length": length}) for length in (16, 32)]
     initial = {name: tensor.numpy() for name, tensor in workbench(configs[0]).initial.items()}
 
@@ -97,7 +96,7 @@ def until_refused(settings: VaultSettings, build) -> tuple[int, Response]:
 
 def test_a_disk_that_fills_up_does_so_alike_with_one_record_more_or_less(build, tmp_path, tiny_bert):
     seen = {}
-    for name, rows in (("15 records", ROWS), ("16 records", [*ROWS, LONG]), ("14 records", ROWS[1:])):
+    for name, rows in (("15 records", ROWS), ("16 records", [*ROWS, LONG])):
         with small_disk(tmp_path / name) as disk:
             node = node_on(disk, rows, tiny_bert, tmp_path / "records.csv")
             with running(node) as settings:
@@ -105,10 +104,10 @@ def test_a_disk_that_fills_up_does_so_alike_with_one_record_more_or_less(build, 
                 sizes = {path.name: path.stat().st_size for path in node.folder.iterdir() if path.is_file()}
                 free = os.statvfs(disk).f_bfree
                 assert response.reason.startswith("refused: disk: this node needs"), response.reason
-                assert f"of {len(rows)} records are cut to" in settings.log.read_text() or name == "15 records"
+                assert f"found {len(rows)} records" in settings.log.read_text() or len(rows) == 16
             seen[name] = num_requests, sizes, free
     print(seen)
-    assert seen["16 records"] == seen["15 records"] == seen["14 records"]
+    assert seen["16 records"] == seen["15 records"]
 
 
 def test_a_reply_that_is_charged_is_stored_on_a_disk_that_others_fill_meanwhile(build, tmp_path, tiny_bert):
@@ -125,10 +124,8 @@ def test_a_reply_that_is_charged_is_stored_on_a_disk_that_others_fill_meanwhile(
                         while _written(file, size):
                             pass
 
-            from concurrent.futures import ThreadPoolExecutor
-
             filling = ThreadPoolExecutor(1).submit(fill)
-            response = ask(settings.socket, build(2, local_steps=600))
+            response = ask(settings.socket, build(2, local_steps=100))
             filling.result()
             assert os.statvfs(disk).f_bfree * 4096 < 4 * MIB
             assert not response.code, response.reason

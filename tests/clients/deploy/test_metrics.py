@@ -20,6 +20,7 @@ from fedpriv.deployment import metrics as served
 from fedpriv.errors import InputError
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.vault._disk import BEYOND
 from server.deploy import certificates
 from simulations.sites import wait_until
 from tests import monitoring
@@ -79,7 +80,7 @@ def test_what_became_of_a_charge_changes_nothing(node):
     with Ledger(node.vault.ledger) as ledger:
         ledger.store(Key(run="r", client="1", round=1, request="q1"), b"reply")
     times = {"run": "r", "round": 1}
-    after_the_charge = ("charged", "released", "noise_alone", "failed", "sent_again")
+    after_the_charge = ("charged", "released", "withheld", "failed", "sent_again")
     log(node, *({"event": name, "reason": "refused: round: none", **times} for name in after_the_charge))
     log(node, {"event": "refused", "reason": "refused: this node's ledger cannot be used; its log says why"})
     assert text_of(*metrics.sources(node)[1:3]) == before
@@ -92,6 +93,7 @@ def test_refusals_are_counted_by_what_was_wrong(node):
         {"event": "refused", "reason": "refused: noise_multiplier: its effective value 0.1 is below"},
         {"event": "refused", "reason": "refused: round 3: already answered"},
         {"event": "retired", "reason": "retired: budget_epsilon: another round would exceed this node's budget"},
+        *({"event": BEYOND, "number": number} for number in (1, 1, 2, 4)),
     )
     node.vault.events.open("a").write('{"event": "refused", "reason": "refused: clip_norm = 9:')  # still being written
     refusals = metrics.Refusals(node.vault.events)
@@ -102,7 +104,8 @@ def test_refusals_are_counted_by_what_was_wrong(node):
     }
     assert counted == {"noise_multiplier": 2, "round": 1}
     assert value(found, "fedpriv_refusals_total", reason="budget_epsilon") == 1
-    assert len([name for name, _ in found if name == "fedpriv_refusals_total"]) == 3
+    assert value(found, "fedpriv_refusals_total", reason="beyond_quota") == 8
+    assert len([name for name, _ in found if name == "fedpriv_refusals_total"]) == 4
     log(node, {"event": "x"})
     assert parsed(text_of(kinds)) == found
 
