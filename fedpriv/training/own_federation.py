@@ -321,7 +321,8 @@ class OwnWorkbench(Workbench):
         self.model = OwnTrainingModel(federation.model, federation.initial, memory_limit=limit)
         self.initial, self.num_clients = federation.initial, len(federation.clients)
         self._clients = {}
-        self.read_for, self.coin_key = "", str(config.seed).encode()
+        self.read_for = self.content_note = ""
+        self.coin_key = str(config.seed).encode()
         if federation.test is not None and not config.protects_nobody:
             check_apart(config, list(_contents([federation.test])), _contents(federation.clients.values()))
         is_tested = federation.test is not None or config.evaluation_noise_multiplier is not None

@@ -75,7 +75,7 @@ class Room:
         """Take so many bytes on each disk; raises like `reserve_reply`."""
         with ExitStack() as held:
             try:
-                for folder in {folder.stat().st_dev: folder for folder in self.folders}.values():
+                for folder in {each.stat().st_dev: each for each in self.folders if each.is_dir()}.values():
                     require_room(folder, num_bytes)
                     if num_bytes:
                         file = held.enter_context(tempfile.TemporaryFile(dir=folder, prefix="fedpriv-room-"))
