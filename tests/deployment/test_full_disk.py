@@ -106,7 +106,6 @@ def test_a_disk_that_fills_up_does_so_alike_with_one_record_more_or_less(build, 
                 assert response.reason.startswith("refused: disk: this node needs"), response.reason
                 assert f"found {len(rows)} records" in settings.log.read_text() or len(rows) == 16
             seen[name] = num_requests, sizes, free
-    print(seen)
     assert seen["16 records"] == seen["15 records"]
 
 
