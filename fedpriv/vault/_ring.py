@@ -1,4 +1,4 @@
-"""What a vault says from a charge to its answer: it may depend on records, so it takes the same room whatever it is."""
+"""Lines of a vault from a charge to its answer: they may depend on records, so they take one room whatever they are."""
 
 from __future__ import annotations
 
