@@ -1,4 +1,9 @@
-"""Errors that a user can fix: one line with the name, the value and what would be right."""
+"""Errors that a user can fix: one line with the name, the value and what would be right. And one that nobody can."""
+
+import errno
+
+# In the messages of libraries that raise RuntimeError when an allocation fails.
+_OUT_OF_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "bad allocation")
 
 
 class InputError(ValueError):
@@ -23,3 +28,15 @@ class StoreError(RuntimeError):
 
 class FlowerError(RuntimeError):
     """Flower failed or refused; command lines print it and exit with 1."""
+
+
+def is_memory_failure(error: BaseException | None) -> bool:
+    """Whether this error, or one that it followed, says that memory ran out: then no record alone has caused it."""
+    if error is None:
+        return False
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OUT_OF_MEMORY))
+        or is_memory_failure(error.__cause__ or error.__context__)
+    )

@@ -20,7 +20,7 @@ from fedpriv.config import Encoding, Separator
 from fedpriv.data._layout import SEPARATORS, LayoutError, codec_of, decoded, separator_of
 from fedpriv.data._tables import FORMATS, load_table, separator_asked, suffix_of
 from fedpriv.data._text import DataSource, as_text, from_messages
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, is_memory_failure
 from fedpriv.files import new_file
 
 if TYPE_CHECKING:
@@ -144,6 +144,8 @@ def _record(place: int, row: Callable[[], _Row], source: DataSource) -> OwnRecor
     except KeyError as error:
         return InputError(f"{where}: has no {error}")
     except Exception as error:  # whatever one record holds, the others are read
+        if is_memory_failure(error):
+            raise
         return InputError(f"{where}: cannot be read ({(str(error).splitlines() or [type(error).__name__])[0]})")
 
 

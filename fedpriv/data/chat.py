@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from fedpriv.data._text import Turn, turns_of
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, is_memory_failure
 
 RESPONSE_MASK = "response_mask"
 """A feature of each token: 1 where a model is to predict it. Without this feature, it is to predict all of them."""
@@ -140,7 +140,9 @@ class ChatFormat:
             return None
         try:
             return self._filled(chats, turns_of(text) if self.has_messages else (("user", text),), response)
-        except Exception:  # whatever one record's roles make of the template, the others are encoded
+        except Exception as error:  # whatever one record's roles make of the template, the others are encoded
+            if is_memory_failure(error):
+                raise
             return None
 
     def _filled(self, chats: _Chats, said: Sequence[Turn], response: str) -> list[_Span]:
@@ -278,8 +280,12 @@ def _tokenised(tokenizer: Any, texts: Sequence[str]) -> list[list[tuple[int, int
         batch = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException:  # as in `records.encode`
-        return [None] if len(texts) == 1 else [_tokenised(tokenizer, [text])[0] for text in texts]
+    except BaseException as error:  # as in `records.encode`
+        if len(texts) > 1:
+            return [_tokenised(tokenizer, [text])[0] for text in texts]
+        if is_memory_failure(error):
+            raise
+        return [None]
     return [
         [(id_, start, end) for id_, (start, end) in zip(ids, offsets, strict=True)]
         for ids, offsets in zip(batch["input_ids"], batch["offset_mapping"], strict=True)

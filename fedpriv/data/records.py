@@ -14,7 +14,7 @@ from fedpriv.config import DataSection, RunConfig
 from fedpriv.data._text import TextData
 from fedpriv.data.chat import ChatFormat, Row
 from fedpriv.data.persons import by_person
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, is_memory_failure
 
 
 class RecordSet(Protocol):
@@ -144,8 +144,10 @@ def encode(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, ma
         batch = tokenizer(list(texts), None if pairs is None else list(pairs), truncation=True, max_length=max_length)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException:  # whatever it is, only one text at a time tells whose; a panic in Rust is no Exception
+    except BaseException as error:  # only one text at a time tells whose it is; a panic in Rust is no Exception
         if len(texts) == 1:
+            if is_memory_failure(error):  # which says nothing of this text
+                raise
             return [None]
         seconds = [None] * len(texts) if pairs is None else [[pair] for pair in pairs]
         return [encode(tokenizer, [t], second, max_length)[0] for t, second in zip(texts, seconds, strict=True)]

@@ -202,7 +202,9 @@ class Unit:
             f"WorkingDirectory={_escaped(str(self.folder))}",
             f"User={_escaped(self.user)}",
             *(f"Environment={_quoted(f'{name}={value}')}" for name, value in self.variables.items()),
-            *("Restart=on-failure", "RestartSec=10", "TimeoutStopSec=90", "KillMode=mixed", _HARDENING),
+            *("Restart=on-failure", "RestartSec=10", "TimeoutStopSec=90", "KillMode=mixed"),
+            # What is left must see and say that memory ran out: systemd would end it first, and start it as if new.
+            *("OOMPolicy=continue", _HARDENING),
             *([] if self.networked else ["PrivateNetwork=yes"]),
             f"RestrictAddressFamilies=AF_UNIX{' AF_INET AF_INET6' if self.networked else ''}",
             *(f"ReadWritePaths={_quoted(str(path))}" for path in self.writable),

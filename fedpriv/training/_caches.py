@@ -483,9 +483,9 @@ class FeatureCache:
         size = _FLOAT_BYTES * num_records * self._width
         try:
             if self.bytes_in_memory + size <= self._memory_limit:
-                return torch.full((num_records, self._width), torch.nan)
+                return shared(num_records, self._width, dtype=torch.float32).fill_(torch.nan)
             reason = f"the limit is {self._memory_limit // 2**20} MiB"
-        except (RuntimeError, MemoryError) as error:
+        except (OSError, MemoryError) as error:
             reason = str(error)
         log.warning("no room for %d MiB of features, which are computed each time: %s", size // 2**20, reason)
         return torch.empty(0, self._width)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, is_memory_failure
 from fedpriv.files import trace_without_message
 
 Result = TypeVar("Result")
@@ -33,6 +33,11 @@ def raising_failures(*, also_of_numbers: bool = False) -> Iterator[None]:
     finally:
         _failures_are_raised.reset(tokens[0])
         _must_be_finite.reset(tokens[1])
+
+
+def failures_are_raised() -> bool:
+    """Whether records are synthetic here."""
+    return _failures_are_raised.get()
 
 
 @contextmanager
@@ -79,14 +84,19 @@ def isolated(
 
     Yields:
         Positions, and their result.
+
+    Raises:
+        Exception: memory ran out for one record alone. What else is in memory would decide whether that counts.
     """
     try:
         results: list[tuple[list[int], Result | None]] = [(list(positions), compute(list(positions)))]
     except Exception as error:  # whatever it is: if a record can cause it, nothing but its own gradient may show it
-        if _failures_are_raised.get():
+        if failures_are_raised():
             raise
         if len(positions) > 1:
             results = [one for position in positions for one in isolated(compute, [position])]
+        elif is_memory_failure(error):
+            raise
         else:
             log.warning("a record could not be computed and counts as zero: %s", trace_without_message(error))
             results = [(list(positions), None)]

@@ -349,9 +349,9 @@ class OwnWorkbench(Workbench):
         """The server's test set."""
         return self.tokenize(self.data.test)
 
-    @property
+    @cached_property
     def no_records(self) -> TensorRecords:  # type: ignore[override]
-        """An empty set, for an update that is noise alone."""
+        """An empty set, for an update that is noise alone, or whose records are yet to be read."""
         return self.tokenize(self.data.clients[0].part([]))
 
     @property

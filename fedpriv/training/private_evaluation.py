@@ -15,6 +15,7 @@ from fedpriv.accounting.events import Event
 from fedpriv.adapters import Adapter, Merged, lora
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Records, RecordSet, num_tokens, usable
+from fedpriv.errors import is_memory_failure
 from fedpriv.mechanisms.registry import MECHANISMS
 from fedpriv.mechanisms.sources import RandomSource
 from fedpriv.training import local_update
@@ -194,7 +195,9 @@ def _contribution(model: TrainedModel, item: tuple[RecordSet, int]) -> Tensor:
     """(h, 1 - h) of one record, float64 [2]; zeros if it cannot be evaluated."""
     try:
         share = _share(model, [item]) if usable(item) else math.nan
-    except Exception:  # whatever it is, one record must not decide whether the others count
+    except Exception as error:  # whatever it is, one record must not decide whether the others count
+        if is_memory_failure(error):  # which says nothing of this record
+            raise
         share = math.nan
     if not 0 <= share <= 1:
         return NO_COUNTS

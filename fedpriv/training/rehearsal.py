@@ -64,6 +64,11 @@ class Pace:
     new_record: float
     num_workers: int
 
+    @property
+    def fork(self) -> float:
+        """More than it takes to fork a process: so long takes an update for which workers are forked."""
+        return _RECORDS_OF_A_WORKER * self.new_record
+
     def seconds(self, *, num_steps: int, num_drawn: int, num_new: int, records_each: int = 1) -> float:
         """Seconds that an update takes at most, whatever the lengths of its records.
 
@@ -79,6 +84,8 @@ class Pace:
 
 # Oldest first: the pace of what was rehearsed.
 _rehearsed: WeakKeyDictionary[TrainingModel, dict[Hashable, Pace]] = WeakKeyDictionary()
+# How often a pace was measured.
+_num_measured: WeakKeyDictionary[TrainingModel, int] = WeakKeyDictionary()
 
 
 class _Everyone(PoissonSampler):
@@ -169,6 +176,7 @@ def rehearse(
                             local_update(model, replace(task, data=data))
             if pace is None:
                 pace = _pace(model, tasks[0 if cached else 1], keeps_features=cached)
+                _num_measured[model] = num_measured(model) + 1
     finally:
         model.merge(before)
     for key in (computed, exact):
@@ -177,6 +185,11 @@ def rehearse(
     for oldest in list(known)[:-_MOST_REMEMBERED]:
         del known[oldest]
     return pace
+
+
+def num_measured(model: TrainingModel) -> int:
+    """How many kinds of updates were rehearsed on this model so far, in full."""
+    return _num_measured.get(model, 0)
 
 
 def _pace(model: TrainingModel, task: UpdateTask, *, keeps_features: bool) -> Pace:

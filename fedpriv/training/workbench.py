@@ -254,9 +254,9 @@ class Workbench:
             )
         return found
 
-    @property
+    @cached_property
     def no_records(self) -> Records:
-        """An empty set, for an update that is noise alone."""
+        """An empty set, for an update that is noise alone, or whose records are yet to be read."""
         return self.tokenize(TextData((), ()))
 
     @cached_property

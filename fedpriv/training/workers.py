@@ -13,12 +13,16 @@ import mmap
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from math import prod
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from fedpriv.errors import is_memory_failure
 from fedpriv.files import trace_without_message
+from fedpriv.training._isolation import failures_are_raised
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +82,7 @@ def side_by_side(work: Work, num_jobs: int, num_workers: int) -> None:
     children: list[int] = []
     try:
         for worker in range(min(num_workers, num_jobs)):
-            children.append(_forked(work, range(worker, num_jobs, num_workers), worker))
+            children.append(forked(partial(_do, work, range(worker, num_jobs, num_workers), worker)))
     except OSError:  # no further process: those that there are must not go on by themselves
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -88,13 +92,22 @@ def side_by_side(work: Work, num_jobs: int, num_workers: int) -> None:
     killed = next((-code for code in codes if code < 0), None)
     if killed is not None:  # as if this process had done the job: whoever watches it decides what that means
         log.error("a worker was ended by signal %d", killed)
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     if any(codes):
         raise RuntimeError("a worker failed; the log says why")
 
 
-def _forked(work: Work, jobs: range, worker: int) -> int:
-    """The process that does these jobs."""
+def _do(work: Work, jobs: range, worker: int) -> None:
+    for job in jobs:
+        work(job, worker)
+
+
+def forked(run: Callable[[], object]) -> int:
+    """The process that runs this; it ends with this one, with exit code 1 if that raises.
+
+    If memory runs out it is killed, by itself if not by the system: what else is in memory must not decide what becomes
+    of a record. A rehearsal, which has no records, fails instead.
+    """
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -104,10 +117,18 @@ def _forked(work: Work, jobs: range, worker: int) -> int:
         # Ends with the parent, whose death must be seen at once by whoever watches it.
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         torch.set_num_threads(1)
-        for job in jobs if os.getppid() == parent else ():
-            work(job, worker)
+        if os.getppid() == parent:
+            run()
         code = 0
     except BaseException as error:  # it must not run what the parent would run next
         log.error("failed: %s", trace_without_message(error))
+        if is_memory_failure(error) and not failures_are_raised():
+            die()
     finally:
         os._exit(code)
+
+
+def die() -> NoReturn:
+    """End this process as the system does when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL ends a process")

@@ -11,6 +11,7 @@ from fedpriv import protocol
 from fedpriv.audit.canaries import audited
 from fedpriv.config import RunConfig
 from fedpriv.data.records import Encode, RecordSet
+from fedpriv.errors import is_memory_failure
 from fedpriv.files import trace_without_message
 from fedpriv.ledger.entries import DataSet
 from fedpriv.training.workbench import Workbench
@@ -18,7 +19,7 @@ from fedpriv.vault import _charging, _summed
 from fedpriv.vault._charging import RefusedError
 from fedpriv.vault._tokens import TokenFile
 from fedpriv.vault.frames import Request, Response
-from fedpriv.vault.holder import Holder, NodeHolder, bench_of, run_of
+from fedpriv.vault.holder import Holder, NodeHolder, RecordsToRead, bench_of, run_of
 from fedpriv.vault.settings import VaultSettings
 
 log = logging.getLogger(__name__)
@@ -84,38 +85,36 @@ def _size(bench: Workbench, client: int) -> int:
     return bench.data.clients[client].num_units
 
 
-def of_release(
-    config: RunConfig, bench: Workbench, holder: Holder, data_set: DataSet | None, *, aside: bool, may_begin: bool
-) -> RecordSet:
+def of_release(reading: RecordsToRead, bench: Workbench, holder: Holder) -> RecordSet:
     """The records that a release reads; in an audited run, with the canaries that are included.
 
     The charge is made, so records that cannot be read are none, and the release is noise alone.
 
     Args:
-        config, bench, holder, data_set: of the client.
-        aside: whether they are those that it sets aside for evaluation, instead of those on which it trains.
-        may_begin: whether the reply's time suffices to read a node's own records; else they are those in memory.
+        reading: which they are.
+        bench, holder: of the client.
 
     Raises:
-        Exception: they cannot be read, on a holder that allows releases without privacy.
+        Exception: they cannot be read, on a holder that allows releases without privacy; or memory ran out.
     """
+    config, data_set = reading.config, reading.data_set
     own = holder if isinstance(holder, NodeHolder) else None
     client = 0 if own else holder.partition(bench.num_clients)
     try:
-        if own and not may_begin and not bench.has_tokens(client):
+        if own and not reading.may_begin and not bench.has_tokens(client):
             raise RefusedError("an earlier update failed on them, and only the first on a model has the time to read")
         if own:
             _read_own(bench, own, data_set)
-        if aside:
+        if reading.aside:
             return bench.tokenize(bench.set_aside(client))
         if own:
             return bench.client(client, _encode(config, bench, own.settings, data_set))
         canaries = audited(config, bench, client)
         return canaries.records if canaries else bench.client(client)
     except Exception as error:  # whatever the file holds must not decide whether there is a release
-        if holder.policy.allow_not_private:
+        if holder.policy.allow_not_private or is_memory_failure(error):
             raise
-        if not aside:  # whose replies have time for all that an earlier one has left undone
+        if not reading.aside:  # whose replies have time for all that an earlier one has left undone
             bench.forget_records()
         # Our own words, or where the error arose, since its text may hold a record.
         reason = str(error) if isinstance(error, RefusedError) else trace_without_message(error)

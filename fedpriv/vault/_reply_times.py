@@ -1,7 +1,7 @@
 """When a reply leaves: at a time that public numbers alone decide, so that a clock tells nothing of the records.
 
 A reply that a charge has paid for leaves when T seconds have passed since the charge or, if its work is not done by
-then, when the next multiple of T has. T bounds the work on any records: it is measured on synthetic ones, for the most
+then, when 2 T have, or 4 T, and so on. T bounds the work on any records: it is measured on synthetic ones, for the most
 that an update may draw. A draw beyond that is computed as a whole and may leave later; its probability is off delta.
 """
 
@@ -17,7 +17,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from fedpriv.adapters import Adapter
 from fedpriv.config import RunConfig
 from fedpriv.data import TextData, federated
 from fedpriv.ledger.entries import DataSet
@@ -27,7 +26,7 @@ from fedpriv.ledger.receipts import chain_of
 from fedpriv.protocol import Broadcast
 from fedpriv.training import PoissonSampler, private_evaluation
 from fedpriv.training.local_update import COUNTS, UpdateSpec
-from fedpriv.training.rehearsal import rehearse, synthetic_records
+from fedpriv.training.rehearsal import num_measured, rehearse, synthetic_records
 from fedpriv.training.stacked import caching_pays_off
 from fedpriv.training.workbench import Workbench
 from fedpriv.vault.holder import NodeHolder
@@ -39,12 +38,14 @@ _MARGIN = 1.5
 # T is rounded up to a power of this, so that it hardly depends on what else the machine did while it was measured.
 _GRID = 2**0.25
 
-# For what precedes and follows the update, and for each byte of what it stores and sends.
+# For what precedes and follows the update, for each byte of what it stores and sends, and for each that is handed on to
+# the process with the records.
 _SETTLING_SECONDS = 0.1
 _SETTLING_SECONDS_A_BYTE = 1e-7
+_HANDING_SECONDS_A_BYTE = 5e-9
 
 # A step forks workers from a process that holds the records' texts and tokens, whose pages are listed each time. It is
-# rehearsed before they are there.
+# rehearsed in one that never has them.
 _FORK_SECONDS_A_RECORD = 5e-8
 
 # Times that the ledger is opened after a charge: for the coins and the note on the content, and for the reply. It then
@@ -65,7 +66,8 @@ _text_seconds: WeakKeyDictionary[Workbench, float] = WeakKeyDictionary()
 _evaluation_seconds: WeakKeyDictionary[Workbench, float] = WeakKeyDictionary()
 # For each bench, after how many charges opening its ledger was timed last, and the seconds.
 _opening: WeakKeyDictionary[Workbench, tuple[int, float]] = WeakKeyDictionary()
-# What the last update of a bench has left in memory, its records and their states, unless they could not be used.
+# What the last update of a bench has left in memory, its records and their states, unless they could not be used. An
+# evaluation leaves nothing.
 _kept: WeakKeyDictionary[Workbench, Hashable] = WeakKeyDictionary()
 
 
@@ -161,7 +163,8 @@ def _of_update(
         num_cached=number,
     )
     cached = caching_pays_off(spec, sampler)
-    keeps = data_set.id, number, cached, _body(bench, spec, broadcast)
+    # What is measured anew is measured in a process without records, and its kernels are found there.
+    keeps = data_set.id, number, cached, num_measured(bench.model), _body(bench, spec, broadcast)
     is_first = _kept.get(bench) != keeps
     fills = cached and (bench.model.cache is not None or bench.model.features is not None)
     work = 0.0
@@ -178,8 +181,8 @@ def _of_update(
         )
         work += spec.local_steps * bench.model.num_workers * number * _FORK_SECONDS_A_RECORD
         if is_first:
-            work += number * _seconds_of_text(bench, config)
-    seconds = _public(work, broadcast.adapter, holder, config)
+            work += number * _seconds_of_text(bench, config) + pace.fork
+    seconds = _public(work, broadcast, holder, config)
     return ReplyTime(seconds=seconds, is_first=is_first, keeps=keeps)
 
 
@@ -204,13 +207,12 @@ def _of_evaluation(
         kept, counted = number // num_units, max(1, spec.max_records_per_person)
         work = number * text + num_aside * (counted * one_record + kept * text)
         work += _Ledger.of(bench, holder, data_set).seconds
-    return ReplyTime(seconds=_public(work, broadcast.adapter, holder, config))
+    return ReplyTime(seconds=_public(work, broadcast, holder, config))
 
 
 def charged(reply: ReplyTime, bench: Workbench) -> None:
     """Take note of a new charge: from now on what it keeps is in memory, or the records are not used."""
-    if reply.keeps is not None:
-        _kept[bench] = reply.keeps
+    _kept[bench] = reply.keeps
 
 
 def most_drawn(num_coins: int, probability: float, log_odds: float) -> int:
@@ -320,9 +322,11 @@ def _is_derived(holder: NodeHolder) -> bool:
     return holder.settings.reply_seconds is None
 
 
-def _public(work: float, adapter: Adapter, holder: NodeHolder, config: RunConfig) -> float:
+def _public(work: float, broadcast: Broadcast, holder: NodeHolder, config: RunConfig) -> float:
     """T for so many seconds of work, unless the operator has set it."""
-    settling = _SETTLING_SECONDS + _SETTLING_SECONDS_A_BYTE * sum(tensor.nbytes for tensor in adapter.values())
+    sent = sum(tensor.nbytes for tensor in broadcast.adapter.values())
+    received = sum(tensor.nbytes for part in broadcast.tensors().values() for tensor in part.values())
+    settling = _SETTLING_SECONDS + _SETTLING_SECONDS_A_BYTE * sent + _HANDING_SECONDS_A_BYTE * received
     seconds = holder.settings.reply_seconds or _GRID ** math.ceil(math.log(_MARGIN * (work + settling), _GRID))
     if seconds > config.round_seconds:
         log.warning(

@@ -1,18 +1,17 @@
 """The vault as a process of the data holder's own: records, ledger, keys, guard and model, behind a Unix socket.
 
-The service itself only carries frames between a socket and a child process, one at a time. If the child is killed,
-another takes its place and gets the same frame again: the ledger then knows whether the request was charged, and if it
-was, the answer is noise alone. Updates of other frameworks come on a second socket, to a child of their own.
+The service itself only carries frames between a socket and a child process, one at a time. If the child is killed
+before it has been charged, another takes its place and gets the same frame again; later, the node closes. Updates of
+other frameworks come on a second socket, to a child of their own.
 
-From a charge on, nothing leaves before the public time that the child has named, whatever becomes of the child; nor
-does anything else get an answer before, which would tell how long the records took.
+From a charge on, nothing leaves before the public time that the child has named, whatever becomes of the child; nor is
+anything else answered or even received before, which would tell how long the records took, or make it longer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import multiprocessing
 import os
 import resource
@@ -24,6 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,7 @@ from typing import NoReturn
 
 from fedpriv.deployment.users import user_named
 from fedpriv.errors import InputError
+from fedpriv.vault._closing import Closing
 from fedpriv.vault._ring import Ring, heard_by
 from fedpriv.vault.frames import (
     FAILED,
@@ -43,28 +44,29 @@ from fedpriv.vault.frames import (
     receive,
     unpack_request,
 )
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.vault.settings import CLOSED, VaultSettings
 
 log = logging.getLogger(__name__)
 # Takes what is said of an answer after its charge.
 private = logging.getLogger(f"{__name__}.private")
 
-# A frame may be tried before its charge, again if that attempt died, and once more for noise alone.
+# So often a frame is tried before its charge.
 _ATTEMPTS = 3
 _MAX_CONNECTIONS = 256
-# Frames may be large, so only some are read and answered at the same time, and each must arrive within this time.
-_MAX_READERS = 8
+# One frame of a socket is received and answered at a time, and must arrive within this time.
 _FRAME_SECONDS = 60.0
 _IDLE_SECONDS = 30.0
 # Of sun_path in sockaddr_un, with its final zero.
 _MAX_PATH_BYTES = 107
 
 
-# Libraries compute the same product alike each time, in teams of fixed size; read when torch is loaded.
+# Libraries compute the same product alike each time, in teams of fixed size; read when torch is loaded. A tokenizer is
+# as fast where its time is measured as in a forked process, which has none of its threads.
 ENVIRONMENT = {
     "MKL_CBWR": "AUTO",
     "MKL_DYNAMIC": "FALSE",
     "OMP_DYNAMIC": "FALSE",
+    "TOKENIZERS_PARALLELISM": "false",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 
@@ -72,23 +74,22 @@ ENVIRONMENT = {
 CHARGED = b"c"
 ANSWERED = b"a"
 
-# After CHARGED: the seconds after which, or after a multiple of which, the response may leave; 0 for at once.
+# After CHARGED: T, the seconds after which the response may leave, or else after 2 T, 4 T and so on; 0 for at once.
 SECONDS = struct.Struct("!d")
 
 
 class _Hold:
-    """Until when an answer must wait: the next multiple of T after its first charge; not at all without a charge."""
+    """Until when an answer must wait: T after its charge, or 2 T, 4 T and so on; not at all without a charge."""
 
     def __init__(self) -> None:
         self._begin = self._seconds = 0.0
 
     def begin(self, seconds: float) -> None:
-        """Count from now on; a request that is tried again is counted from the first time."""
-        if not self._seconds:
-            self._begin, self._seconds = time.monotonic(), seconds
+        """Count from now on."""
+        self._begin, self._seconds = time.monotonic(), seconds
 
     def wait(self) -> None:
-        """Return at the next multiple of T."""
+        """Return at the next of these times: doubled, they tell less of how long the work took than multiples would."""
         if not self._seconds:
             return
         taken = time.monotonic() - self._begin
@@ -99,7 +100,10 @@ class _Hold:
                 taken,
                 self._seconds,
             )
-        time.sleep(max(1, math.ceil(taken / self._seconds)) * self._seconds - taken)
+        leaves = self._seconds
+        while leaves < taken:
+            leaves *= 2
+        time.sleep(leaves - taken)
 
 
 class Worker:
@@ -107,66 +111,84 @@ class Worker:
 
     Args:
         folder: of the node.
-        on_death: called with a line when the child died while it worked on records.
+        closing: closes the node if the child dies once there may be records in its memory.
         run: the child's program.
     """
 
     def __init__(
-        self, folder: Path, on_death: Callable[[str], None], run: Callable[[Connection, Path], None] | None = None
+        self, folder: Path, closing: Closing | None, run: Callable[[Connection, Path], None] | None = None
     ) -> None:
         self._folder = folder
         self._run = run or run_worker
-        self._on_death = on_death
-        self._lock = threading.Lock()
+        self._closing = closing
+        self._lock, self._is_ending = threading.Lock(), False
         self._context = multiprocessing.get_context("spawn")
-        self.start()
+        if closing:
+            closing.close_if_left()
+        self._start()
 
-    def start(self) -> None:
-        """Start a child."""
+    def _start(self) -> None:
+        self._may_have_records = False
         self._connection, theirs = self._context.Pipe()
         self._process = self._context.Process(target=self._run, args=(theirs, self._folder), daemon=True)
         self._process.start()
         theirs.close()
 
     def answer(self, frame: bytes) -> bytes:
-        """The frame that answers this one, at a public time after its charge."""
+        """The frame that answers this one, at a public time after its charge.
+
+        Raises:
+            OSError: there is no answer, since the child is to end, or the node cannot be closed as it must be.
+        """
         with self._lock:
+            if self._is_ending:
+                raise ConnectionAbortedError("the vault ends")
             hold = _Hold()
             answer = self._answer(frame, hold)
             hold.wait()
+            if self._closing:
+                self._closing.end()
             return answer
 
     def _answer(self, frame: bytes, hold: _Hold) -> bytes:
-        died_on_records = False
         for _ in range(_ATTEMPTS):
-            charged = False
             try:
                 self._connection.send_bytes(frame)
                 while (message := self._connection.recv_bytes())[:1] != ANSWERED:
-                    charged = True
-                    hold.begin(*SECONDS.unpack(message[1:]))
-            except (EOFError, OSError):
-                self._process.join()
-                died_on_records |= charged
-                said = private if charged else log
-                said.error("the vault's child process ended with exit code %s", self._process.exitcode)
-                self.start()
-            else:
-                if died_on_records:
-                    self._on_death("its child process was killed while it worked on records")
+                    (seconds,) = SECONDS.unpack(message[1:])
+                    self._may_have_records |= seconds > 0
+                    hold.begin(seconds)
                 return message[1:]
-        if died_on_records:
-            self._on_death("its child process was killed again and again")
+            except (EOFError, OSError):
+                self._process.kill()
+                self._process.join()
+                said = private if self._may_have_records else log
+                said.error("the vault's child process ended with exit code %s", self._process.exitcode)
+            if self._is_ending:  # a marker that is left closes the node at its next start
+                raise ConnectionAbortedError("the vault ends")
+            if self._closing and self._may_have_records:
+                self._closing.close()  # before there is another child
+                self._start()
+                return pack_response(Response(code=REFUSED, reason=f"refused: {CLOSED}"))
+            self._start()
         return pack_response(Response(code=FAILED, reason="failed; this node's log says why"))
 
     def stop(self) -> None:
-        """End the child."""
-        self._process.kill()
-        self._process.join()
+        """End the child; after a charge once the reply may leave, so that no record decides what is left behind.
+
+        The reply is stored, and sent when it is asked for again.
+        """
+        self._is_ending = True
+        self._process.terminate()
+        if self._lock.locked():
+            log.info("the vault ends; if it has charged a request, when its reply may leave")
+        with self._lock:
+            self._process.kill()
+            self._process.join()
 
 
 def serve(settings: VaultSettings, say: Callable[[str], None]) -> None:
-    """Answer on the vault's socket until SIGINT or SIGTERM ends this process, with exit code 0.
+    """Answer on the vault's socket until SIGINT or SIGTERM ends this process, with exit code 0; see `Worker.stop`.
 
     Args:
         settings: of the vault.
@@ -179,14 +201,15 @@ def serve(settings: VaultSettings, say: Callable[[str], None]) -> None:
     own = {os.geteuid()}
     users = own | ({user_named(settings.client_user).uid} if settings.client_user else set())
     listeners = [_listener(settings.socket, mode=0o600 if users == own else 0o666)]
-    workers = [Worker(settings.folder, lambda reason: _close_node(settings.closed, reason))]
+    workers = [Worker(settings.folder, Closing.of(settings))]
     if settings.updates is not None:
         listeners.append(_listener(settings.updates_socket, mode=0o600))
-        workers.append(Worker(settings.folder, log.error, run_update_worker))
+        workers.append(Worker(settings.folder, None, run_update_worker))
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        for listener, worker in zip(listeners, workers, strict=True):
+        for listener in listeners:
             Path(listener.getsockname()).unlink(missing_ok=True)
+        for worker in workers:
             worker.stop()
         os._exit(0)  # threads may wait for a client, or for the child
 
@@ -200,12 +223,12 @@ def serve(settings: VaultSettings, say: Callable[[str], None]) -> None:
 
 def _accept(listener: socket.socket, users: set[int], worker: Worker) -> NoReturn:
     """Answer every connection of these users, for ever."""
-    connections, readers = threading.Semaphore(_MAX_CONNECTIONS), threading.Semaphore(_MAX_READERS)
+    connections, turn = threading.Semaphore(_MAX_CONNECTIONS), threading.Lock()
 
     def converse(connection: socket.socket) -> None:
         try:
             if peer_uid(connection) in users:
-                _converse(connection, worker, readers)
+                _converse(connection, worker, turn)
             else:
                 log.warning("refused: a process of user %s", peer_uid(connection))
         finally:
@@ -218,28 +241,23 @@ def _accept(listener: socket.socket, users: set[int], worker: Worker) -> NoRetur
         threading.Thread(target=converse, args=(connection,), daemon=True).start()
 
 
-def _converse(connection: socket.socket, worker: Worker, readers: threading.Semaphore) -> None:
+def _converse(connection: socket.socket, worker: Worker, turn: threading.Lock) -> None:
     """Answer the frames of one connection until it ends, in whatever way."""
     connection.settimeout(_IDLE_SECONDS)
     with contextlib.suppress(OSError):  # a client that goes away is its own affair
         while connection.recv(1, socket.MSG_PEEK):  # only a client that sends something waits for its turn
-            try:
-                # Until it is answered, so that not more than a few frames are in memory at a time.
-                with readers:
+            # Until the answer is sent: there is one frame in memory at a time, and none comes while another is held.
+            with turn:
+                try:
                     frame = receive(connection, seconds=_FRAME_SECONDS)
-                    answer = worker.answer(frame) if frame is not None else None
-            except FrameError as error:  # what follows cannot be told from the rest of this frame
-                connection.sendall(pack_response(Response(code=REFUSED, reason=f"refused: {error}")))
-                return
-            if answer is None:
-                return
-            connection.settimeout(_IDLE_SECONDS)
-            connection.sendall(answer)
-
-
-def _close_node(marker: Path, reason: str) -> None:
-    log.error("this node is closed: %s; look at its log and its records before you open it again", reason)
-    marker.write_text(f"{reason}\n")
+                    if frame is None:
+                        return
+                    answer = worker.answer(frame)
+                except FrameError as error:  # what follows cannot be told from the rest of this frame
+                    connection.sendall(pack_response(Response(code=REFUSED, reason=f"refused: {error}")))
+                    return
+                connection.settimeout(_IDLE_SECONDS)
+                connection.sendall(answer)
 
 
 def _listener(path: Path, *, mode: int) -> socket.socket:
@@ -275,25 +293,42 @@ def run_worker(connection: Connection, folder: Path) -> None:
     _prepare_process(folder)
     # These load torch, which the service itself does without.
     from fedpriv.ledger import history
+    from fedpriv.vault._apart import Apart, compute
     from fedpriv.vault.answer import answer
-    from fedpriv.vault.holder import Holder
+    from fedpriv.vault.holder import Holder, NodeHolder
 
     note_changes = history.watch(folder)
     note_changes()  # even of settings that cannot be read
     settings = VaultSettings.read(folder)
-    ring, heard = Ring(settings.log), ExitStack()
+    closing, ring, heard = Closing.of(settings), Ring(settings.log), ExitStack()
+    is_charged = False
+
+    def end(*_: object) -> None:
+        if not is_charged:
+            os._exit(0)
 
     def charged(reply_seconds: float) -> None:
+        nonlocal is_charged
+        is_charged = True
         heard.enter_context(heard_by(ring))
+        if reply_seconds:
+            closing.begin()
         connection.send_bytes(CHARGED + SECONDS.pack(reply_seconds))
 
     holder = replace(Holder.of(settings), before_records=charged)
+    apart = Apart(holder)
+    if isinstance(holder, NodeHolder):
+        holder = replace(holder, apart=apart if settings.device == "cpu" else partial(compute, holder))
 
     def answered(request: Request) -> Response:
+        nonlocal is_charged
+        is_charged = False
+        apart.check()
         note_changes()  # approvals and peers count from the next request on
         with heard:
             return answer(request, holder)
 
+    signal.signal(signal.SIGTERM, end)  # from the service
     _answer_frames(connection, answered)
 
 
@@ -321,7 +356,8 @@ def _prepare_process(folder: Path) -> None:
     from fedpriv.training.workers import compute_alike  # loads torch, which reads the environment
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no file shows what a process that was killed had in memory
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when its child ends
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the service decides when its child ends
     threading.Thread(target=_end_with_service, daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     logging.captureWarnings(True)
@@ -329,7 +365,7 @@ def _prepare_process(folder: Path) -> None:
 
 
 def _end_with_service() -> None:
-    """End with the service, in a pass too: the next one answers with noise alone what was charged and not stored."""
+    """End with the service, in a pass too: a charge whose reply could not leave closes the node at its next start."""
     service = multiprocessing.parent_process()
     assert service is not None
     service.join()

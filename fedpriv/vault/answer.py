@@ -50,7 +50,7 @@ from fedpriv.vault.frames import (
     Request,
     Response,
 )
-from fedpriv.vault.holder import Holder, NodeHolder, bench_of, run_of
+from fedpriv.vault.holder import Holder, NodeHolder, RecordsToRead, bench_of, run_of
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,8 @@ class Prepared:
     """A release that was checked and charged: all that its execution and its reply need.
 
     Attributes:
-        task: to execute; without records where the charge may not touch them.
+        task: to execute; without records where the charge may not touch them, or they are yet to be read.
+        reading: the records that are yet to be read; None if there are none.
         decoded: from the request.
         request: as it came.
         holder: of the node.
@@ -89,6 +90,7 @@ class Prepared:
     """
 
     task: UpdateTask
+    reading: RecordsToRead | None
     decoded: _Decoded
     request: Request
     holder: Holder
@@ -111,9 +113,11 @@ def answer(request: Request, holder: Holder) -> Response:
 
 def _release(request: Request, holder: Holder) -> Response:
     """The release of one local update or evaluation."""
-    prepared = prepare(request, holder)
+    prepared = _charged(request, holder) if holder.apart else prepare(request, holder)
     if isinstance(prepared, Response):
         return prepared
+    if holder.apart and prepared.reading:
+        return settle(prepared, holder.apart(prepared.bench, prepared.task, prepared.reading, prepared.room))
     return settle(prepared, execute_one_by_one(prepared.bench.model, [prepared.task])[0])
 
 
@@ -127,6 +131,18 @@ def prepare(request: Request, holder: Holder) -> Prepared | Response:
         request: for an update, of steps or class sums, or for an evaluation.
         holder: of the node.
     """
+    charged = _charged(request, holder)
+    if isinstance(charged, Response) or charged.reading is None:
+        return charged
+    try:
+        data = _records.of_release(charged.reading, charged.bench, holder)
+    except Exception as error:  # as for an update that fails
+        return _refused(error, request, holder)
+    return replace(charged, task=replace(charged.task, data=data), reading=None)
+
+
+def _charged(request: Request, holder: Holder) -> Prepared | Response:
+    """`prepare`, but that the records are yet to be read."""
     try:
         return _prepared(request, holder)
     except AlreadyReleasedError as released:
@@ -176,7 +192,7 @@ _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
 
 
 def _prepared(request: Request, holder: Holder) -> Prepared:
-    """See `prepare`.
+    """See `_charged`.
 
     Raises:
         AlreadyReleasedError: the request was answered before.
@@ -212,13 +228,13 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
     may_read = is_new or config.simulate
     if reply and may_read:
         _reply_times.charged(reply, bench)
-    may_begin = reply is None or reply.is_first
+    reading = RecordsToRead(
+        config=config, data_set=data_set, aside=evaluates, may_begin=reply is None or reply.is_first
+    )
     task = UpdateTask(
         adapter=broadcast.adapter,
         merged=broadcast.merged,
-        data=_records.of_release(config, bench, holder, data_set, aside=evaluates, may_begin=may_begin)
-        if may_read
-        else bench.no_records,
+        data=bench.no_records,
         spec=spec,
         round=key.round,
         sampler=sampler,
@@ -229,6 +245,7 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
     receipt = receipt if protocol.RECEIPT in request.fields else ""
     return Prepared(
         task=task,
+        reading=reading if may_read else None,
         decoded=decoded,
         request=request,
         holder=holder,

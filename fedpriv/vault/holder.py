@@ -7,6 +7,7 @@ A `NodeHolder` has records of its own, and its operator's settings stand above a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,13 +16,16 @@ from fedpriv.adapters import model_state
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import Journal
+from fedpriv.ledger.entries import DataSet
 from fedpriv.ledger.reader import reading
+from fedpriv.training.local_update import ClientUpdate, UpdateTask
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.vault._charging import NodePolicy, RefusedError
 from fedpriv.vault._disk import NO_DISK, NodeJournal, Room
 from fedpriv.vault.frames import Scalar
 from fedpriv.vault.rollback import ReceiptWatch
 from fedpriv.vault.settings import (
+    CLOSED,
     ApprovedModel,
     NodeLimits,
     VaultSettings,
@@ -29,6 +33,27 @@ from fedpriv.vault.settings import (
     is_unchanged_model,
     read_models,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordsToRead:
+    """The records that a release reads once it is charged.
+
+    Attributes:
+        config: of the run.
+        data_set: that was charged.
+        aside: whether they are those that the client sets aside for evaluation, instead of those on which it trains.
+        may_begin: whether the reply's time suffices to read a node's own records; else they are those in memory.
+    """
+
+    config: RunConfig
+    data_set: DataSet | None
+    aside: bool
+    may_begin: bool
+
+
+Compute = Callable[[Workbench, UpdateTask, RecordsToRead, ExitStack], ClientUpdate | Exception]
+"""Computes a task that is charged, on records that it reads first; another process lets go of the room on the disks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +69,8 @@ class Holder:
         journal: of the node's events.
         room: on its disks, without which it refuses everything.
         before_records: called after a charge, before any record is touched, with the seconds after which, or after a
-            multiple of which, the reply may leave; 0 for at once.
+            double of which, the reply may leave; 0 for at once.
+        apart: computes releases where there may be records, so that this process has none; None reads them here.
     """
 
     client: object
@@ -55,6 +81,7 @@ class Holder:
     journal: Journal
     room: Room = NO_DISK
     before_records: Callable[[float], None] = lambda _: None
+    apart: Compute | None = None
 
     @staticmethod
     def of(settings: VaultSettings) -> Holder:
@@ -168,7 +195,7 @@ def _parsed(items: tuple[tuple[str, Scalar], ...]) -> RunConfig:
 def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> RunConfig:
     """The run's configuration as a node with records of its own carries it out."""
     if settings.closed.exists():
-        raise RefusedError("closed: this node takes part in nothing until its operator has looked at it")
+        raise RefusedError(CLOSED)
     if policy.budget_epsilon is None:
         raise RefusedError("budget_epsilon: this node has records of its own but no budget; its operator must set one")
     if config.data != ON_NODES:

@@ -29,6 +29,8 @@ from fedpriv.vault.frames import MAX_ARRAYS_BYTES
 FILE = "vault.toml"
 PEER_SUFFIX = ".pub"
 
+CLOSED = "closed: this node takes part in nothing until its operator has looked at it"
+
 _PEER_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 _MODELS_HEADER = "# The models that this node runs; `approve-model` adds them. A run names one of them.\n"
 

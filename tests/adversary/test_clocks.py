@@ -17,6 +17,7 @@ from fedpriv import protocol
 from fedpriv.config import to_flower
 from fedpriv.training.private_evaluation import EvaluationSpec
 from fedpriv.vault import frames
+from fedpriv.vault._closing import Closing
 from fedpriv.vault._service import Worker
 from fedpriv.vault.frames import Request
 from fedpriv.vault.settings import FILE
@@ -59,13 +60,13 @@ def worlds(attack, approved, starts, tmp_path_factory) -> Iterator[Worlds]:
         )
         nodes.append(node)
     # The time that one of them derives on this machine, here for both.
-    started.append(Worker(nodes[0].folder, pytest.fail))
+    started.append(Worker(nodes[0].folder, Closing.of(nodes[0].settings)))
     times = [seconds(started[0], ATTACKS[attack](starts["tiny"], round_)) for round_ in (1, 2)]
     started.pop().stop()
     for node in nodes:
         with (node.folder / FILE).open("a") as file:
             file.write(f"reply_seconds = {times[-1]}\n")
-        started.append(Worker(node.folder, pytest.fail))
+        started.append(Worker(node.folder, Closing.of(node.settings)))
     yield started[0], started[1]
     for worker in started:
         worker.stop()

@@ -93,6 +93,7 @@ def test_who_has_records_or_ledger_has_no_network_and_the_coordinators_code_is_a
         services[f"{name}{part}"] for part in ("", "-prepare", "-vault", "-supernode")
     )
     assert operator["profiles"] == ["operator"], "it runs when it is asked for"
+    assert vault["stop_grace_period"] == "90s", "as long as the units wait for a reply that may not leave yet"
     for each in (prepare, vault):
         assert each["network_mode"] == "none"
         assert "networks" not in each

@@ -1,4 +1,4 @@
-"""Each process of a node is killed in a round; the next `start` succeeds without any help."""
+"""Each process of a node is killed in a round; the next `start` succeeds, and a node that died on records is closed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.deployment.killing import (
     kill,
     wait_until_gone,
 )
+from tests.deployment.test_faults import start_again
 
 pytestmark = pytest.mark.deployment
 
@@ -45,8 +46,8 @@ def test_a_node_of_which_any_process_is_killed_takes_part_again_by_itself_or_by_
         before = kill(service, name, held)
         if name in ("kit", "SuperNode"):
             service.process.wait(NOTICED_SECONDS)
-            federation.start_node(HIT)
-        if name == "worker":
+            start_again(federation, HIT)
+        if name in ("vault", "worker"):
             closed = federation.node(HIT) / "closed"
             wait_until(closed.is_file, "the node closes", AGAIN_SECONDS)
             assert "killed while it worked on records" in kit(CLIENT, "reopen", federation.node(HIT))

@@ -28,7 +28,7 @@ def node(tmp_path: Path, make: Callable[..., Made]) -> Node:
 
 def test_the_vault_has_no_network_and_the_supernode_sees_neither_records_nor_ledger(node: Node) -> None:
     vault, supernode = (unit.text().splitlines() for unit in units(node))
-    assert {"PrivateNetwork=yes", "RestrictAddressFamilies=AF_UNIX"} <= set(vault)
+    assert {"PrivateNetwork=yes", "RestrictAddressFamilies=AF_UNIX", "OOMPolicy=continue"} <= set(vault)
     assert f'ReadOnlyPaths="{node.vault.data}"' in vault
     folder = str(node.folder).replace("%", "%%")
     for secret in (
