@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import random
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -115,12 +116,15 @@ def vaults_child(node: Node) -> Iterator[multiprocessing.connection.Connection]:
     child = threading.Thread(target=_service.run_worker, args=(theirs, node.folder))
     with pytest.MonkeyPatch.context() as patch, (node.folder / "node.log").open("a") as said:
         patch.setattr(_service, "_prepare_process", lambda _: None)
+        patch.setattr(_service.signal, "signal", lambda *_: None)  # only a main thread hears signals
         root.handlers, level = [logging.StreamHandler(said)], root.level
         root.setLevel(logging.INFO)
         child.start()
         try:
             yield ours
         finally:
+            with socket.socket(fileno=os.dup(ours.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)  # the forked process with the records has this end too
             ours.close()
             child.join()
             root.handlers, root.level = before, level
