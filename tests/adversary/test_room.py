@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from types import SimpleNamespace
 
 import torch
 
@@ -32,7 +33,7 @@ def test_one_more_record_than_memory_has_room_for_silences_no_other(approved, st
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(caches.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(caches, "tempfile", SimpleNamespace(TemporaryFile=full))
     sums = []
     for folder, num in ((tmp_path / "more", NUM_WATCHED + 1), (tmp_path / "fewer", NUM_WATCHED)):
         node = node_with_little_memory(folder, [LONG] * num, approved, memory_limit_mb=1)
