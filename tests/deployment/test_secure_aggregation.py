@@ -15,7 +15,7 @@ import pytest
 
 from fedpriv.deployment.approvals import bundle_digest
 from fedpriv.ledger.entries import Entry
-from simulations.sites import ROOT, DeployedFederation, Service, read_ledger, wait_until
+from simulations.sites import CLIENT, ROOT, DeployedFederation, Service, kit, read_ledger, wait_until
 from tests.deployment.conftest import QUICK, holdings
 
 pytestmark = pytest.mark.deployment
@@ -139,6 +139,7 @@ def test_with_all_needed_a_death_ends_the_run_by_name_and_the_resumed_run_pays_f
         "what was sent is charged"
     )
 
+    kit(CLIENT, "reopen", site.node(2))  # its process died with records in memory
     site.run({"resume": str(out)}, checkout=site.checkout)
     server = read_ledger(out / "ledger.sqlite")
     for client, scale in scales(site, len(site.nodes)).items():
@@ -163,6 +164,9 @@ def test_with_three_survivors_needed_each_round_goes_on_without_the_dead(site, s
     for (round_, kind), kill in deaths.items():
         with site.halted(run, round_, kind):
             kill(2)
+        if kill == site.kill_worker:  # which had records in memory
+            wait_until((site.node(2) / "closed").is_file, "the node closes", 120)
+            kit(CLIENT, "reopen", site.node(2))
     assert run.process.wait(timeout=240) == 0, run.text()
 
     everybody = dict.fromkeys(site.nodes, "ok")
