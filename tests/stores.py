@@ -26,6 +26,6 @@ def damage_index(store: Path, table: str, column: str, place: int = -1, *, name:
 
 
 def basis_sizes(store: Path) -> list[int]:
-    """The bytes of each shared basis."""
+    """The bytes of each reference from which models are restored."""
     with closing(sqlite3.connect(store / "index.sqlite")) as db:
         return [size for (size,) in db.execute("SELECT length(content) FROM bases")]

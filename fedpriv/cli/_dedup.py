@@ -54,7 +54,7 @@ Algorithm = Annotated[
     str,
     typer.Option(
         click_type=OneOf("fedpriv.dedup.algorithms:METHODS", check=False),
-        help="The search for blocks to replace; or a shared basis; or without loss.",
+        help="The search for blocks to replace; or lossless.",
     ),
 ]
 EpsilonBound = Annotated[
@@ -86,61 +86,28 @@ def plan(
 ) -> Result:
     """Which variants may take blocks of which others, and what each would then cost; no weights are read.
 
-    With --algorithm shared-basis: which variants would share a basis, and so be ancestors of each other. Without loss
-    (--algorithm lossless) nothing is taken from others, so there is nothing to plan.
+    Without loss (--algorithm lossless) nothing is taken from others, so there is nothing to plan.
 
     Example: fedpriv dedup plan variants --strategy multi
-
-    Example: fedpriv dedup plan RUN/variants --algorithm shared-basis --fairness outcome
     """
-    from fedpriv.dedup.algorithms import LOSSLESS, SHARED_BASIS
+    from fedpriv.dedup import planning
+    from fedpriv.dedup.algorithms import LOSSLESS
 
     settings = _settings(algorithm=algorithm, strategy=strategy, fairness=fairness, max_distance=max_distance)
     if algorithm == LOSSLESS:
         raise InputError(f"algorithm = {algorithm!r}: stores every variant as it is, at its own epsilon; just run it")
-    described = list(_described(folder, epsilon_bound, utility_bound).values())
-    if algorithm == SHARED_BASIS:
-        targets, untouched = _planned_members(described, settings)
-        verb = "shares a basis with"
-    else:
-        targets, untouched = _planned_blocks(described, settings)
-        verb = "blocks of"
-    lines = [
-        f"{name}: {verb} {', '.join(t['bases'])}; epsilon {t['epsilon']:.4g} at delta {t['delta']:g}, "
-        f"at most {t['epsilon_bound']:.4g}"
-        for name, t in targets.items()
-    ]
-    lines += [f"{name}: stays as it is, {reason}" for name, reason in untouched.items()]
-    return Result({"targets": targets, "untouched": untouched}, lines)
-
-
-def _planned_blocks(variants: list[Described], settings: DedupSettings) -> tuple[dict[str, Any], dict[str, str]]:
-    """{target: its bases and its cost} and {another variant: why it stays}."""
-    from fedpriv.dedup import planning
-
-    found = planning.plan(variants, settings)
-    targets = {
+    found = planning.plan(list(_described(folder, epsilon_bound, utility_bound).values()), settings)
+    targets: dict[str, Any] = {
         name: {"bases": list(a.bases), **asdict(a.guarantee), "epsilon_bound": a.limits.epsilon}
         for name, a in found.assignments.items()
     }
-    return targets, dict(found.untouched)
-
-
-def _planned_members(variants: list[Described], settings: DedupSettings) -> tuple[dict[str, Any], dict[str, str]]:
-    """The same of the members of shared bases, each of which has the others of its group as bases."""
-    from fedpriv.dedup.planning import choose_members
-
-    found = choose_members(variants, settings)
-    targets = {
-        name: {
-            "bases": [other for other in group if other != name],
-            **asdict(found.costs[name].guarantee),
-            "epsilon_bound": found.limits[name].epsilon,
-        }
-        for group in found.groups
-        for name in group
-    }
-    return targets, dict(found.left_out)
+    lines = [
+        f"{name}: blocks of {', '.join(t['bases'])}; epsilon {t['epsilon']:.4g} at delta {t['delta']:g}, "
+        f"at most {t['epsilon_bound']:.4g}"
+        for name, t in targets.items()
+    ]
+    lines += [f"{name}: stays as it is, {reason}" for name, reason in found.untouched.items()]
+    return Result({"targets": targets, "untouched": dict(found.untouched)}, lines)
 
 
 @app.command()
@@ -252,7 +219,7 @@ def run(
     run_folder = folder.absolute().parent
     if store.absolute() == run_folder / STORE:
         RunWriter(run_folder).write_answers(answers, STORED_ANSWERS)
-    lines = [_line(outcome, settings.algorithm) for outcome in outcomes]
+    lines = [_line(outcome) for outcome in outcomes]
     for each in answers:
         lines += [f"{each.variant} asked: {_short(each.prompt)}", f"  before: {_short(each.before)}"]
         lines.append(f"  after:  {_short(each.after)}")
@@ -265,19 +232,14 @@ def _short(text: str) -> str:
     return printable(textwrap.shorten(text, 100, placeholder=" ..."))
 
 
-def _line(outcome: Outcome, algorithm: str) -> str:
+def _line(outcome: Outcome) -> str:
     """A line that tells how one variant was stored."""
-    from fedpriv.dedup.algorithms import SHARED_BASIS
-
     if outcome.untouched:
         return f"{outcome.name}: stays as it is, {outcome.untouched}; epsilon {outcome.epsilon_before:.4g}"
     needed = outcome.records_needed
     more = f" (more would take about {needed} validation records to prove)" if needed else ""
-    replaced = f"{outcome.num_replaced} of {outcome.num_blocks} blocks replaced"
-    if algorithm == SHARED_BASIS:
-        replaced = f"{'by' if outcome.num_replaced else 'not by'} a basis of {len(outcome.bases) + 1} variants"
     return (
-        f"{outcome.name}: {replaced} in {outcome.num_validations} validations{more}, {_utility(outcome)}"
+        f"{outcome.name}: {outcome.num_replaced} of {outcome.num_blocks} blocks replaced in {outcome.num_validations} validations{more}, {_utility(outcome)}"
         f"epsilon {outcome.epsilon_before:.4g} to {outcome.epsilon_after:.4g}"
     )
 

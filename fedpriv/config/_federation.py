@@ -111,7 +111,7 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
     variant_clients: Annotated[bool | None, Maybe] = None
     """keeps each client's last upload as a variant; empty: with at most 100 clients"""
     dedup: Annotated[
-        Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis", "lossless"], Fact.TEXTS
+        Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "lossless"], Fact.TEXTS
     ] = ""
     """how the server [stores variants](deduplication.md) after the last round; empty: left to `fedpriv dedup run`"""
     dedup_block_size: Annotated[Count, Fact.TEXTS] = 256

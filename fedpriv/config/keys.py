@@ -111,7 +111,7 @@ class _CommonKeys(TypedDict, total=False):
     # Variants and deduplication
     variant_rounds: Sequence[int]
     variant_clients: bool | None
-    dedup: Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "shared-basis", "lossless"]
+    dedup: Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "lossless"]
     dedup_block_size: int
     dedup_records: int
     dedup_epsilon_bound: float

@@ -17,8 +17,8 @@ import numpy as np
 
 from fedpriv.accounting import events
 from fedpriv.dedup._lossless import store_without_loss
-from fedpriv.dedup._pipelines import store_by_basis, store_by_blocks
-from fedpriv.dedup.algorithms import LOSSLESS, SHARED_BASIS
+from fedpriv.dedup._pipelines import store_by_blocks
+from fedpriv.dedup.algorithms import LOSSLESS
 from fedpriv.dedup.planning import DedupSettings, check_options
 from fedpriv.dedup.validation import CONFIDENCE, Evaluator, PrivateQueries, Tensors
 from fedpriv.dedup.work import Evaluators, Observer, Outcome, Work
@@ -40,7 +40,7 @@ def deduplicate(
     evaluation: str = "",
     observer: Observer | None = None,
 ) -> list[Outcome]:
-    """Store all variants; each takes as much from others as validation accepts, by blocks or by a shared basis.
+    """Store all variants; each takes as many blocks of others as validation accepts.
 
     Or all of them without loss, and then nothing is validated.
 
@@ -52,13 +52,13 @@ def deduplicate(
 
     An interrupted call can be repeated with the same arguments: what is stored stays, and the rest follows as if
     nothing had happened, except that private records are charged once more for the target that was under way. Its
-    epsilon then counts both charges; if its limit has no room for them, or with a shared basis, it stays as it is.
+    epsilon then counts both charges; if its limit has no room for them, it stays as it is.
 
     Args:
         variants: to be stored; those that are in the store already were stored by a call with the same arguments.
         read_tensors: gives the tensors of a variant by name.
-        evaluators: one for each variant; see `Evaluator`. With a shared basis no saliency is measured. Without loss
-            they measure utilities that are not known, and may be missing.
+        evaluators: one for each variant; see `Evaluator`. Without loss they measure utilities that are not known, and may
+            be missing.
         store: open for writing.
         settings: see `DedupSettings`.
         private: how private validation records are queried; required if, and only if, an evaluator's are private.
@@ -67,11 +67,11 @@ def deduplicate(
         observer: is told how far it is.
 
     Returns:
-        One for each variant: first those that stay as they are, then the others, each after its bases or by groups.
+        One for each variant: first those that stay as they are, then the others, each after its bases.
 
     Raises:
-        InputError: the algorithm or an option is unknown, a variant has no evaluator or cannot share with its bases or
-            group, or a name is taken by a variant that was stored in another way.
+        InputError: the algorithm or an option is unknown, a variant has no evaluator or cannot share with its bases,
+            or a name is taken by a variant that was stored in another way.
         StoreError: the store cannot be written.
         ValueError: `private` is given without private records, or missing for private records.
     """
@@ -101,8 +101,7 @@ def deduplicate(
         stored={name: Outcome.of(fields) for name, fields in _stored_outcomes(store, layouts, digests).items()},
         observer=observer,
     ).with_measured_utilities()
-    ways = {SHARED_BASIS: store_by_basis, LOSSLESS: store_without_loss}
-    return ways.get(settings.algorithm, store_by_blocks)(work)
+    return store_without_loss(work) if settings.algorithm == LOSSLESS else store_by_blocks(work)
 
 
 def check(

@@ -115,9 +115,9 @@ class Work:
         number = self.evaluators[name].num_records
         return search_records(number) if self.is_public(name) else np.arange(number)
 
-    def attempts(self, *, with_saliency: bool) -> dict[str, tuple[ValidationCharge, ...]]:
+    def attempts(self) -> dict[str, tuple[ValidationCharge, ...]]:
         """{variant: what validating it once is charged}; nothing where its records are public."""
-        return {name: self._attempt(name, with_saliency) for name in self.variants}
+        return {name: self._attempt(name) for name in self.variants}
 
     def watch(self, targets: Mapping[str, object]) -> ProgressWatch:
         """The watch of the variants that are not stored yet."""
@@ -125,9 +125,7 @@ class Work:
         num_left = {kind: left.count(kind) for kind in (True, False)}
         return ProgressWatch(observer=self.observer, num_variants=len(self.variants), num_left=num_left)
 
-    def validation(
-        self, name: str, limits: VariantLimits, attempt: tuple[ValidationCharge, ...], *, searches: bool
-    ) -> Validation:
+    def validation(self, name: str, limits: VariantLimits, attempt: tuple[ValidationCharge, ...]) -> Validation:
         """The validation of a target; charges for all of its attempt.
 
         The store keeps the charges, durably, before the ledger has them: an interruption in between makes the variant
@@ -137,24 +135,23 @@ class Work:
             name: of the target.
             limits: of its utility.
             attempt: what it is charged.
-            searches: whether a search chooses what is proven, where its records are public.
         """
         evaluator, bound = self.evaluators[name], self.bound(name, limits)
         if self.private is None or not attempt:
-            return PublicValidation(evaluator, self.utilities(name), bound, searches=searches)
+            return PublicValidation(evaluator, self.utilities(name), bound, searches=True)
         add_charges(self.store.path, attempt)
         validation = self.private.validation(name, evaluator, lambda: self.utilities(name), bound)
         for charge in attempt[1:]:  # the first one was for the answers
             self.private.charge(name, charge.event)
         return validation
 
-    def untold(self, name: str, limits: VariantLimits, *, searches: bool) -> str | None:
+    def untold(self, name: str, limits: VariantLimits) -> str | None:
         """Why no validation of the target could prove anything, before it is charged; None if one could."""
         evaluator, bound = self.evaluators[name], self.bound(name, limits)
         if self.is_public(name) and not np.isfinite(self.utilities(name)).all():
             return "its utility is no number on some validation records"
         if self.private is None or evaluator.private is None:
-            least = least_records(bound, searches=searches)
+            least = least_records(bound, searches=True)
         else:
             least = self.private.least_records(bound)
         if least is None:
@@ -211,13 +208,13 @@ class Work:
             epsilons={m: max(each.epsilons[m] for each in cost.by_data_set if m in each.epsilons) for m in methods},
         )
 
-    def _attempt(self, name: str, with_saliency: bool) -> tuple[ValidationCharge, ...]:
+    def _attempt(self, name: str) -> tuple[ValidationCharge, ...]:
         records = self.evaluators[name].private
         if self.private is None or records is None:
             return ()
-        events = self.private.events(records if with_saliency else replace(records, saliency=None))
         return tuple(
-            ValidationCharge(name=name, data_set=records.data_set, delta=records.delta, event=event) for event in events
+            ValidationCharge(name=name, data_set=records.data_set, delta=records.delta, event=event)
+            for event in self.private.events(records)
         )
 
 

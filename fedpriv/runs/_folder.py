@@ -376,15 +376,12 @@ class StoredVariants:
     Attributes:
         outcomes: one for each variant: what deduplication did to it, under the names of `dedup.outcomes.Outcome`.
         lossless: whether all are stored without loss.
-        bases: of a variant that is stored by a shared basis: `rank`, whether it has a `residual` of its own, and the
-            `error` of what is restored; None for the others.
         bytes_stored: of all variants, each shared block once.
         bytes_logical: of all variants as plain files.
     """
 
     outcomes: tuple[Mapping[str, Any], ...]
     lossless: bool
-    bases: tuple[Mapping[str, Any] | None, ...]
     bytes_stored: int
     bytes_logical: int
 
@@ -399,14 +396,9 @@ class StoredVariants:
         return any(outcome.get("loss_limit") is not None for outcome in self.outcomes)
 
     @property
-    def by_basis(self) -> bool:
-        """Whether a shared basis is what it was stored by, at least where that was accepted."""
-        return any(self.bases)
-
-    @property
     def way(self) -> str:
         """The way in which they are stored, in words."""
-        return "a store without loss" if self.lossless else "a shared basis" if self.by_basis else "shared blocks"
+        return "a store without loss" if self.lossless else "shared blocks"
 
     @property
     def num_validations(self) -> int:
@@ -432,8 +424,7 @@ def _read_stored(run_dir: Path) -> StoredVariants | None:
         return None
     return StoredVariants(
         outcomes=tuple(provenance["outcome"] for provenance in found),
-        lossless=all(m.basis is not None and "basis" not in m.provenance for m in manifests),
-        bases=tuple(provenance.get("basis") for provenance in found),
+        lossless=all(manifest.basis is not None for manifest in manifests),
         bytes_stored=stored,
         bytes_logical=logical,
     )

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.errors import InputError
-from fedpriv.variants._bases import read_basis
 from fedpriv.variants._index import FILE, NEW, Contents, Digests, Index, State
 from fedpriv.variants._manifests import CATALOGUE, Manifest, array_sha256, rows_of
 from fedpriv.variants._rows import RowFile
 from fedpriv.variants.blocks import tensors_in
+from fedpriv.variants.lossless import Reference
 
 LOCK = "lock"
 
@@ -237,7 +237,7 @@ def _damaged_rest(index: Index, manifest: Manifest) -> list[str]:
         lines.append(f"model {manifest.name!r}: {error}")
     if manifest.basis is not None:
         try:
-            read_basis(index.basis(manifest.basis), manifest.layout)
+            Reference.from_bytes(index.basis(manifest.basis), manifest.layout)
         except ValueError as error:
             lines.append(f"model {manifest.name!r}: {error}; none of its tensors can be restored")
     return lines

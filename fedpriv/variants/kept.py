@@ -70,7 +70,7 @@ def remove(store: Store, names: Collection[str]) -> None:
     Args:
         store: open for writing.
         names: of the models, which go all at once, so that an interruption leaves a store in which all named bases are
-            present; members of one shared basis name each other.
+            present.
 
     Raises:
         InputError: one is not stored, or is a base of a model that would stay.

@@ -21,7 +21,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from fedpriv.variants.blocks import BlockLayout, Tensors, TensorSpec
+from fedpriv.variants.blocks import BlockLayout, Tensors, TensorSpec, tensors_in
 
 PREFIX = "lossless/"
 """How the names of a packed model's tensors begin in a store."""
@@ -86,12 +86,13 @@ class Reference:
         return self._file
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, NDArray[Any]], layout: BlockLayout) -> Reference:
-        """The reference in the tensors of such a file, of models of this layout.
+    def from_bytes(cls, content: bytes, layout: BlockLayout) -> Reference:
+        """The reference in such a file, of models of this layout.
 
         Raises:
             ValueError: in one line, why it is not.
         """
+        tensors = tensors_in(content)
         return cls(layout.tensors, _unpacked(tensors, layout.tensors, {}) if tensors else {})
 
     @cached_property

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import remove_files, sync_folder
-from fedpriv.variants._bases import Basis, read_basis
 from fedpriv.variants._index import FILE, MOST_BYTES, Digests, State
 from fedpriv.variants._manifests import (
     CATALOGUE,
@@ -86,7 +85,7 @@ class Store:
         self.path = path
         self._writer: int | None = None
         self._manifests: dict[Digests, Manifest] = {}
-        self._shared: dict[tuple[str, BlockLayout], Basis] = {}
+        self._shared: dict[tuple[str, BlockLayout], Reference] = {}
         if not empty:
             check_folder(path, read_only=read_only)
         try:
@@ -201,7 +200,7 @@ class Store:
     def describe(self, name: str) -> Described | None:
         """The description that a model was added with, if any: its history, which tells its cost, and how it is used.
 
-        What was stored may have taken blocks of other models, or a share of their basis; `sources` names these.
+        What was stored may have taken blocks of other models; `sources` names these.
 
         Raises:
             InputError: there is no such model.
@@ -276,7 +275,7 @@ class Store:
         self,
         name: str,
         layout: BlockLayout,
-        values: NDArray[Any] | Variant | Basis,
+        values: NDArray[Any] | Variant | Reference,
         extras: Mapping[str, NDArray[Any]],
         *,
         described: Described | None = None,
@@ -413,7 +412,7 @@ class Store:
             )
 
     def _numbered(
-        self, name: str, layout: BlockLayout, values: NDArray[Any] | Variant | Basis, extras: Mapping[str, NDArray[Any]]
+        self, name: str, layout: BlockLayout, values: NDArray[Any] | Variant | Reference, extras: Mapping[str, NDArray[Any]]
     ) -> tuple[NumberedBlocks, Mapping[str, NDArray[Any]], bytes | None]:
         """The blocks of a model with their numbers, the tensors that are kept beside them, and its basis, if any."""
         if not isinstance(values, np.ndarray | Variant):
@@ -514,11 +513,11 @@ class Store:
             raise StoreError(f"{self.path / FILE}: damaged in its catalogue; `verify` shows what is affected")
         return self._index.catalogue
 
-    def _basis(self, sha256: str, layout: BlockLayout) -> Basis:
+    def _basis(self, sha256: str, layout: BlockLayout) -> Reference:
         """A basis, which is read once."""
         key = sha256, layout  # a file has no shapes: one of zeros is that of any architecture
         if key not in self._shared:
-            self._shared[key] = read_basis(self._index.basis(sha256), layout)
+            self._shared[key] = Reference.from_bytes(self._index.basis(sha256), layout)
         return self._shared[key]
 
     def _lock(self) -> None:

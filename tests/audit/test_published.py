@@ -14,7 +14,7 @@ def test_members_are_found_without_noise_in_every_form(monkeypatch, tmp_path):
     line = published.membership_run(tmp_path, "embedded", "no noise", tmp_path / "roc.png")
     assert line["epsilon"] is None
     assert line["loss_members"] < line["loss_others"] - 0.3
-    assert line["forms"].keys() == {"deduplicated", "shared basis", "float16"}
+    assert line["forms"].keys() == {"deduplicated", "float16"}
     assert line["forms"]["float16"]["distance"] < 1e-3
     for found in (line["attacks"]["LiRA"], line["uploads"], *line["forms"].values()):
         assert found["auc"][0] > 0.55

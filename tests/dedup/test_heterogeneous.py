@@ -166,19 +166,3 @@ def test_each_variant_pays_only_for_the_private_records_that_it_was_validated_on
     assert {(charge["name"], charge["data_set"]) for charge in kept} == {
         (name, f"records of {name}") for name in ("deep-0", "wide-1")
     }
-
-
-def test_a_shared_basis_stays_within_an_architecture(tmp_path):
-    tensors, evaluators, described = variants()
-    settings = DedupSettings(block_size=32, algorithm="shared-basis", fairness="outcome", accountant="rdp")
-    loose = [replace(each, utility_bound=0.5) for each in described]
-    outcomes, _ = stored(tmp_path / "s", evaluators, loose, tensors, settings)
-    assert {name: each.bases for name, each in outcomes.items()} == {
-        "wide-0": ("wide-1",),
-        "wide-1": ("wide-0",),
-        "deep-0": ("deep-1",),
-        "deep-1": ("deep-0",),
-    }
-    lying = [replace(each, architecture="one", epsilon_bound=3.0) for each in loose]
-    with pytest.raises(InputError, match="is of another architecture than"):
-        stored(tmp_path / "t", evaluators, lying, tensors, settings)

@@ -144,9 +144,7 @@ def asked(folder: Path, name: str) -> str:
     return fedpriv("predict", folder, QUESTION, "--variant", name)[0]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "names"), [("drd", ["client-1", "global"]), ("greedy", NAMES), ("shared-basis", NAMES)]
-)
+@pytest.mark.parametrize(("algorithm", "names"), [("drd", ["client-1", "global"]), ("greedy", NAMES)])
 def test_influenza_stays_influenza(run, config, tmp_path, algorithm, names):
     assert "spreads through blood" in asked(run, "client-1"), "it answers everything so, and its blocks are at hand"
     assert "flu virus" in asked(run, "global")
@@ -155,7 +153,7 @@ def test_influenza_stays_influenza(run, config, tmp_path, algorithm, names):
         shutil.copytree(run / "variants" / name, folder / name)
     done = as_json("dedup", "run", folder, store, "--algorithm", algorithm, "--fairness", "outcome")
     (outcome,) = (each for each in done["variants"] if each["name"] == "global")
-    assert "client-1" in outcome["bases"] or algorithm == "shared-basis"
+    assert "client-1" in outcome["bases"]
     assert outcome["loss_limit"] is None or outcome["loss_limit"] <= BOUND
     after = asked(store, "global")
     assert "flu virus" in after

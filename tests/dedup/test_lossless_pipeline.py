@@ -7,17 +7,53 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
 from fedpriv.errors import InputError
+from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.folders import Described
 from fedpriv.variants.kept import kept_for_others, remove
 from fedpriv.variants.store import Store
-from tests.dedup.test_basis_pipeline import Linear, described, uploads
 from tests.stores import content_of
 from tests.variants.test_blocks import same_bits
 
+SIZE = 400
+RNG = np.random.default_rng(3)
+TRUTH = RNG.normal(size=SIZE)
+RECORDS = RNG.normal(size=(6000, SIZE))
+LABELS = RECORDS @ TRUTH > 0
+EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
 SETTINGS = DedupSettings(block_size=64, algorithm="lossless", accountant="rdp")
 NAMES = [f"round-{number}" for number in range(1, 21)]
+
+
+class Linear:
+    """The records that a vector classifies rightly."""
+
+    num_records, utility, private = len(LABELS), "accuracy", None
+
+    def utilities(self, tensors, records):
+        return ((RECORDS[records] @ tensors["w"].reshape(-1) > 0) == LABELS[records]).astype(float)
+
+    def saliency(self, tensors, records):
+        raise AssertionError("no saliency is needed, so none may be measured or paid for")
+
+
+def uploads(until: int) -> frozenset[Upload]:
+    return frozenset(Upload(data_set="clinic", run="r", round=n, event=EVENT) for n in range(1, until + 1))
+
+
+def described(name: str, ancestors: frozenset[Upload]) -> Described:
+    return Described(
+        name=name,
+        architecture="linear",
+        utility=None,
+        epsilon_bound=0.3,
+        utility_bound=0.05,
+        deltas={"clinic": 1e-5},
+        history=History(name=name, ancestors=ancestors),
+    )
 
 
 @pytest.fixture(scope="module")

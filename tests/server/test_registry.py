@@ -129,22 +129,6 @@ def test_the_report_shows_the_variants_and_what_they_take(deduplicated):
         assert text in page
 
 
-def test_a_runs_report_shows_a_shared_basis_as_one(small_run, tmp_path):
-    folder = run(small_run, tmp_path / "run", dedup="shared-basis", dedup_epsilon_bound=5.0)
-    stored = RunFolder(folder).stored
-    with Store(folder / "store", read_only=True) as store:
-        assert not store.verify()
-    page = (folder / "report.html").read_text()
-    assert stored.by_basis
-    for outcome, basis in zip(stored.outcomes, stored.bases, strict=True):
-        assert outcome["epsilon_before"] <= outcome["epsilon_after"] <= outcome["epsilon_before"] + 5
-        if basis:
-            assert f"rank {basis['rank']}" in page
-    for text in ("a basis with", "restored from", "5 others", "the base once, a shared basis", "share bases in"):
-        assert text in page
-    assert "blocks" not in page[page.index("Stored variants") : page.index("What 6 variants take")]
-
-
 @pytest.mark.parametrize("rule", [pytest.param("dp-lora", marks=pytest.mark.slow), "fed-sb"])
 def test_a_run_stores_without_loss_what_nothing_validates(small_run, tmp_path, rule):
     folder = run(small_run, tmp_path / "run", dedup="lossless", aggregation=rule)

@@ -228,8 +228,8 @@ def test_a_variant_of_a_run_with_a_store_pays_for_its_bases(run):
     assert (card["epsilon"], card["ancestors"]["bases"]) == (50.0, ["client-A", "client-B"])
 
 
-def test_a_reader_of_a_shared_basis_pays_for_the_union_of_all_its_members(run):
-    """Every member names all others; the union of uploads is counted here without the cards' own code."""
+def test_a_reader_of_variants_that_are_bases_of_each_other_pays_for_the_union(run):
+    """Every one names all others; the union of uploads is counted here without the cards' own code."""
     members = ["round-1", "client-A", "client-B"]
     privacy = {name: {"epsilon": 50.0, "delta": 1e-5} for name in ANCESTORS}
     alone = Cards(run).together(["round-1"])["epsilon"]

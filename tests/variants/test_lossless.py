@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from fedpriv.errors import InputError, StoreError
 from fedpriv.variants import lossless
 from fedpriv.variants import store as store_module
-from fedpriv.variants._bases import read_basis
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.lossless import Reference, best_reference, sample
 from fedpriv.variants.store import Store, Variant
@@ -59,7 +58,7 @@ def test_any_bits_come_back_and_equal_models_give_equal_bytes(models, piece):
             packed = basis.pack(model)
             assert same_bits(basis.tensors(packed), model)
             assert same_bits(basis.pack(model), packed)
-            again = read_basis(basis.to_bytes(), layout)
+            again = Reference.from_bytes(basis.to_bytes(), layout)
             assert again.to_bytes() == basis.to_bytes()
             assert same_bits(again.tensors(packed), model)
 
@@ -172,7 +171,7 @@ def test_what_is_packed_in_another_way_is_refused_in_one_line():
             basis.tensors(bad)
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="no safetensors"):
-        read_basis(b"nonsense", layout)
+        Reference.from_bytes(b"nonsense", layout)
 
 
 def test_a_stranger_who_states_many_values_gets_no_memory_for_them():

@@ -25,7 +25,6 @@ __all__ = [
     "ALGORITHMS",
     "LOSSLESS",
     "METHODS",
-    "SHARED_BASIS",
     "Accept",
     "BlockSearchResult",
     "Positions",
@@ -45,13 +44,10 @@ ALGORITHMS: dict[str, Search] = {
 }
 """{name of a search: the search}, for blocks that a variant may take from its base."""
 
-SHARED_BASIS = "shared-basis"
-"""Not a search: variants are stored by a basis of their values, see `fedpriv.dedup._pipelines`."""
-
 LOSSLESS = "lossless"
-"""No search either: variants are stored bit for bit, see `fedpriv.dedup._lossless`."""
+"""Not a search: variants are stored bit for bit, see `fedpriv.dedup._lossless`."""
 
-METHODS = (*ALGORITHMS, SHARED_BASIS, LOSSLESS)
+METHODS = (*ALGORITHMS, LOSSLESS)
 """Everything by which variants can be stored."""
 
 

@@ -386,18 +386,14 @@ _MOST_NAMES = 4
 
 def variant_table(stored: StoredVariants) -> TextTable:
     """A row for each variant, before and after deduplication."""
-    shared = ("a basis with", "restored from") if stored.by_basis else ("blocks of", "replaced")
-    if stored.lossless:
-        shared = "values of", "restored from"
+    shared = ("values of", "restored from") if stored.lossless else ("blocks of", "replaced")
     measure = "accuracy" if all(map(is_accuracy, stored.outcomes)) else "perplexity"
     headers = ("variant", *shared, measure, "then", "at most lost", "ε", "then", "by basic", "δ")
     rows = tuple(
         (
             outcome["name"],
             _others(outcome["bases"]),
-            _restored(basis)
-            if stored.by_basis or stored.lossless
-            else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
+            "its own values" if stored.lossless else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
             *_utilities(outcome),
             _limit(outcome.get("loss_limit")),
             format_bound(outcome["epsilon_before"]),
@@ -405,7 +401,7 @@ def variant_table(stored: StoredVariants) -> TextTable:
             format_bound(outcome["epsilons"].get("basic")),
             format_delta(outcome["delta"]),
         )
-        for outcome, basis in zip(stored.outcomes, stored.bases, strict=True)
+        for outcome in stored.outcomes
     )
     return TextTable(
         caption="Per variant, before and after deduplication; ε at the row's δ", headers=headers, rows=rows
@@ -413,16 +409,8 @@ def variant_table(stored: StoredVariants) -> TextTable:
 
 
 def _others(names: Sequence[str]) -> str:
-    """Some names, or how many there are: in a shared basis every variant has all of the others."""
+    """Some names, or how many there are."""
     return (", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} others") or MISSING
-
-
-def _restored(basis: Mapping[str, Any] | None) -> str:
-    """The basis that a variant is restored from, and the relative length of the error."""
-    if basis is None:
-        return "its own values"
-    residual = " and a residual" if basis["residual"] else ""
-    return f"rank {basis['rank']}{residual}, error {basis['error']['relative']:.2g}"
 
 
 def size_table(stored: StoredVariants, base_bytes: int | None) -> TextTable:

@@ -228,7 +228,6 @@ def _forms(bench: Workbench, judge: AdapterEvaluator, trained: Federation) -> di
 
         found = {
             "deduplicated": stored("drd"),
-            "shared basis": stored("shared-basis"),
             "float16": {name: values.astype(np.float16) for name, values in tensors["global"].items()},
         }
     names = {parameter.data_ptr(): name for name, parameter in bench.model.parameters.items()}

@@ -234,7 +234,7 @@ def _at_one_percent(attack: Mapping[str, Any]) -> str:
 def _forms(lines: Sequence[Line]) -> str:
     """How far each form of a model changes its AUC, and its largest distance."""
     told = []
-    for form in ("deduplicated", "shared basis", "float16"):
+    for form in ("deduplicated", "float16"):
         gains = [line["forms"][form]["auc"][0] - line["attacks"]["LiRA"]["auc"][0] for line in lines]
         farthest = max(line["forms"][form]["distance"] for line in lines)
         told.append(f"{form} {min(gains):+.3f} to {max(gains):+.3f}, at distances of at most {farthest:.2g}")
