@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Flag
 from functools import cache, partial
-from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, get_type_hints
 
-from pydantic import BeforeValidator, Field, NonNegativeInt
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 from fedpriv.accounting.sensitivity import clipping_rule
 
@@ -73,6 +70,7 @@ class ConfigSection:
     not fit together; the section that composes the others calls them all.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(use_attribute_docstrings=True)
     title: ClassVar[str] = ""
     facts: ClassVar[Fact] = Fact(0)
 
@@ -92,23 +90,15 @@ class ConfigSection:
 
     @classmethod
     def meanings(cls) -> Mapping[str, str]:
-        """{key: its meaning} of the section's own keys, from its source.
+        """{key: its meaning} of the section's own keys.
 
         Raises:
             ValueError: a key has no meaning.
         """
-        source = ast.parse(Path(inspect.getfile(cls)).read_text(encoding="utf-8"))
-        (declared,) = (
-            node for node in ast.walk(source) if isinstance(node, ast.ClassDef) and node.name == cls.__name__
-        )
-        found = {}
-        for statement, below in pairwise([*declared.body, ast.Pass()]):
-            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
-                continue
-            if not isinstance(below, ast.Expr) or not isinstance(below.value, ast.Constant):
-                raise ValueError(f"{cls.__name__}.{statement.target.id}: no meaning stands below it")
-            found[statement.target.id] = " ".join(str(below.value.value).split())
-        return found
+        declared = TypeAdapter(cls).json_schema()["properties"]
+        if missing := [key for key, about in declared.items() if "description" not in about]:
+            raise ValueError(f"{cls.__name__}.{missing[0]}: no meaning stands below it")
+        return {key: " ".join(about["description"].split()) for key, about in declared.items()}
 
     @classmethod
     def keys_with(cls, fact: Fact) -> tuple[str, ...]:
