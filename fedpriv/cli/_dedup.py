@@ -239,7 +239,8 @@ def _line(outcome: Outcome) -> str:
     needed = outcome.records_needed
     more = f" (more would take about {needed} validation records to prove)" if needed else ""
     return (
-        f"{outcome.name}: {outcome.num_replaced} of {outcome.num_blocks} blocks replaced in {outcome.num_validations} validations{more}, {_utility(outcome)}"
+        f"{outcome.name}: {outcome.num_replaced} of {outcome.num_blocks} blocks replaced in "
+        f"{outcome.num_validations} validations{more}, {_utility(outcome)}"
         f"epsilon {outcome.epsilon_before:.4g} to {outcome.epsilon_after:.4g}"
     )
 

@@ -110,9 +110,7 @@ class VariantsSection(ConfigSection, title="Variants and deduplication"):
     """rounds whose global models are kept as variants, in addition to the final one, such as `[5, 10]`"""
     variant_clients: Annotated[bool | None, Maybe] = None
     """keeps each client's last upload as a variant; empty: with at most 100 clients"""
-    dedup: Annotated[
-        Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "lossless"], Fact.TEXTS
-    ] = ""
+    dedup: Annotated[Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "lossless"], Fact.TEXTS] = ""
     """how the server [stores variants](deduplication.md) after the last round; empty: left to `fedpriv dedup run`"""
     dedup_block_size: Annotated[Count, Fact.TEXTS] = 256
     """values in a block"""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,6 @@ from fedpriv.dedup.planning import (
 from fedpriv.dedup.saliency import by_block
 from fedpriv.dedup.validation import Tensors, Validation
 from fedpriv.dedup.work import Outcome, Work
-from fedpriv.errors import InputError
 from fedpriv.variants.blocks import BlockLayout, check_has_blocks
 from fedpriv.variants.composition import PublicationCost
 

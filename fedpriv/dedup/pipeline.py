@@ -57,8 +57,8 @@ def deduplicate(
     Args:
         variants: to be stored; those that are in the store already were stored by a call with the same arguments.
         read_tensors: gives the tensors of a variant by name.
-        evaluators: one for each variant; see `Evaluator`. Without loss they measure utilities that are not known, and may
-            be missing.
+        evaluators: one for each variant; see `Evaluator`. Without loss they measure utilities that are not known, and
+            may be missing.
         store: open for writing.
         settings: see `DedupSettings`.
         private: how private validation records are queried; required if, and only if, an evaluator's are private.

@@ -41,6 +41,7 @@ from fedpriv.variants._opening import LOCK, check_folder, damaged_rows, damaged_
 from fedpriv.variants._rows import OpenRows, RowFile, Wanted, read_rows
 from fedpriv.variants.blocks import BlockLayout, Tensors, layout_of, tensors_in
 from fedpriv.variants.folders import Described
+from fedpriv.variants.lossless import Reference
 from fedpriv.variants.outcomes import utilities
 
 CHARGES_FILE = "charges.json"
@@ -412,7 +413,11 @@ class Store:
             )
 
     def _numbered(
-        self, name: str, layout: BlockLayout, values: NDArray[Any] | Variant | Reference, extras: Mapping[str, NDArray[Any]]
+        self,
+        name: str,
+        layout: BlockLayout,
+        values: NDArray[Any] | Variant | Reference,
+        extras: Mapping[str, NDArray[Any]],
     ) -> tuple[NumberedBlocks, Mapping[str, NDArray[Any]], bytes | None]:
         """The blocks of a model with their numbers, the tensors that are kept beside them, and its basis, if any."""
         if not isinstance(values, np.ndarray | Variant):

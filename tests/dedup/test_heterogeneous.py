@@ -16,7 +16,6 @@ from fedpriv.dedup import saliency
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
 from fedpriv.dedup.validation import PrivateQueries, PrivateRecords, proof_records
-from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.variants.composition import History, Upload
 from fedpriv.variants.folders import Described
