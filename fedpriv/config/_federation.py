@@ -26,7 +26,7 @@ class FederationSection(ConfigSection, title="Federation"):
     """rounds between the server's tests; the last is always tested"""
     lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS] = 4
     """the last rounds, which train A and B with the head; empty: all after the start, with the same noise"""
-    trained_rank: Annotated[Count | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS | Fact.LATER] = None
+    trained_rank: Annotated[Count | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS] = None
     """the rank of R's leading block that is trained, at most `rank`; empty: all"""
     lora_share: Annotated[float, Field(gt=0, lt=0.8), Fact.BY_TRAIN | Fact.TEXTS] = 0.02
     """share of the budget for the last `lora_rounds`, in 1 / z^2"""
@@ -148,7 +148,7 @@ class AuditSection(ConfigSection, title="Variants and deduplication"):
     only"""
     audit_canaries: Annotated[int, Field(ge=2), Fact.RELOADS | Fact.TEXTS] = 50
     """canaries of each client; `fedpriv audit power` says how much they can find"""
-    audit_repeats: Annotated[Count, Fact.RELOADS | Fact.LATER | Fact.TEXTS] = 1
+    audit_repeats: Annotated[Count, Fact.RELOADS | Fact.TEXTS] = 1
     """records of an included canary: one person's where persons are the unit, else the bound is divided"""
 
 

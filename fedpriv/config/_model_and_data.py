@@ -59,7 +59,7 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     """linear layers by name; empty: peft's choice for the model type"""
     layers: Annotated[Layers, Fact.TEXTS] = "last-1"
     """`all`, `last-N`, or indices such as `4,5`"""
-    factors: Annotated[Literal["weights", "answers", "inputs"], Fact.TEXTS | Fact.LATER] = "weights"
+    factors: Annotated[Literal["weights", "answers", "inputs"], Fact.TEXTS] = "weights"
     """what [frozen factors](aggregation.md#what-each-rule-does) are made of. `answers`: [the
     run's](recipes.md#answers-that-are-classes); `inputs`: [a layer's](recipes.md#instruction)"""
     max_length: Annotated[Count, Fact.TEXTS] = 64
@@ -88,9 +88,9 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     evaluation_noise_multiplier: Annotated[Positive | None, Maybe, Fact.RELEASE] = None
     """instead of `test_data`: the standard deviation of the Gaussian noise on each holder's counts of hits and misses,
     [charged](privacy.md#private-evaluation) like any release"""
-    separator: Annotated[Separator, Fact.RECORDS | Fact.LATER | Fact.TEXTS] = "auto"
+    separator: Annotated[Separator, Fact.RECORDS | Fact.TEXTS] = "auto"
     """of CSV files; `auto`: by the header"""
-    encoding: Annotated[Encoding, Fact.RECORDS | Fact.LATER | Fact.TEXTS] = "utf-8"
+    encoding: Annotated[Encoding, Fact.RECORDS | Fact.TEXTS] = "utf-8"
     """of CSV and JSONL files, never guessed; `cp1252` is that of Windows"""
     table_checks: Annotated[TableChecks, Fact.OUTSIDE | Fact.TEXTS] = "refuse"
     """the answer to [likely mistakes](tables.md); with `warn` values are taken as written"""
@@ -115,14 +115,14 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     """holds the label"""
     client_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = ""
     """names the holder of each record"""
-    unit: Annotated[Literal["record", "person"], Fact.RECORDS | Fact.LATER | Fact.TEXTS] = "record"
+    unit: Annotated[Literal["record", "person"], Fact.RECORDS | Fact.TEXTS] = "record"
     """whom epsilon protects: a record, or a [person](privacy.md#persons) with all records at one client, implied by
     `person_column`"""
-    person_column: Annotated[str, Fact.RECORDS | Fact.LATER | Fact.TEXTS] = ""
+    person_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = ""
     """says whom a record is about; with `data = on-nodes` each node names its own"""
-    max_records_per_person: Annotated[Count, Fact.LATER | Fact.TEXTS] = 8
+    max_records_per_person: Annotated[Count, Fact.TEXTS] = 8
     """m, public: the most records of a person that count in a step, at the cost in time and memory of m for each"""
-    holders_per_person: Annotated[Count, Fact.LATER | Fact.TEXTS] = 1
+    holders_per_person: Annotated[Count, Fact.TEXTS] = 1
     """h, public: at how many clients [a person](privacy.md#a-person-at-several-holders) may have records"""
     labels: Annotated[Names, Fact.RELEASE | Fact.RECORDS | Fact.TEXTS] = ()
     """the classes; empty: those of the training records. Other records are omitted"""

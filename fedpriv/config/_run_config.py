@@ -108,20 +108,15 @@ class RunConfig(
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, of all keys except those of `Fact.OUTSIDE`, and of `Fact.LATER` at their defaults."""
-        left_out = {*self.keys_with(Fact.OUTSIDE), *self._later_at_default}
+        """SHA-256, in hex, of all keys except those of `Fact.OUTSIDE`."""
+        left_out = self.keys_with(Fact.OUTSIDE)
         values = {key: value for key, value in asdict(self).items() if key not in left_out}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     @property
     def values_of_release(self) -> dict[str, Any]:
-        """{key of `Fact.RELEASE`: its value}, without later keys that say what was so before there were any."""
-        left_out = self._later_at_default
-        return {key: getattr(self, key) for key in self.keys_with(Fact.RELEASE) if key not in left_out}
-
-    @property
-    def _later_at_default(self) -> set[str]:
-        return {key for key in self.keys_with(Fact.LATER) if getattr(self, key) == getattr(RunConfig, key)}
+        """{key of `Fact.RELEASE`: its value}."""
+        return {key: getattr(self, key) for key in self.keys_with(Fact.RELEASE)}
 
     @property
     def is_own_model(self) -> bool:

@@ -56,10 +56,7 @@ class Fact(Flag):
     ARGUMENT = 1 << 11
     """Functions that run take it as an argument of their own."""
 
-    LATER = 1 << 12
-    """It came when there were runs already; a run's digest has it only where it is not the default, so they resume."""
-
-    TEXTS = 1 << 13
+    TEXTS = 1 << 12
     """It is about texts, or a model that reads them; a run of a program's own model has no use for it."""
 
 

@@ -98,7 +98,7 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
     target_epsilon: Annotated[Positive | None, Maybe, Fact.PRIVACY] = 2.3
     """derives the least noise that keeps every client within this epsilon on the `privacy_view`, even if it takes part
     in every round. Empty (by default with a `noise_multiplier`): no target"""
-    target_risk: Annotated[str, Fact.PRIVACY | Fact.LATER] = ""
+    target_risk: Annotated[str, Fact.PRIVACY] = ""
     """instead of `target_epsilon`: a [risk](accounting.md#risk) at every client. `tpr=0.1@fpr=0.01`: an attacker who
     wrongly accuses 1 % of outsiders finds at most 10 % of those who took part; `mu=0.9` bounds mu"""
     noise_on: Annotated[Literal["gradients", "upload"], Fact.RELOADS] = "gradients"

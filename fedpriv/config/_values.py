@@ -22,7 +22,7 @@ from fedpriv.config._recipes import BY_RECIPE
 from fedpriv.config._run_config import RunConfig
 from fedpriv.config._section import Fact, split
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.registry import MECHANISMS, with_current_keys
+from fedpriv.mechanisms.registry import MECHANISMS
 
 KEYS = tuple(field.name for field in fields(RunConfig))
 """The keys of a run's configuration, in their order."""
@@ -36,11 +36,11 @@ _AUTO = "auto"
 
 
 def is_resolved(values: Mapping[str, Any]) -> bool:
-    """Whether fedpriv wrote the values, such as a run's config.toml: nobody else names all locations.
+    """Whether fedpriv wrote the values, such as a run's config.toml: nobody else names all keys.
 
     Flower's project file does, but leaves keys to the recipe.
     """
-    return set(RunConfig.keys_with(Fact.LOCATION)) <= values.keys() and BY_RECIPE not in values.values()
+    return set(KEYS) <= values.keys() and BY_RECIPE not in values.values()
 
 
 def two_noises(values: Mapping[str, Any]) -> list[str]:
@@ -207,18 +207,11 @@ def checked(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
     """The configuration that the values describe, or None; and what is wrong with them, one line for each problem.
 
     Keys that do not fit together are found only once every single one is right.
-
-    Raises:
-        InputError: a key of an earlier version has no current form.
     """
-    values = with_current_keys(values)
     problems = [_unknown(key) for key in values if key not in KEYS]
     if not is_resolved(values):
         problems += two_noises(values) + foreign_to_own_models(values)
     known = {key: value for key, value in values.items() if key in KEYS}
-    # Of a version that did not know a later key, and did what is now its default: no recipe fills it.
-    if is_resolved(values):
-        known = {key: getattr(RunConfig, key) for key in RunConfig.keys_with(Fact.LATER)} | known
     try:
         config = RunConfig(**known)
     except ValidationError as error:

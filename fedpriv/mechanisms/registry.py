@@ -6,9 +6,9 @@ To add a mechanism, write a file with an object `MECHANISM` and a line in `MECHA
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fedpriv.errors import InputError
 from fedpriv.exports import Registry
@@ -173,25 +173,3 @@ MECHANISMS = _Mechanisms(
 
 # Secure aggregation adds up integers, so it takes this one.
 FOR_SUMS = "discrete-gaussian"
-
-
-def with_current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Configuration values under the current keys, of which earlier versions had others.
-
-    Raises:
-        InputError: a former key has a value that can no longer be expressed by itself, or contradicts the current one.
-    """
-    current = dict(values)
-    if current.pop("uploads_hidden", False):
-        raise InputError(
-            "uploads_hidden = true: a statement proves nothing, and is no longer a key; use secure_aggregation = true"
-        )
-    parameters, accounting = current.pop("lmo_parameters", ""), current.pop("lmo_accounting", "sound")
-    if accounting != "sound":
-        raise InputError(
-            f"lmo_accounting = {accounting!r}: is no longer a key; write it into mechanism_parameters, such as "
-            f'{{"accounting": "{accounting}", "combination": ...}}'
-        )
-    if parameters and current.get("mechanism_parameters", "") not in ("", parameters):
-        raise InputError("lmo_parameters: is now mechanism_parameters, which has another value here; give one of them")
-    return current | ({"mechanism_parameters": parameters} if parameters else {})

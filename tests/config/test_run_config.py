@@ -191,14 +191,6 @@ def test_free_answers_are_learned_behind_what_the_layers_read_where_b_alone_is_t
     assert parse({"prompt_column": "q", "response_column": "a", **given}).factors == factors
 
 
-def test_a_run_from_before_a_key_was_known_goes_on_without_it():
-    """Its A was random, whatever the recipe gives today: a resumed run, or an older coordinator's."""
-    resolved = to_flower(parse({"prompt_column": "q", "response_column": "a"}))
-    assert resolved.pop("factors") == "inputs"
-    assert parse(resolved).factors == "weights"
-    assert parse({"prompt_column": "q", "response_column": "a", "base_dtype": "nf4"}).factors == "weights"
-
-
 @pytest.mark.parametrize("answers", [5, "[no", [1, 2]])
 def test_answers_that_are_no_texts_are_refused_by_name(answers):
     with pytest.raises(InputError, match=r"^answers = "):

@@ -338,17 +338,6 @@ def test_a_node_limits_every_mechanism_by_its_effective_noise_multiplier(name):
         _guard.check_limits(spec, weak, 1, _guard.NodeLimits())
 
 
-def test_keys_of_former_versions_are_read_if_they_still_have_an_equivalent():
-    former = {"mechanism": "lmo", "lmo_parameters": LMO, "lmo_accounting": "sound", "noise_multiplier": 1.0}
-    assert parse(former) == parse({"mechanism": "lmo", "mechanism_parameters": LMO, "noise_multiplier": 1.0})
-    assert parse({"lmo_parameters": "", "lmo_accounting": "sound"}) == parse({})
-    with pytest.raises(InputError, match="lmo_accounting = 'published': is no longer a key"):
-        parse({**former, "lmo_accounting": "published"})
-    assert parse({**former, "mechanism_parameters": ""}) == parse(former), "as every resolved configuration has it"
-    with pytest.raises(InputError, match="lmo_parameters: is now mechanism_parameters"):
-        parse({**former, "mechanism_parameters": PUBLISHED})
-
-
 def test_a_node_charges_no_event_that_protects_nobody_whatever_its_mechanism_says(tmp_path):
     policy = _charging.NodePolicy(ledger=tmp_path / "ledger.sqlite")
     data_set = _charging.registered_data_set(policy, "0", 100)
