@@ -13,7 +13,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,7 @@ from fedpriv.variants._manifests import CATALOGUE, Manifest, array_sha256
 from fedpriv.variants.folders import Described, from_json, to_json
 
 FILE = "index.sqlite"
-VERSION = 4
-
-# Manifests of version 3 have no digest of all blocks, and no model has a reference.
-_READABLE = (3, VERSION)
+VERSION = 1
 
 MOST_BYTES = 10**9 - 10**6
 """The largest extras or basis: SQLite's limit for a value, less what is in its row beside it"""
@@ -83,29 +80,12 @@ class State:
     catalogue: str = hashlib.sha256().hexdigest()
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Contents:
-    """All of an index, as bytes: a new one, or one that is made of the files of an older version.
-
-    Attributes:
-        state: of the store.
-        catalogue: the rows of the catalogue.
-        models: {name: (digests, manifest, extras)}; a file that was damaged stays so, which its digest tells.
-        bases: {SHA-256: a basis}.
-    """
-
-    state: State = State()
-    catalogue: bytes = b""
-    models: Mapping[str, tuple[Digests, bytes, bytes]] = field(default_factory=dict)
-    bases: Mapping[str, bytes] = field(default_factory=dict)
-
-
 class Index:
     """An open index.
 
     Args:
-        file: of the index; None keeps it in memory, for reading alone.
-        contents: of an index that is made now, durably when this returns; None for one that is there.
+        file: of the index.
+        is_new: make it, durably when this returns.
         read_only: change nothing.
 
     Raises:
@@ -118,15 +98,14 @@ class Index:
         catalogue: [rows] of `CATALOGUE`, likewise.
     """
 
-    def __init__(self, file: Path | None, contents: Contents | None = None, *, read_only: bool) -> None:
-        self._db = _made(file, contents) if contents else _connected(file, read_only=read_only)
+    def __init__(self, file: Path, *, is_new: bool, read_only: bool) -> None:
+        self._db = _made(file) if is_new else _connected(file, read_only=read_only)
         self._close = weakref.finalize(self, self._db.close)
         self.state, self.models = State(), dict[str, Digests]()
         self.catalogue = np.empty(0, CATALOGUE)
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version not in _READABLE:
-            readable = " and ".join(map(str, _READABLE))
-            said = f"version {version}: this fedpriv reads versions {readable}" if version else "damaged: it is empty"
+        if version != VERSION:
+            said = f"version {version}: this fedpriv reads version {VERSION}" if version else "damaged: it is empty"
             raise ValueError(f"{FILE}: {said}")
 
     def close(self) -> None:
@@ -305,7 +284,6 @@ class Index:
         try:
             yield
             _put_state(self._db, state)
-            self._db.execute(f"PRAGMA user_version = {VERSION}")
             commit(self._db)
         except BaseException:
             self._db.rollback()
@@ -352,10 +330,10 @@ def commit(db: sqlite3.Connection) -> None:
     db.execute("COMMIT")
 
 
-def _connected(file: Path | None, *, read_only: bool) -> sqlite3.Connection:
+def _connected(file: Path, *, read_only: bool) -> sqlite3.Connection:
     """A connection; one for reading changes nothing, but may undo what a killed writer left half done."""
     # Where the file may not be written, SQLite opens it for reading.
-    name = ":memory:" if file is None else f"{file.absolute().as_uri()}?mode=rw"
+    name = f"{file.absolute().as_uri()}?mode=rw"
     db = sqlite3.connect(name, uri=True, isolation_level=None, timeout=_LOCKED_SECONDS, check_same_thread=False)
     try:
         db.execute("PRAGMA synchronous = EXTRA")
@@ -366,28 +344,20 @@ def _connected(file: Path | None, *, read_only: bool) -> sqlite3.Connection:
     return db
 
 
-def _made(file: Path | None, contents: Contents) -> sqlite3.Connection:
+def _made(file: Path) -> sqlite3.Connection:
     """A new index, open; its file is there whole or not at all."""
-    new = None if file is None else file.with_name(NEW)
-    if new is not None:
-        remove_files(new.parent, [new.name])
-        new.touch(exist_ok=False)
+    new = file.with_name(NEW)
+    remove_files(new.parent, [new.name])
+    new.touch(exist_ok=False)
     db = _connected(new, read_only=False)
     try:
         db.execute("PRAGMA page_size = 1024")
         db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {VERSION};")
-        if contents.catalogue:
-            db.execute("INSERT INTO catalogue VALUES (0, ?)", (contents.catalogue,))
-        db.executemany("INSERT INTO bases VALUES (?, ?)", contents.bases.items())
-        for name, (digests, manifest, extras) in contents.models.items():
-            _insert_model(db, name, digests, manifest, extras)
-        _put_state(db, contents.state)
+        _put_state(db, State())
         commit(db)
     except BaseException:
         db.close()
         raise
-    if file is None or new is None:
-        return db
     db.close()
     new.replace(file)
     sync_folder(file)

@@ -29,7 +29,7 @@ class Manifest:
         basis: SHA-256 of what it is restored from together with its extras, and then it has no blocks; None for one of
             blocks.
         blocks_sha256: SHA-256 of the values of all its blocks in a row, which is sooner found than that of each block;
-            None in stores of earlier versions.
+            None for one that a basis restores.
         described: see `Store.describe`, as plain values; its uploads are in the index, each once for all models.
     """
 

@@ -1,14 +1,11 @@
-"""The folder of a store: refused, made, read, converted from an older version, and searched for damage.
+"""The folder of a store: refused, made, read, and searched for damage.
 
-In versions 1 and 2 index, catalogue, manifests, extras and bases were files of their own. They are read as they are.
-The first that opens such a store for writing puts all but the blocks into the index of today, and only then are these
-files deleted. Damage is found by the SHA-256 of every block, manifest, extra tensor and basis.
+Damage is found by the SHA-256 of every block, manifest, extra tensor and basis.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,39 +15,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.errors import InputError
-from fedpriv.variants._index import FILE, NEW, Contents, Digests, Index, State
-from fedpriv.variants._manifests import CATALOGUE, Manifest, array_sha256, rows_of
+from fedpriv.variants._index import FILE, NEW, Index, State
+from fedpriv.variants._manifests import Manifest, array_sha256, rows_of
 from fedpriv.variants._rows import RowFile
 from fedpriv.variants.blocks import tensors_in
 from fedpriv.variants.lossless import Reference
 
 LOCK = "lock"
 
-_OLD_INDEX = "index.json"
 _UNDER_WAY = (NEW, f"{NEW}-journal")
 _BLOCKS = re.compile(r"blocks\.([0-9]+)\.npy")
 
-# Version 1 had no shared bases.
-_READABLE = (1, 2)
-
 
 def opened(path: Path, *, read_only: bool) -> Index:
-    """The index of a store's folder: made if there is none, or of an older version's files.
+    """The index of a store's folder, made if there is none.
 
     Raises:
         ValueError: it is damaged or has another version; one line.
         OSError, sqlite3.Error: it cannot be used.
     """
     file = path / FILE
-    if file.exists():
-        return Index(file, read_only=read_only)
-    contents = _contents_of(path) if (path / _OLD_INDEX).exists() else Contents()
-    return Index(None if read_only else file, contents, read_only=read_only)
+    return Index(file, is_new=not read_only and not file.exists(), read_only=read_only)
 
 
 def is_store(path: Path) -> bool:
-    """Whether a folder holds a store, of this version or an older one."""
-    return any((path / name).is_file() for name in (FILE, _OLD_INDEX))
+    """Whether a folder holds a store."""
+    return (path / FILE).is_file()
 
 
 def check_folder(path: Path, *, read_only: bool) -> None:
@@ -77,74 +67,12 @@ def own_files(path: Path, state: State | None) -> Iterator[str]:
         path: of the folder.
         state: of the store; None if it needs none but its lock and the charges.
     """
-    yield from (*_UNDER_WAY, *_old_files(path))
+    yield from _UNDER_WAY
     if state is not None:  # a compaction that was killed has left the old blocks or the new ones
         yield from (f"blocks.{state.generation + step}.npy" for step in (-1, 1))
     else:
         yield from [each.name for each in path.iterdir() if _BLOCKS.fullmatch(each.name)]
-        yield from (_OLD_INDEX, f"{FILE}-journal", FILE)
-
-
-def _old_files(path: Path) -> Iterator[str]:
-    """The files of an older version's store that its index names, and it last; none if it cannot be read."""
-    try:
-        values = _index(path / _OLD_INDEX)
-        yield f"catalogue.{values['generation']}.npy"
-        for name, digests in values["models"].items():
-            yield from (f"manifests/{name}.json", f"extras/{name}.safetensors")
-            yield f"bases/{digests.get('basis')}.safetensors"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return
-    yield _OLD_INDEX
-
-
-def _contents_of(folder: Path) -> Contents:
-    """All but the blocks of an old store; a file that is damaged or missing has the content that it has, or none.
-
-    Raises:
-        ValueError: its index is damaged or has another version; one line.
-        OSError: a file cannot be read.
-    """
-    values = _index(folder / _OLD_INDEX)
-    models = {name: Digests(**files) for name, files in values.pop("models").items()}
-    state = State(**values)
-    catalogue = RowFile(folder / f"catalogue.{state.generation}.npy", CATALOGUE, ()).map(state.num_rows)
-    bases = {digests.basis for digests in models.values() if digests.basis}
-    return Contents(
-        state=state,
-        catalogue=np.ascontiguousarray(catalogue).tobytes(),
-        models={
-            name: (
-                digests,
-                _content(folder / "manifests" / f"{name}.json"),
-                _content(folder / "extras" / f"{name}.safetensors"),
-            )
-            for name, digests in models.items()
-        },
-        bases={sha256: _content(folder / "bases" / f"{sha256}.safetensors") for sha256 in sorted(bases)},
-    )
-
-
-def _index(path: Path) -> dict[str, Any]:
-    """The state and the models' digests in an old index, which holds its own SHA-256."""
-    content = path.read_bytes()
-    try:
-        values = dict(json.loads(content)["index"])
-        version = values.pop("version")
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"{_OLD_INDEX}: damaged: not the JSON of an index") from None
-    text = json.dumps({"version": version, **values})
-    if content != f'{{"sha256": "{hashlib.sha256(text.encode()).hexdigest()}", "index": {text}}}\n'.encode():
-        raise ValueError(f"{_OLD_INDEX}: damaged: its SHA-256 does not match")
-    if version not in _READABLE:
-        raise ValueError(
-            f"{_OLD_INDEX}: version {version}: this fedpriv reads versions {' and '.join(map(str, _READABLE))}"
-        )
-    return values
-
-
-def _content(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""
+        yield from (f"{FILE}-journal", FILE)
 
 
 def problems(index: Index, rows: RowFile | None) -> list[str]:

@@ -25,7 +25,7 @@ from fedpriv.errors import InputError
 from fedpriv.files import remove_files, replace_file, replaced_file
 from fedpriv.variants.composition import Guarantee, History, Upload, publication_cost
 
-VERSION = 2
+VERSION = 1
 
 FILE = "variant.json"
 
@@ -202,15 +202,14 @@ def from_json(fields: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]])
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is none, or has an unknown version.
     """
-    # Version 1 is of runs in which a person is at one holder.
-    if fields["version"] not in (1, VERSION):
-        raise ValueError(f"version = {fields['version']!r}: this fedpriv reads versions 1 and {VERSION}")
+    if fields["version"] != VERSION:
+        raise ValueError(f"version = {fields['version']!r}: this fedpriv reads version {VERSION}")
     uploads = fields["uploads"]
     history = History(
         name=fields["name"],
         ancestors=None if uploads is None else frozenset(_upload(upload) for upload in uploads),
         events={id_: tuple(map(events.from_json, texts)) for id_, texts in fields["events"].items()},
-        holders=int(fields["holders_per_person"]) if fields["version"] == VERSION else 1,
+        holders=int(fields["holders_per_person"]),
     )
     return Described(
         name=fields["name"],

@@ -543,7 +543,7 @@ class Store:
             self._mapped = file.map(state.num_rows)
 
     def _tidy(self) -> None:
-        """Delete the files and rows that a writer which was killed left behind, and the files of older versions."""
+        """Delete the files and rows that a writer which was killed left behind."""
         rows = self._rows_file
         remove_files(self.path, own_files(self.path, self._index.state))
         if self._index.state.block_size:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -13,10 +10,9 @@ import pytest
 from fedpriv.errors import StoreError
 from fedpriv.variants.store import CHARGES_FILE, Store
 from tests.foreign import linked, planted
-from tests.variants.test_old_stores import WRITTEN, digests, unpacked
 from tests.variants.test_store import add, model
 
-# As a store may name its files, or an older one did, yet none that this store can have written.
+# As a store may name its files, yet none that this store can have written.
 LOOK_ALIKES = (
     *("blocks.7.npy", "blocks.1.npy.bak", "index.json", "catalogue.0.npy", "index.sqlite.bak"),
     *("manifests/mine.json", "extras/mine.safetensors", "bases/notes.txt", ".charges.json.old"),
@@ -51,8 +47,7 @@ def test_what_others_keep_in_the_folder_of_a_store_stays(tmp_path, action):
     with Store(path) as store:
         add(store, "one", model(1))
         add(store, "two", model(2))
-    names = [name for name in LOOK_ALIKES if action is not emptied or name != "index.json"]
-    foreign = planted(path, tmp_path / "outside", [name for name in names if name != "blocks.7.npy"])
+    foreign = planted(path, tmp_path / "outside", [name for name in LOOK_ALIKES if name != "blocks.7.npy"])
     behind = linked(path / "linked", tmp_path / "outside")
     action(path)
     foreign.check()
@@ -69,37 +64,6 @@ def test_blocks_of_another_number_than_the_next_are_nobodys_leftover(tmp_path):
     (tmp_path / "blocks.1.npy").write_bytes(b"left by a compaction that was killed")
     opened(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("blocks.*")) == ["blocks.0.npy", "blocks.7.npy"]
-
-
-@pytest.mark.parametrize("folder", ["manifests", "extras", "bases"])
-def test_an_older_store_gives_up_the_files_that_its_index_names_and_nothing_behind_a_link(tmp_path, folder):
-    path = unpacked(tmp_path / "store")
-    foreign = planted(path, tmp_path / "outside", ("manifests/mine.json", "bases/notes.txt", "catalogue.0.npy"))
-    moved = tmp_path / "moved"
-    shutil.move(path / folder, moved)
-    behind = linked(path / folder, moved)
-    with Store(path) as store:
-        assert (store.verify(), digests(store)) == ([], WRITTEN)
-    foreign.check()
-    behind.check()
-    left = {
-        name for name in ("manifests", "extras", "bases", "index.json", "catalogue.1.npy") if (path / name).exists()
-    }
-    assert left == {folder} | ({"manifests", "bases"} - {folder}), "the others hold what is not the store's"
-
-
-def test_an_index_cannot_name_files_outside_its_folder(tmp_path):
-    path = unpacked(tmp_path / "store")
-    secret = tmp_path / "secret.json"
-    secret.write_text("mine")
-    opened(path)
-    fields = {"version": 2, "generation": 1, "models": {"../../secret": {"basis": None}}}
-    text = json.dumps(fields)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    (path / "index.json").write_text(f'{{"sha256": "{digest}", "index": {text}}}\n')
-    (path / "manifests").mkdir(exist_ok=True)
-    opened(path)
-    assert secret.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
