@@ -17,7 +17,6 @@ def rows_of(*outcomes: dict[str, Any], base_bytes: int | None = 90_000_000) -> d
     stored = StoredVariants(
         lossless=False,
         outcomes=outcomes,
-        bases=(None,) * len(outcomes),
         bytes_stored=1_000_000,
         bytes_logical=3_000_000,
     )

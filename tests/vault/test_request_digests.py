@@ -28,12 +28,12 @@ RUN = {
     "evaluation_noise_multiplier": 2.0,
 }
 
-# {round: the digest under which the version before sections charged for it}, of an adapter of zeros.
+# {round: the digest under which it is charged from 0.2.0 on}, of an adapter of zeros.
 BEFORE = {
-    1: "fe097454f807f9a3f4e10144e32b4b9d044bbc35ee0957ec3a8469de4e4e43ed",
-    2: "b72de387b29362e7d510878ddb2373fe4f46a5f092d41c6ec84ea84630df3c21",
-    40: "3b1614aad5271ab754d5f76aed3bdb4838ce6b7b1327bbb5ab569f31d4868818",
-    41: "b0e2dfd7eca19ff498d98567f2f0f203032010d0cafe2a9286437ac8e341a86d",
+    1: "9b9660a59d8b5430c19084bd1b0fe7bd9559c5c04c50fae14d2ab07ffd7873fd",
+    2: "9729311677b9e0fdb0e1fdd8d79b20ae2ffbb37d9d682a77c8f67e67ed14411c",
+    40: "309187d4a12743b6d6425678aa3031d47c8102c79c34eab03021956b50e535de",
+    41: "3795de0b2cb99519243e9b301596f8a3abcafb012a8e38da69e4a0c1fe98c09a",
 }
 
 
