@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -119,6 +120,12 @@ def remove_files(root: Path, names: Iterable[str]) -> None:
     for folder in sorted(emptied, key=lambda folder: len(folder.parts), reverse=True):
         with suppress(OSError):  # it holds something else, or is gone
             folder.rmdir()
+
+
+def sha256_of(file: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def free_bytes(folder: Path) -> int:

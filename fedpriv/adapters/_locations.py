@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedpriv.errors import InputError
+from fedpriv.files import sha256_of
 
 BUNDLED_ENCODER = "all-MiniLM-L6-v2"
 """The name of the encoder that a package brings."""
@@ -219,8 +220,7 @@ def _weights(name: str) -> list[Path]:
 
 @lru_cache(maxsize=64)
 def _digest(file: Path, _changed: int, _size: int) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    return sha256_of(file)
 
 
 def model_digest(folder: Path, *, weights: bool = True) -> str:
@@ -241,9 +241,7 @@ def model_digest(folder: Path, *, weights: bool = True) -> str:
         raise InputError(f"model = {str(folder)!r}: must be a folder with a model's files")
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as content:
-            inner = hashlib.file_digest(content, "sha256").hexdigest()
-        digest.update(f"{file.relative_to(folder).as_posix()}\0{inner}\0".encode())
+        digest.update(f"{file.relative_to(folder).as_posix()}\0{sha256_of(file)}\0".encode())
     return digest.hexdigest()
 
 

@@ -16,6 +16,7 @@ from fedpriv.config import RunConfig
 from fedpriv.data._text import FederatedData, TextData
 from fedpriv.data.federated import holdings
 from fedpriv.errors import InputError
+from fedpriv.files import sha256_of
 
 if TYPE_CHECKING:
     from fedpriv.data.tensors import TensorRecords
@@ -104,12 +105,7 @@ class DataDigests:
 def digests_of_files(config: RunConfig) -> dict[str, str]:
     """{file, as the configuration names it: SHA-256 of its bytes, in hex}."""
     names = {config.data, config.test_data} - {""}
-    return {name: _of_file(path) for name in sorted(names) if (path := Path(name).expanduser()).is_file()}
-
-
-def _of_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {name: sha256_of(path) for name in sorted(names) if (path := Path(name).expanduser()).is_file()}
 
 
 def _digest(records: TextData | TensorRecords) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedpriv.dedup._base_selection import MAX_DISTANCE as MAX_DISTANCE
     from fedpriv.dedup._base_selection import Fairness as Fairness
     from fedpriv.dedup._base_selection import Strategy as Strategy
-    from fedpriv.dedup._pipelines import MINHASH_STEP as MINHASH_STEP
+    from fedpriv.dedup._blocks import MINHASH_STEP as MINHASH_STEP
     from fedpriv.dedup.algorithms import ALGORITHMS as ALGORITHMS
     from fedpriv.dedup.algorithms import BlockSearchResult as BlockSearchResult
     from fedpriv.dedup.algorithms import algorithm as algorithm

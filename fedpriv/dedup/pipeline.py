@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from fedpriv.accounting import events
+from fedpriv.dedup._blocks import store_by_blocks
 from fedpriv.dedup._lossless import store_without_loss
-from fedpriv.dedup._pipelines import store_by_blocks
 from fedpriv.dedup.algorithms import LOSSLESS
 from fedpriv.dedup.planning import DedupSettings, check_options
 from fedpriv.dedup.validation import CONFIDENCE, Evaluator, PrivateQueries, Tensors

@@ -333,8 +333,8 @@ def commit(db: sqlite3.Connection) -> None:
 def _connected(file: Path, *, read_only: bool) -> sqlite3.Connection:
     """A connection; one for reading changes nothing, but may undo what a killed writer left half done."""
     # Where the file may not be written, SQLite opens it for reading.
-    name = f"{file.absolute().as_uri()}?mode=rw"
-    db = sqlite3.connect(name, uri=True, isolation_level=None, timeout=_LOCKED_SECONDS, check_same_thread=False)
+    uri = f"{file.absolute().as_uri()}?mode=rw"
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=_LOCKED_SECONDS, check_same_thread=False)
     try:
         db.execute("PRAGMA synchronous = EXTRA")
         db.execute(f"PRAGMA query_only = {'ON' if read_only else 'OFF'}")

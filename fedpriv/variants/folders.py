@@ -6,7 +6,6 @@ are read. It guards against damage, not against anyone who can write the folder.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from fedpriv.accounting import events
 from fedpriv.accounting.composition.law import Accountant
 from fedpriv.accounting.events import Event
 from fedpriv.errors import InputError
-from fedpriv.files import remove_files, replace_file, replaced_file
+from fedpriv.files import remove_files, replace_file, replaced_file, sha256_of
 from fedpriv.variants.composition import Guarantee, History, Upload, publication_cost
 
 VERSION = 1
@@ -84,7 +83,7 @@ def write(folder: Path, described: Described, tensors: Mapping[str, NDArray[Any]
 def describe(folder: Path, described: Described) -> None:
     """Write the description of a variant, with the digest of its tensors if they have been written."""
     files = _tensor_files(folder)
-    digest = {_DIGEST: _digest_of(files[0])} if len(files) == 1 else {}
+    digest = {_DIGEST: sha256_of(files[0])} if len(files) == 1 else {}
     replace_file(folder / FILE, f"{json.dumps({**to_json(described), **digest})}\n".encode(), mode=None)
 
 
@@ -116,7 +115,7 @@ def read_tensors(folder: Path) -> dict[str, NDArray[Any]]:
         raise InputError(f"{folder}: holds {len(files)} safetensors files; a variant has exactly one")
     try:
         tensors = {name: np.asarray(tensor) for name, tensor in safetensors.numpy.load_file(files[0]).items()}
-        digest = _digest_of(files[0])
+        digest = sha256_of(files[0])
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise InputError(f"{files[0]}: cannot be read ({error})") from None
     if _stated_digest(folder / FILE) not in (None, digest):
@@ -155,11 +154,6 @@ def _use_of(path: Path) -> dict[str, Any]:
 
 def _tensor_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
-
-
-def _digest_of(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _stated_digest(path: Path) -> Any:

@@ -263,13 +263,10 @@ class Store:
         else:
             blocks = np.zeros((len(rows), manifest.layout.block_size), manifest.layout.dtype)
             blocks[present] = self._mapped[rows[present]]
-        whole = manifest.blocks_sha256
-        if whole is None or not are_present or array_sha256(blocks) != whole:
+        if not are_present or array_sha256(blocks) != manifest.blocks_sha256:
             damaged = damaged_tensors(manifest, ~present | damaged_rows(blocks, self._catalogue[rows]))
-            if whole is not None:  # rows may be sound, yet not those of the model: then the catalogue is damaged
-                damaged = [*damaged, f"model {name!r}: its blocks are not those of its digest"]
-            if damaged:
-                raise StoreError(f"{self.path}: {damaged[0]}")
+            # Rows may be sound, yet not those of the model: then the catalogue is damaged.
+            raise StoreError(f"{self.path}: {[*damaged, f'model {name!r}: its blocks are not those of its digest'][0]}")
         return manifest.layout.from_blocks(blocks, extras)
 
     def add(

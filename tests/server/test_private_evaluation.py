@@ -20,20 +20,10 @@ from fedpriv.training.workbench import workbench
 from server import checkpoint
 from server.observer import LogObserver
 from simulations.engines import federation
+from tests.notes import Notes
 
 Z = 2.0
 EVALUATION = SubsampledGaussian(noise_multiplier=Z, sampling_probability=1.0, count=1, unit="record")
-
-
-class Notes(LogObserver):
-    """Keeps what a run says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def notice(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def run(values: dict[str, object], out: Path, **changes: object) -> tuple[Path, list[str]]:

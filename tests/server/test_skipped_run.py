@@ -12,10 +12,10 @@ from fedpriv.errors import TooFewClientsError
 from fedpriv.ledger.reader import reading
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._status import status_of
-from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.engines.flower_private import set_message_id
 from simulations.engines.grid import LocalGrid
+from tests.notes import Notes
 
 pytestmark = pytest.mark.slow
 
@@ -32,15 +32,6 @@ SECURE = {
     "secure_masks": True,
 }
 FIRST_NODE_ID = 2
-
-
-class Notices(LogObserver):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def notice(self, text: str) -> None:
-        self.texts.append(text)
 
 
 def link(gone) -> type[LocalGrid]:
@@ -75,17 +66,17 @@ def lived_through(small_run, out, monkeypatch, **changes) -> None:
     values |= {"out": str(out)}
     # Client 2 dies in round 2 and client 1 in round 4, after which only the latter comes back.
     monkeypatch.setattr(federation, "LocalGrid", link(lambda c, t: (c == 2 and t >= 2) or (c == 1 and t >= 4)))
-    first = Notices()
+    first = Notes()
     with pytest.raises(TooFewClientsError, match="round 4"):
         federation.run(parse(values), first)
     name = "2" if changes else "site-2 (2)"
-    assert any(f"{name} gave no answer in 2 rounds up to round 3" in text for text in first.texts)
+    assert any(f"{name} gave no answer in 2 rounds up to round 3" in text for text in first.notes)
     (client,) = [each for each in status_of(RunFolder(out, now=0.0)).clients if each.skipped]
     assert client.client == 2
 
     monkeypatch.setattr(federation, "LocalGrid", link(lambda c, t: c == 2))
-    federation.run(parse({**values, "resume": str(out)}), second := Notices())
-    assert name in next(text for text in second.texts if "resumes after round" in text)
+    federation.run(parse({**values, "resume": str(out)}), second := Notes())
+    assert name in next(text for text in second.notes if "resumes after round" in text)
 
 
 @pytest.mark.parametrize("changes", [{}, SECURE], ids=["uploads", "secure aggregation"])

@@ -16,8 +16,8 @@ from fedpriv.ledger.holders import path_of
 from fedpriv.ledger.reader import reading
 from fedpriv.ledger.statement import statement
 from fedpriv.training import workbench
-from server.observer import LogObserver
 from simulations.engines import federation
+from tests.notes import Notes
 from tests.tiny import LABELS
 
 
@@ -25,15 +25,6 @@ from tests.tiny import LABELS
 def _fresh_benches():
     yield
     workbench.forget()
-
-
-class Notes(LogObserver):
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def notice(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.fixture

@@ -14,25 +14,14 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.ledger.holders import path_of
 from fedpriv.ledger.reader import reading, verify_with_head
-from server.observer import LogObserver
 from simulations.engines import federation
+from tests.notes import Notes
 from tests.tiny import write_table
 
 SIZES = [8, 10, 12, 14, 17, 20, 24, 30, 40, 60, 90, 150]
 FEW_SIZES = [8, 20, 60, 150]
 # With so little noise that clients retire within so few rounds.
 ROUNDS = 8
-
-
-class Notes(LogObserver):
-    """Keeps what a run says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def notice(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def run(values: dict[str, object], out: Path, **changes: object) -> tuple[Path, list[str]]:

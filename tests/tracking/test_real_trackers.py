@@ -26,11 +26,11 @@ from fedpriv.config import parse
 from fedpriv.runs import files
 from fedpriv.runs.show._follower import RunFollower, read_position
 from fedpriv.runs.show._tracker import CLIENT_METRICS, COMPARISON_METRICS, ROUND_METRICS, Place, tracker_of
-from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.sites import free_port
 from simulations.sweeps.command import sweep
 from simulations.sweeps.plan import read
+from tests.notes import Notes
 from tests.tracking.folders import NUM_ROUNDS, begun
 from tests.tracking.wandb_file import records
 
@@ -43,22 +43,11 @@ pytestmark = pytest.mark.slow
 Figures = dict[tuple[str, int], float]
 
 
-class Notices(LogObserver):
-    """Keeps what whoever started the run is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[str] = []
-
-    def notice(self, text: str) -> None:
-        self.told.append(text)
-
-
 def federate(small_run, out: Path, **changes: object) -> list[str]:
     """Run a federation and return what was noticed about its tracker."""
-    observer = Notices()
+    observer = Notes()
     federation.run(parse({**small_run, "comparison": True, "out": str(out), **changes}), observer)
-    return [text for text in observer.told if "track" in text]
+    return [text for text in observer.notes if "track" in text]
 
 
 def table(path: Path) -> list[dict[str, str]]:
