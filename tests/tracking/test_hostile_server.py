@@ -20,8 +20,8 @@ from fedpriv.runs.show._follower import RunFollower
 from fedpriv.runs.show._tracker import Place, tracker_of
 from simulations.engines import federation
 from simulations.sites import free_port
+from tests.notes import Notes
 from tests.tracking.folders import NUM_ROUNDS, begun, summary
-from tests.tracking.test_real_trackers import Notices
 
 pytestmark = pytest.mark.slow
 
@@ -72,11 +72,11 @@ def nobody() -> Iterator[str]:
 def test_a_run_finishes_whatever_its_tracker_does(small_run, tmp_path, monkeypatch, server):
     monkeypatch.setattr(following, "END_SECONDS", 8.0)
     monkeypatch.setattr(following, "_SHORT_SECONDS", 3.0)
-    observer, out = Notices(), tmp_path / "run"
+    observer, out = Notes(), tmp_path / "run"
     with server() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         federation.run(parse({**small_run, "out": str(out), "track": "mlflow"}), observer)
-    (told,) = [text for text in observer.told if "track" in text]
+    (told,) = [text for text in observer.notes if "track" in text]
     assert told.startswith("track = mlflow: ")
     assert told.isprintable()
     assert files.is_finished(out)
