@@ -20,7 +20,7 @@ from fedpriv.files import replace_file
 from fedpriv.texts import printable
 
 if TYPE_CHECKING:
-    import datasets
+    from fedpriv.data import Table
 
 # Names that people give to such columns; without one of them, what a column holds decides.
 _TEXT_NAMES = ("text", "message", "sentence", "letter", "note", "report", "review", "question", "content", "body")
@@ -141,19 +141,14 @@ class _Proposed:
     rivals: Mapping[str, int]
 
 
-def _proposed(table: datasets.Dataset, text: str, label: str) -> _Proposed:
+def _proposed(table: Table, text: str, label: str) -> _Proposed:
     """The columns that seem to hold what is not given.
 
     A column's name decides if it is a usual one; otherwise the longest texts are taken for the text, and the column
     with the fewest repeated values for the label. A column of clients has a usual name; or, where the label is given or
     has one, it is the only other column with a few names, each with many records, that are no answers such as m and f.
     """
-    from fedpriv.data import values_of
-
-    columns = {
-        name: Counter(str(value) for value in values_of(table, name) if value is not None)
-        for name in table.column_names
-    }
+    columns = {name: Counter(value for value in table.names_of(name) if value is not None) for name in table.columns}
     lengths = {name: sum(len(v) * n for v, n in c.items()) / max(1, c.total()) for name, c in columns.items()}
     classes = [
         name
@@ -287,30 +282,30 @@ def _budget(answers: _Answers, folder: Path) -> list[str]:
     ]
 
 
-def _table(data: Path, layout: DataSection) -> datasets.Dataset:
-    from fedpriv.data import load_table
+def _table(data: Path, layout: DataSection) -> Table:
+    from fedpriv.data import read_table
 
     if not data.expanduser().is_file():  # a name on the Hub is not a table that somebody holds
         raise InputError(f"file = {str(data)!r}: no such file")
-    return load_table(str(data), key="file", separator=layout.separator, encoding=layout.encoding)
+    return read_table(str(data), key="file", separator=layout.separator, encoding=layout.encoding)
 
 
 def _with_columns(
-    answers: _Answers, table: datasets.Dataset, text: str, label: str, client: str | None, *, asks: bool
+    answers: _Answers, table: Table, text: str, label: str, client: str | None, *, asks: bool
 ) -> _Answers:
     """The answers with the columns that are given, or else confirmed or proposed."""
     found = _proposed(table, text, label)
     chosen = (text or found.text, label or found.label, found.client if client is None else client)
     if asks and not (text and label and client is not None):
-        typer.echo(f"Its columns: {printable(', '.join(table.column_names))}")
+        typer.echo(f"Its columns: {printable(', '.join(table.columns))}")
         proposal = ", ".join(filter(None, chosen))
         names = [name.strip() for name in _ask("Which hold text, label and (if any) client?", proposal).split(",")]
         if not 2 <= len(names) <= 3:
             raise InputError(f"columns = {', '.join(names)!r}: give those of text and label, and maybe of the client")
         chosen = (names[0], names[1], names[2] if len(names) == 3 else "")
     for option, name in zip(("text", "label", "client"), chosen, strict=True):
-        if name and name not in table.column_names:
-            raise InputError(f"{option} = {name!r}: no such column; there are {', '.join(table.column_names)}")
+        if name and name not in table.columns:
+            raise InputError(f"{option} = {name!r}: no such column; there are {', '.join(table.columns)}")
     for option, name in zip(("text", "label"), chosen, strict=False):
         if not name:
             raise InputError(f"{option}: no column seems to hold it; name it with --{option}")
@@ -323,7 +318,7 @@ def _with_columns(
     return replace(answers, text=chosen[0], label=chosen[1], client=chosen[2])
 
 
-def _with_person(answers: _Answers, table: datasets.Dataset, person: str | None, *, asks: bool) -> _Answers:
+def _with_person(answers: _Answers, table: Table, person: str | None, *, asks: bool) -> _Answers:
     """The answers with the column of persons that is given, or asked for where one looks like it.
 
     Where nobody answers, none is taken: only who holds the table knows whom an id is about.
@@ -331,18 +326,17 @@ def _with_person(answers: _Answers, table: datasets.Dataset, person: str | None,
     if person is None and asks and (alike := _like_persons(answers, table)):
         answer = _ask("Which column says whom a record is about (- for none)?", alike[0])
         person = "" if answer == "-" else answer
-    if person and person not in table.column_names:
-        raise InputError(f"person = {person!r}: no such column; there are {', '.join(table.column_names)}")
+    if person and person not in table.columns:
+        raise InputError(f"person = {person!r}: no such column; there are {', '.join(table.columns)}")
     return replace(answers, person=person or "")
 
 
-def _like_persons(answers: _Answers, table: datasets.Dataset) -> list[str]:
+def _like_persons(answers: _Answers, table: Table) -> list[str]:
     """The columns without another role that look like persons."""
-    from fedpriv.data import looks_like_persons, values_of
+    from fedpriv.data import looks_like_persons
 
-    free = [name for name in table.column_names if name not in (answers.text, answers.label, answers.client)]
-    values = {name: [None if each is None else str(each) for each in values_of(table, name)] for name in free}
-    return [name for name in free if looks_like_persons(name, values[name])]
+    free = [name for name in table.columns if name not in (answers.text, answers.label, answers.client)]
+    return [name for name in free if looks_like_persons(name, table.names_of(name))]
 
 
 def _undecided(rivals: Mapping[str, int]) -> str:

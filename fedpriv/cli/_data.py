@@ -200,7 +200,7 @@ def lines(
     separator: SeparatorOption = "auto",
     encoding: EncodingOption = "utf-8",
 ) -> Result:
-    """Write a table with one record a line, as a node needs its own records: no field goes on over several lines.
+    """Write a table with one record a line, as runs and nodes read it: no field goes on over several lines.
 
     Example: fedpriv data lines letters.csv letters.jsonl
     """

@@ -259,6 +259,8 @@ def sample_size_advice(
 
 def _table(path: Path, target: str, separator: str, encoding: str, **options: Any) -> PreparedTable:
     """The CSV as features, fitted on its training part."""
+    import pandas as pd
+
     from fedpriv.data import read_table
     from fedpriv.integral.tabular import prepare
 
@@ -267,7 +269,7 @@ def _table(path: Path, target: str, separator: str, encoding: str, **options: An
         separator=separator,  # type: ignore[arg-type]  # checked by the option
         encoding=encoding,  # type: ignore[arg-type]
     )
-    frame = table.records.to_pandas()
+    frame = pd.DataFrame(table.columns)
     for name in table.decimal_commas:
         frame[name] = frame[name].str.replace(",", ".")
     return prepare(frame, target, **options)

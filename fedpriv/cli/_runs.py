@@ -302,20 +302,20 @@ def predict(
 
 def _asked(asked: str, text: str, pair: str, *, separator: str, encoding: str) -> _Asked:
     """The texts of the command line, or of the file that it names."""
-    from fedpriv.data import FORMATS, load_table, suffix_of
+    from fedpriv.data import FORMATS, read_table, suffix_of
 
     if "\n" in asked or not (suffix_of(Path(asked)) in FORMATS or _is_file(asked)):
         return _Asked(texts=[asked], pairs=[pair] if pair else None)
-    table = load_table(
+    table = read_table(
         asked,
         key="FILE",
         separator=separator,  # type: ignore[arg-type]  # checked by the option
         encoding=encoding,  # type: ignore[arg-type]
     )
     for option, name in (("--text", text), *([("--pair", pair)] if pair else [])):
-        if name not in table.column_names:
-            raise InputError(f"{option} {name}: {asked} has the columns {', '.join(table.column_names)}")
-    columns = {name: ["" if value is None else str(value) for value in table[name]] for name in table.column_names}
+        if name not in table.columns:
+            raise InputError(f"{option} {name}: {asked} has the columns {', '.join(table.columns)}")
+    columns = {name: [value or "" for value in table.names_of(name)] for name in table.columns}
     return _Asked(texts=columns[text], pairs=columns[pair] if pair else None, columns=columns)
 
 

@@ -26,13 +26,11 @@ if TYPE_CHECKING:
     from fedpriv.data._mistakes import refused as refused
     from fedpriv.data._own import OwnRecord as OwnRecord
     from fedpriv.data._own import read_strictly as read_strictly
-    from fedpriv.data._own import write_lines as write_lines
-    from fedpriv.data._tables import FORMATS as FORMATS
+    from fedpriv.data._rows import FORMATS as FORMATS
+    from fedpriv.data._rows import suffix_of as suffix_of
     from fedpriv.data._tables import Table as Table
-    from fedpriv.data._tables import load_table as load_table
     from fedpriv.data._tables import read_table as read_table
-    from fedpriv.data._tables import suffix_of as suffix_of
-    from fedpriv.data._tables import values_of as values_of
+    from fedpriv.data._tables import write_lines as write_lines
     from fedpriv.data._text import ROLES as ROLES
     from fedpriv.data._text import DataSource as DataSource
     from fedpriv.data._text import FederatedData as FederatedData

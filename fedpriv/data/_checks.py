@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedpriv.config import RunConfig
-from fedpriv.data._tables import Table, labels_of, read_table, require_columns, to_text, values_of
+from fedpriv.data._tables import Table, read_table, to_text
 from fedpriv.data._text import TextData
 
 if TYPE_CHECKING:
-    import datasets
-
     from fedpriv.data.chat import Row
 
 
@@ -50,13 +48,12 @@ def describe(
         InputError: the file or a column is missing.
     """
     table = read_table(source, key="file") if isinstance(source, str) else source
-    rows = table.records
     columns = [("--text", text), ("--text-pair", text_pair), ("--label", label), ("--client", client)]
-    require_columns(rows, [*columns, ("--person", person)], table.source)
-    texts = _texts(rows, text)
-    pairs = _texts(rows, text_pair) if text_pair else None
+    table.require([*columns, ("--person", person)])
+    texts = _texts(table, text)
+    pairs = _texts(table, text_pair) if text_pair else None
     records = list(zip(texts, pairs or [""] * len(texts), strict=True))
-    result: dict[str, Any] = {"records": len(rows), "empty_texts": sum(not value.split() for value in texts)}
+    result: dict[str, Any] = {"records": len(table), "empty_texts": sum(not value.split() for value in texts)}
     if pairs is not None:
         result["empty_second_texts"] = sum(not value.split() for value in pairs)
     result["duplicate_texts" if pairs is None else "duplicate_pairs"] = len(records) - len(set(records))
@@ -65,15 +62,15 @@ def describe(
     else:
         result |= _in_tokens(tokenizer, texts, pairs, max_length)
     if label:
-        values = labels_of(rows, label)
+        values = table.names_of(label)
         result["records_without_label"] = sum(value is None for value in values)
         result["labels"] = counts(values)
     if client:
-        result["clients"] = counts(rows[client])
-    return result | _persons(rows, person, client)
+        result["clients"] = counts(table.columns[client])
+    return result | _persons(table, person, client)
 
 
-def _persons(table: datasets.Dataset, person: str, client: str) -> dict[str, int]:
+def _persons(table: Table, person: str, client: str) -> dict[str, int]:
     """The number of persons, and how many have several records, or records at several clients.
 
     Args:
@@ -83,7 +80,7 @@ def _persons(table: datasets.Dataset, person: str, client: str) -> dict[str, int
     """
     if not person:
         return {}
-    named = [str(value) for value in values_of(table, person) if value is not None]
+    named = [value for value in table.names_of(person) if value is not None]
     records = Counter(named)
     found = {
         "persons": len(records),
@@ -92,8 +89,8 @@ def _persons(table: datasets.Dataset, person: str, client: str) -> dict[str, int
         "most_records_of_a_person": max(records.values(), default=0),
     }
     if client:
-        pairs = zip(values_of(table, person), values_of(table, client), strict=True)
-        places = Counter(name for name, _ in {(str(name), at) for name, at in pairs if name is not None})
+        pairs = zip(table.names_of(person), table.names_of(client), strict=True)
+        places = Counter(name for name, _ in {(name, at) for name, at in pairs if name is not None})
         found["persons_at_several_clients"] = sum(number > 1 for number in places.values())
     return found
 
@@ -103,8 +100,8 @@ def _percentiles(values: Sequence[int]) -> dict[str, float]:
     return {f"p{p}": float(np.percentile(values, p)) for p in (0, 50, 95, 100)} if values else {}
 
 
-def _texts(table: datasets.Dataset, column: str) -> list[str]:
-    return ["" if value is None else str(value) for value in values_of(table, column)]
+def _texts(table: Table, column: str) -> list[str]:
+    return [value or "" for value in table.names_of(column)]
 
 
 def _in_tokens(tokenizer: Any, texts: list[str], pairs: list[str] | None, max_length: int) -> dict[str, Any]:
@@ -149,11 +146,10 @@ def describe_instructions(
         InputError: the file or a column is missing.
     """
     table = table or read_table(config.data, key="file")
-    rows = table.records
     columns = [("--prompt", config.prompt_column), ("--response", config.response_column)]
     columns += [("--messages", config.messages_column), ("--client", client), ("--person", person)]
-    require_columns(rows, columns, table.source)
-    data = to_text(rows, config)
+    table.require(columns)
+    data = to_text(table, config)
     responses = data.pairs or ()
     result: dict[str, Any] = {
         "records": len(data),
@@ -164,8 +160,8 @@ def describe_instructions(
         result["words_of_prompts"] = _percentiles([len(text.split()) for text in data.texts])
     result["words_of_responses"] = _percentiles([len(text.split()) for text in responses])
     if client:
-        result["clients"] = counts(rows[client])
-    result |= _persons(rows, person, client)
+        result["clients"] = counts(table.columns[client])
+    result |= _persons(table, person, client)
     if tokenizer is None:
         return result, []
     figures, encoded = _chats_in_tokens(data, config, tokenizer)

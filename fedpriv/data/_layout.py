@@ -10,7 +10,6 @@ import io
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fedpriv.config import Encoding, Separator
 from fedpriv.texts import counted
@@ -24,8 +23,6 @@ SEPARATORS: dict[Separator, str] = {"comma": ",", "semicolon": ";", "tab": "\t"}
 # A header longer than this many characters is none.
 _LONGEST_HEADER = 100_000
 
-# A line with its end, as a file opened with newline="" gives it.
-_LINE = re.compile(r"[^\r\n]*(?:\r\n?|\n)|[^\r\n]+")
 _WHOLE = re.compile(r"[+-]?[0-9]+(,[0-9]+)?")
 
 
@@ -33,30 +30,8 @@ class LayoutError(ValueError):
     """A text is no table; the message names the line, what it has, and never a value of a record."""
 
 
-@dataclass(frozen=True)
-class Fields:
-    """The fields of a text.
-
-    Attributes:
-        names: of the columns.
-        columns: one list of values for each; None stands for an empty field.
-        lines: the line at which each record begins, from 1.
-        separator: by which they were split.
-    """
-
-    names: tuple[str, ...]
-    columns: tuple[list[str | None], ...]
-    lines: list[int]
-    separator: Separator
-
-
-def codec_of(encoding: Encoding) -> str:
-    """The codec that reads an encoding; a byte order mark is dropped."""
-    return "utf-8-sig" if encoding == "utf-8" else encoding
-
-
 def decoded(content: bytes, encoding: Encoding, *, line: int = 1) -> str:
-    """The text of a file, or of a part that begins at a line.
+    """The text of a file, or of a part that begins at a line, without a byte order mark.
 
     Raises:
         LayoutError: it has another encoding; names the line, what stands there, and the option.
@@ -64,7 +39,7 @@ def decoded(content: bytes, encoding: Encoding, *, line: int = 1) -> str:
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise LayoutError("line 1: begins with the mark of UTF-16; save the file as UTF-8")
     try:
-        return content.decode(codec_of(encoding))
+        return content.decode("utf-8-sig" if encoding == "utf-8" else encoding)
     except UnicodeDecodeError as error:
         line += content.count(b"\n", 0, error.start)
         found = f"line {line}: holds byte 0x{content[error.start]:02x}, which is not {encoding.upper()}"
@@ -104,41 +79,7 @@ def _is_blank(row: Sequence[str]) -> bool:
     return not row or (len(row) == 1 and not row[0].strip())
 
 
-def split(text: str, asked: Separator) -> Fields:
-    """The fields of a text, whose first line that is not blank names the columns; blank lines are no records.
-
-    Values are as written: NA is a name, and 007 differs from 7; only an empty field is missing.
-
-    Raises:
-        LayoutError: a line does not fit the header, or a quote is not closed; names the line and what it has.
-    """
-    separator = separator_of(text, asked)
-    # Not a StringIO, which takes four bytes a character.
-    reader = csv.reader(map(re.Match.group, _LINE.finditer(text)), delimiter=SEPARATORS[separator], strict=True)
-    names: tuple[str, ...] = ()
-    columns: tuple[list[str | None], ...] = ()
-    lines, start = [], 1
-    try:
-        for row in reader:
-            line, start = start, reader.line_num + 1
-            if _is_blank(row):
-                continue
-            if not names:
-                names, columns = _names(row, line), tuple([] for _ in row)
-                continue
-            if len(row) != len(names):
-                raise LayoutError(_misfit(row, names, line, separator))
-            for column, field in zip(columns, row, strict=True):
-                column.append(field or None)
-            lines.append(line)
-    except csv.Error as error:
-        never = "unexpected end" in str(error)
-        reason = "a quote opens here and is never closed" if never else f"cannot be read ({error})"
-        raise LayoutError(f"line {start}: {reason}; within quotes, write a quote twice") from None
-    return Fields(names, columns, lines, separator)
-
-
-def _names(row: Sequence[str], line: int) -> tuple[str, ...]:
+def names_of(row: Sequence[str], line: int) -> tuple[str, ...]:
     """The names of the columns; one without a name gets its number."""
     names = tuple(name or f"column {number}" for number, name in enumerate(row, 1))
     for name in names:
@@ -147,7 +88,7 @@ def _names(row: Sequence[str], line: int) -> tuple[str, ...]:
     return names
 
 
-def _misfit(row: Sequence[str], names: Sequence[str], line: int, separator: Separator) -> str:
+def misfit(row: Sequence[str], names: Sequence[str], line: int, separator: Separator) -> str:
     """The reason why a row does not fit the header."""
     found = f"line {line}: has {counted(len(row), 'field')} by {separator}, but the header names {len(names)}"
     written = SEPARATORS[separator].join(row)

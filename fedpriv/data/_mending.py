@@ -24,7 +24,7 @@ from fedpriv.data._mistakes import (
     spelling_meant,
     spellings_of,
 )
-from fedpriv.data._tables import Table, labels_of, values_of
+from fedpriv.data._tables import Table
 from fedpriv.errors import InputError
 from fedpriv.files import write_new
 
@@ -63,7 +63,7 @@ def write_mended(table: Table, roles: Roles, out: Path, *, keep: Collection[str]
     if out.suffix.lower() not in (".csv", ".jsonl"):
         raise InputError(f"--fix {out}: must end in .csv or .jsonl")
     before = CheckedColumns.of(table, roles)
-    values = {name: _values(table, name) for name in table.records.column_names}
+    values = {name: list(column) for name, column in table.columns.items()}
     changes = []
     for role, column in (("client", roles.client), ("label", roles.label), ("person", roles.person)):
         if column:
@@ -85,14 +85,6 @@ def write_mended(table: Table, roles: Roles, out: Path, *, keep: Collection[str]
         unit="record",
     )
     return Mended(len(rows), changes, mistakes(after))
-
-
-def _values(table: Table, column: str) -> list[Any]:
-    """The values of a column; classes by name."""
-    import datasets
-
-    is_class = isinstance(table.records.features[column], datasets.ClassLabel)
-    return (labels_of if is_class else values_of)(table.records, column)
 
 
 def _texts(values: Iterable[object]) -> list[str | None]:
@@ -157,8 +149,9 @@ def _kept(columns: CheckedColumns, values: Mapping[str, Sequence[Any]], roles: R
 def _write(out: Path, columns: Mapping[str, Sequence[Any]]) -> None:
     """Write the columns to a new file."""
     records = zip(*columns.values(), strict=True)
-    if out.suffix.lower() == ".csv" and any(isinstance(value, (list, dict)) for c in columns.values() for value in c):
-        raise InputError(f"--fix {out}: a column holds lists; name a .jsonl file")
+    values = (value for column in columns.values() for value in column)
+    if out.suffix.lower() == ".csv" and any(isinstance(v, (list, dict)) or "\n" in str(v) for v in values):
+        raise InputError(f"--fix {out}: a column holds lists or line breaks; name a .jsonl file")
     text = io.StringIO(newline="")
     if out.suffix.lower() == ".jsonl":
         for record in records:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from fedpriv.config import RunConfig, TableChecks
-from fedpriv.data._tables import Table, labels_of
+from fedpriv.data._tables import Table
 from fedpriv.errors import InputError
 from fedpriv.texts import counted
 
@@ -151,7 +151,7 @@ class CheckedColumns:
         """The columns of a table in their roles."""
 
         def values(column: str) -> Values:
-            return labels_of(table.records, column) if column else ()
+            return table.names_of(column) if column else ()
 
         used = {*roles.texts, roles.label, roles.client, roles.person}
         return CheckedColumns(
@@ -161,7 +161,7 @@ class CheckedColumns:
             persons=values(roles.person),
             classes=roles.classes,
             holders=roles.holders,
-            others={name: values(name) for name in table.records.column_names if name not in used},
+            others={name: values(name) for name in table.columns if name not in used},
             places=table.lines,
             unit="line" if table.lines else "record",
         )
@@ -378,34 +378,28 @@ def misspelt_clients(columns: CheckedColumns, spellings: Mapping[str, Sequence[i
 
 def _close(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """(rarer, other) of folded names that differ by punctuation or umlauts alone, or by one letter of a longer word."""
-    groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for name in counts:
-        words = re.findall(r"\w+", name)
-        groups["", "".join(words).translate(_UMLAUTS)].append(name)
-        for place, word in enumerate(words):
-            rest = (place, *words[:place], "", *words[place + 1 :])
-            for shorter in {word, *(word[:cut] + word[cut + 1 :] for cut in range(len(word)))}:
-                groups[(*rest, shorter)].append(name)
-    for key, group in groups.items():
-        for pair in combinations(dict.fromkeys(group), 2):
-            rarer, other = sorted(pair, key=lambda name: (counts[name], name))
-            if key[0] == "" or (counts[rarer] * _TIMES_AS_MANY <= counts[other] and _is_a_slip(rarer, other)):
-                yield rarer, other
+    from rapidfuzz import process  # deferred: tables without clients are read without it
+    from rapidfuzz.distance import OSA
+
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(counts, key=lambda name: (counts[name], name)):
+        groups["".join(re.findall(r"\w+", name)).translate(_UMLAUTS)].append(name)
+    for group in groups.values():
+        yield from combinations(group, 2)
+    for one in counts:
+        others = [name for name, number in counts.items() if counts[one] * _TIMES_AS_MANY <= number]
+        for other, _, _ in process.extract(one, others, scorer=OSA.distance, score_cutoff=1, limit=None):
+            if _is_in_a_word(one, other):
+                yield one, other
 
 
-def _is_a_slip(one: str, other: str) -> bool:
-    """Whether two names differ in one longer word of letters, by one letter or by two that changed places."""
-    pairs = [(a, b) for a, b in zip(re.findall(r"\w+", one), re.findall(r"\w+", other), strict=True) if a != b]
-    if len(pairs) != 1 or not all(word.isalpha() for word in pairs[0]):
+def _is_in_a_word(one: str, other: str) -> bool:
+    """Whether two names differ in one longer word of letters alone."""
+    words = re.findall(r"\w+", one), re.findall(r"\w+", other)
+    if len(words[0]) != len(words[1]):
         return False
-    short, long = sorted(pairs[0], key=len)
-    if len(long) < _LETTERS:
-        return False
-    if len(short) < len(long):
-        return any(long[:cut] + long[cut + 1 :] == short for cut in range(len(long)))
-    places = [place for place in range(len(long)) if short[place] != long[place]]
-    swapped = len(places) == 2 and places[1] == places[0] + 1 and sorted(short) == sorted(long)
-    return len(places) == 1 or swapped
+    pairs = [pair for pair in zip(*words, strict=True) if pair[0] != pair[1]]
+    return len(pairs) == 1 and all(map(str.isalpha, pairs[0])) and max(map(len, pairs[0])) >= _LETTERS
 
 
 def _rare(columns: CheckedColumns) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedpriv.config import Encoding, Separator
+from fedpriv.data._rows import unit_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class DataSource:
     """The place of a node's records. Only the node's own configuration decides this, never that of a run.
 
     Attributes:
-        data: a file; `fedpriv.data._own` says what is a record of it.
+        data: a file; `fedpriv.data._rows` says what is a record of it.
         text_column: column with the text.
         text_pair_column: column with the second text; empty for tasks on single texts.
         label_column: column with the label; empty for causal models.
@@ -97,7 +98,17 @@ class DataSource:
     @property
     def unit(self) -> str:
         """The part of the file that is a record: a row of a Parquet file, a line of any other."""
-        return "row" if ".parquet" in Path(self.data).suffixes else "line"
+        return unit_of(Path(self.data))
+
+    @property
+    def columns(self) -> list[tuple[str, str]]:
+        """(setting, name) of the columns that the file must have."""
+        plain, instructions = (
+            ("text_column", "text_pair_column", "label_column"),
+            ("prompt_column", "response_column", "messages_column"),
+        )
+        read = (*(instructions if self.instructs else plain), "person_column")
+        return [(key, column) for key in read if (column := getattr(self, key))]
 
 
 @dataclass(frozen=True)

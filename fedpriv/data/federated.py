@@ -23,24 +23,13 @@ from fedpriv.config import EMBEDDED, IN_MEMORY, ON_NODES, DataSection, Fact, Run
 from fedpriv.data import _own as own
 from fedpriv.data import hospital
 from fedpriv.data._mistakes import check_table
-from fedpriv.data._tables import (
-    instructions,
-    labels_of,
-    load_table,
-    read_table,
-    release_memory,
-    require_columns,
-    to_text,
-    values_of,
-)
+from fedpriv.data._tables import Table, instructions, read_table, release_memory, to_text
 from fedpriv.data._text import DataSource, FederatedData, TextData, response_of
 from fedpriv.data.apart import check_texts
 from fedpriv.data.persons import by_person
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    import datasets
-
     from fedpriv.data.tensors import TensorRecords
 
 Held = TypeVar("Held", TextData, "TensorRecords")
@@ -217,11 +206,9 @@ def _embedded(config: RunConfig) -> FederatedData:
     names = tuple(dict.fromkeys(message.hospital for message in train))
     holders = [[m for m in train if m.hospital == name] for name in names]
     if config.partition not in ("auto", "natural"):
-        from datasets import Dataset
-
         # Partitioned again among any number of clients, so that every message stays whole.
         departments = [message.department for message in train]
-        table = Dataset.from_dict({"patient": [m.patient for m in train], config.label_column: departments})
+        table = Table(EMBEDDED, {"patient": [m.patient for m in train], config.label_column: departments})
         named = replace(config, person_column="patient") if config.most_of_a_person else config
         parts, labels = _partition(table, range(len(train)), named)
         holders, names = [[train[row] for row in part] for part in parts], tuple(labels)
@@ -247,13 +234,12 @@ def _numbers(holders: Iterable[object], names: Sequence[str]) -> tuple[int, ...]
 
 
 def _from_table(config: RunConfig) -> FederatedData:
-    read = read_table(config.data, separator=config.separator, encoding=config.encoding)
-    table = read.records
+    table = read_table(config.data, separator=config.separator, encoding=config.encoding)
     columns = _columns(config)
     others = [("client_column", config.client_column if config.partition_rule == "natural" else "")]
     others += [("person_column", config.person_column)]
-    require_columns(table, columns + others, config.data)
-    warned = check_table(read, config)
+    table.require(columns + others)
+    warned = check_table(table, config)
     holders = _holders(table, config) if config.partition_rule == "natural" else set()
     # Rows are chosen by their numbers: to select them from a table and read them there takes far longer.
     records = replace(to_text(table, config), persons=_persons_of(table, config))
@@ -267,7 +253,7 @@ def _from_table(config: RunConfig) -> FederatedData:
     test = tested.part(test_rows)
     if config.test_data and not config.protects_nobody:
         warned += check_texts(config, test, records, test_rows)
-    column = values_of(table, config.client_column) if config.partition_rule == "natural" else []
+    column = table.columns[config.client_column] if config.partition_rule == "natural" else ()
     if empty := sorted(map(str, holders - {column[row] for row in train})) if holders else []:
         raise InputError(
             f"client_column = {config.client_column!r}: client {empty[0]!r} has no training records: all of "
@@ -276,18 +262,18 @@ def _from_table(config: RunConfig) -> FederatedData:
         )
     parts, names = _partition(table, train, config)
     clients = tuple(records.part(part) for part in parts)
-    own = config.partition_rule == "natural" and config.client_column in test_table.column_names
-    test_column = values_of(test_table, config.client_column) if own else []
+    own = config.partition_rule == "natural" and config.client_column in test_table.columns
+    test_column = test_table.columns[config.client_column] if own else ()
     test_holders = _numbers((test_column[row] for row in test_rows), names) if own else ()
     label_names = _label_names(clients, test, config)
     return FederatedData(clients, tuple(names), replace(test, persons=None), label_names, test_holders, tuple(warned))
 
 
-def _persons_of(table: datasets.Dataset, config: DataSection) -> tuple[str, ...] | None:
+def _persons_of(table: Table, config: DataSection) -> tuple[str, ...] | None:
     """The person that each record names; None where the unit is the record, or a test set names none."""
-    if not config.most_of_a_person or config.person_column not in table.column_names:
+    if not config.most_of_a_person or config.person_column not in table.columns:
         return None
-    return tuple(name or "" for name in labels_of(table, config.person_column))
+    return tuple(name or "" for name in table.names_of(config.person_column))
 
 
 def _about_persons(records: TextData) -> Sequence[int]:
@@ -306,20 +292,20 @@ def _columns(config: RunConfig) -> list[tuple[str, str]]:
     return [*columns, ("label_column", config.label_column)] if config.task == "SEQ_CLS" else columns
 
 
-def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> tuple[datasets.Dataset, Sequence[int]]:
+def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> tuple[Table, Sequence[int]]:
     """The table of `test_data`, and its usable rows."""
-    table = load_table(config.test_data, key="test_data", separator=config.separator, encoding=config.encoding)
-    require_columns(table, columns, config.test_data)
+    table = read_table(config.test_data, key="test_data", separator=config.separator, encoding=config.encoding)
+    table.require(columns)
     return table, _usable(table, config, config.test_data)
 
 
-def _holders(table: datasets.Dataset, config: DataSection) -> set[object]:
+def _holders(table: Table, config: DataSection) -> set[object]:
     """The holders named in the client column.
 
     Raises:
         InputError: a record has no holder, or one that is neither a string nor an integer.
     """
-    column = values_of(table, config.client_column)
+    column = table.columns[config.client_column]
     for index, holder in enumerate(column):
         if not isinstance(holder, (str, int)):
             raise InputError(
@@ -329,9 +315,7 @@ def _holders(table: datasets.Dataset, config: DataSection) -> set[object]:
     return set(column)
 
 
-def _usable(
-    table: datasets.Dataset, config: RunConfig, source: str, *, among: Sequence[int] | None = None
-) -> Sequence[int]:
+def _usable(table: Table, config: RunConfig, source: str, *, among: Sequence[int] | None = None) -> Sequence[int]:
     """The records that have a label, or answer, and one of the configured if there are any; there must be some.
 
     Args:
@@ -354,7 +338,7 @@ def _usable(
         return usable
     if config.task != "SEQ_CLS":
         return rows
-    labels = labels_of(table, config.label_column)
+    labels = table.names_of(config.label_column)
     classes = set(config.labels or labels) - {None}
     usable = [row for row in rows if labels[row] in classes]
     if not usable:
@@ -397,7 +381,7 @@ def _label_names(clients: tuple[TextData, ...], test: TextData, config: RunConfi
     return names
 
 
-def _partition(table: datasets.Dataset, rows: Sequence[int], config: RunConfig) -> tuple[list[list[int]], list[str]]:
+def _partition(table: Table, rows: Sequence[int], config: RunConfig) -> tuple[list[list[int]], list[str]]:
     """The rows of each client, and the clients' names.
 
     Args:
@@ -411,14 +395,14 @@ def _partition(table: datasets.Dataset, rows: Sequence[int], config: RunConfig) 
         InputError: flwr-datasets is not installed, the split is impossible, or a client would have no record.
     """
     if config.partition_rule == "natural":
-        column, held = values_of(table, config.client_column), dict[str, list[int]]()
+        column, held = table.columns[config.client_column], dict[str, list[int]]()
         for row in rows:
             held.setdefault(str(column[row]), []).append(row)
         names = sorted(held)
         return [held[name] for name in names], names
     persons = _persons_of(table, config)
     units = _units(None if persons is None else [persons[row] for row in rows], len(rows))
-    labels = values_of(table, config.label_column) if config.partition_rule == "dirichlet" else None
+    labels = table.columns[config.label_column] if config.partition_rule == "dirichlet" else None
     dealt = _dealt(len(units), labels and [labels[rows[unit[0]]] for unit in units], config)
     parts = [[rows[at] for at in _of_units(units, part)] if persons else [rows[at] for at in part] for part in dealt]
     return parts, [f"client {client}" for client in range(len(parts))]
@@ -457,7 +441,7 @@ def _dealt(num_units: int, labels: Sequence[Any] | None, config: RunConfig) -> l
 
 def _by_label(order: Sequence[int], labels: Sequence[Any], config: RunConfig) -> list[list[int]]:
     """The units of each client by the rule `dirichlet`, which takes them in this order."""
-    import datasets  # deferred, as in `_tables`
+    import datasets  # deferred: no other rule needs it
 
     try:
         from flwr_datasets.partitioner import DirichletPartitioner
@@ -479,7 +463,7 @@ def _by_label(order: Sequence[int], labels: Sequence[Any], config: RunConfig) ->
             parts = [partitioner.load_partition(client) for client in range(config.num_clients)]
     except ValueError as error:
         raise InputError(f"partition = dirichlet: {str(error).splitlines()[0]}") from None
-    return [values_of(part, _UNIT) for part in parts]
+    return [list(part[_UNIT][:]) for part in parts]
 
 
 def held_out(data: Held, *, fraction: float, key: bytes) -> tuple[Held, Held]:

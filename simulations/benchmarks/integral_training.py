@@ -19,11 +19,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedpriv.data import load_table
+from fedpriv.data import read_table
 from fedpriv.integral import (
     HIDDEN,
     OPTIMIZERS,
@@ -72,7 +73,7 @@ def together(
 def records_of(data: Path | None, target: str, seed: int) -> tuple[Tensor, Tensor]:
     """Features and labels of a CSV, or random ones in Adult's shape with its share of the larger class."""
     if data is not None:
-        table = prepare(load_table(str(data)).to_pandas(), target, seed=seed)
+        table = prepare(pd.DataFrame(read_table(str(data)).columns), target, seed=seed)
         return torch.cat([table.train_features, table.test_features]), torch.cat(
             [table.train_labels, table.test_labels]
         )

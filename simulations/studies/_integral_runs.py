@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.accounting.views import default_delta
-from fedpriv.data import load_table
+from fedpriv.data import read_table
 from fedpriv.integral import (
     HIDDEN,
     PrivateSchedule,
@@ -77,7 +78,7 @@ WAYS: dict[str, tuple[Scaling, TrainingSchedule]] = {
 def data_of(folder: Path, name: str, scaling: Scaling = "standard") -> Data:
     """A table's training and test parts, 70 to 30."""
     source = SOURCES[name]
-    frame = load_table(str(folder / source.file)).to_pandas()
+    frame = pd.DataFrame(read_table(str(folder / source.file)).columns)
     table = prepare(frame, source.target, drop=source.drop, scaling=scaling)
     return Data(
         train_features=table.train_features,

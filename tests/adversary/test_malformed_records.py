@@ -8,12 +8,13 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import tomli_w
 
 from fedpriv.config import RunConfig
 from fedpriv.data import federated
-from fedpriv.data._tables import load_table, to_text
+from fedpriv.data._tables import Table, to_text
 from fedpriv.data._text import DataSource, FederatedData, TextData
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import ask, make_node, restart, run_config, training
@@ -81,7 +82,9 @@ def test_one_malformed_record_does_not_silence_the_others(approved, starts, tmp_
 
 def as_a_whole(config: RunConfig, source: DataSource) -> FederatedData:
     """The records as a parser of whole tables reads them, which infers a type for each column."""
-    return FederatedData((to_text(load_table(source.data), config),), ("",), TextData((), ()), config.labels)
+    read = pd.read_csv(source.data) if source.data.endswith(".csv") else pd.read_json(source.data, lines=True)
+    table = Table(source.data, read.to_dict("list"))
+    return FederatedData((to_text(table, config),), ("",), TextData((), ()), config.labels)
 
 
 @pytest.mark.parametrize(

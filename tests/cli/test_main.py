@@ -45,7 +45,7 @@ def test_data_check_shows_what_a_run_would_see(table):
     [
         ("r.jsonl", "", "r.jsonl"),
         ("r.txt", "x", "unknown format"),
-        ("r.csv", '"te\nxt",\x1b[2Jlabel\nwords,a\n', "it has 'te\\nxt', '\\x1b[2Jlabel'"),
+        ("r.jsonl", '{"te\\nxt": "words", "\\u001b[2Jlabel": "a"}', "it has 'te\\nxt', '\\x1b[2Jlabel'"),
     ],
     ids=["empty", "unknown format", "steers the terminal"],
 )

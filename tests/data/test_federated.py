@@ -14,7 +14,7 @@ import pytest
 
 from fedpriv.config import EMBEDDED, KEYS, RunConfig, parse
 from fedpriv.data._checks import describe
-from fedpriv.data._tables import load_table
+from fedpriv.data._tables import read_table
 from fedpriv.data.federated import holdings, load
 from fedpriv.data.records import collate, num_tokens, tokenize
 from fedpriv.errors import InputError
@@ -52,15 +52,15 @@ def file(tmp_path):
 
 @pytest.mark.parametrize("name", ["r.csv", "r.tsv", "r.jsonl", "r.json", "r.parquet", "r.csv.gz", "r.jsonl.gz"])
 def test_every_format_gives_the_same_records(tmp_path, name):
-    table = load_table(str(write(tmp_path / name)))
-    assert [dict(row) for row in table] == ROWS
+    table = read_table(str(write(tmp_path / name)))
+    assert [dict(zip(table.columns, row, strict=True)) for row in zip(*table.columns.values(), strict=True)] == ROWS
 
 
 def test_no_copy_of_a_private_file_stays_behind(file, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "temporary").mkdir()
-    load_table(str(file))
+    read_table(str(file))
     assert not list((tmp_path / "temporary").iterdir())
     assert not (tmp_path / "cache").exists()
 
@@ -76,7 +76,7 @@ def test_no_copy_of_a_private_file_stays_behind(file, tmp_path, monkeypatch):
 def test_unusable_file_is_refused_by_name(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=message) as caught:
-        load_table(str(tmp_path / name))
+        read_table(str(tmp_path / name))
     assert str(tmp_path / name) in str(caught.value)
 
 

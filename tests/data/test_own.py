@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.config import ON_NODES, parse
-from fedpriv.data._own import read_strictly, write_lines
+from fedpriv.data._own import read_strictly
+from fedpriv.data._tables import write_lines
 from fedpriv.data._text import DataSource, TextData
 from fedpriv.data.federated import load_own
 from fedpriv.errors import InputError

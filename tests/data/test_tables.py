@@ -13,7 +13,9 @@ import datasets
 import pytest
 
 from fedpriv.config import parse
-from fedpriv.data._tables import labels_of, load_table, require_columns, to_text
+from fedpriv.data._own import read_strictly
+from fedpriv.data._tables import read_table, to_text, write_lines
+from fedpriv.data._text import DataSource
 from fedpriv.data.federated import load
 from fedpriv.errors import InputError
 
@@ -47,7 +49,7 @@ def test_unreadable_file_is_one_line_with_its_name(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(InputError) as caught:
-        load_table(str(path))
+        read_table(str(path))
     assert str(caught.value).startswith(f"data = '{path}': ")
     assert "\n" not in str(caught.value)
 
@@ -68,7 +70,7 @@ def test_a_record_with_more_fields_than_the_header_shifts_no_column(tmp_path, ro
     path = tmp_path / f"r{suffix}"
     path.write_text(text if suffix == ".csv" else text.replace(",", "\t"))
     with pytest.raises(InputError) as caught:
-        load_table(str(path))
+        read_table(str(path))
     assert str(path) in str(caught.value)
     assert row in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -78,12 +80,12 @@ def test_a_record_with_more_fields_than_the_header_shifts_no_column(tmp_path, ro
 def test_a_file_that_is_not_there_is_never_looked_up_on_the_hub(tmp_path):
     for source in (str(tmp_path / "none.csv"), "none.jsonl", str(tmp_path)):
         with pytest.raises(InputError, match="no such file"):
-            load_table(source, key="data")
+            read_table(source, key="data")
 
 
 def test_what_is_neither_file_nor_data_set_is_one_line_naming_the_key():
     with pytest.raises(InputError, match="test_data = 'nobody/nothing': neither a file nor a data set") as caught:
-        load_table("nobody/nothing", key="test_data")
+        read_table("nobody/nothing", key="test_data")
     assert "\n" not in str(caught.value)
 
 
@@ -96,7 +98,7 @@ def test_what_is_neither_file_nor_data_set_is_one_line_naming_the_key():
 def test_csv_values_stay_as_written(tmp_path, content, where, value):
     path = tmp_path / "r.csv"
     path.write_text(content.format(value=value))
-    data = to_text(load_table(str(path)), parse({}))
+    data = to_text(read_table(str(path)), parse({}))
     assert (data.texts if where == "text" else data.labels) == (value,)
 
 
@@ -127,23 +129,60 @@ def test_holder_that_is_no_name_is_refused_in_one_line(tmp_path):
         federation(str(tmp_path / "r.jsonl"), client_column="site")
 
 
-def test_class_labels_appear_by_name(tmp_path):
+def test_class_labels_of_a_parquet_file_appear_by_name(tmp_path):
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
     table = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, None]}, features=features)
-    assert labels_of(table, "label") == ["yes", "no", None]
+    table.to_parquet(tmp_path / "r.parquet")
+    assert read_table(str(tmp_path / "r.parquet")).names_of("label") == ["yes", "no", None]
 
 
 def test_missing_texts_count_as_empty_and_pairs_stay_aligned(tmp_path):
-    (tmp_path / "r.jsonl").write_text('{"text": null, "label": "a", "other": "x"}\n{"text": "t", "label": "b"}\n')
-    data = to_text(load_table(str(tmp_path / "r.jsonl")), parse({"text_pair_column": "other"}))
+    rows = ['{"text": null, "label": "a", "other": "x"}', '{"text": "t", "label": "b", "other": null}']
+    (tmp_path / "r.jsonl").write_text("\n".join(rows))
+    data = to_text(read_table(str(tmp_path / "r.jsonl")), parse({"text_pair_column": "other"}))
     assert (data.texts, data.pairs, data.labels) == (("", "t"), ("x", ""), ("a", "b"))
 
 
 def test_missing_column_names_key_column_and_what_there_is(tmp_path):
-    table = load_table(write(tmp_path / "r.csv", "text,label", ["a,b"]))
-    with pytest.raises(InputError, match=r"label_column = 'class': here has no such column; it has text, label"):
-        require_columns(table, [("text_column", "text"), ("label_column", "class")], "here")
-    require_columns(table, [("text_pair_column", "")], "here")
+    table = read_table(write(tmp_path / "r.csv", "text,label", ["a,b"]))
+    with pytest.raises(InputError, match=r"label_column = 'class': .*r\.csv has no such column; it has text, label"):
+        table.require([("text_column", "text"), ("label_column", "class")])
+    table.require([("text_pair_column", "")])
+
+
+BREAKS = b'text,label\nx,0\n"a letter\nof two lines",1\n'
+SAME = {
+    "line breaks": ("r.csv", BREAKS, r"line 3: a quote opens here and is not closed; .*`fedpriv data lines`"),
+    "one list": ("r.json", b'[\n{"text": "x", "label": "0"}]', r"line 1: cannot be read"),
+    "no such key": ("r.jsonl", b'{"text": "x", "label": "0"}\n{"text": "y"}\n', r"line 2.* has no"),
+    "fields": (
+        "r.csv",
+        b"text,label\nx,0\nx\n",
+        r"line 3: has 1 field by comma, .* names 2; leave no",
+    ),
+    "latin-1": ("r.csv", "text,label\nx,0\ncafé,1\n".encode("latin-1"), r"line 3: .*--encoding latin-1"),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_a_run_and_a_node_refuse_a_file_in_the_same_words(tmp_path, case):
+    name, content, words = SAME[case]
+    (tmp_path / name).write_bytes(content)
+    source = str(tmp_path / name)
+    with pytest.raises(InputError, match=words):
+        read_strictly(DataSource(data=source))
+    with pytest.raises(InputError, match=words):
+        federation(source, table_checks="warn")
+
+
+@pytest.mark.parametrize("case", ["line breaks", "one list"])
+def test_a_run_and_a_node_accept_it_once_it_is_written_anew(tmp_path, case):
+    name, content, _ = SAME[case]
+    (tmp_path / name).write_bytes(content)
+    out = str(tmp_path / "lines.jsonl")
+    write_lines(str(tmp_path / name), Path(out))
+    assert [record.text for record in read_strictly(DataSource(data=out))] == read_table(out).columns["text"]
+    assert read_table(out).columns["text"] == ["x", "a letter\nof two lines"][: 2 if case == "line breaks" else 1]
 
 
 # In a process of its own: folders that libraries fix at import are then under the test's eyes too.

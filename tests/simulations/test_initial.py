@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import json
 import os
 import pty
 import shlex
@@ -127,19 +128,17 @@ def test_what_is_wrong_is_one_line_and_nothing_is_written(letters, tmp_path, opt
 def test_names_cannot_break_out_of_their_line(tmp_path):
     """Whoever names a column in the file cannot add a key, such as a statement that the data are public."""
     evil = 'x"\npublic_data = true\ny = "'
-    with (tmp_path / "t.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["text", evil])
-        rows.writerows([f"some words {row}", "ab"[row % 2]] for row in range(40))
-    code, said = init(tmp_path, "t.csv", "--label", evil, "--client", "")
+    rows = [json.dumps({"text": f"some words {row}", evil: "ab"[row % 2]}) for row in range(40)]
+    (tmp_path / "t.jsonl").write_text("\n".join(rows))
+    code, said = init(tmp_path, "t.jsonl", "--label", evil, "--client", "")
     assert code == 0, said
     config = parse(read(tmp_path / "t.toml"))
     assert (config.label_column, config.public_data) == (evil, False)
 
 
 def test_names_of_columns_do_not_steer_the_terminal(tmp_path):
-    (tmp_path / "t.csv").write_text('"te\nxt",\x1b[2Jlabel\nwords,a\n')
-    code, said = init(tmp_path, "t.csv", "--label", "ward")
+    (tmp_path / "t.jsonl").write_text(json.dumps({"te\nxt": "words", "\x1b[2Jlabel": "a"}))
+    code, said = init(tmp_path, "t.jsonl", "--label", "ward")
     assert code == 2
     assert "there are te\ufffdxt, \ufffd[2Jlabel" in said
     assert len(said.splitlines()) == 1

@@ -76,16 +76,22 @@ def test_nothing_is_written_when_something_is_missing(tmp_path, invite, data, gi
 
 
 @pytest.mark.parametrize(
-    ("line", "where"),
-    [('"two\nlines",cardiology\n', "line 8"), ("a,b,c\n", "line 8"), ("\n\nx\n", "line 10")],
+    ("line", "where", "remedy"),
+    [
+        ('"two\nlines",cardiology\n', "line 8", "`fedpriv data lines`"),
+        ("a,b,c\n", "line 8", "quote fields that hold a comma"),
+        ("\n\nx\n", "line 10", "leave no field out"),
+    ],
 )
-def test_a_record_that_cannot_be_read_is_named_before_anything_is_registered(tmp_path, invite, data, line, where):
+def test_a_record_that_cannot_be_read_is_named_before_anything_is_registered(
+    tmp_path, invite, data, line, where, remedy
+):
     file = tmp_path / "own.csv"
     file.write_bytes(data.read_bytes() + line.encode())
     done = init(tmp_path / "node", invite, file, "--labels", ",".join(LABELS), "--budget-epsilon", 4)
     assert done.returncode == 2
     assert where in done.stderr
-    assert "`fedpriv data lines`" in done.stderr
+    assert remedy in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "node").exists()
 
