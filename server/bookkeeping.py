@@ -87,8 +87,6 @@ class Books:
         self._round = 0
         self._after = resumed_after or 0
         self._earlier_charges = EarlierCharges()
-        # The epsilons so far, of each view and part of the accounts, by client, until the client releases something.
-        self._known: dict[tuple[View, Part], dict[int, float | None]] = {}
         if ledger is not None:
             self._register(ledger, accounts or {})
             if resumed_after is not None:
@@ -153,12 +151,6 @@ class Books:
 
     def _so_far(self, client: int, view: View, part: Part) -> float | None:
         """`epsilon_so_far` of a part of the client's account."""
-        known = self._known.setdefault((view, part), {})
-        if client not in known:
-            known[client] = self._bounded(client, view, part)
-        return known[client]
-
-    def _bounded(self, client: int, view: View, part: Part) -> float | None:
         cost = self.accounts.epsilon_of(client, view, "rdp", part=part)
         if cost is None:
             return None
@@ -393,7 +385,7 @@ class Books:
         done = []
         for client, release in releases.items():
             charge = self._charged[client]
-            self._record(client, release)
+            self.accounts.record(client, release)
             if self._ledger is not None and (
                 charge.key not in self._earlier_charges or self._ledger.phase(charge.key) != RELEASED
             ):
@@ -406,12 +398,7 @@ class Books:
     def count_unused(self, up_to: int) -> None:
         """Account for charges of rounds up to this one that an interrupted attempt made and no round used again."""
         for client, release in self._earlier_charges.pop_unused(up_to):
-            self._record(client, release)
-
-    def _record(self, client: int, release: Release) -> None:
-        self.accounts.record(client, release)
-        for known in self._known.values():
-            known.pop(client, None)
+            self.accounts.record(client, release)
 
     def _at_worst(self, round_: int, clients: Iterable[int]) -> dict[int, Release]:
         """The cost of a round in the worst case over all that may still be asked.

@@ -47,7 +47,6 @@ class Accounts:
         self._earlier = {client: _History(releases) for client, releases in (earlier or {}).items() if releases}
         self._own: dict[int, _History] = {}
         self._holders = holders
-        self._final: dict[tuple[View, Part], dict[int, PrivacySpent | None]] = {}
         self._risks: dict[View, dict[int, Risk | None]] = {}
 
     def record(self, client: int, release: Release) -> None:
@@ -59,7 +58,7 @@ class Accounts:
         if client not in self.deltas:
             raise KeyError(client)
         self._own.setdefault(client, _History()).add(release)
-        self._final, self._risks = {}, {}
+        self._risks = {}
 
     def num_releases(self, client: int) -> int:
         """The number of releases of this run that the client was charged for."""
@@ -80,7 +79,9 @@ class Accounts:
         histories = self._histories(client, part)
         if not all(history.holds[view] for history in histories):
             return None
-        return _cost(group(_events(histories, view)), self.deltas[client], accountant)
+        if len(histories) == 1:
+            return _cost(histories[0].merged(view), self.deltas[client], accountant)
+        return _cost(frozenset(group(_events(histories, view))), self.deltas[client], accountant)
 
     def final(self, view: View, *, part: Part = "whole") -> dict[int, PrivacySpent | None]:
         """The cost of a part of every client's account by pld, to be reported once, at the end.
@@ -90,8 +91,6 @@ class Accounts:
         Equal histories are computed once. If more than 32 differ, the costs are upper bounds, marked as such: those of
         `many_clients.epsilons` for a history of equal releases, rdp for any other.
         """
-        if (view, part) in self._final:
-            return self._final[view, part]
         spenders, nothing = self.spenders(part), frozenset[Event]()
         keys = {
             client: (frozenset(group(events)), self.deltas[client])
@@ -100,10 +99,8 @@ class Accounts:
         keys |= {client: (nothing, delta) for client, delta in self.deltas.items() if client not in spenders}
         distinct = set(keys.values())
         too_many = len(distinct) > _MAX_PLD_HISTORIES
-        costs = _in_bulk(distinct) if too_many else {key: epsilon_of(*key) for key in distinct}
-        found = {client: costs[keys[client]] if client in keys else None for client in self.deltas}
-        self._final[view, part] = found
-        return found
+        costs = _in_bulk(frozenset(distinct)) if too_many else {key: _cost(*key, "pld") for key in distinct}
+        return {client: costs[keys[client]] if client in keys else None for client in self.deltas}
 
     def risks(self, view: View) -> dict[int, Risk | None]:
         """The risk of every client's whole account, as that of a schedule fixed in advance; None as in `final`.
@@ -237,9 +234,9 @@ class Accounts:
         return [known[client] for known in parts if client in known]
 
 
-@lru_cache(maxsize=4096)
-def _cost(events: tuple[Event, ...], delta: float, accountant: Accountant) -> PrivacySpent:
-    """`epsilon_of`, kept: of many clients, few histories differ."""
+@lru_cache(maxsize=2**16)
+def _cost(events: frozenset[Event], delta: float, accountant: Accountant) -> PrivacySpent:
+    """`epsilon_of`, kept: of many clients, few histories differ, and most stay as they are in a round."""
     return epsilon_of(events, delta, accountant)
 
 
@@ -255,7 +252,10 @@ def _events(histories: Iterable[_History], view: View) -> list[Event]:
     return [event for history in histories for event in history.events(view)]
 
 
-def _in_bulk(histories: Iterable[tuple[frozenset[Event], float]]) -> dict[tuple[frozenset[Event], float], PrivacySpent]:
+@lru_cache(maxsize=8)
+def _in_bulk(
+    histories: frozenset[tuple[frozenset[Event], float]],
+) -> Mapping[tuple[frozenset[Event], float], PrivacySpent]:
     """Upper bounds on what each (events, delta) costs."""
     costs, single = {}, {}
     for events, delta in histories:
@@ -291,11 +291,13 @@ class _History:
         self.num_readers = math.inf
         self.holds: dict[View, bool] = dict.fromkeys(VIEWS, True)
         self._counts: dict[View, Counter[Event]] = {view: Counter() for view in VIEWS}
+        self._merged: dict[View, frozenset[Event]] = {}
         for release in releases:
             self.add(release)
 
     def add(self, release: Release) -> None:
         self.num_releases += 1
+        self._merged = {}
         if release.counts_on_others:
             self.num_readers = min(self.num_readers, release.num_readers)
         self.holds["aggregate"] &= release.aggregate_scale is not None
@@ -307,3 +309,8 @@ class _History:
 
     def events(self, view: View) -> list[Event]:
         return [event.with_count(count) for event, count in self._counts[view].items()]
+
+    def merged(self, view: View) -> frozenset[Event]:
+        if view not in self._merged:
+            self._merged[view] = frozenset(self.events(view))
+        return self._merged[view]
