@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tomli_w
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from fedpriv import config as configuration
@@ -24,7 +24,6 @@ from fedpriv.data import DataSource
 from fedpriv.deployment import keys
 from fedpriv.deployment.command_line import read_settings
 from fedpriv.errors import InputError
-from fedpriv.vault.frames import MAX_ARRAYS_BYTES
 
 FILE = "vault.toml"
 PEER_SUFFIX = ".pub"
@@ -36,31 +35,6 @@ _MODELS_HEADER = "# The models that this node runs; `approve-model` adds them. A
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1)]
-
-
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class UpdateSettings:
-    """The terms on which the vault releases whole updates that another framework's code computed, at client level.
-
-    Attributes:
-        clip_norm: S, to which an update is clipped as one vector.
-        noise_multiplier: z, the noise over S on every value.
-        budget_epsilon: that all releases together may spend; their account has nothing to do with that of the records.
-        delta: of the budget.
-        max_tensors: of an update.
-        max_values: of an update, all tensors together; each release is charged as if it had so many.
-        socket_file: None stands for updates.sock in the node's folder.
-        ledger_file: None stands for updates.sqlite in the node's folder.
-    """
-
-    clip_norm: _Positive
-    noise_multiplier: _Positive
-    budget_epsilon: _Positive
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    max_tensors: _Count = 10_000
-    max_values: Annotated[int, Field(ge=1, le=MAX_ARRAYS_BYTES // 8)] = 2**24
-    socket_file: Path | None = None
-    ledger_file: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -100,7 +74,6 @@ class VaultSettings:
         counter_file: a file on another disk that keeps the receipts of charges, so that a ledger that was restored is
             noticed; None keeps none but in the folder.
         client_user: name or number of the user whose processes may ask the vault; empty stands for the vault's own.
-        updates: the terms for updates of other frameworks, on a socket of their own; None releases none.
     """
 
     folder: Path
@@ -132,13 +105,6 @@ class VaultSettings:
     keep_tokens: bool = True
     counter_file: Path | None = None
     client_user: str = ""
-    updates: UpdateSettings | None = None
-
-    @model_validator(mode="after")
-    def _keeps_accounts_apart(self) -> VaultSettings:
-        if self.updates is not None and self.updates_ledger.absolute() == self.ledger.absolute():
-            raise ValueError(f"updates.ledger_file = {self.ledger}: is the ledger of the records; give another file")
-        return self
 
     @staticmethod
     def read(folder: Path) -> VaultSettings:
@@ -233,21 +199,6 @@ class VaultSettings:
     def socket(self) -> Path:
         """The Unix socket that the vault listens on."""
         return self.folder / "vault.sock"
-
-    @property
-    def updates_socket(self) -> Path:
-        """The Unix socket for updates of other frameworks, which only the vault's own user may open."""
-        return (self.updates and self.updates.socket_file) or self.folder / "updates.sock"
-
-    @property
-    def updates_ledger(self) -> Path:
-        """The ledger of these updates."""
-        return (self.updates and self.updates.ledger_file) or self.folder / "updates.sqlite"
-
-    @property
-    def updates_receipts(self) -> Path:
-        """The receipts of their charges, one a line."""
-        return self.folder / "updates-receipts.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
