@@ -23,7 +23,7 @@ from clients.deploy.records import Found
 from fedpriv import config
 from fedpriv.deployment import joining, keys
 from fedpriv.deployment.checks import CA_CERTIFICATE, free_port
-from fedpriv.deployment.command_line import port_of_metrics, read_settings, validated
+from fedpriv.deployment.command_line import read_settings, validated
 from fedpriv.deployment.joining import Application, Invitation
 from fedpriv.deployment.users import owner_for
 from fedpriv.errors import InputError
@@ -72,13 +72,13 @@ class Node:
     Attributes:
         superlink: HOST:PORT of the coordinator.
         port: on this machine, for Flower's own processes; it need not be reachable from outside.
-        metrics: whether metrics are served on this machine, on the port 1000 above `port`; or on which one.
+        metrics: whether figures for Prometheus are written to a file in the folder.
         vault: what its operator decides.
     """
 
     superlink: str
     port: Annotated[int, Field(ge=1, le=65535)] = 9094
-    metrics: bool | Annotated[int, Field(ge=1, le=65535)] = False
+    metrics: bool = False
     vault: VaultSettings
 
     @field_validator("superlink")
@@ -115,11 +115,6 @@ class Node:
     def superlink_port(self) -> int:
         """The port that the SuperLink listens on."""
         return _split_address(self.superlink)[1]
-
-    @property
-    def metrics_port(self) -> int | None:
-        """The port of this machine's own address that serves metrics; None if none does."""
-        return port_of_metrics(self.metrics, self.port)
 
     @property
     def ca_certificate(self) -> Path:

@@ -329,5 +329,5 @@ def units(node: Node) -> list[Unit]:
             ],
             after=[f"{name}.service"],
         ),
-        *([metrics.unit(node)] if node.metrics_port is not None else []),
+        *([metrics.unit(node)] if node.metrics else []),
     ]

@@ -88,19 +88,6 @@ def validated(settings_type: type[Settings], values: Mapping[str, Any], *, prefi
         raise InputError(f"{prefix}{key}{value}: {first['msg'].lower()}") from None
 
 
-def port_of_metrics(metrics: bool | int, port: int) -> int | None:
-    """The port that the setting `metrics` names; None for none.
-
-    Args:
-        metrics: a port, or whether there is to be one: then it is 1000 away from the program's own, which on one
-            machine differ.
-        port: of the program.
-    """
-    if metrics is True:
-        return port + 1000 if port + 1000 <= 65535 else port - 1000
-    return metrics or None
-
-
 def run_command_line(app: typer.Typer, name: str) -> None:
     """Run a command line: a user's mistake gives one line on stderr and exit code 2, any other failure exit code 1."""
     try:

@@ -46,7 +46,7 @@ def init(
     ca_passphrase_file: PassphraseFile = None,
     override: Override = None,
     metrics: Annotated[
-        bool, typer.Option("--metrics", help="Serve metrics to Prometheus on this machine, 1000 ports above --port.")
+        bool, typer.Option("--metrics", help="Write figures for Prometheus to DIR/metrics/fedpriv.prom.")
     ] = False,
 ) -> None:
     """Create a coordinator's folder: a certificate authority, a server certificate, and the run that is planned.

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from fedpriv import config
 from fedpriv.deployment import keys
 from fedpriv.deployment.checks import CA_CERTIFICATE
-from fedpriv.deployment.command_line import port_of_metrics, read_settings, validated
+from fedpriv.deployment.command_line import read_settings, validated
 from fedpriv.deployment.flower import CONNECTION, flwr
 from fedpriv.deployment.keys import Kind
 from fedpriv.errors import InputError
@@ -39,13 +39,13 @@ class Coordinator:
         folder: absolute path.
         addresses: DNS names and IP addresses of the machine; the nodes use the first.
         port: of the SuperLink.
-        metrics: whether metrics are served on this machine, on the port 1000 above `port`; or on which one.
+        metrics: whether figures for Prometheus are written to a file in the folder.
     """
 
     folder: Path
     addresses: Annotated[tuple[str, ...], Field(min_length=1)]
     port: Annotated[int, Field(ge=1, le=65535)] = DEFAULT_PORT
-    metrics: bool | Annotated[int, Field(ge=1, le=65535)] = False
+    metrics: bool = False
 
     @staticmethod
     def read(folder: Path) -> Coordinator:
@@ -65,11 +65,6 @@ class Coordinator:
     def address(self) -> str:
         """HOST:PORT, as the nodes use it."""
         return _join_address(self.host, self.port)
-
-    @property
-    def metrics_port(self) -> int | None:
-        """The port of this machine's own address that serves metrics; None if none does."""
-        return port_of_metrics(self.metrics, self.port)
 
     @property
     def bind_host(self) -> str:
@@ -217,7 +212,7 @@ def make(
         days: of validity of the server certificate.
         passphrase: that encrypts the authority's key.
         planned: keys of the configuration of the planned run.
-        metrics: whether this machine serves metrics.
+        metrics: as in `Coordinator`.
 
     Raises:
         InputError: a value cannot be used; nothing was written.

@@ -103,7 +103,7 @@ def _start(coordinator: Coordinator, say: Callable[[str], None], environ: Mappin
     say(f"starting the SuperLink; its log: {coordinator.log}")
     nodes = _Nodes(coordinator, say)
     nodes.start()
-    metrics.serve(coordinator, lambda: nodes.num_online, say)
+    metrics.write(coordinator, lambda: nodes.num_online, say)
     log = Log(None, coordinator.log)
 
     def on_line(line: str) -> None:
