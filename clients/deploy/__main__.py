@@ -346,7 +346,7 @@ def new_key_(
         typer.Option("--from", help="Receipts that others keep of this node, to compare; once for each file."),
     ] = None,
 ) -> None:
-    """Exchange a key of a node that is stopped; a node of an earlier version, which has one key, gets its second.
+    """Exchange a key of a node that is stopped, or replace one that was lost.
 
     By default vault.key, which signs all that the node says. Its receipts count for ever: `vault.key.earlier` keeps its
     public line, and a ledger that lacks what it has signed gets no new key. Then send application.toml to the

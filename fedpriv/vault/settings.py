@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tomli_w
 from pydantic import ConfigDict, Field, ValidationError
@@ -42,6 +42,7 @@ class VaultSettings:
     """The settings of a vault, and the paths of its files.
 
     Attributes:
+        version: of vault.toml.
         folder: absolute path.
         partition_id: which client of a run the node is.
         name: for display, visible to the coordinator.
@@ -76,6 +77,7 @@ class VaultSettings:
         client_user: name or number of the user whose processes may ask the vault; empty stands for the vault's own.
     """
 
+    version: Literal[1] = 1
     folder: Path
     partition_id: Annotated[int, Field(ge=0)]
     name: Annotated[str, Field(min_length=1, max_length=100)]
@@ -252,8 +254,8 @@ class NodeLimits:
 def approved_peers(folder: Path) -> dict[int, str]:
     """{partition id: public line} of the holders that the operator approved, ascending; empty without a folder.
 
-    Read whenever an attempt at a sum begins, so that an approval, and its end, hold from the next attempt on. What an
-    earlier version approved, the keys of SuperNodes, approves nobody: programs other than the vault have a copy.
+    Read whenever an attempt at a sum begins, so that an approval, and its end, hold from the next attempt on. The key
+    of a SuperNode approves nobody: programs other than the vault have a copy.
 
     Args:
         folder: holds a file PARTITION-ID.pub for each of them.
@@ -264,8 +266,8 @@ def approved_peers(folder: Path) -> dict[int, str]:
     return {int(path.stem): line for path, line in _peer_lines(folder) if keys.kind_of(line) == keys.VAULT}
 
 
-def peers_of_earlier_versions(folder: Path) -> list[Path]:
-    """The files that hold the key of a SuperNode; raises like `approved_peers`."""
+def keys_of_supernodes(folder: Path) -> list[Path]:
+    """The files among them that hold the key of a SuperNode; raises like `approved_peers`."""
     return [path for path, line in _peer_lines(folder) if keys.kind_of(line) != keys.VAULT]
 
 

@@ -10,7 +10,7 @@ import ipaddress
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import ConfigDict, Field
@@ -36,12 +36,14 @@ class Coordinator:
     """A coordinator's settings and the paths of its files.
 
     Attributes:
+        version: of coordinator.toml.
         folder: absolute path.
         addresses: DNS names and IP addresses of the machine; the nodes use the first.
         port: of the SuperLink.
         metrics: whether figures for Prometheus are written to a file in the folder.
     """
 
+    version: Literal[1] = 1
     folder: Path
     addresses: Annotated[tuple[str, ...], Field(min_length=1)]
     port: Annotated[int, Field(ge=1, le=65535)] = DEFAULT_PORT
@@ -169,8 +171,8 @@ class Coordinator:
 
     @property
     def planned(self) -> dict[str, Any]:
-        """The keys of the planned run, not yet checked; none in a folder of an earlier version."""
-        return config.read(self.plan) if self.plan.exists() else {}
+        """The keys of the planned run, not yet checked."""
+        return config.read(self.plan)
 
     @property
     def invitations(self) -> Path:
@@ -220,7 +222,7 @@ def make(
     for address in addresses:
         certificates.check_host(address)
     config.parse(planned or {})
-    settings = {"addresses": list(addresses), "port": port, **({"metrics": True} if metrics else {})}
+    settings = {"version": 1, "addresses": list(addresses), "port": port, **({"metrics": True} if metrics else {})}
     coordinator = validated(Coordinator, settings, folder=folder.absolute())
     with new_folder(coordinator.folder) as new:
         certificates.make_ca(new, max(days, certificates.AUTHORITY_DAYS), passphrase=passphrase)
