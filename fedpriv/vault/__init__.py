@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from fedpriv.vault._charging import registered_data_set as registered_data_set
     from fedpriv.vault._charging import rule_note as rule_note
     from fedpriv.vault._charging import store_reply as store_reply
-    from fedpriv.vault._guard import check_instruction as check_instruction
     from fedpriv.vault._guard import check_limits as check_limits
     from fedpriv.vault.settings import NodeLimits as NodeLimits
 else:

@@ -22,7 +22,7 @@ from fedpriv.accounting.views import PlannedView
 from fedpriv.adapters import model_digest
 from fedpriv.data import DataSource
 from fedpriv.deployment import keys
-from fedpriv.deployment.command_line import read_settings
+from fedpriv.deployment.command_line import read_settings, validated
 from fedpriv.errors import InputError
 
 FILE = "vault.toml"
@@ -242,13 +242,7 @@ class NodeLimits:
         Raises:
             InputError: one line that names the file, and the key and value that are wrong.
         """
-        values = configuration.read(path)
-        try:
-            return NodeLimits(**values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = str(first["loc"][0])
-            raise InputError(f"{path}: {key} = {values.get(key)!r}: {first['msg'].lower()}") from None
+        return validated(NodeLimits, configuration.read(path), prefix=f"{path}: ")
 
 
 def approved_peers(folder: Path) -> dict[int, str]:
