@@ -16,6 +16,7 @@ import fedpriv
 from clients.pipe import VAULT_KEY, carry
 from fedpriv.vault.frames import (
     ADVERTISE,
+    AFFORD,
     CHECK,
     CONFIRM,
     EVALUATE,
@@ -46,7 +47,7 @@ def register(message: Message, context: Context) -> Message:
 @app.query("afford")
 def afford(message: Message, context: Context) -> Message:
     """How much of the planned run the node's budget allows, before the first round."""
-    return _answered("afford", message, context)  # spelled out: an older node's frames have no name for it
+    return _answered(AFFORD, message, context)
 
 
 @app.query("evaluate")

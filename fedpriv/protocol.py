@@ -37,8 +37,7 @@ REGISTER = "query.register"
 EVALUATE = "query.evaluate"
 AFFORD = "query.afford"
 
-# In a request to register, that the node shall send receipts of its charges; in others the newest one that is known of
-# it. A node sends its own in answers to requests that have the field, and one that is older does not know it.
+# In a request, the newest receipt that is known of the node's charges; in an answer, the node's own newest one.
 RECEIPT = FIELD
 
 # What a train message and its reply hold besides these under secure aggregation: terms and sealed shares, as texts, and
@@ -56,7 +55,7 @@ REVEAL = "query.reveal"
 STEP = "step"
 MESSAGE = "message"
 
-VERSION = 10
+VERSION = 1
 
 # What a node is asked whether its budget allows it, and how long such a plan may be.
 _PLAN = "plan"
@@ -94,10 +93,7 @@ class Broadcast:
 
 def request_digest(broadcast: Broadcast, spec: UpdateSpec | EvaluationSpec) -> str:
     """SHA-256, in hex, of all that a release depends on, except the data, the noise and the key's other parts."""
-    fields_ = asdict(spec)
-    if not spec.max_records_per_person:  # so that a request of records has the digest that it had before persons
-        del fields_["max_records_per_person"]
-    digest = hashlib.sha256(repr(sorted(fields_.items())).encode())
+    digest = hashlib.sha256(repr(sorted(asdict(spec).items())).encode())
     for part, tensors in broadcast.tensors().items():
         for name, tensor in sorted(tensors.items()):
             digest.update(f"{part} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -127,7 +123,7 @@ class UploadRelease(_Statement):
         event: the privacy event that was charged for it.
         num_records: N_k as registered; the server compares it with its own N_k, which sets the weight.
         silent: the client was charged, but withholds its update as irrelevant.
-        receipt: of the node's last charge, as text; empty if the request did not ask for it.
+        receipt: of the node's last charge, as text; empty if nothing signs any.
     """
 
     label = "release"
@@ -358,7 +354,7 @@ def _reference(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter) -> Adap
 
 
 def pack(statement: UploadRelease | EvaluationRelease | Registration) -> dict[str, Any]:
-    """A client's statement as scalars; an empty receipt is left out, since a reader that knows none would refuse it."""
+    """A client's statement as scalars; an empty receipt is left out."""
     scalars: dict[str, Any] = {"version": VERSION}
     for each in fields(statement):
         value = getattr(statement, each.name)

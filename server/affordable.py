@@ -27,7 +27,7 @@ def check_affordable(
 ) -> None:
     """Refuse a run that the nodes' own budgets end before its last round; tell the observer of nodes that end sooner.
 
-    A node that cannot answer, as one of an earlier version, keeps no run from beginning. A run that is resumed is told
+    A node that cannot answer keeps no run from beginning. A run that is resumed is told
     of short budgets and goes on: a round that was lost may be paid for, and what it has learned is kept.
 
     Args:

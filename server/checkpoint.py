@@ -36,7 +36,7 @@ from fedpriv.runs import RunWriter, files
 from fedpriv.training.workbench import Workbench, workbench
 from server.registration import NO_NODE, Nodes, check_same
 
-VERSION = 5
+VERSION = 1
 _KEPT = 2
 _STATE, _TENSORS, _REGISTRATIONS = "state.json", "tensors.safetensors", "registrations.json"
 _FILES = (_TENSORS, _REGISTRATIONS, f"{_STATE}.sha256", _STATE)
@@ -168,8 +168,8 @@ def _read(path: Path, initial: Adapter) -> Checkpoint:
     state = json.loads(text)
     if state.get("version") != VERSION:
         raise InputError(
-            f"checkpoint {path}: version {state.get('version')!r}, but this fedpriv reads version "
-            f"{VERSION}; finish the run with the fedpriv that began it"
+            f"checkpoint {path}: is version {state.get('version')!r}; this is fedpriv {fedpriv.__version__}, which "
+            f"reads {VERSION}: finish the run with the fedpriv that began it"
         )
     for package, installed in _packages().items():
         if (writer := state["packages"].get(package)) != installed:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedpriv import protocol
@@ -55,7 +55,7 @@ class Inquiry:
         new = [node_id for node_id in grid.get_node_ids() if node_id not in asked]
         for start in range(0, max(1, len(new)), _MOST_AT_ONCE):
             messages = [
-                Message(_question(), node_id, protocol.REGISTER, group_id="0")
+                Message(RecordDict(), node_id, protocol.REGISTER, group_id="0")
                 for node_id in new[start : start + _MOST_AT_ONCE]
             ]
             grid.push_messages(messages)
@@ -70,11 +70,6 @@ class Inquiry:
                 log.warning("node %s: %s", node_id, reason_of(reply))
                 continue
             yield node_id, reply
-
-
-def _question() -> RecordDict:
-    """The question to a node: its registration, and the receipt of its last charge."""
-    return RecordDict({protocol.INSTRUCTION: ConfigRecord({protocol.RECEIPT: ""})})
 
 
 def register_nodes(

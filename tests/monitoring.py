@@ -1,20 +1,20 @@
-"""What Prometheus would read from a port, and which of the shipped alerts would then fire.
+"""What node_exporter would read from a metrics file, and which of the shipped alerts would then fire.
 
 The parser is Prometheus' own for Python; the evaluator is not, and knows the comparisons that `alerts.yml` is made of:
-a figure or its magnitude, against a number or another figure. `for` is left out.
+a figure, its magnitude or the time since, against a number or another figure. `for` is left out.
 """
 
 from __future__ import annotations
 
-import contextlib
 import operator
+import os
 import re
-import urllib.request
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import yaml
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fedpriv.deployment import metrics
@@ -24,7 +24,10 @@ EXAMPLES = ROOT / "docs" / "examples" / "prometheus"
 
 Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
-_COMPARED = re.compile(r"(abs\()?([a-z_]+)\)? (==|<|>) ([a-z_]+|-?[\d.]+)")
+# When a file was written, as node_exporter tells it.
+MTIME = "node_textfile_mtime_seconds"
+
+_COMPARED = re.compile(r'(abs\(|time\(\) - )?([a-z_]+)(?:\{file=~"(.+)"\})?\)? (==|<|>) ([a-z_]+|-?[\d.]+)')
 _OPERATORS: Mapping[str, Callable[[float, float], bool]] = {"==": operator.eq, "<": operator.lt, ">": operator.gt}
 
 
@@ -38,25 +41,17 @@ def parsed(text: str) -> Samples:
 
 
 def text_of(*sources: metrics.Measured) -> str:
-    """What a reader of these sources would get, without a port."""
-    readings = [metrics._Reading(source) for source in sources]
-    for reading, source in zip(readings, sources, strict=True):
-        reading.figures = tuple(source.read())
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(metrics._Registered(readings))
-    return generate_latest(registry).decode()
+    """What the file of these sources would hold."""
+    file = metrics._MetricsFile(Path(os.devnull), sources)
+    file._figures = {source.name: tuple(source.read()) for source in sources}
+    return generate_latest(file).decode()
 
 
-def scraped(port: int) -> Samples:
-    """All samples at a port of this machine; `up` is 0, and alone, if nothing answers, as in Prometheus.
-
-    Asks three times: a busy machine may not answer within ten seconds, and Prometheus asks again too.
-    """
-    url = f"http://127.0.0.1:{port}/metrics"
-    for _ in range(3):
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
-            return {**parsed(answer.read().decode()), ("up", frozenset()): 1.0}
-    return {("up", frozenset()): 0.0}
+def exported(folder: Path) -> Samples:
+    """All samples of the metrics file in a kit's folder, and when it was written, as node_exporter tells them."""
+    path = metrics.path_in(folder)
+    age = MTIME, frozenset({("file", str(path))})
+    return {**parsed(path.read_text()), age: path.stat().st_mtime} if path.exists() else {}
 
 
 def value(samples: Samples, name: str, **labels: str) -> float:
@@ -83,9 +78,12 @@ def firing(samples: Samples) -> set[str]:
 def _holds(expression: str, samples: Samples) -> bool:
     found = _COMPARED.fullmatch(expression)
     assert found, f"{expression}: is no comparison that this evaluator knows"
-    magnitude, name, compared, other = found.groups()
+    function, name, file, compared, other = found.groups()
+    change = {"abs(": abs, "time() - ": lambda number: time.time() - number, None: float}[function]
     for (each, labels), number in samples.items():
         bound = samples.get((other, labels)) if other[0].isalpha() else float(other)
-        if each == name and bound is not None and _OPERATORS[compared](abs(number) if magnitude else number, bound):
+        if each != name or bound is None or (file and not re.fullmatch(file, dict(labels)["file"])):
+            continue
+        if _OPERATORS[compared](change(number), bound):
             return True
     return False

@@ -100,7 +100,7 @@ def init(
         str | None, typer.Option(help="User, or its number, as whom the SuperNode runs; by default as the vault.")
     ] = None,
     metrics: Annotated[
-        bool, typer.Option("--metrics", help="Serve metrics to Prometheus on this machine, 1000 ports above --port.")
+        bool, typer.Option("--metrics", help="Write figures for Prometheus to DIR/metrics/fedpriv.prom.")
     ] = False,
 ) -> None:
     """Create a node's folder: two key pairs, settings and a policy; read the records once, and register their number.
@@ -346,7 +346,7 @@ def new_key_(
         typer.Option("--from", help="Receipts that others keep of this node, to compare; once for each file."),
     ] = None,
 ) -> None:
-    """Exchange a key of a node that is stopped; a node of an earlier version, which has one key, gets its second.
+    """Exchange a key of a node that is stopped, or replace one that was lost.
 
     By default vault.key, which signs all that the node says. Its receipts count for ever: `vault.key.earlier` keeps its
     public line, and a ledger that lacks what it has signed gets no new key. Then send application.toml to the
@@ -381,15 +381,14 @@ def metrics(
     dir_: Folder,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True, help="End with standard input.")] = False,
 ) -> None:
-    """Serve the node's metrics to Prometheus on 127.0.0.1 in the foreground, also while the node is stopped.
+    """Keep the node's figures for Prometheus in DIR/metrics/fedpriv.prom, in the foreground, also of a stopped node.
 
-    node.toml says `metrics = true`, or names a port; `start` then does so by itself.
+    With `metrics = true` in node.toml, `start` does so by itself.
 
     Example: fedpriv node metrics ~/node
     """
     os.umask(0o077)  # as the vault's, in whose folder it runs
-    node = Node.read(dir_)
-    typer.echo(f"served at http://127.0.0.1:{node_metrics.serve(node)}/metrics")
+    typer.echo(f"written to {node_metrics.write(Node.read(dir_))}")
     if with_parent:
         end_with_parent()
     signal.pause()

@@ -22,8 +22,8 @@ from fedpriv.vault.settings import (
     ApprovedModel,
     VaultSettings,
     approved_peers,
+    keys_of_supernodes,
     models_text,
-    peers_of_earlier_versions,
     read_models,
 )
 
@@ -62,7 +62,7 @@ def unknown_peers(vault: VaultSettings, roster: Roster, *, replace_old: bool = F
 def approve_peers(vault: VaultSettings, members: Sequence[Member]) -> None:
     """Let the node add up with these holders, whose keys its operator has compared."""
     vault.peers.mkdir(mode=0o700, exist_ok=True)
-    for member in members:  # what an earlier version approved is none, and is replaced
+    for member in members:
         replace_file(vault.peers / f"{member.partition_id}{PEER_SUFFIX}", f"{member.vault_key}\n".encode())
 
 
@@ -89,9 +89,9 @@ def peers_summary(vault: VaultSettings) -> str:
             file is no public key of a vault, or one key stands for two holders.
     """
     known = approved_peers(vault.peers)
-    if old := peers_of_earlier_versions(vault.peers):
+    if others := keys_of_supernodes(vault.peers):
         raise InputError(
-            f"{old[0]}: is the key of that node's SuperNode, which signs no sums; get a roster from the "
+            f"{others[0]}: is the key of that node's SuperNode, which signs no sums; get a roster from the "
             "coordinator, and run `approve-peers` with that"
         )
     least, colluding = vault.min_survivors, vault.colluding_clients

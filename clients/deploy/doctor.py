@@ -38,9 +38,6 @@ def checks(node: Node) -> Iterator[Check]:
     yield check_policy(vault.policy)
     yield check_ledger(vault.ledger)
     yield from _own_records(vault) if vault.data else _corpus()
-    if vault.updates is not None:
-        on = f"noised updates of other frameworks are released on {vault.updates_socket}, until epsilon"
-        yield Check("updates", True, f"{on} {vault.updates.budget_epsilon:g}")
     yield _closed(vault)
     yield Check.of("approved", lambda: _approved(node))
     yield Check.of("history", lambda: _history(node.folder))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import ConfigDict, Field, field_validator
@@ -23,7 +23,7 @@ from clients.deploy.records import Found
 from fedpriv import config
 from fedpriv.deployment import joining, keys
 from fedpriv.deployment.checks import CA_CERTIFICATE, free_port
-from fedpriv.deployment.command_line import port_of_metrics, read_settings, validated
+from fedpriv.deployment.command_line import read_settings, validated
 from fedpriv.deployment.joining import Application, Invitation
 from fedpriv.deployment.users import owner_for
 from fedpriv.errors import InputError
@@ -70,15 +70,17 @@ class Node:
     """A node's connection to its coordinator, its vault's settings, and the paths of its files.
 
     Attributes:
+        version: of this file.
         superlink: HOST:PORT of the coordinator.
         port: on this machine, for Flower's own processes; it need not be reachable from outside.
-        metrics: whether metrics are served on this machine, on the port 1000 above `port`; or on which one.
+        metrics: whether figures for Prometheus are written to a file in the folder.
         vault: what its operator decides.
     """
 
+    version: Literal[1] = 1
     superlink: str
     port: Annotated[int, Field(ge=1, le=65535)] = 9094
-    metrics: bool | Annotated[int, Field(ge=1, le=65535)] = False
+    metrics: bool = False
     vault: VaultSettings
 
     @field_validator("superlink")
@@ -94,11 +96,6 @@ class Node:
         Raises:
             InputError: there are no settings, or invalid ones.
         """
-        if (folder / FILE).is_file() and not (folder / vault_settings.FILE).is_file():
-            raise InputError(
-                f"{folder}: has no {vault_settings.FILE}, it was made by an earlier version; make a new folder with "
-                "`init`, and name this folder's ledger with --ledger, so that what was spent stays spent"
-            )
         return read_settings(Node, folder / FILE, vault=VaultSettings.read(folder))
 
     @property
@@ -115,11 +112,6 @@ class Node:
     def superlink_port(self) -> int:
         """The port that the SuperLink listens on."""
         return _split_address(self.superlink)[1]
-
-    @property
-    def metrics_port(self) -> int | None:
-        """The port of this machine's own address that serves metrics; None if none does."""
-        return port_of_metrics(self.metrics, self.port)
 
     @property
     def ca_certificate(self) -> Path:
@@ -185,17 +177,17 @@ def make(
         folder: does not exist or is empty.
         invitation: of the coordinator.
         port: on this machine; None chooses one that is free.
-        metrics: whether it serves metrics there.
+        metrics: as in `Node`.
         settings: fields of `VaultSettings`; None stands for a field's default, and for the labels of the planned run.
 
     Raises:
         InputError: a setting or the data cannot be used; nothing was written.
         LedgerError: the ledger cannot be used.
     """
-    values = {"partition_id": invitation.partition_id, "name": invitation.name}
+    values = {"version": 1, "partition_id": invitation.partition_id, "name": invitation.name}
     values |= {key: value for key, value in settings.items() if value is not None}
-    connection = {"superlink": invitation.superlink, "port": free_port(_LOCAL_PORTS) if port is None else port}
-    connection |= {"metrics": True} if metrics else {}
+    connection = {"version": 1, "superlink": invitation.superlink}
+    connection |= {"port": free_port(_LOCAL_PORTS) if port is None else port, **({"metrics": True} if metrics else {})}
     vault = validated(VaultSettings, values, folder=folder.absolute())
     node = validated(Node, connection, vault=vault)
     records.check_terms(vault)
@@ -267,7 +259,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replace_vault_key(node: Node, sources: Sequence[Path]) -> None:
-    """Give a node's vault a new key; the node of an earlier version, which signed with node.key, gets its first.
+    """Give a node's vault a new key, also in place of one that was lost.
 
     Args:
         node: that is stopped.
@@ -278,14 +270,13 @@ def replace_vault_key(node: Node, sources: Sequence[Path]) -> None:
         LedgerError: the ledger or the counter file cannot be used.
     """
     vault = node.vault
-    old = vault.key if vault.key.exists() else node.key
-    watch = ReceiptWatch.signed_by(old, vault)
+    watch = ReceiptWatch.in_folder(vault)
     if vault.ledger.exists():
         with reading(vault.ledger) as db:
             if (chains := chains_of(db)) and (watch.lost(chains) or any(receipts.missing(db, sources, watch.signers))):
                 raise InputError(
                     f"{vault.ledger}: lacks charges that the node has signed; first run `fedpriv ledger recover` on it "
-                    f"with --key {keys.public_path(old)}, see `doctor`"
+                    f"with --key {keys.public_path(vault.key)}, see `doctor`"
                 )
     owner = owner_for(node.folder)
     keys.add_line(vault.earlier_keys, watch.signer, owner=owner)
@@ -297,10 +288,10 @@ def replace_node_key(node: Node) -> None:
     """Give a node's SuperNode a new key.
 
     Raises:
-        InputError: the node of an earlier version still signs with the old one.
+        InputError: the vault's key is missing, which signs for the new one.
     """
     if not node.vault.key.exists():
-        raise InputError(f"{node.vault.key}: is missing; run `new-key` without --node first, or receipts would be lost")
+        raise InputError(f"{node.vault.key}: is missing; run `new-key` without --node first")
     keys.make_key_pair(node.key, keys.NODE, owner=owner_for(node.folder), replaces=True)
     _apply_again(node)
 

@@ -1,7 +1,7 @@
 """A node's metrics: what its ledger has charged, what it refused before any charge, and what of it runs.
 
-The ClientApp, whose code is the coordinator's, can read this machine's own address too. So nothing here may say when
-work on records ended or how: charges count, which are made before records are touched, and not releases, noise alone
+The ClientApp, whose code is the coordinator's, may be able to read them too. So nothing here may say when work on
+records ended or how: charges count, which are made before records are touched, and not releases, noise alone
 or failures, which come after.
 """
 
@@ -22,13 +22,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clients.deploy.folder import FILE, Node
+from clients.deploy.folder import Node
 from fedpriv.apps import FLOWER_APP
 from fedpriv.deployment.checks import sight_of_server
 from fedpriv.deployment.command_line import Unit, unit_name
 from fedpriv.deployment.processes import start_child
 from fedpriv.deployment.users import User, owner_of
-from fedpriv.errors import InputError, LedgerError
+from fedpriv.errors import LedgerError
 from fedpriv.ledger import reader, statement
 from fedpriv.vault.settings import VaultSettings
 
@@ -56,19 +56,16 @@ _BEYOND = "beyond_quota"
 _MOST_REASONS = 50
 
 
-def serve(node: Node) -> int:
-    """Serve the node's metrics, as long as this process lives, which gives way to all others, and return the port.
+def write(node: Node) -> Path:
+    """Keep the node's metrics in a file as long as this process lives, which gives way to all others; return its path.
 
     Raises:
-        InputError: its settings name no port, or nothing can listen there.
+        InputError: the file cannot be written.
     """
-    if node.metrics_port is None:
-        raise InputError(f"metrics = false: set metrics = true in {node.folder / FILE}, or name a port there")
     from fedpriv.deployment import metrics  # where there are none, nothing of Prometheus is loaded
 
     os.nice(_NICENESS)
-    metrics.serve(node.metrics_port, sources(node))
-    return node.metrics_port
+    return metrics.write(node.folder, sources(node))
 
 
 def sources(node: Node) -> list[Measured]:
@@ -239,17 +236,17 @@ def _refusals(line: bytes) -> tuple[str, int]:
 def running(
     node: Node, say: Callable[[str], None], *, variables: Mapping[str, str], user: User | None
 ) -> Iterator[None]:
-    """A process of its own that serves the node's metrics as long as the block runs, if its settings name a port.
+    """A process of its own that writes the node's metrics as long as the block runs, if its settings say so.
 
     Whatever becomes of it is said, and nothing else.
 
     Args:
-        node: whose metrics to serve.
+        node: whose metrics to write.
         say: prints a line, from other threads too.
         variables: environment of the process.
         user: whose process it is, that of the vault; None stands for the user of this process.
     """
-    if node.metrics_port is None:
+    if not node.metrics:
         yield
         return
     process: subprocess.Popen[str] | None = None
@@ -258,7 +255,7 @@ def running(
         process = start_child(command, folder=node.folder, variables=variables, user=user)
         threading.Thread(target=_show, args=(process, say), daemon=True).start()
     except OSError as error:
-        say(f"metrics: cannot be served ({error.strerror})")
+        say(f"metrics: cannot be written ({error.strerror})")
     try:
         yield
     finally:
@@ -269,7 +266,7 @@ def running(
 
 
 def unit(node: Node) -> Unit:
-    """The service that serves the node's metrics, as the folder's owner, who sees neither records nor keys there."""
+    """The service that writes the node's metrics, as the folder's owner, who sees neither records nor keys there."""
     vault, folder = node.vault, node.folder
     return Unit(
         name=unit_name("metrics", folder),

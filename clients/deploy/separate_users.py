@@ -60,15 +60,9 @@ def prepared(node: Node, variables: Mapping[str, str]) -> Users:
         variables: environment of the SuperNode.
 
     Raises:
-        InputError: the SuperNode should run as a user that does not exist, or as whom it cannot run; or it should have
-            a user of its own, since the vault releases updates of other frameworks, and has none.
+        InputError: the SuperNode should run as a user that does not exist, or as whom it cannot run.
     """
     name = node.vault.client_user
-    if not name and node.vault.updates is not None:
-        raise InputError(
-            f"updates: a coordinator's bundle would run as the user who may ask {node.vault.updates_socket}; "
-            "set client_user, or run the vault alone with `python -m fedpriv.vault`"
-        )
     if not name:
         return Users(key=node.key)
     client, owner = client_of(node), owner_of(node.folder)

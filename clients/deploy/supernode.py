@@ -326,9 +326,8 @@ def units(node: Node) -> list[Unit]:
                 *(vault.ledger, vault.tokens, node.key, vault.key, vault.policy),
                 *(vault.events, vault.log, vault.receipts),
                 history.path_in(folder),
-                *(vault.updates_ledger, vault.updates_receipts, vault.updates_socket),
             ],
             after=[f"{name}.service"],
         ),
-        *([metrics.unit(node)] if node.metrics_port is not None else []),
+        *([metrics.unit(node)] if node.metrics else []),
     ]

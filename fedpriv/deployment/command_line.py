@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 
+import fedpriv
 from fedpriv import config
 from fedpriv.errors import FlowerError, InputError, LedgerError
 from fedpriv.files import write_new
@@ -65,7 +66,22 @@ def read_settings(settings_type: type[Settings], path: Path, **extra: Any) -> Se
     """
     if not path.is_file():
         raise InputError(f"{path}: no such file; make the folder with `init` first")
-    return validated(settings_type, config.read(path), prefix=f"{path}: ", **extra)
+    values = config.read(path)
+    check_version(path, values)
+    return validated(settings_type, values, prefix=f"{path}: ", **extra)
+
+
+def check_version(path: Path, values: Mapping[str, Any]) -> None:
+    """Refuse a file of another version than 1, which is that of a file that names none.
+
+    Raises:
+        InputError: names both.
+    """
+    if (version := values.get("version", 1)) != 1:
+        raise InputError(
+            f"{path}: is version {version!r}; this is fedpriv {fedpriv.__version__}, which reads 1: use the fedpriv "
+            "that wrote it, or make it again"
+        )
 
 
 def validated(settings_type: type[Settings], values: Mapping[str, Any], *, prefix: str = "", **extra: Any) -> Settings:
@@ -86,19 +102,6 @@ def validated(settings_type: type[Settings], values: Mapping[str, Any], *, prefi
             key = ".".join(map(str, first["loc"]))
             value = "" if first["type"] == "missing" else f" = {first['input']!r}"
         raise InputError(f"{prefix}{key}{value}: {first['msg'].lower()}") from None
-
-
-def port_of_metrics(metrics: bool | int, port: int) -> int | None:
-    """The port that the setting `metrics` names; None for none.
-
-    Args:
-        metrics: a port, or whether there is to be one: then it is 1000 away from the program's own, which on one
-            machine differ.
-        port: of the program.
-    """
-    if metrics is True:
-        return port + 1000 if port + 1000 <= 65535 else port - 1000
-    return metrics or None
 
 
 def run_command_line(app: typer.Typer, name: str) -> None:

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from fedpriv import config
 from fedpriv.deployment import keys
-from fedpriv.deployment.command_line import validated
+from fedpriv.deployment.command_line import check_version, validated
 from fedpriv.deployment.keys import NODE, VAULT, Kind, fingerprint
 from fedpriv.errors import InputError
 
@@ -95,7 +95,7 @@ class Invitation:
         """The planned run; None if there is none.
 
         Raises:
-            InputError: a key or value is wrong, such as one of a later version.
+            InputError: a key or value is wrong.
         """
         return config.parse(self.run) if self.run else None
 
@@ -201,6 +201,7 @@ def read(form: type[Handed], path: Path) -> Handed:
         values = config.read(path)
     except RecursionError:
         raise InputError(f"{path}: is nested too deeply") from None
+    check_version(path, values)
     if unknown := values.keys() - {field.name for field in fields(form)}:
         raise InputError(f"{path}: {min(unknown)}: unknown; is the file of a later version?")
     return validated(form, values, prefix=f"{path}: ")

@@ -1,40 +1,31 @@
-"""Figures for Prometheus on this machine's own address: read every few seconds, and served as they were read last.
+"""Figures for Prometheus in a file that node_exporter's textfile collector reads, rewritten after each reading.
 
-Neither a reader nor a source can hold anything up: a reader gets what is in memory, and a source that fails or hangs
-has a thread of its own and is left out. Everyone with an account on the machine may read; so what a source gives must
-be public, or paid for by a ledger, and must change at public times alone.
+A source cannot hold anything up: one that fails or hangs has a thread of its own and is left out. The folder's owner
+may let others read; so what a source gives must be public, or paid for by a ledger, and must change at public times.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fedpriv.errors import InputError
+from fedpriv.files import replace_file
 
 log = logging.getLogger(__name__)
 
-_HOST = "127.0.0.1"
-# A page elsewhere that has its own name lead to this machine asks by that name, and gets nothing.
-_LOCAL_NAMES = (_HOST, "localhost")
+# In a kit's folder. The collector reads all of a folder, so this one has nothing else in it.
+_FILE = Path("metrics") / "fedpriv.prom"
 
-# As `generate_latest` writes it.
-_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_MOST_READERS = 16
-_READER_SECONDS = 10.0
 # Reading takes at most this share of one core, unless it takes so long that figures would be older than a minute.
 _SHARE = 0.1
 _LONGEST_PAUSE_SECONDS = 60.0
@@ -82,98 +73,64 @@ class Measured:
     seconds: float = 10.0
 
 
-def serve(port: int, sources: Sequence[Measured]) -> None:
-    """Serve the figures at http://127.0.0.1:PORT/metrics from threads of their own, as long as this process lives.
+def path_in(folder: Path) -> Path:
+    """The file with the metrics of a kit's folder."""
+    return folder / _FILE
+
+
+def write(folder: Path, sources: Sequence[Measured]) -> Path:
+    """Keep the figures in `path_in(folder)`, from threads of their own, as long as this process lives; return the path.
 
     Raises:
-        InputError: nothing can listen on the port.
+        InputError: the file cannot be written.
     """
-    readings = [_Reading(source) for source in sources]
+    file = _MetricsFile(path_in(folder), sources)
     try:
-        server = _Server(port, _Registered(readings))
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"metrics = {port}: cannot listen on {_HOST}:{port} ({reason}); name a free port") from None
-    for thread in (*readings, threading.Thread(target=server.serve_forever, daemon=True)):
-        thread.start()
+        file.path.parent.mkdir(mode=0o700, exist_ok=True)  # its owner may open it
+        file.put("", ())
+    except OSError as error:
+        raise InputError(f"{file.path}: cannot be written ({error.strerror}); make it writable") from None
+    for source in sources:
+        threading.Thread(target=_read, args=(source, file), daemon=True).start()
+    return file.path
 
 
-class _Reading(threading.Thread):
-    """Reads a source again and again; while it cannot be read, there are no figures."""
+class _MetricsFile(Collector):
+    """The file with all figures that were read last; whoever reads it sees a whole one."""
 
-    def __init__(self, source: Measured) -> None:
-        super().__init__(daemon=True)
-        self._source = source
-        self.figures: tuple[Metric, ...] = ()
+    def __init__(self, path: Path, sources: Sequence[Measured]) -> None:
+        self.path, self._lock = path, threading.Lock()
+        self._figures: dict[str, tuple[Metric, ...]] = {source.name: () for source in sources}
 
-    def run(self) -> None:
-        last_reason = ""
-        while True:
-            started = time.monotonic()
-            try:
-                self.figures, reason = tuple(self._source.read()), ""
-            except Exception as error:  # whatever it is, the node or the run goes on
-                self.figures, reason = (), f"{type(error).__name__}: {error}"
-            if reason and reason != last_reason:
-                log.warning("no figures of the %s: %s", self._source.name, reason)
-            last_reason = reason
-            taken = time.monotonic() - started
-            time.sleep(max(self._source.seconds, min(taken / _SHARE, _LONGEST_PAUSE_SECONDS)))
+    def put(self, name: str, figures: Iterable[Metric]) -> None:
+        """Replace the figures of a source.
 
-
-class _Registered(Collector):
-    """All figures that were read last."""
-
-    def __init__(self, readings: Sequence[_Reading]) -> None:
-        self._readings = readings
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with self._lock:
+            self._figures[name] = tuple(figures)
+            replace_file(self.path, generate_latest(self))
 
     def collect(self) -> Iterator[Metric]:
-        for reading in self._readings:
-            yield from reading.figures
+        for figures in self._figures.values():
+            yield from figures
 
 
-class _Server(ThreadingHTTPServer):
-    """Answers few readers at a time: where there is one too many, the oldest, which must be slow, is cut off."""
-
-    daemon_threads = True
-
-    def __init__(self, port: int, figures: Collector) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(figures)
-        self._readers: deque[Any] = deque()
-        super().__init__((_HOST, port), _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self._readers.append(request)
-        if len(self._readers) > _MOST_READERS:
-            with suppress(OSError, IndexError):
-                self._readers.popleft().shutdown(socket.SHUT_RDWR)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with suppress(ValueError):
-            self._readers.remove(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a reader that goes away is its own affair."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """Answers GET /metrics."""
-
-    timeout = _READER_SECONDS
-    server: _Server
-
-    def do_GET(self) -> None:
-        is_local = self.headers.get("Host", "").partition(":")[0] in _LOCAL_NAMES
-        status = 404 if self.path.partition("?")[0] != "/metrics" else 200 if is_local else 403
-        body = generate_latest(self.server.registry) if status == 200 else b""
-        self.send_response(status)
-        self.send_header("Content-Type", _CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing: a line per question would drown out the others."""
+def _read(source: Measured, file: _MetricsFile) -> None:
+    """Read a source again and again; while it cannot be read, there are no figures."""
+    last_reason = ""
+    while True:
+        started = time.monotonic()
+        try:
+            file.put(source.name, tuple(source.read()))
+            reason = ""
+        except Exception as error:  # whatever it is, the node or the run goes on
+            reason = f"{type(error).__name__}: {error}"
+            with suppress(OSError):
+                file.put(source.name, ())
+        if reason and reason != last_reason:
+            log.warning("no figures of the %s: %s", source.name, reason)
+        last_reason = reason
+        taken = time.monotonic() - started
+        time.sleep(max(source.seconds, min(taken / _SHARE, _LONGEST_PAUSE_SECONDS)))

@@ -1,4 +1,4 @@
-"""Single pieces of fedpriv for a Flower app: its ledger, client-level noise, and secure sums, as mods and a strategy.
+"""Single pieces of fedpriv for a Flower app, as mods: its ledger, and client-level noise.
 
 It is the only room that imports Flower. `docs/flower.md` shows each piece in an app.
 
@@ -23,7 +23,5 @@ if TYPE_CHECKING:
     from fedpriv.flower.releases import LedgerMod as LedgerMod
     from fedpriv.flower.releases import UpdateMod as UpdateMod
     from fedpriv.flower.releases import local_dp_event as local_dp_event
-    from fedpriv.flower.strategy import SumStrategy as SumStrategy
-    from fedpriv.flower.sums import SumMod as SumMod
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -11,7 +11,7 @@ from io import BytesIO
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedpriv.errors import InputError
@@ -216,17 +216,6 @@ def refusing(message: Message, answer: Callable[[], Message]) -> Message:
     except Exception:  # its text may come from records
         log.exception("failed")
         return Message(Error(FAILED, "failed; this node's log says why"), reply_to=message)
-
-
-def config_record(content: RecordDict, name: str) -> ConfigRecord:
-    """A record of texts and numbers.
-
-    Raises:
-        RefusedError: the message has none of this name.
-    """
-    if name not in content.config_records:
-        raise RefusedError(f"{name}: the message has no such record")
-    return content.config_records[name]
 
 
 def check_names(name: str, values: Collection[str]) -> tuple[str, ...]:

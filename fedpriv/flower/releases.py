@@ -21,7 +21,6 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
 from fedpriv.accounting import Event, PrivacySpent, Release, SubsampledGaussian, epsilon_of
-from fedpriv.accounting.views import PlannedView
 from fedpriv.errors import InputError
 from fedpriv.flower._messages import (
     NUM_EXAMPLES,
@@ -69,7 +68,6 @@ class Account:
         num_records: N_k >= 1, registered on first use and constant from then on.
         budget_epsilon: the most that all runs may cost together; None sets no bound.
         delta: of the budget, in (0, 1); None means 1/(10 N_k), at most 1e-5.
-        budget_view: `local`, or `aggregate` for sums of `fedpriv.flower.sums`.
         max_releases: that the data may have, whatever each costs, >= 1.
         counter_file: keeps the receipts on a disk that is not restored with the ledger; see `begin_counter_file`.
 
@@ -82,7 +80,6 @@ class Account:
     num_records: int
     budget_epsilon: float | None = None
     delta: float | None = None
-    budget_view: PlannedView = "local"
     max_releases: int = NodeLimits.max_releases
     counter_file: Path | None = None
 
@@ -98,7 +95,6 @@ class Account:
             budget_epsilon=self.budget_epsilon,
             delta=self.delta,
             limits=NodeLimits(max_releases=self.max_releases),
-            budget_view=self.budget_view,
             watch=self._watch,
         )
 
@@ -195,11 +191,11 @@ class _PaidMod(ABC):
                 return call_next(message, context)
             received = parameters_of(message.content)
             account = self._account_of(context)
-            key = key_of(message, account)
+            key = _key_of(message, account)
 
             def make(is_new: bool) -> Response:
                 ask = partial(call_next, message, context) if is_new else None
-                return response_of(*self._made(ask, received, key), account)
+                return _response_of(*self._made(ask, received, key), account)
 
             release = Release(event=self._event(context, received), rho_bar=1.0)
             response = account.pay(key, release, self._noise_source, make)
@@ -301,11 +297,11 @@ class UpdateMod(_PaidMod):
     def _made(self, ask: _Ask | None, received: Parameters, key: Key) -> tuple[Parameters, Mapping[str, Scalar]]:
         update, metrics = torch.zeros(received.num_values, dtype=torch.float64), dict[str, Scalar]()
         if ask is not None:
-            update, metrics = app_update(ask, received, self._metrics)
+            update, metrics = _app_update(ask, received, self._metrics)
         return received.moved(self._noise.noised(update, SecureSource())), metrics
 
 
-def key_of(message: Message, account: Account) -> Key:
+def _key_of(message: Message, account: Account) -> Key:
     """The key of the release that a message asks for.
 
     Raises:
@@ -320,7 +316,7 @@ def key_of(message: Message, account: Account) -> Key:
     )
 
 
-def response_of(parameters: Parameters, metrics: Mapping[str, Scalar], account: Account) -> Response:
+def _response_of(parameters: Parameters, metrics: Mapping[str, Scalar], account: Account) -> Response:
     """The response to store: parameters, the registered N_k, and numbers that the operator allows."""
     fields = {**metrics, NUM_EXAMPLES: account.data_set.num_records}
     return Response(record=parameters.record, fields=fields, arrays=parameters.arrays)
@@ -330,7 +326,7 @@ def _trained(ask: _Ask, received: Parameters, allowed: Collection[str]) -> tuple
     """The app's parameters under the received record's name, and the numbers that may leave.
 
     Args:
-        ask, received, allowed: as for `app_update`.
+        ask, received, allowed: as for `_app_update`.
 
     Raises:
         ValueError: the reply holds none that may leave; the text is for this node's log alone.
@@ -344,7 +340,7 @@ def _trained(ask: _Ask, received: Parameters, allowed: Collection[str]) -> tuple
     return Parameters(record=received.record, arrays=trained.arrays), metrics_of(reply, allowed)
 
 
-def app_update(ask: _Ask, received: Parameters, allowed: Collection[str]) -> tuple[Tensor, dict[str, Scalar]]:
+def _app_update(ask: _Ask, received: Parameters, allowed: Collection[str]) -> tuple[Tensor, dict[str, Scalar]]:
     """The app's update, float64 [values], and the numbers that may leave; zero and none if the app failed.
 
     Args:

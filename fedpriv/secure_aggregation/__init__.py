@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from fedpriv.secure_aggregation._masks import to_words as to_words
     from fedpriv.secure_aggregation._masks import verify_once as verify_once
     from fedpriv.secure_aggregation._masks import word_dtype as word_dtype
-    from fedpriv.secure_aggregation._session import MAX_RUNS as MAX_RUNS
-    from fedpriv.secure_aggregation._session import SECRET_BYTES as SECRET_BYTES
-    from fedpriv.secure_aggregation._session import SealedSession as SealedSession
     from fedpriv.secure_aggregation._session import Session as Session
     from fedpriv.secure_aggregation._session import Sessions as Sessions
     from fedpriv.secure_aggregation._terms import DealerError as DealerError

@@ -98,13 +98,9 @@ class Identity:
     sign: Sign = field(repr=False)
 
 
-def make_identity(secret: bytes | None = None) -> Identity:
-    """An identity in memory, for simulations and tests; `fedpriv.deployment.keys.verify` checks its signatures.
-
-    Args:
-        secret: 32 bytes that it follows from; None makes a new one.
-    """
-    key = Ed25519PrivateKey.generate() if secret is None else Ed25519PrivateKey.from_private_bytes(secret)
+def make_identity() -> Identity:
+    """A new identity in memory, for simulations and tests; `fedpriv.deployment.keys.verify` checks its signatures."""
+    key = Ed25519PrivateKey.generate()
     return Identity(public_line=keys.line_of(key), sign=lambda message: base64.b64encode(key.sign(message)).decode())
 
 

@@ -2,30 +2,24 @@
 
 The steps take and return the texts of `fedpriv.secure_aggregation._wire`. Whatever is refused ends the session: its
 secrets are forgotten, and the node has dropped out of the attempt. They live in memory only. (Python cannot overwrite
-them: they are gone for this program, and for anyone who reads its memory as soon as it is used again.) Where each
-message has a process of its own, a `SealedSession` carries them from one to the next.
+them: they are gone for this program, and for anyone who reads its memory as soon as it is used again.)
 """
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from numpy.typing import NDArray
 
 from fedpriv.deployment import keys
-from fedpriv.files import replace_file
 from fedpriv.secure_aggregation import _client as node
 from fedpriv.secure_aggregation import _wire
 from fedpriv.secure_aggregation._masks import Sign, Verify, Words
-from fedpriv.secure_aggregation._states import State, state_from_text, state_text
 from fedpriv.secure_aggregation._terms import ProtocolError, Terms
+
+State = node.Advertised | node.Shared | node.Masked | node.Confirmed
 
 S = TypeVar("S", node.Advertised, node.Shared, node.Masked, node.Confirmed)
 R = TypeVar("R")
@@ -33,11 +27,6 @@ T = TypeVar("T")
 
 MAX_RUNS = 16
 """Runs of which a node has sessions at a time."""
-
-SECRET_BYTES = 32
-"""Length of the key that opens a `SealedSession`, and of the secret behind an identity in memory."""
-
-_NONCE_BYTES = 12
 
 _NEXT = {node.Advertised: "share", node.Shared: "mask", node.Masked: "confirm", node.Confirmed: "reveal"}
 
@@ -79,32 +68,6 @@ class Session:
         )
         self.terms, self.client = terms, client
         self.advertisement = _wire.advertisement_text(advertisement)
-
-    @classmethod
-    def restored(cls, text: str, *, sign: Sign, verify: Verify = keys.verify) -> Self:
-        """The session that `text` wrote.
-
-        Args:
-            text: not changed since.
-            sign: as for a new session.
-            verify: as there.
-        """
-        session = cls.__new__(cls)
-        state = state_from_text(text, sign=sign, verify=verify)
-        begun = _begun(state)
-        session._state, session.terms, session.client = state, begun.terms, begun.client
-        session.advertisement = _wire.advertisement_text(begun.advertisement)
-        return session
-
-    def text(self) -> str:
-        """This session, with its secrets.
-
-        Raises:
-            ProtocolError: it is over.
-        """
-        if self._state is None:
-            raise ProtocolError("session: is over")
-        return state_text(self._state)
 
     @property
     def receipts(self) -> tuple[str, ...]:
@@ -220,61 +183,6 @@ class Session:
         written = write(message)
         self._state = reached
         return written
-
-
-def _begun(state: State) -> node.Advertised:
-    """The first state of the same attempt."""
-    if isinstance(state, node.Confirmed):
-        state = state.masked
-    if isinstance(state, node.Masked):
-        state = state.shared
-    return state.begun if isinstance(state, node.Shared) else state
-
-
-class SealedSession:
-    """A place for one session between the processes that answer a node's messages: a file that a key alone opens.
-
-    The file is gone while a process has the session. So a process that dies takes the session with it, no step is ever
-    done twice, and of two processes one has it. The key must live in memory alone: without it, after a restart or the
-    end of the attempt, the file is noise.
-
-    Args:
-        path: of the file, in an existing folder.
-        key: 32 bytes, drawn for each time that a session is put there.
-    """
-
-    def __init__(self, path: Path, key: bytes) -> None:
-        self._path, self._box = path, ChaCha20Poly1305(key)
-
-    def put(self, session: Session) -> None:
-        """Leave a session that is not over.
-
-        Raises:
-            ProtocolError: it is over.
-            OSError: the file cannot be written.
-        """
-        nonce = os.urandom(_NONCE_BYTES)
-        replace_file(self._path, nonce + self._box.encrypt(nonce, session.text().encode(), None), mode=0o600)
-
-    def take(self, *, sign: Sign, verify: Verify = keys.verify) -> Session:
-        """The session, which nobody else finds any more.
-
-        Args:
-            sign: as for a new session.
-            verify: as there.
-
-        Raises:
-            ProtocolError: there is none that the key opens: it was never begun, is over, or another process has it.
-        """
-        own = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
-        try:
-            self._path.rename(own)  # of two processes one succeeds
-            content = own.read_bytes()
-            own.unlink()
-            text = self._box.decrypt(content[:_NONCE_BYTES], content[_NONCE_BYTES:], None).decode()
-        except (FileNotFoundError, InvalidTag):
-            raise ProtocolError("session: this node takes part in no attempt; it may have been restarted") from None
-        return Session.restored(text, sign=sign, verify=verify)
 
 
 class Sessions:

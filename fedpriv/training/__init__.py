@@ -52,6 +52,5 @@ if TYPE_CHECKING:
     from fedpriv.training.stacked import stacked_updates as stacked_updates
     from fedpriv.training.summing import noised_sum as noised_sum
     from fedpriv.training.whole_updates import UpdateNoise as UpdateNoise
-    from fedpriv.training.whole_updates import clipped_update as clipped_update
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

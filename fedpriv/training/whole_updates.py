@@ -53,7 +53,7 @@ class UpdateNoise:
             update: [values]; one that is not finite counts as zero.
             source: of the noise.
         """
-        clipped = clipped_update(update, self.clip_norm).unsqueeze(0)
+        clipped = clipped_rows(update.unsqueeze(0), self.clip_norm, [slice(0, len(update))])
         noised, _ = MECHANISMS[FOR_SUMS].add_noise(clipped, self._request(len(update)), [source])
         return noised[0]
 
@@ -66,8 +66,3 @@ class UpdateNoise:
             sampling_probabilities=(1.0,),
             unit="client",
         )
-
-
-def clipped_update(update: Tensor, clip_norm: float) -> Tensor:
-    """The update, clipped to `clip_norm` as a whole, float64 [values]; zero if a value is not finite."""
-    return clipped_rows(update.unsqueeze(0), clip_norm, [slice(0, len(update))])[0]

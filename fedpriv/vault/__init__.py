@@ -30,11 +30,7 @@ if TYPE_CHECKING:
     from fedpriv.vault._charging import registered_data_set as registered_data_set
     from fedpriv.vault._charging import rule_note as rule_note
     from fedpriv.vault._charging import store_reply as store_reply
-    from fedpriv.vault._guard import check_instruction as check_instruction
     from fedpriv.vault._guard import check_limits as check_limits
-    from fedpriv.vault._sum_terms import check_grid as check_grid
-    from fedpriv.vault._sum_terms import check_policy as check_policy
-    from fedpriv.vault.frames import release_update as release_update
     from fedpriv.vault.settings import NodeLimits as NodeLimits
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -160,7 +160,7 @@ def log_content(policy: NodePolicy, data_set: DataSet, content: bytes, num_recor
 
 
 def opened_records(policy: NodePolicy, data_set: DataSet, content: bytes, num_records: int) -> tuple[bytes, str]:
-    """`coin_key`, and the note on all records together that the entries of their releases carry.
+    """`Ledger.coin_key`, and the note on all records together that the entries of their releases carry.
 
     Every entry has one, since one that only a change adds would tell of it by its room. So content, which is what all
     records are together, decides nothing about a release.
@@ -192,17 +192,6 @@ def _say_what_changed(ledger: Ledger, data_set: DataSet, content: bytes, num_rec
         )
     elif num_records < data_set.num_records:
         log.warning("found %s records to train on; N_k stays %s", num_records, data_set.num_records)
-
-
-def coin_key(policy: NodePolicy, data_set: DataSet) -> bytes:
-    """The secret that decides which of a data set's records are set aside: no run, and no round, changes it.
-
-    Raises:
-        LedgerError: the ledger cannot be used.
-    """
-    assert policy.ledger is not None, "a node with records of its own keeps a ledger"
-    with Ledger(policy.ledger) as ledger:
-        return ledger.coin_key(data_set)
 
 
 def charge(

@@ -46,9 +46,8 @@ class Room:
 
     @staticmethod
     def of(settings: VaultSettings) -> Room:
-        """Those of a node's ledgers and of its folder."""
-        updates = [settings.updates_ledger.parent] if settings.updates else []
-        return Room((settings.folder, settings.ledger.parent, *updates))
+        """Those of a node's ledger and of its folder."""
+        return Room((settings.folder, settings.ledger.parent))
 
     def check(self) -> None:
         """Refuse whatever was asked if a disk has less than `FLOOR_BYTES` left.

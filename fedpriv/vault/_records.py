@@ -53,7 +53,7 @@ def register(request: Request, holder: Holder) -> Response:
         keeps_replies=data_set is not None,
         software=protocol.SOFTWARE,
         identity=identity.public_line if identity else "",
-        receipt=_charging.signed_receipt(holder.policy, data_set) if protocol.RECEIPT in request.fields else "",
+        receipt=_charging.signed_receipt(holder.policy, data_set),
     )
     if identity:
         registration = replace(registration, signature=identity.sign(registration.signed))

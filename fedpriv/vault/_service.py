@@ -1,8 +1,7 @@
 """The vault as a process of the data holder's own: records, ledger, keys, guard and model, behind a Unix socket.
 
 The service itself only carries frames between a socket and a child process, one at a time. If the child is killed
-before it has been charged, another takes its place and gets the same frame again; later, the node closes. Updates of
-other frameworks come on a second socket, to a child of their own.
+before it has been charged, another takes its place and gets the same frame again; later, the node closes.
 
 From a charge on, nothing leaves before the public time that the child has named, whatever becomes of the child; nor is
 anything else answered or even received before, which would tell how long the records took, or make it longer.
@@ -115,16 +114,13 @@ class Worker:
         run: the child's program.
     """
 
-    def __init__(
-        self, folder: Path, closing: Closing | None, run: Callable[[Connection, Path], None] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, closing: Closing, run: Callable[[Connection, Path], None] | None = None) -> None:
         self._folder = folder
         self._run = run or run_worker
         self._closing = closing
         self._lock, self._is_ending = threading.Lock(), False
         self._context = multiprocessing.get_context("spawn")
-        if closing:
-            closing.close_if_left()
+        closing.close_if_left()
         self._start()
 
     def _start(self) -> None:
@@ -146,8 +142,7 @@ class Worker:
             hold = _Hold()
             answer = self._answer(frame, hold)
             hold.wait()
-            if self._closing:
-                self._closing.end()
+            self._closing.end()
             return answer
 
     def _answer(self, frame: bytes, hold: _Hold) -> bytes:
@@ -166,7 +161,7 @@ class Worker:
                 said.error("the vault's child process ended with exit code %s", self._process.exitcode)
             if self._is_ending:  # a marker that is left closes the node at its next start
                 raise ConnectionAbortedError("the vault ends")
-            if self._closing and self._may_have_records:
+            if self._may_have_records:
                 self._closing.close()  # before there is another child
                 self._start()
                 return pack_response(Response(code=REFUSED, reason=f"refused: {CLOSED}"))
@@ -200,25 +195,18 @@ def serve(settings: VaultSettings, say: Callable[[str], None]) -> None:
     private.propagate, private.handlers = False, [Ring(settings.log)]
     own = {os.geteuid()}
     users = own | ({user_named(settings.client_user).uid} if settings.client_user else set())
-    listeners = [_listener(settings.socket, mode=0o600 if users == own else 0o666)]
-    workers = [Worker(settings.folder, Closing.of(settings))]
-    if settings.updates is not None:
-        listeners.append(_listener(settings.updates_socket, mode=0o600))
-        workers.append(Worker(settings.folder, None, run_update_worker))
+    listener = _listener(settings.socket, mode=0o600 if users == own else 0o666)
+    worker = Worker(settings.folder, Closing.of(settings))
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        for listener in listeners:
-            Path(listener.getsockname()).unlink(missing_ok=True)
-        for worker in workers:
-            worker.stop()
+        settings.socket.unlink(missing_ok=True)
+        worker.stop()
         os._exit(0)  # threads may wait for a client, or for the child
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    for listener, worker in list(zip(listeners, workers, strict=True))[1:]:
-        threading.Thread(target=_accept, args=(listener, own, worker), daemon=True).start()
-    say(f"vault listens on {' and '.join(listener.getsockname() for listener in listeners)}")
-    _accept(listeners[0], users, workers[0])
+    say(f"vault listens on {settings.socket}")
+    _accept(listener, users, worker)
 
 
 def _accept(listener: socket.socket, users: set[int], worker: Worker) -> NoReturn:
@@ -330,22 +318,6 @@ def run_worker(connection: Connection, folder: Path) -> None:
 
     signal.signal(signal.SIGTERM, end)  # from the service
     _answer_frames(connection, answered)
-
-
-def run_update_worker(connection: Connection, folder: Path) -> None:
-    """Answer frames with updates of other frameworks until the other end closes.
-
-    Args:
-        connection: to the service.
-        folder: of the node.
-    """
-    _prepare_process(folder)
-    from fedpriv.vault._updates import UpdateGuard, release  # loads torch
-
-    settings = VaultSettings.read(folder)
-    guard = UpdateGuard.of(settings)
-    with heard_by(Ring(settings.log)):
-        _answer_frames(connection, lambda request: release(request, guard))
 
 
 def _prepare_process(folder: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedpriv import protocol
+from fedpriv.accounting.discrete_gaussian import MIN_STDDEV
 from fedpriv.accounting.events import Event
 from fedpriv.accounting.views import Release, aggregate_objections, num_readers, smallest_aggregate_scales
 from fedpriv.adapters import Adapter
@@ -25,6 +26,7 @@ from fedpriv.config import RunConfig
 from fedpriv.deployment import keys
 from fedpriv.ledger.receipts import from_text
 from fedpriv.mechanisms.discrete_gaussian import integers
+from fedpriv.mechanisms.discrete_sampler import MAX_SIGMA
 from fedpriv.secure_aggregation import (
     MAX_RECEIPT,
     MAX_RECEIPTS,
@@ -35,16 +37,16 @@ from fedpriv.secure_aggregation import (
     Terms,
     make_identity,
     read_identity,
+    smallest_threshold,
     terms_from_text,
     to_words,
     verify_once,
 )
-from fedpriv.secure_aggregation.grid import ClientGrid
+from fedpriv.secure_aggregation.grid import DEVIATIONS, RANGE_BITS, ClientGrid
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, num_trained_values
 from fedpriv.training.summing import num_included
 from fedpriv.vault import _charging
-from fedpriv.vault._charging import RefusedError
-from fedpriv.vault._sum_terms import check_grid, check_policy
+from fedpriv.vault._charging import NodePolicy, RefusedError
 from fedpriv.vault.frames import Request, Response
 from fedpriv.vault.holder import Holder, NodeHolder, bench_of, run_of
 from fedpriv.vault.settings import approved_peers
@@ -146,7 +148,7 @@ def part_of(
         RefusedError: the terms are not for this request or not what the operator agreed to, or the node takes no part.
     """
     terms = _terms(request)
-    check_policy(terms, client, holder.policy)
+    _check_policy(terms, client, holder.policy)
     dimension = num_trained_values(adapter, spec.trains)
     for name, stated, asked in (
         ("request", terms.request, digest),
@@ -170,7 +172,7 @@ def part_of(
     if own.sampling_probability != spec.probability(own.num_records):
         raise RefusedError(f"terms: sampling_probability = {own.sampling_probability}: is not that of the request")
     bound = spec.clip_norm * num_included(spec, own.num_records)
-    check_grid(terms, client, bound)
+    _check_grid(terms, client, bound)
     sealed = str(request.fields.get(protocol.SEALED, ""))
     if config.masks:
         session = _session_of(terms, client, sealed)
@@ -218,7 +220,7 @@ def advertise(request: Request, holder: Holder) -> Response:
     if not (config.secure_aggregation and config.masks):
         raise RefusedError("advertise: the run's configuration has no masks")
     terms = _terms(request)
-    check_policy(terms, client, holder.policy)
+    _check_policy(terms, client, holder.policy)
     try:
         session = _sessions[client].begin(
             terms,
@@ -308,3 +310,42 @@ def _terms(request: Request) -> Terms:
 
 def _message(text: str) -> Response:
     return Response(record=protocol.STEP, fields={protocol.MESSAGE: text})
+
+
+def _check_policy(terms: Terms, client: int, policy: NodePolicy) -> None:
+    """Refuse terms under which less noise, or fewer honest peers, would count than the node's operator agreed to.
+
+    Raises:
+        RefusedError: one line with the name, the value and the limit.
+    """
+    if client not in terms.by_client:
+        raise RefusedError(f"terms: client {client}, this node, is not among the participants")
+    if terms.colluding < policy.colluding_clients:
+        raise RefusedError(
+            f"terms: colluding = {terms.colluding}: this node counts on {policy.colluding_clients} that may collude"
+        )
+    least = max(policy.min_survivors, smallest_threshold(len(terms.participants), terms.colluding))
+    if terms.threshold < least:
+        raise RefusedError(
+            f"terms: threshold = {terms.threshold}: this node needs at least {least} survivors among "
+            f"{len(terms.participants)} participants, of whom {terms.colluding} may collude"
+        )
+
+
+def _check_grid(terms: Terms, client: int, bound: float) -> None:
+    """Refuse a grid on which the node's noise would be too coarse, or its part no integers that add up.
+
+    On such a grid a vector would be no sum of integers, and whether there is one at all could depend on the records.
+    """
+    stddev = terms.noise_stddev(client)
+    steps = terms.gamma * terms.participant(client).scale * bound + DEVIATIONS * stddev
+    if stddev and not MIN_STDDEV <= stddev <= MAX_SIGMA:
+        raise RefusedError(
+            f"terms: grid_exponent = {terms.grid_exponent}: gives this node's noise {stddev:g} steps, must be "
+            f"{MIN_STDDEV:g} to {MAX_SIGMA:g}"
+        )
+    if steps >= 2.0 ** RANGE_BITS[terms.modulus_bits]:
+        raise RefusedError(
+            f"terms: grid_exponent = {terms.grid_exponent}: this node's part may have {steps:g} steps, which "
+            f"modulus_bits = {terms.modulus_bits} does not hold"
+        )

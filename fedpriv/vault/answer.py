@@ -241,8 +241,6 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
         noise=_source(config, client, key.round, "evaluation" if evaluates else "noise"),
         grid=part.grid if part else None,
     )
-    # Older coordinators do not know the field.
-    receipt = receipt if protocol.RECEIPT in request.fields else ""
     return Prepared(
         task=task,
         reading=reading if may_read else None,

@@ -20,8 +20,6 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from fedpriv.errors import InputError
-
 VERSION = 1
 
 # What a request asks for.
@@ -34,10 +32,6 @@ SHARE = "share"
 CHECK = "check"
 CONFIRM = "confirm"
 REVEAL = "reveal"
-RELEASE = "release"
-
-# The record of a request that holds the tensors to release.
-UPDATE = "update"
 
 # Codes of error replies.
 REFUSED = 100
@@ -73,7 +67,7 @@ class Request:
 
     Attributes:
         kind: `register`, `afford`, `train`, `evaluate` or, around a train request under secure aggregation,
-            `advertise`, `share`, `confirm` and `reveal`; on the socket for updates of other frameworks `release` alone.
+            `advertise`, `share`, `check`, `confirm` and `reveal`.
         run_config: the run's configuration.
         fields: scalars of the message.
         arrays: {record's name: {array's name: array}}.
@@ -280,34 +274,6 @@ def ask(path: Path, request: Request, *, retry_seconds: float = _RETRY_SECONDS) 
             if time.monotonic() > deadline:
                 raise
             time.sleep(_RETRY_DELAY_SECONDS)
-
-
-def release_update(
-    path: Path, run: str, round_: int, tensors: Mapping[str, np.ndarray], *, retry_seconds: float = _RETRY_SECONDS
-) -> dict[str, np.ndarray]:
-    """The noised update that a vault releases for another framework's code, in the tensors' names, shapes and types.
-
-    The same arguments give the same bytes again, for one charge. Other tensors for the same round are another release
-    and another charge.
-
-    Args:
-        path: of the vault's socket for updates.
-        run: 1 to 200 printable ASCII characters; a run's updates have one layout.
-        round_: of the run, >= 0.
-        tensors: {name: float16, float32 or float64 of any shape}: the difference that the client made to the model.
-        retry_seconds: for how long to look for a vault that does not listen.
-
-    Raises:
-        InputError: the vault refused; one line that says why.
-        FrameError: the tensors do not fit a frame.
-        OSError: no vault listens.
-    """
-    arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
-    request = Request(kind=RELEASE, run_config={}, fields={"run": run, "round": round_}, arrays={UPDATE: arrays})
-    response = ask(path, request, retry_seconds=retry_seconds)
-    if response.code:
-        raise InputError(f"{path}: {response.reason}")
-    return {name: response.arrays[name].reshape(array.shape) for name, array in arrays.items()}
 
 
 def receive(connection: socket.socket, *, seconds: float = math.inf) -> bytes | None:

@@ -48,13 +48,13 @@ class ReceiptWatch:
     @staticmethod
     def of(settings: VaultSettings) -> ReceiptWatch | None:
         """That of a node's folder; None if its vault has no key."""
-        return ReceiptWatch.signed_by(settings.key, settings) if settings.key.is_file() else None
+        return ReceiptWatch.in_folder(settings) if settings.key.is_file() else None
 
     @staticmethod
-    def signed_by(key: Path, settings: VaultSettings) -> ReceiptWatch:
-        """That of a node's folder, whose receipts this private key signs."""
+    def in_folder(settings: VaultSettings) -> ReceiptWatch:
+        """That of a node's folder, whose vault may have lost its key: then it signs nothing."""
         return ReceiptWatch(
-            key, settings.receipts, settings.receipts_of_peers, settings.counter_file, settings.earlier_keys
+            settings.key, settings.receipts, settings.receipts_of_peers, settings.counter_file, settings.earlier_keys
         )
 
     @staticmethod
@@ -65,8 +65,8 @@ class ReceiptWatch:
 
     @cached_property
     def signer(self) -> str:
-        """The public line of the vault's key."""
-        return keys.public_line(self.key)
+        """The public line of the vault's key, also of one that was lost."""
+        return keys.public_line(self.key) if self.key.exists() else keys.read_public_line(keys.public_path(self.key))
 
     @cached_property
     def signers(self) -> tuple[str, ...]:

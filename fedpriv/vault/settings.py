@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tomli_w
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from fedpriv import config as configuration
@@ -22,9 +22,8 @@ from fedpriv.accounting.views import PlannedView
 from fedpriv.adapters import model_digest
 from fedpriv.data import DataSource
 from fedpriv.deployment import keys
-from fedpriv.deployment.command_line import read_settings
+from fedpriv.deployment.command_line import read_settings, validated
 from fedpriv.errors import InputError
-from fedpriv.vault.frames import MAX_ARRAYS_BYTES
 
 FILE = "vault.toml"
 PEER_SUFFIX = ".pub"
@@ -39,35 +38,11 @@ _Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class UpdateSettings:
-    """The terms on which the vault releases whole updates that another framework's code computed, at client level.
-
-    Attributes:
-        clip_norm: S, to which an update is clipped as one vector.
-        noise_multiplier: z, the noise over S on every value.
-        budget_epsilon: that all releases together may spend; their account has nothing to do with that of the records.
-        delta: of the budget.
-        max_tensors: of an update.
-        max_values: of an update, all tensors together; each release is charged as if it had so many.
-        socket_file: None stands for updates.sock in the node's folder.
-        ledger_file: None stands for updates.sqlite in the node's folder.
-    """
-
-    clip_norm: _Positive
-    noise_multiplier: _Positive
-    budget_epsilon: _Positive
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    max_tensors: _Count = 10_000
-    max_values: Annotated[int, Field(ge=1, le=MAX_ARRAYS_BYTES // 8)] = 2**24
-    socket_file: Path | None = None
-    ledger_file: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class VaultSettings:
     """The settings of a vault, and the paths of its files.
 
     Attributes:
+        version: of vault.toml.
         folder: absolute path.
         partition_id: which client of a run the node is.
         name: for display, visible to the coordinator.
@@ -100,9 +75,9 @@ class VaultSettings:
         counter_file: a file on another disk that keeps the receipts of charges, so that a ledger that was restored is
             noticed; None keeps none but in the folder.
         client_user: name or number of the user whose processes may ask the vault; empty stands for the vault's own.
-        updates: the terms for updates of other frameworks, on a socket of their own; None releases none.
     """
 
+    version: Literal[1] = 1
     folder: Path
     partition_id: Annotated[int, Field(ge=0)]
     name: Annotated[str, Field(min_length=1, max_length=100)]
@@ -132,13 +107,6 @@ class VaultSettings:
     keep_tokens: bool = True
     counter_file: Path | None = None
     client_user: str = ""
-    updates: UpdateSettings | None = None
-
-    @model_validator(mode="after")
-    def _keeps_accounts_apart(self) -> VaultSettings:
-        if self.updates is not None and self.updates_ledger.absolute() == self.ledger.absolute():
-            raise ValueError(f"updates.ledger_file = {self.ledger}: is the ledger of the records; give another file")
-        return self
 
     @staticmethod
     def read(folder: Path) -> VaultSettings:
@@ -234,21 +202,6 @@ class VaultSettings:
         """The Unix socket that the vault listens on."""
         return self.folder / "vault.sock"
 
-    @property
-    def updates_socket(self) -> Path:
-        """The Unix socket for updates of other frameworks, which only the vault's own user may open."""
-        return (self.updates and self.updates.socket_file) or self.folder / "updates.sock"
-
-    @property
-    def updates_ledger(self) -> Path:
-        """The ledger of these updates."""
-        return (self.updates and self.updates.ledger_file) or self.folder / "updates.sqlite"
-
-    @property
-    def updates_receipts(self) -> Path:
-        """The receipts of their charges, one a line."""
-        return self.folder / "updates-receipts.jsonl"
-
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class NodeLimits:
@@ -289,20 +242,14 @@ class NodeLimits:
         Raises:
             InputError: one line that names the file, and the key and value that are wrong.
         """
-        values = configuration.read(path)
-        try:
-            return NodeLimits(**values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = str(first["loc"][0])
-            raise InputError(f"{path}: {key} = {values.get(key)!r}: {first['msg'].lower()}") from None
+        return validated(NodeLimits, configuration.read(path), prefix=f"{path}: ")
 
 
 def approved_peers(folder: Path) -> dict[int, str]:
     """{partition id: public line} of the holders that the operator approved, ascending; empty without a folder.
 
-    Read whenever an attempt at a sum begins, so that an approval, and its end, hold from the next attempt on. What an
-    earlier version approved, the keys of SuperNodes, approves nobody: programs other than the vault have a copy.
+    Read whenever an attempt at a sum begins, so that an approval, and its end, hold from the next attempt on. The key
+    of a SuperNode approves nobody: programs other than the vault have a copy.
 
     Args:
         folder: holds a file PARTITION-ID.pub for each of them.
@@ -313,8 +260,8 @@ def approved_peers(folder: Path) -> dict[int, str]:
     return {int(path.stem): line for path, line in _peer_lines(folder) if keys.kind_of(line) == keys.VAULT}
 
 
-def peers_of_earlier_versions(folder: Path) -> list[Path]:
-    """The files that hold the key of a SuperNode; raises like `approved_peers`."""
+def keys_of_supernodes(folder: Path) -> list[Path]:
+    """The files among them that hold the key of a SuperNode; raises like `approved_peers`."""
     return [path for path, line in _peer_lines(folder) if keys.kind_of(line) != keys.VAULT]
 
 

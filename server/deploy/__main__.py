@@ -46,7 +46,7 @@ def init(
     ca_passphrase_file: PassphraseFile = None,
     override: Override = None,
     metrics: Annotated[
-        bool, typer.Option("--metrics", help="Serve metrics to Prometheus on this machine, 1000 ports above --port.")
+        bool, typer.Option("--metrics", help="Write figures for Prometheus to DIR/metrics/fedpriv.prom.")
     ] = False,
 ) -> None:
     """Create a coordinator's folder: a certificate authority, a server certificate, and the run that is planned.
@@ -117,9 +117,6 @@ def units(folder: Folder, out: UnitFolder = None) -> None:
 def invite(
     folder: Folder,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Of the institutions, for display.")],
-    partition_id: Annotated[
-        int | None, typer.Option(help="Of a node that an earlier version admitted.", min=0, max=10**9 - 1)
-    ] = None,
 ) -> None:
     """Write an invitation for each institution: address, certificate, and the code, model and run that are planned.
 
@@ -128,7 +125,7 @@ def invite(
 
     Example: fedpriv coordinator invite ~/federation "St. Anna" "St. Bruno"
     """
-    for path, invitation in membership.invite(Coordinator.read(folder), names, partition_id=partition_id).items():
+    for path, invitation in membership.invite(Coordinator.read(folder), names).items():
         typer.echo(f"send to {invitation.name}: {path}, fingerprint {invitation.fingerprint}")
 
 
@@ -210,13 +207,12 @@ def renew(
     Example: fedpriv coordinator renew ~/federation --ca-key /media/stick/ca.key
     """
     coordinator = Coordinator.read(folder)
-    key = ca_key or coordinator.ca_key
     certificates.make_server_certificate(
         coordinator.folder,
         coordinator.addresses,
         days,
-        authority_key=key,
-        passphrase=_passphrase(ca_passphrase_file) if certificates.is_encrypted(key) else "",
+        authority_key=ca_key,
+        passphrase=_passphrase(ca_passphrase_file),
     )
     until = certificates.valid_until(coordinator.server_certificate)
     typer.echo(f"certificate valid until {until:%Y-%m-%d}; restart the SuperLink to use it")
@@ -248,18 +244,6 @@ def new_authority(folder: Folder, ca_passphrase_file: PassphraseFile = None) -> 
     typer.echo(f"next: fedpriv coordinator invite {quoted} NAME...; at each node: fedpriv node move DIR --invite FILE")
     typer.echo(f"then: fedpriv coordinator renew {quoted}, and restart the SuperLink")
     typer.echo("at last: delete the second certificate from ca.crt, which is the old one's, and invite everyone again")
-
-
-@app.command("encrypt-key")
-def encrypt_key(folder: Folder, ca_passphrase_file: PassphraseFile = None) -> None:
-    """Encrypt the ca.key of a folder that an earlier version made; the passphrase is found as for `init`.
-
-    Example: fedpriv coordinator encrypt-key ~/federation
-    """
-    coordinator = Coordinator.read(folder)
-    passphrase = _new_passphrase(ca_passphrase_file)
-    certificates.encrypt_key(coordinator.folder, passphrase, lambda: _tell_passphrase(ca_passphrase_file, passphrase))
-    typer.echo(f"{coordinator.ca_key} is encrypted; delete its old copies, in backups too")
 
 
 @app.command()

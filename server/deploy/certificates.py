@@ -124,25 +124,6 @@ def is_encrypted(key: Path) -> bool:
         raise InputError(f"key = {key}: {error.strerror}") from None
 
 
-def encrypt_key(folder: Path, passphrase: str, tell: Callable[[], None] = lambda: None) -> None:
-    """Encrypt the key of a folder's authority, which was not.
-
-    Args:
-        folder: with the authority.
-        passphrase: of the encrypted key.
-        tell: called before the key is replaced: afterwards nothing but the passphrase opens it.
-
-    Raises:
-        InputError: there is no such key, or it is encrypted.
-    """
-    if is_encrypted(folder / CA_KEY):
-        raise InputError(f"key = {folder / CA_KEY}: is encrypted already")
-    _, key = _authority(folder, folder / CA_KEY, "")
-    encrypted = _pem(key, passphrase)
-    tell()
-    replace_file(folder / CA_KEY, encrypted, mode=0o600)
-
-
 def add_authority(folder: Path, passphrase: str, tell: Callable[[], None]) -> None:
     """Put a new authority before the old one in `ca.crt`, and its key in the place of `ca.key`.
 

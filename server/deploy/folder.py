@@ -10,7 +10,7 @@ import ipaddress
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import ConfigDict, Field
@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from fedpriv import config
 from fedpriv.deployment import keys
 from fedpriv.deployment.checks import CA_CERTIFICATE
-from fedpriv.deployment.command_line import port_of_metrics, read_settings, validated
+from fedpriv.deployment.command_line import read_settings, validated
 from fedpriv.deployment.flower import CONNECTION, flwr
 from fedpriv.deployment.keys import Kind
 from fedpriv.errors import InputError
@@ -36,16 +36,18 @@ class Coordinator:
     """A coordinator's settings and the paths of its files.
 
     Attributes:
+        version: of coordinator.toml.
         folder: absolute path.
         addresses: DNS names and IP addresses of the machine; the nodes use the first.
         port: of the SuperLink.
-        metrics: whether metrics are served on this machine, on the port 1000 above `port`; or on which one.
+        metrics: whether figures for Prometheus are written to a file in the folder.
     """
 
+    version: Literal[1] = 1
     folder: Path
     addresses: Annotated[tuple[str, ...], Field(min_length=1)]
     port: Annotated[int, Field(ge=1, le=65535)] = DEFAULT_PORT
-    metrics: bool | Annotated[int, Field(ge=1, le=65535)] = False
+    metrics: bool = False
 
     @staticmethod
     def read(folder: Path) -> Coordinator:
@@ -65,11 +67,6 @@ class Coordinator:
     def address(self) -> str:
         """HOST:PORT, as the nodes use it."""
         return _join_address(self.host, self.port)
-
-    @property
-    def metrics_port(self) -> int | None:
-        """The port of this machine's own address that serves metrics; None if none does."""
-        return port_of_metrics(self.metrics, self.port)
 
     @property
     def bind_host(self) -> str:
@@ -174,8 +171,8 @@ class Coordinator:
 
     @property
     def planned(self) -> dict[str, Any]:
-        """The keys of the planned run, not yet checked; none in a folder of an earlier version."""
-        return config.read(self.plan) if self.plan.exists() else {}
+        """The keys of the planned run, not yet checked."""
+        return config.read(self.plan)
 
     @property
     def invitations(self) -> Path:
@@ -217,7 +214,7 @@ def make(
         days: of validity of the server certificate.
         passphrase: that encrypts the authority's key.
         planned: keys of the configuration of the planned run.
-        metrics: whether this machine serves metrics.
+        metrics: as in `Coordinator`.
 
     Raises:
         InputError: a value cannot be used; nothing was written.
@@ -225,7 +222,7 @@ def make(
     for address in addresses:
         certificates.check_host(address)
     config.parse(planned or {})
-    settings = {"addresses": list(addresses), "port": port, **({"metrics": True} if metrics else {})}
+    settings = {"version": 1, "addresses": list(addresses), "port": port, **({"metrics": True} if metrics else {})}
     coordinator = validated(Coordinator, settings, folder=folder.absolute())
     with new_folder(coordinator.folder) as new:
         certificates.make_ca(new, max(days, certificates.AUTHORITY_DAYS), passphrase=passphrase)

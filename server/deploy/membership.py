@@ -27,19 +27,15 @@ _IN_USE, _GONE = "Public key already in use", "not found"
 _LIVE = ("registered", "online", "offline")
 
 
-def invite(
-    coordinator: Coordinator, names: Sequence[str], *, partition_id: int | None = None
-) -> dict[Path, Invitation]:
+def invite(coordinator: Coordinator, names: Sequence[str]) -> dict[Path, Invitation]:
     """Write an invitation for each institution, and return them; one of a known name is written again.
 
     Args:
         coordinator: that invites.
         names: of the institutions.
-        partition_id: of the only one of these; None stands for the next ones, or those that they were invited with.
 
     Raises:
-        InputError: the id is another's, or a name or the planned run cannot be used, or its model is not on this
-            machine; nothing was written.
+        InputError: a name or the planned run cannot be used, or its model is not on this machine; nothing was written.
         FlowerError: this checkout cannot be bundled.
     """
     names = list(dict.fromkeys(unicodedata.normalize("NFC", " ".join(name.split())) for name in names))
@@ -48,12 +44,6 @@ def invite(
     left = keys.files_of_nodes(coordinator.vaults, keys.EARLIER)
     first = max([-1, *known.values(), *coordinator.registered(), *left]) + 1
     ids = known | {name: first + place for place, name in enumerate(new)}
-    if partition_id is not None:
-        ids = {_only(names): partition_id}
-        if others := [name for name, id_ in known.items() if id_ == partition_id and name not in ids]:
-            raise InputError(f"--partition-id = {partition_id}: is that of {others[0]}; leave it out")
-        if known.get(names[0], partition_id) != partition_id:
-            raise InputError(f"--partition-id = {partition_id}: {names[0]} has {known[names[0]]}; first `unregister`")
     asked: dict[str, Any] = {"superlink": coordinator.address, "ca": coordinator.ca_certificate.read_text()}
     asked["bundle"] = approvals.bundle_digest(FLOWER_APP)
     if planned := coordinator.planned:
@@ -61,17 +51,10 @@ def invite(
         asked["run"] = {key: value for key, value in planned.items() if key not in _own_keys()}
     made = [joining.made(Invitation, name=name, partition_id=ids[name], **asked) for name in names]
     found = {coordinator.invitations / f"{invitation.partition_id}.toml": invitation for invitation in made}
-    coordinator.invitations.mkdir(exist_ok=True)
     for path, invitation in found.items():
         header = f"{invitation.name} is invited to a federation: fedpriv node init DIR --invite FILE --data RECORDS ..."
         replace_file(path, joining.text(invitation, header).encode())
     return found
-
-
-def _only(names: Sequence[str]) -> str:
-    if len(names) != 1:
-        raise InputError(f"--partition-id: is for one institution, not for {len(names)}")
-    return names[0]
 
 
 def _own_keys() -> frozenset[str]:
@@ -81,7 +64,7 @@ def _own_keys() -> frozenset[str]:
 
 
 def invited(coordinator: Coordinator) -> dict[int, Invitation]:
-    """The invitations, by partition id; none in a folder of an earlier version."""
+    """The invitations, by partition id."""
     found = [joining.read(Invitation, path) for path in coordinator.invitations.glob("*.toml")]
     return {invitation.partition_id: invitation for invitation in sorted(found, key=lambda each: each.partition_id)}
 
@@ -113,9 +96,8 @@ def is_known(coordinator: Coordinator, application: Application) -> bool:
 
 def missing(coordinator: Coordinator) -> list[str]:
     """The names of the institutions that were invited and are not admitted with the key of a vault."""
-    names = {id_: f"node-{id_}" for id_ in coordinator.registered()}
-    names |= {id_: each.name for id_, each in invited(coordinator).items()}
-    return [name for id_, name in sorted(names.items()) if id_ not in coordinator.registered(VAULT)]
+    admitted = coordinator.registered(VAULT)
+    return [each.name for id_, each in invited(coordinator).items() if id_ not in admitted]
 
 
 def write_roster(coordinator: Coordinator) -> Roster:
@@ -138,14 +120,13 @@ def unregister(coordinator: Coordinator, name: str) -> int:
 
     Args:
         coordinator: whose SuperLink is running.
-        name: of the institution, as it was invited, or `node-ID`.
+        name: of the institution, as it was invited.
 
     Raises:
-        InputError: nobody has this name, or an earlier version registered the node and did not note Flower's id.
+        InputError: nobody has this name, or Flower's id of the node is not noted.
         FlowerError: the SuperLink cannot be reached; the node's vault is out all the same.
     """
     named = {invitation.name: id_ for id_, invitation in invited(coordinator).items()}
-    named |= {f"node-{id_}": id_ for id_ in coordinator.registered() if id_ not in named.values()}
     if name not in named:
         raise InputError(f"NAME = {name!r}: is none of {', '.join(named) or 'the invited, of whom there are none'}")
     id_ = named[name]
@@ -173,8 +154,7 @@ def _unregister_at_superlink(coordinator: Coordinator, id_: str) -> None:
 def register(coordinator: Coordinator, partition_id: int, node: str, vault: str, *, replace_old: bool = False) -> bool:
     """Register a node's key with the SuperLink, keep both its keys, and return whether one of them is new.
 
-    A node that an earlier version admitted by its Flower key alone gets its other key in the same way. What a key has
-    signed that is replaced goes on to show how much its node was charged.
+    What a key has signed that is replaced goes on to show how much its node was charged.
 
     Args:
         coordinator: whose SuperLink is running.
@@ -204,10 +184,8 @@ def register(coordinator: Coordinator, partition_id: int, node: str, vault: str,
     # In this order: after a crash between the two, the old id belongs to a key that is none of the node's any more.
     replace_file(node_file, f"{node}\n".encode())
     replace_file(_id_file(coordinator, partition_id), f"{new_id}\n".encode())
-    vault_file.parent.mkdir(exist_ok=True)
-    signed = old_vault or old_node  # one key was both, before there were two
-    if signed is not None and signed != vault:
-        keys.add_line(vault_file.with_suffix(keys.EARLIER), signed)
+    if old_vault is not None and old_vault != vault:
+        keys.add_line(vault_file.with_suffix(keys.EARLIER), old_vault)
     replace_file(vault_file, f"{vault}\n".encode())
     return (old_node, old_vault) != (node, vault)
 
@@ -259,12 +237,12 @@ def _old_id(coordinator: Coordinator, partition_id: int) -> str:
     """Flower's id of the node that is registered with the partition id, by which its key is taken out.
 
     Raises:
-        InputError: an earlier version registered it, and did not note the id.
+        InputError: it is not noted.
     """
     file = _id_file(coordinator, partition_id)
     if not file.is_file():
         raise InputError(
-            f"{file}: is missing, since an earlier version registered this node; write Flower's id of its old key into "
+            f"{file}: is missing; write Flower's id of this node's old key into "
             f"it, as `FLWR_HOME={coordinator.flower_home} flwr supernode list {CONNECTION}` shows it"
         )
     return file.read_text().strip()

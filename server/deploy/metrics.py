@@ -25,15 +25,15 @@ _CONNECT_SECONDS = 2.0
 _MOST_CLIENTS = 200
 
 
-def serve(coordinator: Coordinator, num_online: Callable[[], int | None], say: Callable[[str], None]) -> None:
-    """Serve the coordinator's metrics, as long as this process lives, if its settings name a port.
+def write(coordinator: Coordinator, num_online: Callable[[], int | None], say: Callable[[str], None]) -> None:
+    """Keep the coordinator's metrics in a file as long as this process lives, if its settings say so.
 
     Args:
         coordinator: whose SuperLink this process runs.
         num_online: the number of nodes that are online; None if nobody knows.
-        say: prints a line: where they are served, or why not. The SuperLink runs all the same.
+        say: prints a line: where they are, or why not. The SuperLink runs all the same.
     """
-    if coordinator.metrics_port is None:
+    if not coordinator.metrics:
         return
     from fedpriv.deployment import metrics  # where there are none, nothing of Prometheus is loaded
 
@@ -42,10 +42,9 @@ def serve(coordinator: Coordinator, num_online: Callable[[], int | None], say: C
         metrics.Measured("newest run", lambda: _newest_run(coordinator.runs)),
     ]
     try:
-        metrics.serve(coordinator.metrics_port, sources)
-        say(f"metrics: served at http://127.0.0.1:{coordinator.metrics_port}/metrics")
+        say(f"metrics: written to {metrics.write(coordinator.folder, sources)}")
     except InputError as error:
-        say(f"metrics: not served: {error}")
+        say(f"metrics: not written: {error}")
 
 
 def _superlink(coordinator: Coordinator, num_online: int | None) -> Iterator[Metric]:

@@ -89,8 +89,6 @@ def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, 
         original = _original_configuration(Path(values["resume"]))
     else:
         original = _known_nodes(coordinator) | coordinator.planned
-    if original.get("node_keys") == str(coordinator.nodes):  # of a run that an earlier version began
-        del original["node_keys"]
     config = configuration.parse({**defaults, **original, **values})
     check_installed(config.track)
     return configuration.to_flower(config)

@@ -99,11 +99,10 @@ def _start(coordinator: Coordinator, say: Callable[[str], None], environ: Mappin
         raise FlowerError(f"port = {port.detail}")
     if warning := expiry_warning(coordinator):
         say(f"warning: {warning}")
-    coordinator.approved.touch()  # a folder of an earlier version has none
     say(f"starting the SuperLink; its log: {coordinator.log}")
     nodes = _Nodes(coordinator, say)
     nodes.start()
-    metrics.serve(coordinator, lambda: nodes.num_online, say)
+    metrics.write(coordinator, lambda: nodes.num_online, say)
     log = Log(None, coordinator.log)
 
     def on_line(line: str) -> None:
@@ -132,7 +131,7 @@ def check_authority(coordinator: Coordinator) -> Check:
         return Check("ca.key", True, "kept elsewhere; `renew --ca-key FILE` takes it from there")
     if not certificates.is_encrypted(key):
         folder = shlex.quote(str(coordinator.folder))
-        return Check("ca.key", False, f"{key}: the code of a run could read it; run `encrypt-key {folder}`")
+        return Check("ca.key", False, f"{key}: the code of a run could read it; run `new-authority {folder}`")
     return Check("ca.key", True, f"{key}: encrypted; it may also be kept elsewhere")
 
 

@@ -307,16 +307,6 @@ def test_neighbouring_worlds_have_the_same_links(approved, starts, tmp_path):
     assert [link.digest for link in links[0]] == [link.digest for link in links[1]]
 
 
-def test_a_node_sends_receipts_only_to_those_who_ask(node, starts):
-    """A coordinator of an earlier version would refuse the field."""
-    assert protocol.RECEIPT not in asked(node, starts["tiny"], 1, None).response.fields
-    config = run_config()
-    assert protocol.RECEIPT not in ask(node, registering(config)).response.fields
-    fields = ask(node, replace(registering(config), fields={protocol.RECEIPT: ""})).response.fields
-    assert from_text(fields[protocol.RECEIPT]).counter == 1
-    assert protocol.unpack(protocol.Registration, fields).receipt
-
-
 class Link:
     """Flower's connection to one node, whose messages reach its vault."""
 

@@ -94,10 +94,10 @@ def test_a_ledger_is_shown_on_the_view_that_its_folder_names(tmp_path):
     assert as_json("ledger", "show", path) == as_told
     assert "remaining_rounds" not in as_json("ledger", "show", path, "--view", "local")["data_sets"][0]
     assert "Aggregate view" in fedpriv("ledger", "statement", path, "--client", "0")[0]
-    # A ledger of another name in the folder, such as that of other frameworks' updates, has a budget of its own.
-    path.rename(tmp_path / "updates.sqlite")
-    path.with_name("ledger.sqlite.head").rename(tmp_path / "updates.sqlite.head")
-    assert "remaining_rounds" not in as_json("ledger", "show", tmp_path / "updates.sqlite")["data_sets"][0]
+    # A ledger of another name in the folder has a budget of its own.
+    path.rename(tmp_path / "other.sqlite")
+    path.with_name("ledger.sqlite.head").rename(tmp_path / "other.sqlite.head")
+    assert "remaining_rounds" not in as_json("ledger", "show", tmp_path / "other.sqlite")["data_sets"][0]
 
 
 @pytest.mark.parametrize(

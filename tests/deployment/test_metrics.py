@@ -1,13 +1,11 @@
-"""The port of metrics: who may read it, and that no reader and no source holds anything up."""
+"""The file of metrics: who may read it, when it is old, and that no source holds anything up."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
+import os
 import re
-import socket
-import threading
 import time
 
 import pytest
@@ -15,76 +13,58 @@ import pytest
 from fedpriv.deployment import metrics
 from fedpriv.deployment.metrics import Measured, gauge
 from fedpriv.errors import InputError
-from simulations.sites import free_port, wait_until
-from tests.monitoring import EXAMPLES, ROOT, names, rules, scraped, value
+from simulations.sites import wait_until
+from tests.monitoring import EXAMPLES, MTIME, ROOT, exported, firing, names, rules
 
 
-def ask(port: int, path: str = "/metrics", host: str = "127.0.0.1") -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    connection.request("GET", path, headers={"Host": host})
-    return connection.getresponse().status
+def numbered(name: str) -> Measured:
+    return Measured(name, lambda: [gauge(f"fedpriv_{name}", "1.", 1.0)], 0.05)
 
 
-@pytest.fixture
-def port() -> int:
-    port = free_port()
-    metrics.serve(port, [Measured("one", lambda: [gauge("fedpriv_one", "1.", 1.0)])])
-    wait_until(lambda: "fedpriv_one" in names(scraped(port)), "figures", 10)
-    return port
+def test_each_reader_sees_a_whole_file_whose_folder_is_its_owners_to_open(tmp_path):
+    path = metrics.write(tmp_path, [numbered("one"), numbered("two")])
+    wait_until(lambda: {"fedpriv_one", "fedpriv_two"} <= names(exported(tmp_path)), "figures", 10)
+    for _ in range(200):
+        assert {"fedpriv_one", "fedpriv_two"} <= names(exported(tmp_path))
+    assert path == tmp_path / "metrics" / "fedpriv.prom"
+    assert (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o644)
+    path.parent.chmod(0o755)
+    metrics.write(tmp_path, [])
+    assert path.parent.stat().st_mode & 0o777 == 0o755
+    assert not [other for other in path.parent.iterdir() if other.suffix == ".prom" and other != path]
 
 
-def test_it_answers_by_its_own_name_alone(port):
-    assert ask(port) == ask(port, host=f"127.0.0.1:{port}") == ask(port, host=f"localhost:{port}") == 200
-    assert ask(port, host="evil.example") == ask(port, host="127.0.0.1.evil.example:80") == 403
-    assert ask(port, "/") == ask(port, "/metrics/../node.toml") == 404
+def test_a_file_that_nobody_writes_any_more_fires_and_another_of_the_exporter_does_not(tmp_path):
+    path = metrics.write(tmp_path, [])
+    assert not firing(exported(tmp_path))
+    old = time.time() - 301
+    os.utime(path, (old, old))
+    assert firing(exported(tmp_path)) == {"MetricsSilent"}
+    assert not firing({(MTIME, frozenset({("file", "/var/lib/other.prom")})): old})
 
 
-def test_it_listens_on_this_machine_alone(port):
-    outside = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)} - {"127.0.0.1"}
-    for address in outside or {"127.0.0.2"}:
-        with socket.socket() as stranger:
-            assert stranger.connect_ex((address, port)) != 0
-
-
-@pytest.mark.slow
-def test_readers_that_never_end_keep_no_other_from_reading_and_make_no_threads_without_end(port):
-    before = threading.active_count()
-    slow = []
-    for _ in range(100):
-        connection = socket.create_connection(("127.0.0.1", port), timeout=5)
-        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.")
-        slow.append(connection)
-    assert value(scraped(port), "fedpriv_one") == 1
-    wait_until(lambda: threading.active_count() - before <= 20, "threads that have ended", 10)
-    for connection in slow:
-        connection.close()
-
-
-def test_a_source_that_hangs_or_fails_is_left_out_and_named_once(caplog):
-    port, numbers = free_port(), iter(range(100))
+def test_a_source_that_hangs_or_fails_is_left_out_and_named_once(tmp_path, caplog):
+    numbers = iter(range(100))
 
     def fails():
         if next(numbers) < 3:
             raise ValueError("no such thing")
         return [gauge("fedpriv_mended", "1.", 1.0)]
 
-    sources = [
-        Measured("good", lambda: [gauge("fedpriv_good", "1.", 1.0)]),
-        Measured("hanging", lambda: time.sleep(1000)),
-        Measured("failing", fails, 0.05),
-    ]
+    sources = [numbered("good"), Measured("hanging", lambda: time.sleep(1000)), Measured("failing", fails, 0.05)]
     with caplog.at_level(logging.WARNING):
-        metrics.serve(port, sources)
-        wait_until(lambda: "fedpriv_mended" in names(scraped(port)), "figures", 10)
-    assert "fedpriv_good" in names(scraped(port))
+        metrics.write(tmp_path, sources)
+        wait_until(lambda: "fedpriv_mended" in names(exported(tmp_path)), "figures", 10)
+    assert "fedpriv_good" in names(exported(tmp_path))
     assert [record.getMessage() for record in caplog.records if "no figures" in record.getMessage()] == [
         "no figures of the failing: ValueError: no such thing"
     ]
 
 
-def test_a_taken_port_is_refused_by_name(port):
-    with pytest.raises(InputError, match=rf"^metrics = {port}: cannot listen on 127.0.0.1:{port} \(.*\); name a free"):
-        metrics.serve(port, [])
+def test_a_place_that_cannot_be_written_is_refused_by_name(tmp_path):
+    (tmp_path / "metrics").touch()
+    with pytest.raises(InputError, match=r"metrics/fedpriv.prom: cannot be written \(.*\); make it writable$"):
+        metrics.write(tmp_path, [])
 
 
 def known_figures() -> set[str]:

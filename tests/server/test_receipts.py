@@ -71,7 +71,7 @@ def reply(receipt: str) -> Message:
 
 def test_the_newest_is_shown_to_its_node_in_this_run_and_the_next(folder):
     first = receipts(folder)
-    assert first.shown_to(0) == {}, "a node of an earlier version is not asked for what it does not know"
+    assert first.shown_to(0) == {}, "its node has sent none"
     links = chain(folder, 3)
     for link in (links[1], links[3], links[2]):
         first.take(0, reply(link.text()))

@@ -169,7 +169,7 @@ def charges(settings: VaultSettings, run: str) -> int:
         return sum(entry.phase == "charged" and entry.run == run for entry in db.entries())
 
 
-# Every day a process without a service dies so, in test_updates.py, and deployment tests kill every process of a node.
+# Every day a vault's child dies so, in test_closing.py, and deployment tests kill every process of a node.
 @pytest.mark.slow
 def test_a_vault_that_is_killed_and_restarted_answers_what_it_had_answered(settings, train, vault):
     request = train(run="restart")

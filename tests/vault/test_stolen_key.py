@@ -175,7 +175,7 @@ def test_the_thief_finds_no_key_of_a_vault(site, stolen):
 
 
 def test_a_key_that_a_supernode_reads_is_no_identity_even_if_it_was_approved(site, stolen):
-    """What operators exchanged for an earlier version approves nobody: terms that name these keys are refused."""
+    """Such a key approves nobody: terms that name it are refused."""
     vault = site.vaults[VICTIM]
     lines = {client: next(iter(found)) for client, found in stolen.items()}
     terms = site.terms("approved")
@@ -209,7 +209,7 @@ def test_a_registration_under_the_stolen_key_counts_for_nothing(site, stolen, tm
 
 
 def test_a_vault_without_a_key_of_its_own_takes_part_in_nothing_and_says_what_to_run(site, tmp_path):
-    """Its folder is that of a node that an earlier version made: a plain run would leave no receipts either."""
+    """Even a plain run would leave no receipts."""
     terms = site.terms("old")
     moved = [path.rename(tmp_path / path.name) for path in site.vaults[VICTIM].folder.glob("vault.key*")]
     try:

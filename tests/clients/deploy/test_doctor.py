@@ -227,13 +227,3 @@ def test_the_device_is_the_operators_and_told(node):
     assert VaultSettings.read(node.folder).device == "cuda:0"
     (said,) = [check.detail for check in doctor.checks(Node.read(node.folder)) if check.name == "device"]
     assert said == "cuda:0, with a pass of its own for each record"
-
-
-def test_a_socket_for_updates_is_told_where_it_is_on(node):
-    path = node.folder / "vault.toml"
-    assert "updates" not in {check.name for check in doctor.checks(node)}
-    terms = "clip_norm = 1.0\nnoise_multiplier = 4.0\nbudget_epsilon = 3.0\ndelta = 1e-5\nmax_values = 10"
-    path.write_text(f"{path.read_text()}\n[updates]\n{terms}\n")
-    (said,) = [check.detail for check in doctor.checks(Node.read(node.folder)) if check.name == "updates"]
-    assert "updates.sock" in said
-    assert "epsilon 3" in said

@@ -100,15 +100,17 @@ def test_all_that_the_client_app_is_told_is_the_socket_the_partition_and_the_nam
 def test_no_setting_stands_in_two_files(make_node, table):
     node = make_node(data=table, labels=LABELS, budget_epsilon=4)
     connection, own = (tomllib.loads((node.folder / name).read_text()) for name in ("node.toml", "vault.toml"))
-    assert set(connection) == {"superlink", "port"}
-    assert set(own) == {"partition_id", "name", "data", "labels", "budget_epsilon"}
+    assert set(connection) == {"version", "superlink", "port"}
+    assert set(own) == {"version", "partition_id", "name", "data", "labels", "budget_epsilon"}
 
 
-def test_a_folder_of_an_earlier_version_says_what_to_do(make_node):
-    node = make_node()
-    (node.folder / "vault.toml").unlink()
-    with pytest.raises(InputError, match=r"earlier version; make a new folder with `init`, .* --ledger"):
-        Node.read(node.folder)
+@pytest.mark.parametrize("name", ["node.toml", "vault.toml"])
+def test_a_file_of_another_version_is_refused_by_name(make_node, name):
+    path = make_node().folder / name
+    assert path.read_text().count("version = 1\n") == 1
+    path.write_text(path.read_text().replace("version = 1\n", "version = 3\n"))
+    with pytest.raises(InputError, match=rf"{name}: is version 3; this is fedpriv \S+, which reads 1: "):
+        Node.read(path.parent)
 
 
 def test_an_invitation_says_what_is_planned_and_its_labels_are_the_nodes(tmp_path, invite, table):

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 
+import psutil
 import pytest
 
 from clients.deploy import metrics
@@ -16,8 +17,7 @@ from clients.deploy.folder import Node
 from clients.deploy.supernode import units
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.accounting.views import Release
-from fedpriv.deployment import metrics as served
-from fedpriv.errors import InputError
+from fedpriv.deployment.metrics import Measured
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.vault._disk import BEYOND
@@ -26,7 +26,7 @@ from simulations.sites import wait_until
 from tests import monitoring
 from tests.clients.deploy.test_vault_process import Lines
 from tests.deployment.tls_server import serving
-from tests.monitoring import firing, names, parsed, scraped, text_of, value
+from tests.monitoring import exported, firing, names, parsed, text_of, value
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_refusals_are_counted_by_what_was_wrong(node):
     )
     node.vault.events.open("a").write('{"event": "refused", "reason": "refused: clip_norm = 9:')  # still being written
     refusals = metrics.Refusals(node.vault.events)
-    kinds = served.Measured("journal", refusals.read)
+    kinds = Measured("journal", refusals.read)
     found = parsed(text_of(kinds))
     counted = {
         reason: value(found, "fedpriv_refusals_total", reason=reason) for reason in ("noise_multiplier", "round")
@@ -161,43 +161,34 @@ def test_a_budget_that_ends_fires(node):
     assert firing(samples(node, "ledger")) == {"BudgetNearlyUsed", "BudgetSpent"}
 
 
-def test_a_node_serves_them_from_a_process_that_ends_with_it(node):
+def test_a_node_writes_them_from_a_process_that_ends_with_it(node):
     say = Lines()
-    assert scraped(node.metrics_port) == {("up", frozenset()): 0.0}
-    assert firing(scraped(node.metrics_port)) == {"MetricsSilent"}
+
+    def writers() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children(recursive=True) if "metrics" in child.cmdline()]
+
     with metrics.running(node, say, variables=os.environ, user=None):
-        say.wait_for("metrics: served at")
-        wait_until(lambda: "fedpriv_releases_total" in names(scraped(node.metrics_port)), "figures", 30)
-        assert "fedpriv_closed" in names(scraped(node.metrics_port))
-    assert scraped(node.metrics_port) == {("up", frozenset()): 0.0}
+        say.wait_for(f"metrics: written to {node.folder}/metrics/fedpriv.prom")
+        assert len(writers()) == 1
+        wait_until(lambda: "fedpriv_releases_total" in names(exported(node.folder)), "figures", 30)
+        wait_until(lambda: "fedpriv_closed" in names(exported(node.folder)), "figures", 30)
+    assert not writers()
 
 
-def test_a_port_that_is_taken_is_one_line_and_stops_nothing(node):
+def test_a_place_that_cannot_be_written_is_one_line_and_stops_nothing(node):
     say = Lines()
-    taken = socket.create_server(("127.0.0.1", node.metrics_port))
-    with taken, metrics.running(node, say, variables=os.environ, user=None):
+    (node.folder / "metrics").touch()
+    with metrics.running(node, say, variables=os.environ, user=None):
         say.wait_for("the node goes on without them")
-    assert say.count(f"cannot listen on 127.0.0.1:{node.metrics_port}") == 1
+    assert say.count("metrics/fedpriv.prom: cannot be written (") == 1
     assert say.count("Traceback") == 0
 
 
-def test_without_the_setting_there_is_no_process_and_no_port(make_node):
+def test_without_the_setting_there_is_no_process_and_no_file(make_node):
     silent, say = make_node(), Lines()
-    assert silent.metrics_port is None
     with metrics.running(silent, say, variables=os.environ, user=None):
         assert say.lines == []
-    with pytest.raises(InputError, match="metrics = false: set metrics = true in"):
-        metrics.serve(silent)
-
-
-@pytest.mark.parametrize(
-    ("port", "metrics", "expected"),
-    [(9094, True, 10094), (9095, True, 10095), (65000, True, 64000), (9094, 7000, 7000), (9094, False, None)],
-)
-def test_nodes_with_other_ports_have_other_metrics_ports(make_node, port, metrics, expected):
-    made = make_node(port=port)
-    (made.folder / "node.toml").write_text(f'superlink = "a:1"\nport = {port}\nmetrics = {str(metrics).lower()}\n')
-    assert Node.read(made.folder).metrics_port == expected
+    assert not (silent.folder / "metrics").exists()
 
 
 def test_the_unit_has_the_network_and_sees_neither_records_nor_keys(make_node, own, tmp_path):

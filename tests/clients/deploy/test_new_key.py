@@ -42,12 +42,6 @@ def charged(node: Node, round_: int) -> None:
         policy.watch.sign(chains_of(db)[0])
 
 
-def with_one_key(node: Node) -> Node:
-    """The node as an earlier version made it: what Flower knows also signs."""
-    node.vault.key.unlink(), node.public_keys[1].unlink()
-    return node
-
-
 class Backup:
     """A copy of some files, once it is made."""
 
@@ -72,21 +66,21 @@ def backup() -> Backup:
     return Backup()
 
 
-@pytest.fixture(params=["vault.key", "one key", "counter file"])
+@pytest.fixture(params=["vault.key", "lost key", "counter file"])
 def node(make_node, own, tmp_path, backup, request) -> Node:
     """A node with two charges."""
     options = {"counter_file": tmp_path / "counter"} if request.param == "counter file" else {}
     node = make_node(**own, **options)
-    if request.param == "one key":
-        node.vault.key.write_bytes(node.key.read_bytes())
     charged(node, 1)
     backup.make(node.vault.ledger, head_path(node.vault.ledger))
     charged(node, 2)
-    return with_one_key(node) if request.param == "one key" else node
+    if request.param == "lost key":
+        node.vault.key.unlink()
+    return node
 
 
 def test_a_restored_ledger_is_noticed_by_what_the_old_key_signed(node, backup):
-    old = keys.public_line(node.vault.key if node.vault.key.exists() else node.key)
+    old = keys.read_public_line(node.public_keys[1])
     said = new_key(node)
     assert f"send to the coordinator: {node.application}" in said
     applied = joining.read(joining.Application, node.application)

@@ -130,14 +130,6 @@ def test_without_a_user_for_it_the_supernode_reads_the_nodes_own_key(node):
     assert node.folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_socket_for_updates_needs_a_user_for_the_coordinators_bundle(node):
-    """Else the bundle would run as the user who may ask there."""
-    with (node.folder / "vault.toml").open("a") as file:
-        file.write("[updates]\nclip_norm = 1.0\nnoise_multiplier = 8.0\nbudget_epsilon = 4.0\n")
-    with pytest.raises(InputError, match=r"updates: .* may ask .*/updates.sock; set client_user"):
-        separate_users.prepared(Node.read(node.folder), os.environ)
-
-
 @pytest.mark.parametrize("name", ["-1", "+1", "1e3", " 1", "\u0661", "1x", str(2**31), "9" * 30])
 def test_what_is_neither_a_name_nor_a_number_is_no_user(node, name):
     with pytest.raises(InputError, match="client_user = "):

@@ -130,26 +130,20 @@ def test_authority_signs_nothing_without_its_passphrase(coordinator, passphrase_
     assert coordinator.server_certificate.read_bytes() == before
 
 
-def test_key_of_an_earlier_version_is_encrypted_by_one_command(coordinator, passphrase_file):
-    certificate = coordinator.ca_certificate.read_bytes()
+def test_an_authoritys_key_that_is_not_encrypted_stops_the_superlink(coordinator):
     plain = load_pem_private_key(coordinator.ca_key.read_bytes(), PASSPHRASE.encode())
     coordinator.ca_key.write_bytes(plain.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    coordinator.approved.unlink()
     (failed, _) = [check for check in superlink.checks(coordinator) if not check.ok]
-    assert (failed.name, "run `encrypt-key" in failed.detail) == ("ca.key", True)
+    assert (failed.name, "run `new-authority" in failed.detail) == ("ca.key", True)
     with pytest.raises(InputError, match="the code of a run could read it"):
         superlink.start(coordinator, print)
-    before = coordinator.ca_key.read_bytes()
-    with pytest.raises(BrokenPipeError):  # a passphrase that nobody was told would lock the key for ever
-        certificates.encrypt_key(coordinator.folder, PASSPHRASE, Mock(side_effect=BrokenPipeError))
-    assert coordinator.ca_key.read_bytes() == before
-    assert deploy("encrypt-key", coordinator.folder, "--ca-passphrase-file", passphrase_file).returncode == 0
-    assert b"ENCRYPTED" in coordinator.ca_key.read_bytes()
-    assert coordinator.ca_key.stat().st_mode & 0o777 == 0o600
-    assert certificate == coordinator.ca_certificate.read_bytes()
-    assert deploy("renew", coordinator.folder, "--ca-passphrase-file", passphrase_file).returncode == 0
-    again = deploy("encrypt-key", coordinator.folder)
-    assert ("is encrypted already" in again.stderr, again.stdout) == (True, "")
+
+
+def test_a_folder_of_another_version_is_refused_by_name(coordinator):
+    path = coordinator.folder / "coordinator.toml"
+    path.write_text(path.read_text().replace("version = 1\n", "version = 3\n"))
+    with pytest.raises(InputError, match=r"coordinator\.toml: is version 3; this is fedpriv \S+, which reads 1: "):
+        Coordinator.read(coordinator.folder)
 
 
 def test_doctor_misses_nothing_in_a_new_folder_but_its_superlink(coordinator):
@@ -256,8 +250,6 @@ def test_resumed_run_has_the_configuration_that_it_began_with(coordinator, tmp_p
     for place in ("run", "run/checkpoint/round-0003"):
         values = runs.run_values(coordinator, [f"resume={tmp_path / place}"])
         assert values == began | {"resume": str(tmp_path / place)}
-    (tmp_path / "run" / "config.toml").write_text(to_toml(parse({**began, "node_keys": str(coordinator.nodes)})))
-    assert runs.run_values(coordinator, [f"resume={tmp_path / 'run'}"])["node_keys"] == str(coordinator.vaults)
 
 
 def test_wrong_run_configuration_starts_nothing(coordinator):

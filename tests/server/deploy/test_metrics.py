@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from fedpriv.runs import RunWriter, marked_alive
 from server.deploy import certificates, folder, metrics
 from server.deploy.folder import Coordinator
 from simulations.sites import free_port, wait_until
-from tests.monitoring import Samples, firing, names, parsed, scraped, text_of, value
+from tests.monitoring import Samples, exported, firing, names, parsed, text_of, value
 from tests.runs.written import SIZES, client_row, registrations, round_row
 
 PASSPHRASE = "correct horse battery"
@@ -92,20 +93,21 @@ def test_a_run_that_died_or_is_silent_fires(coordinator):
     assert firing(newest(coordinator)) == {"ClientsTroubled", "RunSilent", "RunDied"}
 
 
-def test_they_are_served_if_the_settings_say_so(coordinator):
+def test_they_are_written_if_the_settings_say_so(coordinator):
     said: list[str] = []
-    metrics.serve(coordinator, lambda: 3, said.append)
-    port = coordinator.metrics_port
-    assert port == coordinator.port + 1000
-    assert said == [f"metrics: served at http://127.0.0.1:{port}/metrics"]
-    wait_until(lambda: "fedpriv_superlink_up" in names(scraped(port)), "figures", 10)
-    metrics.serve(coordinator, lambda: 3, said.append)  # its port is taken
-    assert said[1].startswith(f"metrics: not served: metrics = {port}: cannot listen on 127.0.0.1:{port} (")
+    path = coordinator.folder / "metrics" / "fedpriv.prom"
+    metrics.write(coordinator, lambda: 3, said.append)
+    assert said == [f"metrics: written to {path}"]
+    wait_until(lambda: "fedpriv_superlink_up" in names(exported(coordinator.folder)), "figures", 10)
+    blocked = replace(coordinator, folder=coordinator.server_key)
+    metrics.write(blocked, lambda: 3, said.append)
+    assert said[1].startswith(f"metrics: not written: {blocked.folder}/metrics/fedpriv.prom: cannot be written (")
 
 
 def test_by_default_they_are_not(tmp_path):
     made = folder.make(tmp_path / "co", addresses=["127.0.0.1"], port=9093, days=30, passphrase=PASSPHRASE)
     said: list[str] = []
-    metrics.serve(made, lambda: 3, said.append)
-    assert (made.metrics_port, said) == (None, [])
+    metrics.write(made, lambda: 3, said.append)
+    assert (made.metrics, said) == (False, [])
+    assert not (made.folder / "metrics").exists()
     assert "metrics" not in (made.folder / "coordinator.toml").read_text()

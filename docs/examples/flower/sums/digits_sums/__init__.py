@@ -1,1 +1,0 @@
-"""Secure sums for an app with plain FedAvg."""
