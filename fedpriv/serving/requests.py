@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
 Tokens = tuple[int, ...]
 
@@ -66,27 +65,6 @@ class Embed(_OfTexts):
     """Texts whose vectors are asked for."""
 
 
-class FormedAnswer(Protocol):
-    """An answer that grows and keeps to a form."""
-
-    def allowed(self, logits: Tensor) -> Tensor:
-        """The logits [vocabulary], minus infinity at tokens that may not follow.
-
-        Raises:
-            ServingError: none may, or finding them takes too much.
-        """
-
-    def accept(self, token: int) -> None:
-        """The token follows."""
-
-
-class AnswerForm(Protocol):
-    """The form of answers to a request."""
-
-    def begin(self) -> FormedAnswer:
-        """An answer without a token yet."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Generate:
     """A prompt to be continued by one variant.
@@ -104,7 +82,6 @@ class Generate:
             answer; None tells none.
         seed: of the draws; None draws a new one.
         stop: texts before which the answer ends.
-        form: that the answer keeps to, unless its length cuts it short; None is any.
         client: who asks; clients take turns, whatever their number of requests. Empty where it is the only one.
     """
 
@@ -119,7 +96,6 @@ class Generate:
     num_alternatives: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    form: AnswerForm | None = None
     client: str = ""
 
 
@@ -277,13 +253,6 @@ class Serving(Protocol):
         Raises:
             TooLongError: as of `encode`.
             ServingError: the template refuses the messages.
-        """
-
-    def form(self, schema: Mapping[str, Any]) -> AnswerForm:
-        """The form of JSON documents that a schema describes; may take a second, and be called from any thread.
-
-        Raises:
-            ServingError: the schema is none that can be followed here.
         """
 
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:

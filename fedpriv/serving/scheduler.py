@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fedpriv.config import BaseFormat
 from fedpriv.errors import InputError, StoreError
 from fedpriv.serving import sources
 from fedpriv.serving._classification import Classification
 from fedpriv.serving._engine import SharedBase
-from fedpriv.serving._forms import JsonForm, JsonForms
 from fedpriv.serving._generation import Generation
 from fedpriv.serving._jobs import Desk, PassCounter, ServingJob, Waiting, tell
 from fedpriv.serving._texts import Tokenizing
@@ -95,7 +93,6 @@ class Scheduler:
             loaded.tokenizer, self.model_name, like.reading.chat, self.max_tokens, cuts=self.task == "SEQ_CLS"
         )
         self.quick_characters = self._tokenizing.quick_characters
-        self._forms = JsonForms(loaded.tokenizer, loaded.ends)
         self._memory = VariantMemory(self._readers, base.weights, limits.memory_bytes)
         self._waiting = Waiting(limits.waiting)
         self._counter = PassCounter(base, self._memory, self._waiting, limits)
@@ -115,10 +112,6 @@ class Scheduler:
     def encode_chat(self, messages: tuple[tuple[str, str], ...]) -> Tokens:
         """See `Serving`."""
         return self._tokenizing.encode_chat(messages)
-
-    def form(self, schema: Mapping[str, Any]) -> JsonForm:
-        """See `Serving`."""
-        return self._forms.of(schema)
 
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> _Ticket:
         """See `Serving`.

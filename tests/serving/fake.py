@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 
 from fedpriv.serving import requests
-from fedpriv.serving._forms import check_schema
 from fedpriv.serving.requests import Classify, Embed, Event, Generate, Piece, Request, ScoredToken, Statistics
 
 NAMES = ("global", "client-0", "client-1", "round-3", "secret-variant")
@@ -45,13 +44,6 @@ def scores(request: Generate, said: list[str], number: int) -> tuple[ScoredToken
     ]
     offset = sum(map(len, said[:number]))
     return (ScoredToken(text=said[number], log_probability=-0.5, offset=offset, alternatives=tuple(others)),)
-
-
-@dataclass
-class FakeForm:
-    """Remembers its schema, to which the fake language model does not keep."""
-
-    schema: Any
 
 
 @dataclass
@@ -109,10 +101,6 @@ class FakeServing:
         if messages[-1][0] != "user":
             raise requests.ServingError("The last message must be the user's.")
         return self.encode("|".join(f"{role}={content}" for role, content in messages))
-
-    def form(self, schema: Any) -> Any:
-        check_schema(schema)
-        return FakeForm(schema)
 
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> FakeTicket:
         if self.broken:

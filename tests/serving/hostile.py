@@ -79,38 +79,6 @@ MEANT = {
 }
 
 
-def _nested(depth: int, innermost: Any, around: Callable[[Any], Any]) -> Any:
-    for _ in range(depth):
-        innermost = around(innermost)
-    return innermost
-
-
-HOSTILE_SCHEMAS: dict[str, dict[str, Any]] = {
-    "deep": _nested(180, {"type": "integer"}, lambda s: {"type": "array", "items": s}),
-    "wide": {"properties": {f"p{number}": {"type": "string"} for number in range(20_000)}},
-    "enum": {"enum": [f"value-{number}" for number in range(50_000)]},
-    "doubling": _nested(11, {"type": "integer"}, lambda s: {"anyOf": [s, {"type": "array", "items": s}]}),
-    "regex": {"type": "string", "pattern": "^(((a{100}){100}){100}){100}$"},
-    "hidden regex": {"properties": {"a": {"items": {"pattern": "(a|aa)*b"}}}},
-    "regex of names": {"patternProperties": {"^(.*a.{50}){50}$": {}}},
-    "regex of white space": {"type": "object", "x-guidance": {"whitespace_pattern": "( {1000}){1000}"}},
-    "multiple": {"type": "integer", "multipleOf": 999_983},
-    "itself": {"$ref": "#"},
-    "in a circle": {
-        "$ref": "#/$defs/a",
-        "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}},
-    },
-    "elsewhere": {"$ref": "http://127.0.0.1:1/schema.json"},
-    "a file": {"$ref": "file:///etc/passwd"},
-    "within a value": {"$ref": "#/const", "const": {"pattern": "x"}},
-    "no document": {"type": "integer", "minimum": 5, "maximum": 4},
-    "no type": {"type": "bogus"},
-    "odd shapes": {"properties": [], "required": 7, "anyOf": {}},
-    "huge numbers": {"type": "integer", "minimum": -(10**300), "maximum": 10**300},
-    "many lengths": {"anyOf": [{"type": "string", "maxLength": 7 * number} for number in range(200)]},
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Hostile:
     """One request.
@@ -273,16 +241,8 @@ class Attacker:
         wrong_of_a_chat = (
             *({"top_logprobs": 5}, {"logprobs": 5}, {"logprobs": True, "top_logprobs": 21}, {"logprobs": "yes"}),
             *({"logprobs": True, "top_logprobs": -1}, {"logprobs": True, "top_logprobs": 20, "n": 4}, {"n": 10**9}),
-            *(
-                {
-                    "response_format": {
-                        "type": "json_schema",
-                        "json_schema": {"name": "x", "schema": HOSTILE_SCHEMAS[kind]},
-                    }
-                }
-                for kind in ("deep", "wide", "enum", "regex", "multiple", "elsewhere", "a file", "regex of names")
-            ),
-            *({"response_format": "json"}, {"response_format": {"type": "grammar"}}, {"response_format": {}}),
+            *({"response_format": "json"}, {"response_format": {"type": "json_object"}}, {"response_format": {}}),
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
             *({"frequency_penalty": -2.5}, {"presence_penalty": "1"}, {"top_k": 1.5}, {"stop": [7]}, {"n": [1]}),
         )
         wrong_of_texts = (

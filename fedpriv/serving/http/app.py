@@ -41,7 +41,7 @@ from fedpriv.serving.http._page import page_content, page_policy
 from fedpriv.serving.http.limits import InFlight, RequestLimits, ThreadTurns
 from fedpriv.serving.http.refusals import RefusalError, busy, of_engine, shown
 from fedpriv.serving.http.tokens import ANYONE, Token, Tokens
-from fedpriv.serving.requests import AnswerForm, Classified, Classify, Embed, Embedded, Serving, ServingError
+from fedpriv.serving.requests import Classified, Classify, Embed, Embedded, Serving, ServingError
 from fedpriv.serving.requests import Request as EngineRequest
 from fedpriv.serving.requests import Tokens as Encoded
 
@@ -280,28 +280,14 @@ class _Routes:
         request.scope["count_inputs"](num_inputs)
         said = [tuple(m.as_pair for m in asked.messages)] if isinstance(asked, ChatRequest) else asked.prompt
         prompts = await self._encoded(request, asked.model, said)
-        form = await self._form(request, asked)
         limit, most = self._limits.max_new_tokens, self._serving.max_tokens
         answers = self._submitted(
             asked.model,
-            lambda: engine_requests(asked, prompts, limit=limit, max_tokens=most, form=form, client=_client(request)),
+            lambda: engine_requests(asked, prompts, limit=limit, max_tokens=most, client=_client(request)),
         )
         if asked.stream:
             return EventStream(answers, streamed(answers, asked, lambda error: self._refusal(error, asked.model)))
         return JSONResponse(await self._answered(request, answers, asked.model, collected(answers, asked)))
-
-    async def _form(self, request: Request, asked: Asked) -> AnswerForm | None:
-        """The form that a chat asks for; a schema is read at a turn of the token's own among the long texts."""
-        schema = (
-            asked.response_format.schema_asked if isinstance(asked, ChatRequest) and asked.response_format else None
-        )
-        if schema is None:
-            return None
-        try:
-            work = self._long.run(_token(request).name, partial(self._serving.form, schema))
-            return await unless_hung_up(request.receive, work)
-        except ServingError as error:
-            raise RefusalError(400, f"{error}.", code="invalid_value", param="response_format") from None
 
     async def _parsed(self, request: Request, shape: type[Shape]) -> Shape:
         body = await request.body()
