@@ -130,7 +130,6 @@ def new_token(
         str, typer.Option(help="Names of variants, or patterns such as 'round-*', divided by commas.")
     ] = "",
     metrics: Annotated[bool, typer.Option("--metrics", help="It may read /metrics.")] = False,
-    admin: Annotated[bool, typer.Option("--admin", help="It may load and unload variants.")] = False,
 ) -> Result:
     """Make a bearer token, print it once, and add its digest to a file. A running server reads it after SIGHUP.
 
@@ -139,11 +138,11 @@ def new_token(
     from fedpriv.serving.http.tokens import add_new
 
     patterns = [pattern.strip() for pattern in variants.split(",") if pattern.strip()]
-    if not patterns and not metrics and not admin:
-        raise InputError("variants = '': name at least one, or give --metrics or --admin")
-    secret = add_new(tokens, name, patterns, metrics=metrics, admin=admin)
+    if not patterns and not metrics:
+        raise InputError("variants = '': name at least one, or give --metrics")
+    secret = add_new(tokens, name, patterns, metrics=metrics)
     lines = [secret, f"{tokens} has its digest only: this is the one time that the token is shown"]
-    return Result({"name": name, "token": secret, "variants": patterns, "metrics": metrics, "admin": admin}, lines)
+    return Result({"name": name, "token": secret, "variants": patterns, "metrics": metrics}, lines)
 
 
 def _aliases(given: list[str]) -> dict[str, str]:

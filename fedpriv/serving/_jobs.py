@@ -73,7 +73,7 @@ class Waiting:
         self._most = most
         self._by_client: OrderedDict[str, _Turns] = OrderedDict()
         self._num_new: Counter[str] = Counter()
-        self._open, self._woken = True, False
+        self._open = True
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
@@ -160,23 +160,11 @@ class Waiting:
         if not turns:
             del self._by_client[job.request.client]
 
-    def has(self, variant: str) -> bool:
-        """Whether a job for a variant waits."""
-        with self._changed:
-            return any(variant in turns for turns in self._by_client.values())
-
     def wait(self) -> bool:
-        """Return when a job waits, or it was woken, or no job will come: False."""
+        """Return when a job waits, or none will come: False."""
         with self._changed:
-            self._changed.wait_for(lambda: self._by_client or self._woken or not self._open)
-            is_woken, self._woken = self._woken, False
-            return is_woken or bool(self._by_client)
-
-    def wake(self) -> None:
-        """Let `wait` return once, though no job may have come."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._by_client or not self._open)
+            return bool(self._by_client)
 
     def stop(self) -> None:
         """Accept no new jobs."""
@@ -268,10 +256,6 @@ class PassCounter:
             self._under_way.add(job)
             return job, weights
         return None
-
-    def uses(self, variant: str) -> bool:
-        """Whether a job for the variant waits or is under way."""
-        return any(job.variant == variant for job in self._under_way) or self.waiting.has(variant)
 
     def give_back(self, job: ServingJob) -> None:
         """A job no longer uses its variant."""

@@ -34,10 +34,6 @@ class TooLongError(ServingError):
     """The request has more tokens than the model, or the server's limit, has room for."""
 
 
-class LoadedError(ServingError):
-    """The variant cannot be loaded or unloaded as it stands now."""
-
-
 class BusyError(ServingError):
     """The server lets no more requests wait, or it is about to stop."""
 
@@ -266,24 +262,6 @@ class Serving(Protocol):
             UnknownVariantError: before it waits.
             TooLongError: before it waits.
             BusyError: the queue is full, or the engine drains.
-        """
-
-    def load(self, name: str) -> None:
-        """Serve a variant that has come to the source, or that was unloaded; may take seconds.
-
-        Raises:
-            UnknownVariantError: the source has none of this name.
-            LoadedError: it is loaded, or was unloaded and still answers.
-            DamagedVariantError: it is not as it was written, or does not fit the base.
-            ServingError: the source cannot be read now, or has another base.
-        """
-
-    def unload(self, name: str) -> None:
-        """Accept no request for a variant from now on; those that were accepted are answered, and then it is freed.
-
-        Raises:
-            UnknownVariantError: none of this name is loaded.
-            LoadedError: it is the base.
         """
 
     def statistics(self) -> Statistics:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedpriv.config import BaseFormat
-from fedpriv.errors import InputError, StoreError
 from fedpriv.serving import sources
 from fedpriv.serving._classification import Classification
 from fedpriv.serving._engine import SharedBase
@@ -24,7 +23,6 @@ from fedpriv.serving.requests import (
     Event,
     Failed,
     Generate,
-    LoadedError,
     Request,
     ServingError,
     Statistics,
@@ -78,13 +76,13 @@ class Scheduler:
         names = like.reading.encoder.names(loaded.tokenizer, pairs=False, max_length=like.reading.max_length)
         base = SharedBase(loaded.model, has_types="token_type_ids" in names)
         self._num_embeddings = base.num_embeddings
-        self.task, self.labels, self._shared = like.task, like.labels, source.shared
+        self.task, self.labels = like.task, like.labels
         self.embeds = self.task == "SEQ_CLS" and base.embeds
-        self._again, self._readers, self._leaving = source.again, dict(source.readers), set[str]()
-        self.has_base = BASE not in self._readers and (self.embeds or self.task == "CAUSAL_LM")
+        readers = dict(source.readers)
+        self.has_base = BASE not in readers and (self.embeds or self.task == "CAUSAL_LM")
         if self.has_base:
-            self._readers[BASE] = lambda _: base.no_variant
-        self.names = tuple(self._readers)
+            readers[BASE] = lambda _: base.no_variant
+        self.names = tuple(readers)
         self.model_name, self.origin = like.model, source.origin
         most = like.reading.max_length if self.task == "SEQ_CLS" else limits.cached_tokens
         room = (most, base.most_positions, getattr(loaded.tokenizer, "model_max_length", None))
@@ -93,7 +91,7 @@ class Scheduler:
             loaded.tokenizer, self.model_name, like.reading.chat, self.max_tokens, cuts=self.task == "SEQ_CLS"
         )
         self.quick_characters = self._tokenizing.quick_characters
-        self._memory = VariantMemory(self._readers, base.weights, limits.memory_bytes)
+        self._memory = VariantMemory(readers, base.weights, limits.memory_bytes)
         self._waiting = Waiting(limits.waiting)
         self._counter = PassCounter(base, self._memory, self._waiting, limits)
         self._desk: Desk = (
@@ -137,36 +135,6 @@ class Scheduler:
         self._waiting.add(job)
         return _Ticket(job, self._waiting)
 
-    def load(self, name: str) -> None:
-        """See `Serving`; by one thread at a time."""
-        if name in self.names:
-            raise LoadedError("it is loaded; to read it again, unload it first")
-        if name in self._leaving:
-            raise LoadedError("it was unloaded and still answers earlier requests; try again when these are done")
-        try:
-            found = self._again()
-        except (InputError, StoreError) as error:
-            log.warning("the variants' source cannot be read again: %s", error)
-            raise ServingError("the variants' source cannot be read now; the server's log says why") from None
-        if name not in found.readers:
-            raise UnknownVariantError(f"there is no variant {name[:100]!r}")
-        if found.shared != self._shared:
-            raise ServingError("the variants' source has another base or other labels now; start the server again")
-        self._memory.fitted(name, found.readers[name])
-        self._readers[name] = found.readers[name]
-        names = sources.in_order(each for each in (*self.names, name) if not (each == BASE and self.has_base))
-        self.names = (*names, BASE) if self.has_base else tuple(names)
-
-    def unload(self, name: str) -> None:
-        """See `Serving`; by one thread at a time."""
-        if name not in self.names:
-            raise UnknownVariantError(f"there is no variant {name[:100]!r}")
-        if name == BASE and self.has_base:
-            raise LoadedError("it is the base, which all variants need")
-        self._leaving.add(name)
-        self.names = tuple(each for each in self.names if each != name)
-        self._waiting.wake()
-
     def statistics(self) -> Statistics:
         """See `Serving`."""
         paged, passes = self._memory.statistics, self._counter.passes
@@ -198,7 +166,6 @@ class Scheduler:
 
     def _work(self) -> None:
         while not self._is_closing.is_set():
-            self._let_go()
             if self._desk.is_idle and not self._waiting.wait():
                 break
             try:
@@ -211,13 +178,6 @@ class Scheduler:
         while (job := self._waiting.take()) is not None:
             tell(job, Failed(error=closed))
         self._memory.clear()
-
-    def _let_go(self) -> None:
-        """Free the variants that were unloaded and have answered everything."""
-        for name in [name for name in list(self._leaving) if not self._counter.uses(name)]:
-            self._memory.forget(name)
-            del self._readers[name]
-            self._leaving.remove(name)
 
     def _check(self, text: Tokens, further: int) -> None:
         if not text:

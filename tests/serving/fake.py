@@ -68,7 +68,6 @@ class FakeServing:
         asked: these requests.
         padding: spaces after each piece of text.
         broken: raise an error of the program itself.
-        kept: variants that may be loaded.
     """
 
     task: Literal["SEQ_CLS", "CAUSAL_LM"] = "CAUSAL_LM"
@@ -76,7 +75,6 @@ class FakeServing:
     model_name: str = "fake-base"
     origin: str = "nowhere"
     has_base: bool = False
-    kept: tuple[str, ...] = ()
     max_tokens: int = 512
     quick_characters: int = 4096
     seconds: float = 0.0
@@ -120,21 +118,6 @@ class FakeServing:
         thread.start()
         return ticket
 
-    def load(self, name: str) -> None:
-        if name in self.names:
-            raise requests.LoadedError("it is loaded")
-        if name not in self.kept:
-            raise requests.UnknownVariantError(name)
-        if name in self.damaged:
-            raise requests.DamagedVariantError(f"/srv/{name}/blocks.3.npy")
-        self.names = (*self.names, name)
-
-    def unload(self, name: str) -> None:
-        if name not in self.names:
-            raise requests.UnknownVariantError(name)
-        self.names = tuple(each for each in self.names if each != name)
-        self.kept = (*self.kept, name)
-
     def statistics(self) -> Statistics:
         return Statistics(
             num_passes=3, num_rows=12, num_variants_of_passes=6, hits=self.finished, misses=2, bytes_read=7
@@ -176,16 +159,7 @@ class FakeServing:
 
 @dataclass
 class FakeCards:
-    """Every variant costs 1, and each further one half.
-
-    Attributes:
-        num_forgotten: how often all was to be read anew.
-    """
-
-    num_forgotten: int = 0
-
-    def forget(self) -> None:
-        self.num_forgotten += 1
+    """Every variant costs 1, and each further one half."""
 
     def card(self, name: str) -> dict[str, Any]:
         bases = ["secret-variant", "global"] if name == "client-1" else []

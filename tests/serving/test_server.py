@@ -182,6 +182,6 @@ def test_new_token_prints_it_once(tmp_path):
     made = as_json("serve", "new-token", "clinic", "--tokens", file, "--variants", "global, round-*")
     assert made["variants"] == ["global", "round-*"]
     assert made["token"] not in file.read_text()
-    assert as_json("serve", "new-token", "chief", "--tokens", file, "--admin")["admin"]
-    assert [token.admin for token in read(file)] == [False, True]
+    assert as_json("serve", "new-token", "chief", "--tokens", file, "--metrics")["metrics"]
+    assert [token.metrics for token in read(file)] == [False, True]
     fedpriv("serve", "new-token", "nobody", "--tokens", file, code=2)

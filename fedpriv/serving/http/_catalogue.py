@@ -27,7 +27,7 @@ class Catalogue:
     A token may use an alias if it may use the variant that the alias stands for: another name opens nothing.
 
     Args:
-        serving: has the variants, of which some may come and go.
+        serving: has the variants.
         aliases: {alias: the variant that it stands for}.
 
     Raises:
@@ -81,7 +81,3 @@ class Catalogue:
     def is_base(self, name: str) -> bool:
         """Whether this is the base itself."""
         return name == BASE and self._serving.has_base
-
-    def is_alias(self, name: str) -> bool:
-        """Whether this is an alias, whatever has become of its variant."""
-        return name in self._aliases

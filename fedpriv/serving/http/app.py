@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
@@ -31,7 +30,6 @@ from fedpriv.serving.http._openai_requests import (
     ClassifyRequest,
     CompletionRequest,
     EmbeddingRequest,
-    ModelRequest,
     Shape,
     checked,
     engine_requests,
@@ -39,13 +37,11 @@ from fedpriv.serving.http._openai_requests import (
 )
 from fedpriv.serving.http._page import page_content, page_policy
 from fedpriv.serving.http.limits import InFlight, RequestLimits, ThreadTurns
-from fedpriv.serving.http.refusals import RefusalError, busy, of_engine, shown
+from fedpriv.serving.http.refusals import RefusalError, busy, of_engine
 from fedpriv.serving.http.tokens import ANYONE, Token, Tokens
 from fedpriv.serving.requests import Classified, Classify, Embed, Embedded, Serving, ServingError
 from fedpriv.serving.requests import Request as EngineRequest
 from fedpriv.serving.requests import Tokens as Encoded
-
-log = logging.getLogger("fedpriv")
 
 T = TypeVar("T")
 
@@ -68,9 +64,6 @@ class _CostCards(Protocol):
 
     def together(self, names: Iterable[str]) -> dict[str, Any]:
         """The cost of reading several."""
-
-    def forget(self) -> None:
-        """Read everything again."""
 
 
 def create_app(
@@ -148,11 +141,9 @@ class _Routes:
             "/v1/chat/completions": self.chat,
             "/v1/classify": self.classify,
             "/v1/embeddings": self.embeddings,
-            "/v1/models": self.load,
         }
         for path, endpoint in posts.items():
             app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/models/{name:path}", self.unload, methods=["DELETE"], response_model=None)
 
     async def page(self) -> Response:
         """The page: the same for everybody."""
@@ -209,33 +200,6 @@ class _Routes:
         names = self._catalogue.allowed(_token(request))
         cost = await self._together(request, names)
         return JSONResponse({"object": "reader", "token": _token(request).name, "models": names, **cost})
-
-    async def load(self, request: Request) -> Response:
-        """A variant that the source holds is answered from now on."""
-        self._check_admin(request)
-        name = (await self._parsed(request, ModelRequest)).model
-        if self._catalogue.is_alias(name):
-            raise RefusalError(409, f"The model {shown(name)}: it is an alias.", code="not_now", param="model")
-        await self._changed(request, name, self._serving.load)
-        return JSONResponse(self._catalogue.entry(name))
-
-    async def unload(self, request: Request) -> Response:
-        """A variant is answered no more, once it has finished."""
-        self._check_admin(request)
-        name = _name_in_path(request)
-        await self._changed(request, name, self._serving.unload)
-        return JSONResponse({"id": name, "object": "model", "deleted": True})
-
-    async def _changed(self, request: Request, name: str, change: Callable[[str], None]) -> None:
-        def work() -> None:
-            change(name)
-            self._cards.forget()
-
-        try:
-            await self._computed(request, work)
-        except ServingError as error:
-            raise self._refusal(error, name) from None
-        log.info("token %s: %s of %s", _token(request).name, change.__name__, shown(name))
 
     async def classify(self, request: Request) -> Response:
         """Labels with probabilities, for each text."""
@@ -352,10 +316,6 @@ class _Routes:
 
     def _refusal(self, error: ServingError, name: str) -> RefusalError:
         return of_engine(error, name, is_open=self._in_flight.is_open)
-
-    def _check_admin(self, request: Request) -> None:
-        if not _token(request).admin:
-            raise RefusalError(403, "This token may not load or unload models.", code="no_admin")
 
     def _check_inputs(self, num_inputs: int, param: str) -> None:
         if num_inputs > (most := self._limits.num_inputs):

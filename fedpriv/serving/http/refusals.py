@@ -16,7 +16,6 @@ from starlette.types import Message, Scope, Send
 from fedpriv.serving.requests import (
     BusyError,
     DamagedVariantError,
-    LoadedError,
     ServingError,
     TooLongError,
     UnknownVariantError,
@@ -98,8 +97,6 @@ def of_engine(error: ServingError, name: str, *, is_open: bool) -> RefusalError:
             message = f"The model {shown(name)} is damaged in the store and is not served; others are."
             # Trying again changes nothing, and OpenAI's clients would.
             return RefusalError(503, message, code="model_damaged", param="model", headers={"X-Should-Retry": "false"})
-        case LoadedError():
-            return RefusalError(409, f"The model {shown(name)}: {error}.", code="not_now", param="model")
         case TooLongError():
             return RefusalError(400, str(error), code="context_length_exceeded")
         case BusyError():
