@@ -60,7 +60,7 @@ _Place = tuple["KeyValues", int]
 
 
 class Generation:
-    """A `fedpriv.serving._jobs.Desk` for `Generate`.
+    """Works on `Generate`, in one thread.
 
     Args:
         counter: of the server.
@@ -79,11 +79,11 @@ class Generation:
 
     @property
     def is_idle(self) -> bool:
-        """See `Desk`."""
+        """Whether nothing is under way, apart from what waits."""
         return not self._answers
 
     def step(self) -> None:
-        """See `Desk`."""
+        """Take in what there is room for and go one pass further with everything."""
         self._paused = {job: answer for job, answer in self._paused.items() if not job.over}
         kept = [(answer, (self._states, row)) for row, answer in enumerate(self._answers) if self._states]
         kept = self._settled(self._make_room(self._settled(kept)))
@@ -95,7 +95,7 @@ class Generation:
         self._lay([*kept, *(self._advanced(joining, None) if joining else [])])
 
     def give_up(self, error: ServingError) -> None:
-        """See `Desk`."""
+        """Fail everything under way."""
         for job in self._paused:
             tell(job, Failed(error=error))
         self._paused = {}

@@ -11,7 +11,6 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
@@ -176,37 +175,6 @@ class Waiting:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """Passes so far; see `fedpriv.serving.requests.Statistics`."""
-
-    num_passes: int = 0
-    num_rows: int = 0
-    num_variants: int = 0
-
-    def with_pass(self, rows: Sequence[Weights]) -> Passes:
-        """These and one more."""
-        return Passes(
-            num_passes=self.num_passes + 1,
-            num_rows=self.num_rows + len(rows),
-            num_variants=self.num_variants + len({row.variant for row in rows}),
-        )
-
-
-class Desk(Protocol):
-    """A desk works on jobs of one kind, in one thread."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is under way, apart from what waits."""
-
-    def step(self) -> None:
-        """Take in what there is room for and go one pass further with everything."""
-
-    def give_up(self, error: ServingError) -> None:
-        """Fail everything under way."""
-
-
 class PassCounter:
     """A desk's variants and passes.
 
@@ -217,13 +185,13 @@ class PassCounter:
         limits: of the server.
 
     Attributes:
-        passes: so far.
+        num_passes, num_rows, num_variants: so far, see `fedpriv.serving.requests.Statistics`.
     """
 
     def __init__(self, base: SharedBase, memory: VariantMemory, waiting: Waiting, limits: EngineLimits) -> None:
         self.base, self.memory, self.waiting, self.limits = base, memory, waiting, limits
         self.rows = limits.rows if base.shares_passes else 1
-        self.passes = Passes()
+        self.num_passes = self.num_rows = self.num_variants = 0
         self._is_blocked = False
         self._under_way: set[ServingJob] = set()
 
@@ -272,7 +240,9 @@ class PassCounter:
 
     def count(self, rows: Sequence[Weights]) -> None:
         """A pass of these rows begins."""
-        self.passes = self.passes.with_pass(rows)
+        self.num_passes += 1
+        self.num_rows += len(rows)
+        self.num_variants += len({row.variant for row in rows})
 
 
 def tell(job: ServingJob, event: Event) -> None:

@@ -13,7 +13,7 @@ from fedpriv.serving import sources
 from fedpriv.serving._classification import Classification
 from fedpriv.serving._engine import SharedBase
 from fedpriv.serving._generation import Generation
-from fedpriv.serving._jobs import Desk, PassCounter, ServingJob, Waiting, tell
+from fedpriv.serving._jobs import PassCounter, ServingJob, Waiting, tell
 from fedpriv.serving._texts import Tokenizing
 from fedpriv.serving.requests import (
     BASE,
@@ -59,7 +59,7 @@ def open_serving(
 
 
 class Scheduler:
-    """A `fedpriv.serving.requests.Serving` of the variants of a source.
+    """Answers requests for the variants of one model.
 
     Args:
         source: of the variants.
@@ -67,7 +67,15 @@ class Scheduler:
         limits: of what it takes on.
 
     Attributes:
-        names, has_base, task, labels, embeds, model_name, origin, max_tokens, quick_characters: see `Serving`.
+        names: of the variants, `global` first where there is one, and last `BASE`, unless a variant has that name or
+            the base can do nothing by itself.
+        has_base: whether `BASE` is among them and means the base.
+        task: what they do.
+        labels: of a classifier, in the order of its probabilities; none for a causal model.
+        embeds: whether they turn texts into vectors.
+        model_name: of the base.
+        origin: the folder that the variants are read from, for people.
+        max_tokens: that a prompt and its answer may have together, or a text to classify.
     """
 
     def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits | None = None) -> None:
@@ -90,11 +98,10 @@ class Scheduler:
         self._tokenizing = Tokenizing(
             loaded.tokenizer, self.model_name, like.reading.chat, self.max_tokens, cuts=self.task == "SEQ_CLS"
         )
-        self.quick_characters = self._tokenizing.quick_characters
         self._memory = VariantMemory(readers, base.weights, limits.memory_bytes)
         self._waiting = Waiting(limits.waiting)
         self._counter = PassCounter(base, self._memory, self._waiting, limits)
-        self._desk: Desk = (
+        self._desk: Classification | Generation = (
             Classification(self._counter)
             if self.task == "SEQ_CLS"
             else Generation(self._counter, loaded.tokenizer, loaded.ends)
@@ -104,18 +111,34 @@ class Scheduler:
         self._thread.start()
 
     def encode(self, text: str) -> Tokens:
-        """See `Serving`."""
+        """The tokens of a bare prompt, or of a text to classify, which is cut to `max_tokens` as in training.
+
+        Raises:
+            TooLongError: it has too many characters.
+            ServingError: the tokenizer refuses the text.
+        """
         return self._tokenizing.encode(text)
 
     def encode_chat(self, messages: tuple[tuple[str, str], ...]) -> Tokens:
-        """See `Serving`."""
-        return self._tokenizing.encode_chat(messages)
-
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> _Ticket:
-        """See `Serving`.
+        """The tokens of a chat, a role and a content each, with the model's own template, up to the answer.
 
         Raises:
-            UnknownVariantError, TooLongError, BusyError: see `Serving`.
+            TooLongError: as of `encode`.
+            ServingError: the template refuses the messages.
+        """
+        return self._tokenizing.encode_chat(messages)
+
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
+        """Put a request with those that wait; passes take up rows of all variants as they come.
+
+        Args:
+            request: for a model of the right task.
+            on_event: is told each event, in order, from the engine's thread; must return at once and raise nothing.
+
+        Raises, before it waits:
+            UnknownVariantError: there is no such variant.
+            TooLongError: it has more tokens than there is room for.
+            BusyError: the queue is full, or the engine is closed.
             ServingError: a token or a text is none that the model reads, or a draw is not possible as asked.
         """
         # Looked up among known names alone: whatever a name holds, it never becomes a path.
@@ -133,11 +156,11 @@ class Scheduler:
             self._check(text, further)
         job = ServingJob(request=request, texts=texts, on_event=on_event)
         self._waiting.add(job)
-        return _Ticket(job, self._waiting)
+        return Ticket(job, self._waiting)
 
     def statistics(self) -> Statistics:
-        """See `Serving`."""
-        paged, passes = self._memory.statistics, self._counter.passes
+        """At this moment."""
+        paged, passes = self._memory.statistics, self._counter
         return Statistics(
             num_waiting=self._waiting.num_new,
             num_passes=passes.num_passes,
@@ -149,16 +172,8 @@ class Scheduler:
             bytes_read=paged.bytes_read,
         )
 
-    def drain(self, seconds: float) -> bool:
-        """See `Serving`."""
-        self._waiting.stop()
-        self._thread.join(seconds)
-        is_done = not self._thread.is_alive()
-        self.close()
-        return is_done
-
     def close(self) -> None:
-        """See `Serving`."""
+        """Give up what is under way and free the memory."""
         self._is_closing.set()
         self._waiting.stop()
         if threading.current_thread() is not self._thread:
@@ -189,14 +204,14 @@ class Scheduler:
             raise ServingError(f"a token is none of the model's, which are 0 to {self._num_embeddings - 1}")
 
 
-class _Ticket:
-    """See `fedpriv.serving.requests.Ticket`."""
+class Ticket:
+    """A request under way."""
 
     def __init__(self, job: ServingJob, waiting: Waiting) -> None:
         self._job, self._waiting = job, waiting
 
     def cancel(self) -> None:
-        """See `Ticket`."""
+        """Give it up: nobody reads the answer. No event follows once this has returned, or one that is under way."""
         self._job.over = True
         self._waiting.remove(self._job)
 

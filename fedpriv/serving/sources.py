@@ -210,10 +210,7 @@ class VariantMemory:
     """
 
     def __init__(
-        self,
-        readers: Mapping[str, _Read],
-        weights: Callable[[str, Mapping[str, Tensor]], Weights],
-        memory_bytes: int,
+        self, readers: Mapping[str, _Read], weights: Callable[[str, Mapping[str, Tensor]], Weights], memory_bytes: int
     ) -> None:
         self._readers, self._weights, self._memory_bytes = readers, weights, memory_bytes
         self._cache: BoundedCache[Weights] = BoundedCache(_bytes_of)

@@ -76,7 +76,6 @@ class FakeServing:
     origin: str = "nowhere"
     has_base: bool = False
     max_tokens: int = 512
-    quick_characters: int = 4096
     seconds: float = 0.0
     max_waiting: int = 1000
     damaged: tuple[str, ...] = ()

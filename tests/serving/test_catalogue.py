@@ -25,10 +25,7 @@ def engine():
 def clients(engine, tmp_path):
     """OpenAI's clients with the tokens of a clinic, and of somebody who may use all."""
     file = tmp_path / "tokens.toml"
-    secrets = {
-        "clinic": add_new(file, "clinic", ["global", "round-*"]),
-        "all": add_new(file, "all", ["*"]),
-    }
+    secrets = {"clinic": add_new(file, "clinic", ["global", "round-*"]), "all": add_new(file, "all", ["*"])}
     with running(engine, tokens=Tokens(file), aliases=ALIASES) as server:
         yield {
             name: openai.OpenAI(base_url=f"{server.url}/v1", api_key=secret, max_retries=0)

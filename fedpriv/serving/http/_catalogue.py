@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedpriv.errors import InputError
 from fedpriv.serving.http.refusals import unknown_model
 from fedpriv.serving.http.tokens import Token
-from fedpriv.serving.requests import BASE, Serving
+from fedpriv.serving.requests import BASE
+
+if TYPE_CHECKING:
+    from fedpriv.serving.scheduler import Scheduler
 
 PUBLIC_BASE: Mapping[str, Any] = {
     "is_base": True,
@@ -34,7 +37,7 @@ class Catalogue:
         InputError: an alias is malformed or a variant's name, or stands for none of the variants.
     """
 
-    def __init__(self, serving: Serving, aliases: Mapping[str, str]) -> None:
+    def __init__(self, serving: Scheduler, aliases: Mapping[str, str]) -> None:
         self._serving, self._aliases = serving, dict(aliases)
         self._created = int(time.time())
         for alias, variant in aliases.items():

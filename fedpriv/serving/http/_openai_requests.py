@@ -243,12 +243,7 @@ def checked(asked: Asked, limits: RequestLimits) -> int:
 
 
 def engine_requests(
-    asked: Asked,
-    prompts: Sequence[Tokens],
-    *,
-    limit: int,
-    max_tokens: int,
-    client: str = "",
+    asked: Asked, prompts: Sequence[Tokens], *, limit: int, max_tokens: int, client: str = ""
 ) -> list[Generate]:
     """The requests to the engine: the answers of the first prompt, then those of the next.
 
