@@ -9,29 +9,12 @@ import torch
 
 from fedpriv import adapters
 from fedpriv.adapters import load_base
-from fedpriv.serving.requests import (
-    BASE,
-    Embed,
-    Finished,
-    Generate,
-    ServingError,
-)
-from tests.chats import chat_model, chat_tokenizer
+from fedpriv.serving.requests import BASE, Embed, Finished, Generate, ServingError
+from tests.chats import chat_tokenizer
 from tests.served import Asked, ask_classes, save_run, serving
+from tests.serving.conftest import NAMES
 
 PROMPT = (17, 42, 99, 7)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return chat_model(tmp_path_factory.mktemp("chat") / "model")
-
-
-@pytest.fixture
-def run(model, tmp_path):
-    columns = {"prompt_column": "prompt", "response_column": "response", "data": "x.csv"}
-    values = {"model": str(model), "task": "CAUSAL_LM", "layers": "all", "normalize_features": False, **columns}
-    return save_run(tmp_path / "run", values, ("global", "client-0", "round-3"), scale=0.5)
 
 
 def says(scheduler, name, num=12):
@@ -48,25 +31,26 @@ def decoded(plain, num=12):
     return chat_tokenizer().decode(said[0, len(PROMPT) :], skip_special_tokens=True).rstrip("\ufffd")
 
 
-def test_the_base_continues_as_the_model_without_an_adapter(run, model):
-    with serving(run) as scheduler:
-        assert scheduler.names == ("global", "client-0", "round-3", BASE)
+def test_the_base_continues_as_the_model_without_an_adapter(chat_run, model):
+    with serving(chat_run) as scheduler:
+        assert scheduler.names == (*NAMES, BASE)
         asked = [
             Asked(scheduler, Generate(variant=name, prompt=PROMPT, max_new_tokens=12)) for name in (BASE, "global") * 3
         ]
         assert all(isinstance(each.last(), Finished) for each in asked)
     expected = {
         BASE: decoded(load_base(str(model), task="CAUSAL_LM").model),
-        "global": decoded(adapters.load(str(model), run / "variants" / "global")),
+        "global": decoded(adapters.load(str(model), chat_run / "variants" / "global")),
     }
     assert expected[BASE] != expected["global"]
     assert [each.text for each in asked] == [expected[name] for name in (BASE, "global") * 3]
 
 
-def test_a_variant_of_that_name_is_the_variant(run):
-    shutil.move(run / "variants" / "round-3", run / "variants" / BASE)
+def test_a_variant_of_that_name_is_the_variant(chat_run, tmp_path):
+    run = shutil.copytree(chat_run, tmp_path / "run")
+    shutil.move(run / "variants" / "client-1", run / "variants" / BASE)
     described = run / "variants" / BASE / "variant.json"
-    described.write_text(described.read_text().replace('"round-3"', f'"{BASE}"'))
+    described.write_text(described.read_text().replace('"client-1"', f'"{BASE}"'))
     with serving(run) as scheduler:
         assert not scheduler.has_base
         assert says(scheduler, BASE)
