@@ -15,10 +15,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 
 from fedpriv.errors import InputError
-from fedpriv.serving.http.server import Address
-from fedpriv.serving.http.tokens import add_new, read
+from fedpriv.serving.http.limits import RequestLimits
+from fedpriv.serving.http.server import Address, run
+from fedpriv.serving.http.tokens import Tokens, add_new, read
 from server.deploy.certificates import make_ca, make_server_certificate
 from simulations.benchmarks.serving_hostile import free_port, nginx, options_of_nginx
 from tests.cli.command_line import as_json, fedpriv
@@ -116,10 +118,14 @@ def test_a_unix_socket_is_taken_over_from_a_server_that_was_killed_and_from_no_o
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
             assert client.post("/v1/completions", json=ASKED).status_code == 200
         with pytest.raises(InputError, match="cannot listen there"):
-            Address(path=path).bound()
+            run(FastAPI(), Tokens(None), RequestLimits(), Address(path=path), print)
+        assert path.exists()
         process.kill()
         process.wait()
-        Address(path=path).bound().close()
+    with served(tmp_path, "--socket", path) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert not path.exists()
 
 
 @needs_nginx

@@ -145,6 +145,12 @@ class Server(uvicorn.Server):
         await super().startup([bound])
         self._on_ready(self._address.url(bound))
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`; leaves no socket's file behind."""
+        if self._address.path is not None:
+            self._address.path.unlink(missing_ok=True)
+        await super().shutdown(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end. Unlike uvicorn's own, the signal is not raised again, so that the exit code is 0."""
         self.should_exit, self.force_exit = True, self.should_exit
@@ -168,5 +174,3 @@ def run(app: ASGIApp, tokens: Tokens, limits: RequestLimits, address: Address, o
         Server(app, address, on_ready, limits.drain_seconds).run()
     finally:
         signal.signal(signal.SIGHUP, previous)
-        if address.path is not None:
-            address.path.unlink(missing_ok=True)
