@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,14 @@ def described(config: RunConfig, name: str) -> Described:
         deltas={},
         history=History(name=name, ancestors=frozenset()),
     )
+
+
+def eventually(claim: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Whether it holds within this time."""
+    end = time.monotonic() + seconds
+    while not claim() and time.monotonic() < end:
+        time.sleep(0.01)
+    return claim()
 
 
 @contextmanager

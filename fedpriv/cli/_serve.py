@@ -37,6 +37,7 @@ def run(
     source: Annotated[Path, typer.Argument(help="Folder of a run, or of a store of its variants.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    socket: Annotated[Path | None, typer.Option(help="Unix socket to listen on, instead of host and port.")] = None,
     memory: Annotated[str, typer.Option(help="Bound on the variants in memory, such as 2GB.")] = "2GB",
     model: Annotated[str, typer.Option(help="The base model; by default the one that the run names.")] = "",
     base_dtype: Annotated[
@@ -47,22 +48,26 @@ def run(
     alias: Annotated[
         list[str] | None, typer.Option(help="Another name of a variant, NAME=VARIANT; may be given again.")
     ] = None,
-    certificate: Annotated[Path | None, typer.Option(help="PEM file of the certificate, for TLS.")] = None,
+    nginx: Annotated[
+        Path | None,
+        typer.Option(help="File to write the configuration of an nginx to that lets other machines ask, for conf.d/."),
+    ] = None,
+    nginx_port: Annotated[int, typer.Option(help="Port of that nginx.", min=1, max=65535)] = 443,
+    certificate: Annotated[Path | None, typer.Option(help="PEM file of its certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen beyond this machine without tokens or TLS.")
+    behind_proxy: Annotated[
+        bool, typer.Option("--behind-proxy", help="Listen beyond this machine: another proxy protects the way here.")
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
     queue: Annotated[int, typer.Option(help="Requests that may wait.", min=1)] = 256,
     inputs: Annotated[int, typer.Option(help="Texts or prompts in one request.", min=1)] = 64,
-    body_bytes: Annotated[int, typer.Option(help="Longest body of a request.", min=1)] = 2**20,
+    body_bytes: Annotated[int, typer.Option(help="Longest body of a request.", min=1)] = 2**18,
     requests_per_token: Annotated[int, typer.Option(help="Requests of one token that are under way.", min=1)] = 64,
     inputs_per_token: Annotated[
         int, typer.Option(help="Texts or prompts of one token's requests that are under way, together.", min=1)
     ] = 128,
     connections_per_address: Annotated[
-        int,
-        typer.Option(help="Connections of one address without a valid token; more where many share one.", min=1),
+        int, typer.Option(help="At nginx, connections of one address, and its requests in a second.", min=1)
     ] = 64,
     drain_seconds: Annotated[
         float, typer.Option(help="After SIGTERM, how long to finish what is under way.", min=0.1)
@@ -76,7 +81,9 @@ def run(
     Example: fedpriv serve run results/20261121-042553-embedded --port 8000 --memory 2GB
     """
     serving_app, server = _serve_modules()
+    from fedpriv.files import replace_file
     from fedpriv.serving.http.limits import RequestLimits
+    from fedpriv.serving.http.nginx import configuration
     from fedpriv.serving.http.tokens import Tokens
     from fedpriv.texts import parse_bytes
 
@@ -89,12 +96,19 @@ def run(
         connections_per_address=connections_per_address,
         drain_seconds=drain_seconds,
     )
-    address = server.Address(host=host, port=port, certificate=certificate, key=key)
-    address.check(has_tokens=tokens is not None, insecure=insecure)
+    address = server.Address(host=host, port=port, path=socket)
+    address.check(has_tokens=tokens is not None, behind_proxy=behind_proxy)
     known, aliases = Tokens(tokens), _aliases(alias or [])
     memory_bytes = parse_bytes(memory)
     if not source.is_dir():
         raise InputError(f"source = {str(source)!r}: must be the folder of a run or a store")
+    if nginx is None and (certificate or key):
+        raise InputError("certificate, key: are for the nginx of --nginx FILE, which speaks TLS; give that too")
+    if nginx is not None:
+        if tokens is None or certificate is None or key is None:
+            raise InputError(f"nginx = {str(nginx)!r}: other machines will ask; give --tokens, --certificate and --key")
+        made = configuration(address, limits, port=nginx_port, certificate=certificate, key=key)
+        replace_file(nginx, made.encode())
     _log_to_stderr()
 
     from fedpriv.serving.http.cards import Cards
@@ -117,7 +131,7 @@ def run(
 
     try:
         application = serving_app.create_app(serving, Cards(source), known, limits, aliases)
-        server.run(server.Server(application, serving, known, limits, address, tell))
+        server.run(application, known, limits, address, tell)
     finally:
         serving.close()
 
@@ -130,7 +144,6 @@ def new_token(
         str, typer.Option(help="Names of variants, or patterns such as 'round-*', divided by commas.")
     ] = "",
     metrics: Annotated[bool, typer.Option("--metrics", help="It may read /metrics.")] = False,
-    admin: Annotated[bool, typer.Option("--admin", help="It may load and unload variants.")] = False,
 ) -> Result:
     """Make a bearer token, print it once, and add its digest to a file. A running server reads it after SIGHUP.
 
@@ -139,11 +152,11 @@ def new_token(
     from fedpriv.serving.http.tokens import add_new
 
     patterns = [pattern.strip() for pattern in variants.split(",") if pattern.strip()]
-    if not patterns and not metrics and not admin:
-        raise InputError("variants = '': name at least one, or give --metrics or --admin")
-    secret = add_new(tokens, name, patterns, metrics=metrics, admin=admin)
+    if not patterns and not metrics:
+        raise InputError("variants = '': name at least one, or give --metrics")
+    secret = add_new(tokens, name, patterns, metrics=metrics)
     lines = [secret, f"{tokens} has its digest only: this is the one time that the token is shown"]
-    return Result({"name": name, "token": secret, "variants": patterns, "metrics": metrics, "admin": admin}, lines)
+    return Result({"name": name, "token": secret, "variants": patterns, "metrics": metrics}, lines)
 
 
 def _aliases(given: list[str]) -> dict[str, str]:

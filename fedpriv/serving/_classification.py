@@ -57,7 +57,7 @@ class _Row:
 
 
 class Classification:
-    """A `fedpriv.serving._jobs.Desk` for `Classify` and `Embed`."""
+    """Works on `Classify` and `Embed`, in one thread."""
 
     def __init__(self, counter: PassCounter) -> None:
         self._counter = counter
@@ -68,11 +68,11 @@ class Classification:
 
     @property
     def is_idle(self) -> bool:
-        """See `Desk`."""
+        """Whether nothing is under way, apart from what waits."""
         return not self._open
 
     def step(self) -> None:
-        """See `Desk`."""
+        """Take in what there is room for and go one pass further with as much as one holds."""
         for gone in [found for found in self._open if found.job.over]:
             self._close(gone)
         self._take_in()
@@ -91,13 +91,13 @@ class Classification:
             self._counter.base.forget()
 
     def give_up(self, error: ServingError) -> None:
-        """See `Desk`."""
+        """Fail everything under way."""
         self._open, self._rows = [], []
         self._counter.fail(error)
 
     def _chosen(self) -> list[_Row]:
         """The texts of the next pass, those first whose client has been in none for longest."""
-        number, present = self._counter.passes.num_passes, {row.client for row in self._rows}
+        number, present = self._counter.num_passes, {row.client for row in self._rows}
         self._last = {client: last for client, last in self._last.items() if client in present}
         order = sorted(self._rows, key=lambda row: self._last.get(row.client, -1))
         order = [row for row in order if row.of.embeds == order[0].of.embeds]

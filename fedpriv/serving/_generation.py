@@ -21,7 +21,7 @@ from fedpriv.serving._engine import Weights
 from fedpriv.serving._jobs import PassCounter, ServingJob, check_finite, failure, tell
 from fedpriv.serving._sampling import TokenTexts, generator_of, next_token, penalized, scored
 from fedpriv.serving._texts import Text
-from fedpriv.serving.requests import Failed, Finished, FormedAnswer, Generate, Piece, ScoredToken, ServingError
+from fedpriv.serving.requests import Failed, Finished, Generate, Piece, ScoredToken, ServingError
 
 
 @dataclass(eq=False)
@@ -36,7 +36,6 @@ class _Answer:
         num_new: of the answer.
         weights: of its variant, while it has a row.
         num_of_turn: tokens since it got its row.
-        formed: as it is so far, if it keeps to a form and has begun.
         untold: its tokens whose text was not given yet, if they are to be told.
     """
 
@@ -48,7 +47,6 @@ class _Answer:
     num_new: int = 0
     weights: Weights | None = None
     num_of_turn: int = 0
-    formed: FormedAnswer | None = None
     untold: list[ScoredToken] = field(default_factory=list)
 
     @property
@@ -62,7 +60,7 @@ _Place = tuple["KeyValues", int]
 
 
 class Generation:
-    """A `fedpriv.serving._jobs.Desk` for `Generate`.
+    """Works on `Generate`, in one thread.
 
     Args:
         counter: of the server.
@@ -81,11 +79,11 @@ class Generation:
 
     @property
     def is_idle(self) -> bool:
-        """See `Desk`."""
+        """Whether nothing is under way, apart from what waits."""
         return not self._answers
 
     def step(self) -> None:
-        """See `Desk`."""
+        """Take in what there is room for and go one pass further with everything."""
         self._paused = {job: answer for job, answer in self._paused.items() if not job.over}
         kept = [(answer, (self._states, row)) for row, answer in enumerate(self._answers) if self._states]
         kept = self._settled(self._make_room(self._settled(kept)))
@@ -97,7 +95,7 @@ class Generation:
         self._lay([*kept, *(self._advanced(joining, None) if joining else [])])
 
     def give_up(self, error: ServingError) -> None:
-        """See `Desk`."""
+        """Fail everything under way."""
         for job in self._paused:
             tell(job, Failed(error=error))
         self._paused = {}
@@ -232,13 +230,7 @@ class Generation:
     def _chosen(self, answer: _Answer, logits: Tensor) -> int:
         """The answer's next token, which is noted with its log-probability if that is to be told."""
         request, said = answer.request, answer.tokens[len(answer.request.prompt) :]
-        candidates = penalized(logits, said, request)
-        if request.form is not None:
-            answer.formed = answer.formed or request.form.begin()
-            candidates = answer.formed.allowed(candidates)
-        token = next_token(candidates, request, answer.generator)
-        if answer.formed is not None:
-            answer.formed.accept(token)
+        token = next_token(penalized(logits, said, request), request, answer.generator)
         if request.num_alternatives is not None and token not in self._ends:
             offset = answer.text.num_whole
             answer.untold.append(scored(logits, token, offset, request.num_alternatives, self._texts))

@@ -11,7 +11,6 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
@@ -73,7 +72,7 @@ class Waiting:
         self._most = most
         self._by_client: OrderedDict[str, _Turns] = OrderedDict()
         self._num_new: Counter[str] = Counter()
-        self._open, self._woken = True, False
+        self._open = True
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
@@ -160,23 +159,11 @@ class Waiting:
         if not turns:
             del self._by_client[job.request.client]
 
-    def has(self, variant: str) -> bool:
-        """Whether a job for a variant waits."""
-        with self._changed:
-            return any(variant in turns for turns in self._by_client.values())
-
     def wait(self) -> bool:
-        """Return when a job waits, or it was woken, or no job will come: False."""
+        """Return when a job waits, or none will come: False."""
         with self._changed:
-            self._changed.wait_for(lambda: self._by_client or self._woken or not self._open)
-            is_woken, self._woken = self._woken, False
-            return is_woken or bool(self._by_client)
-
-    def wake(self) -> None:
-        """Let `wait` return once, though no job may have come."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._by_client or not self._open)
+            return bool(self._by_client)
 
     def stop(self) -> None:
         """Accept no new jobs."""
@@ -186,37 +173,6 @@ class Waiting:
 
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """Passes so far; see `fedpriv.serving.requests.Statistics`."""
-
-    num_passes: int = 0
-    num_rows: int = 0
-    num_variants: int = 0
-
-    def with_pass(self, rows: Sequence[Weights]) -> Passes:
-        """These and one more."""
-        return Passes(
-            num_passes=self.num_passes + 1,
-            num_rows=self.num_rows + len(rows),
-            num_variants=self.num_variants + len({row.variant for row in rows}),
-        )
-
-
-class Desk(Protocol):
-    """A desk works on jobs of one kind, in one thread."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is under way, apart from what waits."""
-
-    def step(self) -> None:
-        """Take in what there is room for and go one pass further with everything."""
-
-    def give_up(self, error: ServingError) -> None:
-        """Fail everything under way."""
 
 
 class PassCounter:
@@ -229,13 +185,13 @@ class PassCounter:
         limits: of the server.
 
     Attributes:
-        passes: so far.
+        num_passes, num_rows, num_variants: so far, see `fedpriv.serving.requests.Statistics`.
     """
 
     def __init__(self, base: SharedBase, memory: VariantMemory, waiting: Waiting, limits: EngineLimits) -> None:
         self.base, self.memory, self.waiting, self.limits = base, memory, waiting, limits
         self.rows = limits.rows if base.shares_passes else 1
-        self.passes = Passes()
+        self.num_passes = self.num_rows = self.num_variants = 0
         self._is_blocked = False
         self._under_way: set[ServingJob] = set()
 
@@ -269,10 +225,6 @@ class PassCounter:
             return job, weights
         return None
 
-    def uses(self, variant: str) -> bool:
-        """Whether a job for the variant waits or is under way."""
-        return any(job.variant == variant for job in self._under_way) or self.waiting.has(variant)
-
     def give_back(self, job: ServingJob) -> None:
         """A job no longer uses its variant."""
         if job in self._under_way:
@@ -288,7 +240,9 @@ class PassCounter:
 
     def count(self, rows: Sequence[Weights]) -> None:
         """A pass of these rows begins."""
-        self.passes = self.passes.with_pass(rows)
+        self.num_passes += 1
+        self.num_rows += len(rows)
+        self.num_variants += len({row.variant for row in rows})
 
 
 def tell(job: ServingJob, event: Event) -> None:

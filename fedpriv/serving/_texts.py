@@ -1,12 +1,11 @@
 """Texts to tokens, and tokens to text.
 
-Tokenizing takes a time that the model's room bounds: of a text far too long for it, most is never read. An answer's
+Tokenizing takes a time that the model's room bounds: no text has more characters than are likely to fit. An answer's
 tokens become text in whole characters that ends before a stop.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import threading
@@ -20,8 +19,8 @@ from fedpriv.serving.requests import ServingError, Tokens, TooLongError
 
 log = logging.getLogger(__name__)
 
-# A text with more characters for each token that there is room for is a long one. English has four to five.
-_CHARACTERS_PER_TOKEN = 8
+# Of a text, for each token that there is room for. English has four to five.
+_CHARACTERS_PER_TOKEN = 16
 # Words at the end of a text that its continuation may change: tokenizers look a word ahead, and at white space two.
 _UNSETTLED = 3
 # Tokens: of a chat that is not cut here.
@@ -29,12 +28,7 @@ _NO_LIMIT = 2**30
 
 
 class Tokenizing:
-    """The tokenizer of a served model. Short texts never wait for long ones.
-
-    The beginning of a long text is tokenised first. Its words, but for the last few, are words of the whole text, so
-    that the text is refused, or the beginning stands for it, if these alone have too many tokens. Else it is tokenised
-    whole: one token may stand for any number of spaces or unknown characters, so that no bound on characters alone is
-    right.
+    """The tokenizer of a served model.
 
     Args:
         tokenizer: a transformers tokenizer; this object changes its settings.
@@ -44,85 +38,65 @@ class Tokenizing:
         cuts: whether a text is cut there, as in training, and not refused.
 
     Attributes:
-        quick_characters: of a text, up to which it is a short one.
+        most_characters: that are tokenised of a text or chat.
     """
 
     def __init__(
         self, tokenizer: Any, model_name: str, chat: ChatFormat, max_tokens: int, *, cuts: bool = False
     ) -> None:
-        self._cuts, self._beyond = cuts, f"more than {max_tokens} tokens, by the beginning of the text alone"
-        self.quick_characters = _CHARACTERS_PER_TOKEN * max_tokens
-        self._model_name, self._chat, self._max_tokens = model_name, chat, max_tokens
+        self._tokenizer, self._model_name, self._chat = tokenizer, model_name, chat
+        self._max_tokens, self._cuts = max_tokens, cuts
+        self.most_characters = _CHARACTERS_PER_TOKEN * max_tokens
         # Tokenizers keep the length at which they cut, so that each is used by one thread at a time.
-        self._short, self._long = _Locked(tokenizer), _Locked(copy.deepcopy(tokenizer))
+        self._lock = threading.Lock()
 
     def encode(self, text: str) -> Tokens:
         """The tokens of a text, cut where it is too long already.
 
         Raises:
-            TooLongError: it is long, its beginning has too many tokens, and it is not cut.
+            TooLongError: it has too many characters, or the beginning of a text to be cut does not tell its tokens.
             ServingError: the tokenizer refuses it.
         """
-        if self._is_beyond(text):
-            if not self._cuts:
-                raise TooLongError(self._beyond)
-            if self._short.tokenizer.truncation_side == "right":
-                text = text[: self.quick_characters]
-        with self._for(text) as tokenizer:
-            (row,) = records.encode(tokenizer, [text], None, self._max_tokens + (not self._cuts))
+        with self._lock:
+            if len(text) > self.most_characters:
+                text = self._beginning(text)
+            (row,) = records.encode(self._tokenizer, [text], None, self._max_tokens + (not self._cuts))
         if row is None:
             raise ServingError("a text cannot be read by the model's tokenizer")
         return tuple(row["input_ids"])
+
+    def _beginning(self, text: str) -> str:
+        """The beginning of a text with too many characters, if it has the same tokens where both are cut."""
+        beginning = text[: self.most_characters]
+        is_told = self._cuts and self._tokenizer.truncation_side == "right"
+        if is_told and _least(self._tokenizer, beginning) >= self._max_tokens:
+            return beginning
+        raise TooLongError(f"a text has {len(text)} characters: at most {self.most_characters}")
 
     def encode_chat(self, messages: tuple[tuple[str, str], ...]) -> Tokens:
         """The tokens of a chat up to its answer; a run's system prompt and prompt template are put as in training.
 
         Raises:
-            TooLongError: it is long, and the beginnings of its texts have too many tokens.
+            TooLongError: it has too many characters.
             ServingError: the model has no chat template, or template or tokenizer refuse the messages.
         """
-        if not getattr(self._short.tokenizer, "chat_template", None):
+        if not getattr(self._tokenizer, "chat_template", None):
             raise ServingError(f"model {self._model_name} has no chat template; ask for a completion")
         if unknown := next((role for role, _ in messages if role not in ROLES), None):
             raise ServingError(f"messages: role {unknown[:100]!r} is none of {', '.join(ROLES)}")
-        if self._is_beyond(*(content for _, content in messages)):
-            raise TooLongError(self._beyond)
+        if (num := sum(len(content) for _, content in messages)) > self.most_characters:
+            raise TooLongError(f"the messages have {num} characters: at most {self.most_characters}")
         try:
-            with self._for(*(content for _, content in messages)) as tokenizer:
+            with self._lock:
                 if len(messages) == 1 and messages[0][0] == "user" and self._chat.prompt_template:
-                    return _prompt(replace(self._chat, has_messages=False), tokenizer, messages[0][1])
-                return _prompt(replace(self._chat, has_messages=True), tokenizer, json.dumps(messages))
+                    return _prompt(replace(self._chat, has_messages=False), self._tokenizer, messages[0][1])
+                return _prompt(replace(self._chat, has_messages=True), self._tokenizer, json.dumps(messages))
         except ServingError:
             raise
         except Exception as error:  # templates raise what they like
             # By its kind alone: what a template says of a message may repeat it.
             log.warning("a chat cannot be put to the model: %s", type(error).__name__)
             raise ServingError("messages: the model's chat template does not take them") from None
-
-    def _for(self, *texts: str) -> _Locked:
-        """The tokenizer for texts."""
-        return self._short if sum(map(len, texts)) <= self.quick_characters else self._long
-
-    def _is_beyond(self, *texts: str) -> bool:
-        """Whether texts are long, and have too many tokens by the words of their beginnings that nothing changes."""
-        if self._for(*texts) is self._short:
-            return False
-        with self._long as tokenizer:
-            return sum(_least(tokenizer, text[: self.quick_characters]) for text in texts) > self._max_tokens
-
-
-class _Locked:
-    """A tokenizer for one thread at a time."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self._lock = tokenizer, threading.Lock()
-
-    def __enter__(self) -> Any:
-        self._lock.acquire()
-        return self.tokenizer
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 def _least(tokenizer: Any, beginning: str) -> int:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
 Tokens = tuple[int, ...]
 
@@ -33,10 +31,6 @@ class DamagedVariantError(ServingError):
 
 class TooLongError(ServingError):
     """The request has more tokens than the model, or the server's limit, has room for."""
-
-
-class LoadedError(ServingError):
-    """The variant cannot be loaded or unloaded as it stands now."""
 
 
 class BusyError(ServingError):
@@ -66,27 +60,6 @@ class Embed(_OfTexts):
     """Texts whose vectors are asked for."""
 
 
-class FormedAnswer(Protocol):
-    """An answer that grows and keeps to a form."""
-
-    def allowed(self, logits: Tensor) -> Tensor:
-        """The logits [vocabulary], minus infinity at tokens that may not follow.
-
-        Raises:
-            ServingError: none may, or finding them takes too much.
-        """
-
-    def accept(self, token: int) -> None:
-        """The token follows."""
-
-
-class AnswerForm(Protocol):
-    """The form of answers to a request."""
-
-    def begin(self) -> FormedAnswer:
-        """An answer without a token yet."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Generate:
     """A prompt to be continued by one variant.
@@ -104,7 +77,6 @@ class Generate:
             answer; None tells none.
         seed: of the draws; None draws a new one.
         stop: texts before which the answer ends.
-        form: that the answer keeps to, unless its length cuts it short; None is any.
         client: who asks; clients take turns, whatever their number of requests. Empty where it is the only one.
     """
 
@@ -119,7 +91,6 @@ class Generate:
     num_alternatives: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    form: AnswerForm | None = None
     client: str = ""
 
 
@@ -205,13 +176,6 @@ Event = Classified | Embedded | Piece | Finished | Failed
 Request = Classify | Embed | Generate
 
 
-class Ticket(Protocol):
-    """A request under way."""
-
-    def cancel(self) -> None:
-        """Give it up: nobody reads the answer. No event follows once this has returned, or one that is under way."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
     """Counts of a server's work since it started; every figure but `num_waiting` and `bytes_in_memory` only grows.
@@ -236,97 +200,6 @@ class Statistics:
     bytes_read: int = 0
 
 
-class Serving(Protocol):
-    """Answers requests for the variants of one model.
-
-    Attributes:
-        names: of the variants that are loaded, `global` first where there is one, and last `BASE`, unless a variant
-            has that name or the base can do nothing by itself.
-        has_base: whether `BASE` is among them and means the base.
-        task: what they do.
-        labels: of a classifier, in the order of its probabilities; none for a causal model.
-        embeds: whether they turn texts into vectors.
-        model_name: of the base.
-        origin: the folder that the variants are read from, for people.
-        max_tokens: that a prompt and its answer may have together, or a text to classify.
-        quick_characters: of a prompt or chat, up to which it is tokenised in a time that `max_tokens` bounds, and
-            waits for no longer one.
-    """
-
-    names: tuple[str, ...]
-    has_base: bool
-    task: Literal["SEQ_CLS", "CAUSAL_LM"]
-    labels: tuple[str, ...]
-    embeds: bool
-    model_name: str
-    origin: str
-    max_tokens: int
-    quick_characters: int
-
-    def encode(self, text: str) -> Tokens:
-        """The tokens of a bare prompt, or of a text to classify, which is cut to `max_tokens` as in training.
-
-        Raises:
-            TooLongError: a prompt has more than `max_tokens`, as is known before it is tokenised whole.
-            ServingError: the tokenizer refuses the text.
-        """
-
-    def encode_chat(self, messages: tuple[tuple[str, str], ...]) -> Tokens:
-        """The tokens of a chat, a role and a content each, with the model's own template, up to the answer.
-
-        Raises:
-            TooLongError: as of `encode`.
-            ServingError: the template refuses the messages.
-        """
-
-    def form(self, schema: Mapping[str, Any]) -> AnswerForm:
-        """The form of JSON documents that a schema describes; may take a second, and be called from any thread.
-
-        Raises:
-            ServingError: the schema is none that can be followed here.
-        """
-
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
-        """Put a request with those that wait; passes take up rows of all variants as they come.
-
-        Args:
-            request: for a model of the right task.
-            on_event: is told each event, in order, from the engine's thread; must return at once and raise nothing.
-
-        Raises:
-            UnknownVariantError: before it waits.
-            TooLongError: before it waits.
-            BusyError: the queue is full, or the engine drains.
-        """
-
-    def load(self, name: str) -> None:
-        """Serve a variant that has come to the source, or that was unloaded; may take seconds.
-
-        Raises:
-            UnknownVariantError: the source has none of this name.
-            LoadedError: it is loaded, or was unloaded and still answers.
-            DamagedVariantError: it is not as it was written, or does not fit the base.
-            ServingError: the source cannot be read now, or has another base.
-        """
-
-    def unload(self, name: str) -> None:
-        """Accept no request for a variant from now on; those that were accepted are answered, and then it is freed.
-
-        Raises:
-            UnknownVariantError: none of this name is loaded.
-            LoadedError: it is the base.
-        """
-
-    def statistics(self) -> Statistics:
-        """At this moment."""
-
-    def drain(self, seconds: float) -> bool:
-        """Accept nothing more, finish what was accepted; False if that took longer, and the rest was given up."""
-
-    def close(self) -> None:
-        """Give up what is under way and free the memory."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
     """Bounds of a server's engine; all >= 1.
@@ -348,7 +221,7 @@ class EngineLimits:
     waiting: int = 256
     rows: int = 32
     pass_tokens: int = 2048
-    client_tokens: int = 512
+    client_tokens: int = 256
     cached_tokens: int = 16_384
     turn_tokens: int = 64
 

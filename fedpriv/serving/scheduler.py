@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fedpriv.config import BaseFormat
-from fedpriv.errors import InputError, StoreError
 from fedpriv.serving import sources
 from fedpriv.serving._classification import Classification
 from fedpriv.serving._engine import SharedBase
-from fedpriv.serving._forms import JsonForm, JsonForms
 from fedpriv.serving._generation import Generation
-from fedpriv.serving._jobs import Desk, PassCounter, ServingJob, Waiting, tell
+from fedpriv.serving._jobs import PassCounter, ServingJob, Waiting, tell
 from fedpriv.serving._texts import Tokenizing
 from fedpriv.serving.requests import (
     BASE,
@@ -26,7 +23,6 @@ from fedpriv.serving.requests import (
     Event,
     Failed,
     Generate,
-    LoadedError,
     Request,
     ServingError,
     Statistics,
@@ -63,7 +59,7 @@ def open_serving(
 
 
 class Scheduler:
-    """A `fedpriv.serving.requests.Serving` of the variants of a source.
+    """Answers requests for the variants of one model.
 
     Args:
         source: of the variants.
@@ -71,7 +67,15 @@ class Scheduler:
         limits: of what it takes on.
 
     Attributes:
-        names, has_base, task, labels, embeds, model_name, origin, max_tokens, quick_characters: see `Serving`.
+        names: of the variants, `global` first where there is one, and last `BASE`, unless a variant has that name or
+            the base can do nothing by itself.
+        has_base: whether `BASE` is among them and means the base.
+        task: what they do.
+        labels: of a classifier, in the order of its probabilities; none for a causal model.
+        embeds: whether they turn texts into vectors.
+        model_name: of the base.
+        origin: the folder that the variants are read from, for people.
+        max_tokens: that a prompt and its answer may have together, or a text to classify.
     """
 
     def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits | None = None) -> None:
@@ -80,13 +84,13 @@ class Scheduler:
         names = like.reading.encoder.names(loaded.tokenizer, pairs=False, max_length=like.reading.max_length)
         base = SharedBase(loaded.model, has_types="token_type_ids" in names)
         self._num_embeddings = base.num_embeddings
-        self.task, self.labels, self._shared = like.task, like.labels, source.shared
+        self.task, self.labels = like.task, like.labels
         self.embeds = self.task == "SEQ_CLS" and base.embeds
-        self._again, self._readers, self._leaving = source.again, dict(source.readers), set[str]()
-        self.has_base = BASE not in self._readers and (self.embeds or self.task == "CAUSAL_LM")
+        readers = dict(source.readers)
+        self.has_base = BASE not in readers and (self.embeds or self.task == "CAUSAL_LM")
         if self.has_base:
-            self._readers[BASE] = lambda _: base.no_variant
-        self.names = tuple(self._readers)
+            readers[BASE] = lambda _: base.no_variant
+        self.names = tuple(readers)
         self.model_name, self.origin = like.model, source.origin
         most = like.reading.max_length if self.task == "SEQ_CLS" else limits.cached_tokens
         room = (most, base.most_positions, getattr(loaded.tokenizer, "model_max_length", None))
@@ -94,12 +98,10 @@ class Scheduler:
         self._tokenizing = Tokenizing(
             loaded.tokenizer, self.model_name, like.reading.chat, self.max_tokens, cuts=self.task == "SEQ_CLS"
         )
-        self.quick_characters = self._tokenizing.quick_characters
-        self._forms = JsonForms(loaded.tokenizer, loaded.ends)
-        self._memory = VariantMemory(self._readers, base.weights, limits.memory_bytes)
+        self._memory = VariantMemory(readers, base.weights, limits.memory_bytes)
         self._waiting = Waiting(limits.waiting)
         self._counter = PassCounter(base, self._memory, self._waiting, limits)
-        self._desk: Desk = (
+        self._desk: Classification | Generation = (
             Classification(self._counter)
             if self.task == "SEQ_CLS"
             else Generation(self._counter, loaded.tokenizer, loaded.ends)
@@ -109,22 +111,34 @@ class Scheduler:
         self._thread.start()
 
     def encode(self, text: str) -> Tokens:
-        """See `Serving`."""
+        """The tokens of a bare prompt, or of a text to classify, which is cut to `max_tokens` as in training.
+
+        Raises:
+            TooLongError: it has too many characters.
+            ServingError: the tokenizer refuses the text.
+        """
         return self._tokenizing.encode(text)
 
     def encode_chat(self, messages: tuple[tuple[str, str], ...]) -> Tokens:
-        """See `Serving`."""
-        return self._tokenizing.encode_chat(messages)
-
-    def form(self, schema: Mapping[str, Any]) -> JsonForm:
-        """See `Serving`."""
-        return self._forms.of(schema)
-
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> _Ticket:
-        """See `Serving`.
+        """The tokens of a chat, a role and a content each, with the model's own template, up to the answer.
 
         Raises:
-            UnknownVariantError, TooLongError, BusyError: see `Serving`.
+            TooLongError: as of `encode`.
+            ServingError: the template refuses the messages.
+        """
+        return self._tokenizing.encode_chat(messages)
+
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
+        """Put a request with those that wait; passes take up rows of all variants as they come.
+
+        Args:
+            request: for a model of the right task.
+            on_event: is told each event, in order, from the engine's thread; must return at once and raise nothing.
+
+        Raises, before it waits:
+            UnknownVariantError: there is no such variant.
+            TooLongError: it has more tokens than there is room for.
+            BusyError: the queue is full, or the engine is closed.
             ServingError: a token or a text is none that the model reads, or a draw is not possible as asked.
         """
         # Looked up among known names alone: whatever a name holds, it never becomes a path.
@@ -142,41 +156,11 @@ class Scheduler:
             self._check(text, further)
         job = ServingJob(request=request, texts=texts, on_event=on_event)
         self._waiting.add(job)
-        return _Ticket(job, self._waiting)
-
-    def load(self, name: str) -> None:
-        """See `Serving`; by one thread at a time."""
-        if name in self.names:
-            raise LoadedError("it is loaded; to read it again, unload it first")
-        if name in self._leaving:
-            raise LoadedError("it was unloaded and still answers earlier requests; try again when these are done")
-        try:
-            found = self._again()
-        except (InputError, StoreError) as error:
-            log.warning("the variants' source cannot be read again: %s", error)
-            raise ServingError("the variants' source cannot be read now; the server's log says why") from None
-        if name not in found.readers:
-            raise UnknownVariantError(f"there is no variant {name[:100]!r}")
-        if found.shared != self._shared:
-            raise ServingError("the variants' source has another base or other labels now; start the server again")
-        self._memory.fitted(name, found.readers[name])
-        self._readers[name] = found.readers[name]
-        names = sources.in_order(each for each in (*self.names, name) if not (each == BASE and self.has_base))
-        self.names = (*names, BASE) if self.has_base else tuple(names)
-
-    def unload(self, name: str) -> None:
-        """See `Serving`; by one thread at a time."""
-        if name not in self.names:
-            raise UnknownVariantError(f"there is no variant {name[:100]!r}")
-        if name == BASE and self.has_base:
-            raise LoadedError("it is the base, which all variants need")
-        self._leaving.add(name)
-        self.names = tuple(each for each in self.names if each != name)
-        self._waiting.wake()
+        return Ticket(job, self._waiting)
 
     def statistics(self) -> Statistics:
-        """See `Serving`."""
-        paged, passes = self._memory.statistics, self._counter.passes
+        """At this moment."""
+        paged, passes = self._memory.statistics, self._counter
         return Statistics(
             num_waiting=self._waiting.num_new,
             num_passes=passes.num_passes,
@@ -188,16 +172,8 @@ class Scheduler:
             bytes_read=paged.bytes_read,
         )
 
-    def drain(self, seconds: float) -> bool:
-        """See `Serving`."""
-        self._waiting.stop()
-        self._thread.join(seconds)
-        is_done = not self._thread.is_alive()
-        self.close()
-        return is_done
-
     def close(self) -> None:
-        """See `Serving`."""
+        """Give up what is under way and free the memory."""
         self._is_closing.set()
         self._waiting.stop()
         if threading.current_thread() is not self._thread:
@@ -205,7 +181,6 @@ class Scheduler:
 
     def _work(self) -> None:
         while not self._is_closing.is_set():
-            self._let_go()
             if self._desk.is_idle and not self._waiting.wait():
                 break
             try:
@@ -219,13 +194,6 @@ class Scheduler:
             tell(job, Failed(error=closed))
         self._memory.clear()
 
-    def _let_go(self) -> None:
-        """Free the variants that were unloaded and have answered everything."""
-        for name in [name for name in list(self._leaving) if not self._counter.uses(name)]:
-            self._memory.forget(name)
-            del self._readers[name]
-            self._leaving.remove(name)
-
     def _check(self, text: Tokens, further: int) -> None:
         if not text:
             raise ServingError("a text or prompt has no token")
@@ -236,14 +204,14 @@ class Scheduler:
             raise ServingError(f"a token is none of the model's, which are 0 to {self._num_embeddings - 1}")
 
 
-class _Ticket:
-    """See `fedpriv.serving.requests.Ticket`."""
+class Ticket:
+    """A request under way."""
 
     def __init__(self, job: ServingJob, waiting: Waiting) -> None:
         self._job, self._waiting = job, waiting
 
     def cancel(self) -> None:
-        """See `Ticket`."""
+        """Give it up: nobody reads the answer. No event follows once this has returned, or one that is under way."""
         self._job.over = True
         self._waiting.remove(self._job)
 

@@ -44,19 +44,12 @@ class Source:
         config: of the run, for the device and the base's format.
         readers: of each variant, by name, in the order in which they are listed.
         origin: the folder that they are read from, for people.
-        again: the same source as it is by then.
     """
 
     like: SavedVariant
     config: RunConfig
     readers: Mapping[str, _Read]
     origin: str
-    again: Callable[[], Source]
-
-    @property
-    def shared(self) -> Mapping[str, Any]:
-        """Whatever all of its variants have in common, by name."""
-        return {"model": self.like.model, **_shared(self.like)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,8 +99,7 @@ def find(path: Path, *, model: str = "") -> Source:
         raise InputError(f"{like.name}: reads pairs of texts, which are not served; use predict")
     # Requests are looked up among these names and nowhere else.
     readers = {name: partial(_read, kept, name, folder, like) for name in names}
-    again = partial(find, path, model=model)
-    return Source(like=like, config=like.config or RunConfig(), readers=readers, origin=origin, again=again)
+    return Source(like=like, config=like.config or RunConfig(), readers=readers, origin=origin)
 
 
 def _origin(run: Path, kept: StoredOrOwn) -> str:
@@ -218,10 +210,7 @@ class VariantMemory:
     """
 
     def __init__(
-        self,
-        readers: Mapping[str, _Read],
-        weights: Callable[[str, Mapping[str, Tensor]], Weights],
-        memory_bytes: int,
+        self, readers: Mapping[str, _Read], weights: Callable[[str, Mapping[str, Tensor]], Weights], memory_bytes: int
     ) -> None:
         self._readers, self._weights, self._memory_bytes = readers, weights, memory_bytes
         self._cache: BoundedCache[Weights] = BoundedCache(_bytes_of)
@@ -242,7 +231,7 @@ class VariantMemory:
         Raises:
             UnknownVariantError: there is none of this name.
             DamagedVariantError: it is not as it was written.
-            ServingError: as of `fitted`.
+            ServingError: it needs more memory than there is for all.
             NoRoomError: it needs more than the variants in use leave.
         """
         held, read = self._cache.get(name), 0
@@ -260,10 +249,6 @@ class VariantMemory:
         if self._uses[name] <= 0:
             del self._uses[name]
 
-    def forget(self, name: str) -> None:
-        """Free a variant that nobody uses."""
-        self._cache.forget(name)
-
     def clear(self) -> None:
         """Free all variants."""
         self._cache.clear()
@@ -272,17 +257,8 @@ class VariantMemory:
     def _read(self, name: str) -> Weights:
         if name not in self._readers:
             raise UnknownVariantError(f"there is no variant {name!r}")
-        return self.fitted(name, self._readers[name])
-
-    def fitted(self, name: str, read: _Read) -> Weights:
-        """A variant as passes use it, which is kept nowhere; may be called from any thread.
-
-        Raises:
-            DamagedVariantError: it is not as it was written, or does not fit.
-            ServingError: it needs more memory than there is for all.
-        """
         try:
-            return self._weights(name, read(self._memory_bytes))
+            return self._weights(name, self._readers[name](self._memory_bytes))
         except ServingError:
             raise
         except Exception as error:  # a damaged file may raise anything in its reader

@@ -30,7 +30,7 @@ from peft import get_peft_model_state_dict
 from fedpriv import adapters
 from fedpriv.adapters import load_base, lora
 from fedpriv.config import parse, to_toml
-from fedpriv.serving.requests import Classified, Classify, EngineLimits, Event, Generate, Piece, Serving
+from fedpriv.serving.requests import Classified, Classify, EngineLimits, Event, Generate, Piece
 from fedpriv.serving.scheduler import Scheduler
 from fedpriv.serving.sources import find, load
 from fedpriv.training.workbench import load_model
@@ -103,7 +103,7 @@ def plain_peft(run: Path, model: str) -> Any:
     return plain.eval()
 
 
-def answer_all(serving: Serving, requests: Sequence[Classify | Generate]) -> list[list[Event]]:
+def answer_all(serving: Scheduler, requests: Sequence[Classify | Generate]) -> list[list[Event]]:
     """All requests at once; their events."""
     events: list[list[Event]] = [[] for _ in requests]
     done = threading.Semaphore(0)
@@ -166,12 +166,12 @@ def rivals(run: Path) -> dict[str, Callable[[Sequence[ServingQuery]], Any]]:
     return {"set_adapter": one_by_one, "adapter_names": mixed, "bare base": without_variants}
 
 
-def to_classify(serving: Serving, query: ServingQuery) -> Classify:
+def to_classify(serving: Scheduler, query: ServingQuery) -> Classify:
     """The server's request for a query, tokenised."""
     return Classify(variant=query.variant, texts=(serving.encode(query.text),))
 
 
-def shared(serving: Serving, asked: Sequence[ServingQuery]) -> list[Any]:
+def shared(serving: Scheduler, asked: Sequence[ServingQuery]) -> list[Any]:
     """The server's answers to requests."""
     requests = [to_classify(serving, query) for query in asked]
     return [events[-1] for events in answer_all(serving, requests)]

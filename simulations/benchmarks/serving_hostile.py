@@ -2,7 +2,8 @@
 
     python -m simulations.benchmarks.serving_hostile [--seconds 8] [ATTACK ...]
 
-`fedpriv serve` runs in a process of its own, with TLS, tokens and MiniLM classifiers. Two others ask it one text after
+`fedpriv serve` runs in a process of its own, with tokens and MiniLM classifiers, behind the nginx that it configures,
+which has to be on this machine. Two others ask it one text after
 the other from 127.0.0.2: one over one connection, one over a new connection each time. The attacker is a third process
 at 127.0.0.1, of low priority, since it would run on another machine. The latencies of the others are printed without an
 attack and during each one, in one run, with the ratio of their p99 to that without. The claim is of the worst attack.
@@ -13,10 +14,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import getpass
 import http.client
 import json
 import multiprocessing
 import os
+import shutil
+import socket
 import ssl
 import subprocess
 import sys
@@ -29,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedpriv.errors import InputError
 from fedpriv.serving.http.tokens import add_new
 from server.deploy.certificates import make_ca, make_server_certificate
 from simulations.benchmarks.serving import MINILM, make_run
@@ -36,7 +41,7 @@ from simulations.benchmarks.serving import MINILM, make_run
 ATTACKER, OTHERS = "127.0.0.1", "127.0.0.2"
 TARGET = 5.0
 WORDS = "the patient has had pain in the chest since this morning and a rash on both arms " * 15  # 257 tokens
-MIB = 2**20 - 200
+LONGEST = 2**18 - 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +166,10 @@ def texts(*given: str) -> dict[str, object]:
 
 
 ATTACKS: dict[str, Attack] = {
-    "caller: 32 texts of 1 MiB": by_token(lambda t: again(posted(t, texts("a b " * (MIB // 4))), 32)),
-    "caller: 32 texts of 1 MiB of spaces": by_token(lambda t: again(posted(t, texts("a" + " " * MIB + "b")), 32)),
+    "caller: 32 texts of 256 KiB": by_token(lambda t: again(posted(t, texts("a b " * (LONGEST // 4))), 32)),
+    "caller: 32 texts of 256 KiB of spaces": by_token(lambda t: again(posted(t, texts("a" + " " * LONGEST + "b")), 32)),
     "caller: 32 lists of 64 long texts": by_token(lambda t: again(posted(t, texts(*["a b " * 1000] * 64)), 32)),
-    "caller: 32 lists of 10^5 texts": by_token(lambda t: again(posted(t, texts(*["a"] * 150_000)), 32)),
+    "caller: 32 lists of 50,000 texts": by_token(lambda t: again(posted(t, texts(*["a"] * 50_000)), 32)),
     "caller: full texts, 64 at once": by_token(lambda t: again(posted(t, texts("a b " * 250)), 64)),
     "caller: 400 connections": by_token(
         lambda t: again(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {t}\r\n\r\n".encode(), 400)
@@ -242,17 +247,62 @@ def latencies(target: Target, seconds: float) -> tuple[list[float], int]:
     return sorted(found), failed
 
 
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
 @contextmanager
-def server(folder: Path) -> Iterator[Target]:
-    """A server in a process of its own."""
-    run = make_run(folder / "run", 4, {"model": MINILM})
+def nginx(folder: Path, port: int) -> Iterator[ssl.SSLContext]:
+    """An nginx with the configuration `folder`/fedpriv.conf, as Debian includes it; gives what its clients trust.
+
+    Raises:
+        InputError: there is no nginx on this machine.
+    """
+    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if program is None:
+        raise InputError("there is no nginx on this machine; run apt-get install nginx-light")
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    temporary = " ".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
+    (folder / "nginx.conf").write_text(
+        f"user {getpass.getuser()}; daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.log;\n"
+        f"worker_processes auto; events {{ worker_connections 768; }}\n"
+        f"http {{ access_log off; {temporary} include {folder}/fedpriv.conf; }}\n"
+    )
+    process = subprocess.Popen([program, "-p", folder, "-e", folder / "nginx.log", "-c", folder / "nginx.conf"])
+    try:
+        for _ in range(500):
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+                break
+            if process.poll() is not None:
+                raise InputError((folder / "nginx.log").read_text())
+            time.sleep(0.02)
+        yield ssl.create_default_context(cafile=str(folder / "ca.crt"))
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def options_of_nginx(folder: Path, port: int) -> list[str]:
+    """The options of `fedpriv serve` by which it writes `folder`/fedpriv.conf, with a certificate that it makes."""
     make_ca(folder, 10)
     make_server_certificate(folder, ["localhost"], 10)
+    files = {"--nginx": "fedpriv.conf", "--certificate": "server.crt", "--key": "server.key"}
+    named = [word for option, name in files.items() for word in (option, str(folder / name))]
+    return ["--socket", str(folder / "socket"), "--nginx-port", str(port), *named]
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[Target]:
+    """A server in a process of its own, with an nginx in front."""
+    run = make_run(folder / "run", 4, {"model": MINILM})
     tokens = [add_new(folder / "tokens.toml", name, ["*"]) for name in ("greedy", "modest")]
-    options = {"--tokens": "tokens.toml", "--certificate": "server.crt", "--key": "server.key"}
-    files = [word for option, name in options.items() for word in (option, str(folder / name))]
+    port = free_port()
     code = "from fedpriv.cli.main import main; main()"
-    command = [sys.executable, "-c", code, "serve", "run", str(run), "--port", "0", "--json", *files]
+    options = ["--tokens", str(folder / "tokens.toml"), *options_of_nginx(folder, port)]
+    command = [sys.executable, "-c", code, "serve", "run", str(run), "--json", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     # As many files as a login shell gives.
     command = ["bash", "-c", 'ulimit -n 1024; exec "$@"', "serve", *command]
@@ -260,8 +310,9 @@ def server(folder: Path) -> Iterator[Target]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     assert process.stdout is not None
     try:
-        port = int(json.loads(process.stdout.readline())["url"].rpartition(":")[2])
-        yield Target(port=port, authority=str(folder / "ca.crt"), greedy=tokens[0], modest=tokens[1])
+        process.stdout.readline()
+        with nginx(folder, port):
+            yield Target(port=port, authority=str(folder / "ca.crt"), greedy=tokens[0], modest=tokens[1])
     finally:
         process.kill()
         process.wait()

@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 from fedpriv.config import parse
 from fedpriv.runs import files
 from fedpriv.runs._writer import RunWriter, write_json
-from fedpriv.runs.show._live_server import LIMITS, WatchedPages, WatchServer
-from fedpriv.serving.http.limits import RequestLimits
+from fedpriv.runs.show._live_server import WatchedPages, WatchServer
 from fedpriv.serving.http.server import Address
 from tests.runs.written import client_row, registrations, round_row
 
@@ -67,9 +66,7 @@ class Watched:
 
 
 @contextmanager
-def watched(
-    folder: Path, *, limits: RequestLimits = LIMITS, host: str = "127.0.0.1", **options: Any
-) -> Iterator[Watched]:
+def watched(folder: Path, *, host: str = "127.0.0.1", **options: Any) -> Iterator[Watched]:
     """A server in a thread of the test; it has ended when the block does."""
     ready, found = threading.Event(), list[str]()
 
@@ -78,7 +75,7 @@ def watched(
         ready.set()
 
     watch = WatchedPages(folder, **{"seconds": 0.05, **options})
-    server = WatchServer(watch, Address(host=host, port=0), tell, limits)
+    server = WatchServer(watch, Address(host=host, port=0), tell)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert ready.wait(10)

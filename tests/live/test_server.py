@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -12,13 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.runs.show._live_server import LIMITS, check_host
+from fedpriv.runs.show._live_server import check_host
 from fedpriv.serving.http.server import Address
 from tests.live.conftest import Watched, begin, end, grow, plan, watched
 from tests.reports.conftest import write_finished_run
@@ -152,39 +150,6 @@ def test_hundreds_of_streams_leave_the_page_to_others_and_are_counted_off_when_t
                 if b" 200 " in connection.recv(2000):
                     return
         pytest.fail("streams that ended are still counted")
-
-
-def test_who_does_not_read_is_cut_off_and_costs_the_others_nothing(tmp_path: Path, monkeypatch) -> None:
-    numbers = iter(range(10**6))
-    monkeypatch.setattr(
-        "fedpriv.runs.show._live_page.LivePage.read", lambda page: {"head": f"{next(numbers):>1000000}"}
-    )
-    with (
-        watched(tmp_path, limits=replace(LIMITS, write_seconds=0.3)) as server,
-        stream(server) as lazy,
-        stream(server) as other,
-    ):
-        messages = changes(other)
-        end_of_lazy, started = 0.0, time.monotonic()
-        while not end_of_lazy and time.monotonic() - started < 20:
-            next(messages)
-            if lazy_is_gone(server):
-                end_of_lazy = time.monotonic()
-        assert end_of_lazy
-        assert received_until_cut_off(lazy) < 20_000_000
-
-
-def received_until_cut_off(connection: socket.socket) -> int:
-    received = 0
-    with contextlib.suppress(ConnectionResetError):
-        while data := connection.recv(2**20):
-            received += len(data)
-    return received
-
-
-def lazy_is_gone(server: Watched) -> bool:
-    """Whether one of the two connections was closed."""
-    return len(server.server.server_state.connections) < 2
 
 
 def test_the_report_of_a_finished_run_is_made_from_its_tables_and_may_run_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 
 from fedpriv.serving import requests
-from fedpriv.serving._forms import check_schema
 from fedpriv.serving.requests import Classify, Embed, Event, Generate, Piece, Request, ScoredToken, Statistics
 
 NAMES = ("global", "client-0", "client-1", "round-3", "secret-variant")
@@ -48,13 +47,6 @@ def scores(request: Generate, said: list[str], number: int) -> tuple[ScoredToken
 
 
 @dataclass
-class FakeForm:
-    """Remembers its schema, to which the fake language model does not keep."""
-
-    schema: Any
-
-
-@dataclass
 class FakeTicket:
     """Remembers whether it was cancelled."""
 
@@ -76,7 +68,6 @@ class FakeServing:
         asked: these requests.
         padding: spaces after each piece of text.
         broken: raise an error of the program itself.
-        kept: variants that may be loaded.
     """
 
     task: Literal["SEQ_CLS", "CAUSAL_LM"] = "CAUSAL_LM"
@@ -84,9 +75,7 @@ class FakeServing:
     model_name: str = "fake-base"
     origin: str = "nowhere"
     has_base: bool = False
-    kept: tuple[str, ...] = ()
     max_tokens: int = 512
-    quick_characters: int = 4096
     seconds: float = 0.0
     max_waiting: int = 1000
     damaged: tuple[str, ...] = ()
@@ -110,10 +99,6 @@ class FakeServing:
             raise requests.ServingError("The last message must be the user's.")
         return self.encode("|".join(f"{role}={content}" for role, content in messages))
 
-    def form(self, schema: Any) -> Any:
-        check_schema(schema)
-        return FakeForm(schema)
-
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> FakeTicket:
         if self.broken:
             raise ZeroDivisionError("/srv/private/path of secret-variant")
@@ -131,21 +116,6 @@ class FakeServing:
         self._threads.append(thread)
         thread.start()
         return ticket
-
-    def load(self, name: str) -> None:
-        if name in self.names:
-            raise requests.LoadedError("it is loaded")
-        if name not in self.kept:
-            raise requests.UnknownVariantError(name)
-        if name in self.damaged:
-            raise requests.DamagedVariantError(f"/srv/{name}/blocks.3.npy")
-        self.names = (*self.names, name)
-
-    def unload(self, name: str) -> None:
-        if name not in self.names:
-            raise requests.UnknownVariantError(name)
-        self.names = tuple(each for each in self.names if each != name)
-        self.kept = (*self.kept, name)
 
     def statistics(self) -> Statistics:
         return Statistics(
@@ -188,16 +158,7 @@ class FakeServing:
 
 @dataclass
 class FakeCards:
-    """Every variant costs 1, and each further one half.
-
-    Attributes:
-        num_forgotten: how often all was to be read anew.
-    """
-
-    num_forgotten: int = 0
-
-    def forget(self) -> None:
-        self.num_forgotten += 1
+    """Every variant costs 1, and each further one half."""
 
     def card(self, name: str) -> dict[str, Any]:
         bases = ["secret-variant", "global"] if name == "client-1" else []

@@ -1,15 +1,20 @@
-"""A real server on loopback, in a thread of the test."""
+"""A real server on loopback, in a thread of the test, or in a process of its own."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import json
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import pytest
 
 from fedpriv.serving.http.app import create_app
 from fedpriv.serving.http.limits import RequestLimits
@@ -24,7 +29,6 @@ class Running:
 
     url: str
     server: Server
-    loop: asyncio.AbstractEventLoop
 
     @property
     def address(self) -> tuple[str, int]:
@@ -41,32 +45,45 @@ def running(
     limits: RequestLimits | None = None,
     cards: Any = None,
     aliases: Mapping[str, str] | None = None,
-    **address: Any,
 ) -> Iterator[Running]:
     """The server, which has drained when the block ends."""
     limits, tokens = limits or RequestLimits(drain_seconds=5), tokens or Tokens(None)
     ready, found = threading.Event(), list[str]()
-    loop = asyncio.new_event_loop()
     app = create_app(serving, cards or FakeCards(), tokens, limits, aliases)
 
     def on_ready(url: str) -> None:
         found.append(url)
         ready.set()
 
-    server = Server(app, serving, tokens, limits, Address(**{"host": "127.0.0.1", "port": 0, **address}), on_ready)
-
-    def serve() -> None:
-        # As `asyncio.run` does: tasks that were cancelled have their say.
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.run(server.serve())
-
-    thread = threading.Thread(target=serve, daemon=True)
+    server = Server(app, Address(), on_ready, limits.drain_seconds)
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert ready.wait(10)
     try:
-        yield Running(found[0], server, loop)
+        yield Running(found[0], server)
     finally:
-        with contextlib.suppress(RuntimeError):  # it has ended already
-            loop.call_soon_threadsafe(server.begin_to_drain)
+        server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+ROOT = Path(__file__).parents[2]
+NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+needs_nginx = pytest.mark.skipif(NGINX is None, reason="there is no nginx on this machine; apt-get install nginx-light")
+
+
+@contextmanager
+def served(
+    folder: Path, *arguments: object, seconds: float = 0.0
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """The process with the fake engine, and what it printed once clients can connect."""
+    command = [sys.executable, "-m", "tests.serving.child", seconds, folder, "--port", 0, "--json", *arguments]
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()

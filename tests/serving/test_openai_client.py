@@ -225,3 +225,12 @@ def test_a_damaged_variant_is_refused_by_name_and_the_others_answer(client):
     with pytest.raises(openai.APIError, match="damaged"):
         list(client.completions.create(model="client-1", prompt="x", stream=True))
     assert client.completions.create(model="client-0", prompt="x").choices[0].text
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_an_answer_is_held_to_no_form_and_a_request_for_one_is_refused_in_one_line(client, kind):
+    form = {"type": kind} if kind == "json_object" else {"type": kind, "json_schema": {"name": "x", "schema": {}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="global", messages=ASKED, response_format=form)
+    assert refused.value.body["message"] == f"response_format.type = '{kind}': must be 'text'."
+    assert client.chat.completions.create(model="global", messages=ASKED, response_format={"type": "text"}).choices

@@ -10,28 +10,16 @@ import torch
 from fedpriv import adapters
 from fedpriv.serving._sampling import TokenTexts, next_token, penalized
 from fedpriv.serving.requests import Finished, Generate, Piece, ServingError
-from tests.chats import chat_model, chat_tokenizer
-from tests.served import Asked, save_run, serving
+from tests.chats import chat_tokenizer
+from tests.served import Asked, serving
 
 PROMPT, NUM_NEW = (17, 42, 99, 7), 24
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return chat_model(tmp_path_factory.mktemp("chat") / "model")
-
-
-@pytest.fixture(scope="module")
-def run(model, tmp_path_factory):
-    columns = {"prompt_column": "prompt", "response_column": "response", "data": "x.csv"}
-    values = {"model": str(model), "task": "CAUSAL_LM", "layers": "all", "normalize_features": False, **columns}
-    return save_run(tmp_path_factory.mktemp("served") / "run", values, ("global", "client-0"), scale=0.5)
-
-
-@pytest.fixture(scope="module")
-def log_probabilities(run, model):
+def log_probabilities(chat_run, model):
     """Of every token, float32 [vocabulary], after a text, in plain peft."""
-    plain = adapters.load(str(model), run / "variants" / "global").eval()
+    plain = adapters.load(str(model), chat_run / "variants" / "global").eval()
 
     @torch.no_grad()
     def after(tokens):
@@ -58,7 +46,7 @@ def chosen(pieces):
 
 @pytest.mark.parametrize(("presence", "frequency"), [(0.0, 0.0), (1.5, 0.0), (0.0, 0.7), (-0.5, 0.3), (2.0, 2.0)])
 def test_greedy_tokens_with_penalties_are_those_of_the_formula(
-    run, log_probabilities, monkeypatch, presence, frequency
+    chat_run, log_probabilities, monkeypatch, presence, frequency
 ):
     from fedpriv.serving._generation import Generation
 
@@ -66,7 +54,7 @@ def test_greedy_tokens_with_penalties_are_those_of_the_formula(
     monkeypatch.setattr(
         Generation, "_extend", lambda self, answer, token: (found.append(token), extend(self, answer, token))[1]
     )
-    with serving(run) as scheduler:
+    with serving(chat_run) as scheduler:
         ask(scheduler, presence_penalty=presence, frequency_penalty=frequency)
     expected: list[int] = []
     for _ in range(NUM_NEW):
@@ -107,10 +95,10 @@ def test_draws_of_the_k_likeliest_have_their_shares():
 
 
 @pytest.mark.parametrize("draw", [{"temperature": 0.0}, {"temperature": 1.7, "top_k": 30, "presence_penalty": 1.0}])
-def test_log_probabilities_are_plain_peft_s_whatever_the_draw(run, log_probabilities, draw):
+def test_log_probabilities_are_plain_peft_s_whatever_the_draw(chat_run, log_probabilities, draw):
     tokenizer = chat_tokenizer()
     texts = TokenTexts(tokenizer)
-    with serving(run) as scheduler:
+    with serving(chat_run) as scheduler:
         pieces, finished = ask(scheduler, num_alternatives=4, seed=3, **draw)
         bare, _ = ask(scheduler, seed=3, **draw)
     tokens = chosen(pieces)
@@ -130,8 +118,8 @@ def test_log_probabilities_are_plain_peft_s_whatever_the_draw(run, log_probabili
         assert all(told.alternatives[0] == (told.text, told.log_probability) for told in tokens)
 
 
-def test_offsets_say_where_a_token_stands_and_nothing_behind_a_stop_is_told(run):
-    with serving(run) as scheduler:
+def test_offsets_say_where_a_token_stands_and_nothing_behind_a_stop_is_told(chat_run):
+    with serving(chat_run) as scheduler:
         pieces, _ = ask(scheduler, num_alternatives=0)
         text, tokens = "".join(piece.text for piece in pieces), chosen(pieces)
         # Bytes of no whole character may stand before a token's own text.
@@ -146,8 +134,8 @@ def test_offsets_say_where_a_token_stands_and_nothing_behind_a_stop_is_told(run)
     assert chosen(pieces) == [token for token in tokens if token.offset < end]
 
 
-def test_a_seed_draws_the_same_with_and_without_what_is_told(run):
-    with serving(run) as scheduler:
+def test_a_seed_draws_the_same_with_and_without_what_is_told(chat_run):
+    with serving(chat_run) as scheduler:
         (one, _), (other, _), (third, _) = (ask(scheduler, temperature=1.5, top_k=50, seed=seed) for seed in (5, 5, 6))
     assert one == other != third
 
@@ -162,6 +150,6 @@ def test_a_seed_draws_the_same_with_and_without_what_is_told(run):
         {"num_alternatives": -1},
     ],
 )
-def test_what_cannot_be_drawn_is_refused_by_name(run, wrong):
-    with serving(run) as scheduler, pytest.raises(ServingError, match=next(iter(wrong))):
+def test_what_cannot_be_drawn_is_refused_by_name(chat_run, wrong):
+    with serving(chat_run) as scheduler, pytest.raises(ServingError, match=next(iter(wrong))):
         scheduler.submit(Generate(variant="global", prompt=PROMPT, max_new_tokens=1, **wrong), print)

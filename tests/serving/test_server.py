@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
+from fastapi import FastAPI
 
 from fedpriv.errors import InputError
-from fedpriv.serving.http.server import Address
-from fedpriv.serving.http.tokens import add_new, read
+from fedpriv.serving.http.limits import RequestLimits
+from fedpriv.serving.http.server import Address, run
+from fedpriv.serving.http.tokens import Tokens, add_new, read
 from server.deploy.certificates import make_ca, make_server_certificate
+from simulations.benchmarks.serving_hostile import free_port, nginx, options_of_nginx
 from tests.cli.command_line import as_json, fedpriv
-from tests.serving.fake import FakeServing
-from tests.serving.running import running
+from tests.serving.running import ROOT, needs_nginx, served
 
-ROOT = Path(__file__).parents[2]
 ASKED = {"model": "global", "prompt": "x", "max_tokens": 4}
-
-
-@contextmanager
-def served(
-    folder: Path, *arguments: object, seconds: float = 0.0
-) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """The process, and what it printed once clients can connect."""
-    command = [sys.executable, "-m", "tests.serving.child", seconds, folder, "--port", 0, "--json", *arguments]
-    process = subprocess.Popen(
-        list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        yield process, json.loads(process.stdout.readline())
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_sigterm_finishes_what_is_under_way_refuses_what_is_new_and_ends_with_0(tmp_path):
@@ -55,8 +37,8 @@ def test_sigterm_finishes_what_is_under_way_refuses_what_is_new_and_ends_with_0(
         time.sleep(0.6)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
-        refused = client.post(address, json=ASKED)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+        with pytest.raises(httpx.ConnectError):
+            client.post(address, json=ASKED)
         assert plain.result().json()["usage"]["completion_tokens"] == 4
         assert streamed.result().text.endswith("data: [DONE]\n\n")
         _, err = process.communicate(timeout=20)
@@ -76,7 +58,7 @@ def test_what_does_not_end_in_time_is_given_up_and_the_server_still_ends_with_0(
         assert asked.result().status_code == 503
     assert process.returncode == 0, err
     assert "Traceback" not in err
-    assert "not all requests were answered" in err
+    assert "timeout graceful shutdown exceeded" in err
 
 
 @dataclass(frozen=True)
@@ -115,34 +97,99 @@ def test_sighup_reads_the_tokens_again(guarded):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "::", "example.org"])
-def test_beyond_this_machine_it_wants_tokens_and_tls(host):
-    for has_tokens, says in ((False, "--tokens and --certificate"), (True, "give --certificate")):
-        with pytest.raises(InputError, match=says):
-            Address(host=host, port=0).check(has_tokens=has_tokens, insecure=False)
-    Address(host=host, port=0).check(has_tokens=False, insecure=True)
+def test_beyond_this_machine_it_wants_a_proxy_and_tokens(host):
+    for given in ({}, {"has_tokens": True}, {"behind_proxy": True}):
+        with pytest.raises(InputError, match=r"--nginx FILE in front, or give --tokens and --behind-proxy"):
+            Address(host=host).check(**{"has_tokens": False, "behind_proxy": False, **given})
+    Address(host=host).check(has_tokens=True, behind_proxy=True)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_on_this_machine_it_needs_neither(host):
-    Address(host=host, port=0).check(has_tokens=False, insecure=False)
+@pytest.mark.parametrize(
+    "address", [*({"host": h} for h in ("127.0.0.1", "127.9.9.9", "::1", "localhost")), {"path": Path("s")}]
+)
+def test_on_this_machine_it_needs_neither(address):
+    Address(**address).check(has_tokens=False, behind_proxy=False)
 
 
-def test_with_a_certificate_it_speaks_tls_and_nothing_else(tmp_path):
+def test_a_unix_socket_is_taken_over_from_a_server_that_was_killed_and_from_no_other(tmp_path):
+    path = tmp_path / "s"
+    with served(tmp_path, "--socket", path) as (process, ready):
+        assert ready["url"] == f"unix:{path}"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
+            assert client.post("/v1/completions", json=ASKED).status_code == 200
+        with pytest.raises(InputError, match="cannot listen there"):
+            run(FastAPI(), Tokens(None), RequestLimits(), Address(path=path), print)
+        assert path.exists()
+        process.kill()
+        process.wait()
+    with served(tmp_path, "--socket", path) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert not path.exists()
+
+
+@needs_nginx
+def test_openai_s_client_through_the_nginx_that_it_configures(tmp_path):
+    file, port = tmp_path / "tokens.toml", free_port()
+    secret = add_new(file, "clinic", ["global"])
+    with (
+        served(tmp_path, "--tokens", file, *options_of_nginx(tmp_path, port), seconds=0.1),
+        nginx(tmp_path, port) as trust,
+    ):
+        http = httpx.Client(verify=trust)
+        client = openai.OpenAI(base_url=f"https://localhost:{port}/v1", api_key=secret, max_retries=0, http_client=http)
+        assert [model.id for model in client.models.list()] == ["global"]
+        started, times = time.monotonic(), []
+        for _ in client.completions.create(**ASKED, stream=True):
+            times.append(time.monotonic() - started)
+        assert times[-1] - times[0] > 0.2, "a stream comes in pieces, as they are made"
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").models.list()
+        long = http.post(f"https://localhost:{port}/v1/completions", content=b"x" * 2**21)
+        assert (long.status_code, long.json()["error"]["code"]) == (413, "body_too_large")
+
+
+@needs_nginx
+def test_an_address_has_few_connections_at_nginx_and_few_requests_a_second(tmp_path):
+    port = free_port()
+    add_new(tmp_path / "tokens.toml", "clinic", ["global"])
+    options = [*options_of_nginx(tmp_path, port), "--connections-per-address", 5]
+    with (
+        served(tmp_path, "--tokens", tmp_path / "tokens.toml", *options),
+        nginx(tmp_path, port) as trust,
+        httpx.Client(base_url=f"https://localhost:{port}", verify=trust) as client,
+    ):
+        answers = [client.get("/health") for _ in range(20)]
+    statuses = [answer.status_code for answer in answers]
+    assert statuses[:6] == [200] * 6
+    assert statuses.count(429) >= 10
+    assert answers[-1].json()["error"]["code"] == "too_many_requests"
+
+
+def test_what_nginx_could_not_read_is_refused_in_one_line(tmp_path):
+    add_new(tmp_path / "tokens.toml", "clinic", ["global"])
     make_ca(tmp_path, 10)
     make_server_certificate(tmp_path, ["localhost"], 10)
-    files = {"certificate": tmp_path / "server.crt", "key": tmp_path / "server.key"}
-    trusted = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
-    Address(host="0.0.0.0", port=0, **files).check(has_tokens=True, insecure=False)
-    with running(FakeServing(), **files) as server:
-        assert server.url.startswith("https://")
-        assert httpx.post(f"{server.url}/v1/completions", json=ASKED, verify=trusted).status_code == 200
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(server.url)
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(server.url.replace("https", "http"))
-    files["key"].chmod(0o604)
-    with pytest.raises(InputError, match="chmod o="):
-        Address(host="localhost", port=0, **files).check(has_tokens=True, insecure=False)
+    conf, tokens = ["--nginx", tmp_path / "n.conf"], ["--tokens", tmp_path / "tokens.toml"]
+    files = ["--certificate", tmp_path / "server.crt", "--key", tmp_path / "server.key"]
+    for arguments, says in (
+        ([*conf, *files], "give --tokens, --certificate and --key"),
+        ([*conf, *tokens], "give --tokens, --certificate and --key"),
+        (files, "are for the nginx of --nginx FILE"),
+        ([*conf, *tokens, *files, "--port", 0], "give --port or --socket"),
+        ([*conf, *tokens, *files, "--socket", tmp_path / "a;b"], "of letters, digits and"),
+        ([*conf, *tokens, "--certificate", tmp_path / "no.pem", "--key", tmp_path / "no.key"], "cannot be used"),
+    ):
+        assert says in refused(tmp_path, *arguments)
+    assert not (tmp_path / "n.conf").exists()
+    (tmp_path / "server.key").chmod(0o604)
+    assert "chmod o=" in refused(tmp_path, *conf, *tokens, *files)
+
+
+def refused(*arguments):
+    _, err = fedpriv("serve", *arguments, code=2)
+    assert err.count("\n") == 1
+    return err
 
 
 def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
@@ -153,12 +200,8 @@ def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
         ([tmp_path, "--alias", "global"], "must be NAME=VARIANT"),
         ([tmp_path, "--alias", "a=global", "--alias", "a=client-0"], "each name once"),
         ([tmp_path, "--tokens", tmp_path / "no.toml"], "it should hold tokens"),
-        ([tmp_path, "--certificate", tmp_path / "no.pem"], "give both or neither"),
-        ([tmp_path, "--certificate", tmp_path / "no.pem", "--key", tmp_path / "no.key"], "cannot be used"),
     ):
-        _, err = fedpriv("serve", *arguments, code=2)
-        assert says in err
-        assert err.count("\n") == 1
+        assert says in refused(*arguments)
 
 
 def test_aliases_are_given_on_the_command_line_and_the_line_says_from_where_it_answers(guarded):
@@ -182,6 +225,6 @@ def test_new_token_prints_it_once(tmp_path):
     made = as_json("serve", "new-token", "clinic", "--tokens", file, "--variants", "global, round-*")
     assert made["variants"] == ["global", "round-*"]
     assert made["token"] not in file.read_text()
-    assert as_json("serve", "new-token", "chief", "--tokens", file, "--admin")["admin"]
-    assert [token.admin for token in read(file)] == [False, True]
+    assert as_json("serve", "new-token", "chief", "--tokens", file, "--metrics")["metrics"]
+    assert [token.metrics for token in read(file)] == [False, True]
     fedpriv("serve", "new-token", "nobody", "--tokens", file, code=2)

@@ -14,38 +14,18 @@ from fedpriv.serving._generation import KeyValues
 from fedpriv.serving._sampling import next_token
 from fedpriv.serving._texts import Text
 from fedpriv.serving.requests import Failed, Finished, Generate, ServingError, TooLongError
-from tests.chats import chat_model, chat_tokenizer
-from tests.served import Asked, save_run, serving
-
-NAMES = ("global", "client-0", "client-1")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return chat_model(tmp_path_factory.mktemp("chat") / "model")
+from tests.chats import chat_tokenizer
+from tests.served import Asked, eventually, serving
+from tests.serving.conftest import NAMES
 
 
 @pytest.fixture(scope="module")
-def run(model, tmp_path_factory):
-    values = {
-        "model": str(model),
-        "task": "CAUSAL_LM",
-        "layers": "all",
-        "data": "x.csv",
-        "prompt_column": "prompt",
-        "response_column": "response",
-        "normalize_features": False,
-    }
-    return save_run(tmp_path_factory.mktemp("served") / "run", values, NAMES, scale=0.5)
-
-
-@pytest.fixture(scope="module")
-def plain(run, model):
+def plain(chat_run, model):
     """Tokens that plain peft generates, by variant, prompt and number."""
     loaded = dict.fromkeys(NAMES)
 
     def generated(name, prompt, most):
-        loaded[name] = loaded[name] or adapters.load(str(model), run / "variants" / name)
+        loaded[name] = loaded[name] or adapters.load(str(model), chat_run / "variants" / name)
         ids = torch.tensor([prompt])
         found = loaded[name].generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False, pad_token_id=0
@@ -77,13 +57,13 @@ def tapped(monkeypatch):
 
 
 @pytest.mark.parametrize("limits", [{}, {"rows": 3, "turn_tokens": 4}, {"cached_tokens": 128, "turn_tokens": 2}])
-def test_greedy_tokens_are_those_of_plain_peft_alone(run, plain, monkeypatch, limits):
+def test_greedy_tokens_are_those_of_plain_peft_alone(chat_run, plain, monkeypatch, limits):
     tokens = tapped(monkeypatch)
     requests = [
         Generate(variant=name, prompt=prompt, max_new_tokens=1 + 7 * number % 40)
         for number, (name, prompt) in enumerate(zip(itertools.cycle(NAMES), prompts(14), strict=False))
     ]
-    with serving(run, **limits) as scheduler:
+    with serving(chat_run, **limits) as scheduler:
         asked = []
         for request in requests:
             asked.append(Asked(scheduler, request))
@@ -98,11 +78,11 @@ def test_greedy_tokens_are_those_of_plain_peft_alone(run, plain, monkeypatch, li
     assert statistics.hits + statistics.misses == len(requests)
 
 
-def test_draws_depend_on_the_seed_alone(run, monkeypatch):
+def test_draws_depend_on_the_seed_alone(chat_run, monkeypatch):
     tokens = tapped(monkeypatch)
     (drawn, *others) = prompts(6)
     request = Generate(variant="global", prompt=drawn, max_new_tokens=20, temperature=1.3, top_p=0.95, seed=11)
-    with serving(run) as scheduler:
+    with serving(chat_run) as scheduler:
         assert isinstance(Asked(scheduler, request).last(), Finished)
         alone = tokens.pop(("global", drawn))
         neighbours = [
@@ -133,12 +113,12 @@ def test_choices_follow_temperature_and_top_p():
     assert shares(temperature=1.0, top_p=1e-9) == [0, 1, 0, 0]
 
 
-def test_an_end_of_turn_and_stop_texts_end_an_answer(run, plain, monkeypatch):
+def test_an_end_of_turn_and_stop_texts_end_an_answer(chat_run, plain, monkeypatch):
     prompt = prompts(1)[0]
     expected = plain("client-0", prompt, 30)
     decode = chat_tokenizer().decode
     whole = decode(expected)
-    with serving(run) as scheduler:
+    with serving(chat_run) as scheduler:
         ask = Generate(variant="client-0", prompt=prompt, max_new_tokens=30)
         found = Asked(scheduler, ask)
         assert found.last() == Finished(reason="length", num_new_tokens=30)
@@ -185,8 +165,8 @@ def test_a_stop_text_in_pieces_never_shows():
     assert "".join(map(ends_early.add, tokenizer("x ST")["input_ids"])) + ends_early.rest() == "x ST"
 
 
-def test_a_cancelled_answer_leaves_and_says_nothing_more(run):
-    with serving(run) as scheduler:
+def test_a_cancelled_answer_leaves_and_says_nothing_more(chat_run):
+    with serving(chat_run) as scheduler:
         found = Asked(scheduler, Generate(variant="global", prompt=prompts(1)[0], max_new_tokens=90))
         found.next()
         found.ticket.cancel()
@@ -199,8 +179,8 @@ def test_a_cancelled_answer_leaves_and_says_nothing_more(run):
         assert found.is_silent == before
 
 
-def test_long_answers_do_not_starve_another_variant(run):
-    with serving(run, rows=2, turn_tokens=8) as scheduler:
+def test_long_answers_do_not_starve_another_variant(chat_run):
+    with serving(chat_run, rows=2, turn_tokens=8) as scheduler:
         order: list[str] = []
 
         def told(name):
@@ -210,12 +190,11 @@ def test_long_answers_do_not_starve_another_variant(run):
             request = Generate(variant="global", prompt=prompt, max_new_tokens=90)
             scheduler.submit(request, told("long"))
         scheduler.submit(Generate(variant="client-0", prompt=(9, 9), max_new_tokens=3), told("short"))
-        assert scheduler.drain(60)
+        assert eventually(lambda: len(order) == 4)
     assert order[0] == "short"
-    assert len(order) == 4
 
 
-def test_a_row_that_breaks_its_pass_fails_alone(run, plain, monkeypatch):
+def test_a_row_that_breaks_its_pass_fails_alone(chat_run, plain, monkeypatch):
     tokens = tapped(monkeypatch)
     ordinary = SharedBase.run
     calls = itertools.count()
@@ -228,7 +207,7 @@ def test_a_row_that_breaks_its_pass_fails_alone(run, plain, monkeypatch):
 
     monkeypatch.setattr(SharedBase, "run", breaks)
     asked = {}
-    with serving(run) as scheduler:
+    with serving(chat_run) as scheduler:
         for name, prompt in zip(itertools.cycle(NAMES), prompts(6), strict=False):
             asked[name, prompt] = Asked(scheduler, Generate(variant=name, prompt=prompt, max_new_tokens=25))
         answers = {key: found.last() for key, found in asked.items()}
@@ -240,8 +219,8 @@ def test_a_row_that_breaks_its_pass_fails_alone(run, plain, monkeypatch):
             assert tuple(tokens[name, prompt]) == plain(name, prompt, 25)
 
 
-def test_prompts_that_no_model_reads_are_refused(run):
-    with serving(run) as scheduler:
+def test_prompts_that_no_model_reads_are_refused(chat_run):
+    with serving(chat_run) as scheduler:
         assert scheduler.max_tokens == 128
         good = {"variant": "global", "prompt": (7,), "max_new_tokens": 5}
         for wrong, error in (
@@ -259,9 +238,9 @@ def test_prompts_that_no_model_reads_are_refused(run):
         assert isinstance(Asked(scheduler, Generate(**{**good, "prompt": (7,) * 123})).last(), Finished)
 
 
-def test_a_chat_is_put_as_in_training_and_brings_no_special_tokens(run):
+def test_a_chat_is_put_as_in_training_and_brings_no_special_tokens(chat_run):
     tokenizer = chat_tokenizer()
-    with serving(run) as scheduler:
+    with serving(chat_run) as scheduler:
         found = scheduler.encode_chat((("system", "You are kind."), ("user", "What is flu?")))
         whole = "<|im_start|>system\nYou are kind.<|im_end|>\n<|im_start|>user\nWhat is flu?<|im_end|>\n"
         assert tokenizer.decode(found).startswith(whole)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -133,20 +132,3 @@ def test_the_base_says_what_the_model_says_without_an_adapter(client):
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0
     )
     assert text_of(ask(client, "base", "completion"), "completion") == tokenizer.decode(said[0, ids.shape[1] :])
-
-
-def test_an_answer_keeps_to_a_schema(client):
-    import jsonschema  # deferred, as in test_forms.py
-
-    pytest.importorskip("llguidance")
-    schema = {
-        "type": "object",
-        "properties": {"organ": {"enum": ["heart", "lung"]}, "days": {"type": "integer", "minimum": 0, "maximum": 99}},
-        "required": ["organ", "days"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "complaint", "schema": schema}}
-    for seed in range(4):
-        answer = ask(client, "global", "chat", temperature=1.5, seed=seed, response_format=form)
-        assert answer.choices[0].finish_reason == "stop"
-        jsonschema.validate(json.loads(text_of(answer, "chat")), schema)

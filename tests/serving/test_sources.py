@@ -59,7 +59,7 @@ def test_a_store_serves_the_same_answers_as_the_files(run, tmp_path, tiny_bert):
     inside = store_of(run, run / "store")
     assert answers(inside) == expected
     alone = store_of(run, tmp_path / "alone")
-    assert find(alone, model=str(tiny_bert)).shared == find(run).shared
+    assert find(alone, model=str(tiny_bert)).like.model == find(run).like.model
     assert find(alone).like.model == tiny_bert.name
     shutil.rmtree(run / "variants" / "client-2")
     assert answers(run) == expected, "a variant without files of its own is in the store"

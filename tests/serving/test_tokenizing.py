@@ -1,4 +1,4 @@
-"""A text far too long is refused, or cut, by its beginning, and no text that fits ever is."""
+"""A text with too many characters is refused, or cut as a whole would be, and most of it is never read."""
 
 from __future__ import annotations
 
@@ -38,50 +38,43 @@ def tokenizing(*, has_words: bool = True, cuts: bool = False) -> Tokenizing:
     return Tokenizing(tokenizer, "tiny", ChatFormat(has_messages=True), ROOM, cuts=cuts)
 
 
-def test_of_a_text_far_too_long_only_the_beginning_is_tokenised():
+def test_a_text_with_too_many_characters_is_refused_before_it_is_tokenised():
     found = tokenizing()
-    with pytest.raises(TooLongError, match="16 tokens, by the beginning"):
-        found.encode("a b " * 250_000)
-    with pytest.raises(TooLongError):
-        found.encode_chat((("user", "a"), ("assistant", "a"), ("user", "a b " * 250_000)))
-    assert Counting.most <= found.quick_characters == 8 * ROOM
-
-
-def test_a_text_of_few_tokens_is_read_however_long_it_is():
-    found = tokenizing()
-    assert found.encode("a" + " " * 10**5 + "b") == (1, 2)
-    assert len(found.encode("ab" * 20_000)) == ROOM + 1  # one word: nothing tells where it may be cut
-    chat = found.encode_chat((("user", "a" + " " * 10**4 + "b"),))
-    assert chat[:2] == (1, 2)
+    for ask in (
+        lambda: found.encode("a b " * 250_000),
+        lambda: found.encode("a" + " " * 10**5 + "b"),
+        lambda: found.encode_chat((("user", "a"), ("assistant", "a"), ("user", "a b " * 250_000))),
+    ):
+        with pytest.raises(TooLongError, match="characters: at most 256"):
+            ask()
+    assert Counting.most == 0
+    assert len(found.encode("ab" * 128)) == ROOM + 1
+    assert found.encode("a" + " " * 200 + "b") == (1, 2)
+    assert found.encode_chat((("user", "a" + " " * 100 + "b"),))[:2] == (1, 2)
 
 
 @pytest.mark.parametrize("has_words", [True, False])
-def test_what_is_refused_by_its_beginning_is_too_long_as_a_whole(has_words):
-    found, generator = tokenizing(has_words=has_words), random.Random(0)
+def test_what_is_cut_has_the_tokens_of_the_whole_text_or_is_refused(has_words):
+    found, generator = tokenizing(has_words=has_words, cuts=True), random.Random(0)
     refused = 0
-    for _ in range(200):
+    for length in [*range(10, 1000, 7), 3000]:
         weights = [generator.random() for _ in range(3)]
-        text = "".join(generator.choices(("a", "b", "     "), weights, k=generator.randrange(10, 400)))
-        whole = found._short.tokenizer([text])["input_ids"][0]
+        text = "".join(generator.choices(("a", "b", "     "), weights, k=length))
+        expected = found._tokenizer([text], truncation=True, max_length=ROOM)["input_ids"][0]
         try:
-            assert found.encode(text) == tuple(whole[: ROOM + 1])
+            assert found.encode(text) == tuple(expected)
         except TooLongError:
             refused += 1
-            assert len(whole) > ROOM
-    assert (refused > 20) == has_words
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_what_is_cut_has_the_tokens_of_the_whole_text(side):
-    found, generator = tokenizing(cuts=True), random.Random(0)
-    for each in (found._short, found._long):
-        each.tokenizer.truncation_side = side
-    whole = found._short.tokenizer
-    for length in [*range(10, 100, 7), *range(1000, 3000, 500)]:
-        text = "".join(generator.choices(("a", "b", "     "), k=length))
-        expected = whole([text], truncation=True, max_length=ROOM)["input_ids"][0]
-        assert len(expected) == ROOM or length < 100
-        assert found.encode(text) == tuple(expected)
+            assert len(text) > found.most_characters
+    assert (refused > 20) != has_words
     Counting.most = 0
-    assert found.encode("a b " * 250_000) == (1, 2) * (ROOM // 2)
-    assert (Counting.most <= found.quick_characters) == (side == "right")
+    assert not has_words or found.encode("a b " * 250_000) == (1, 2) * (ROOM // 2)
+    assert Counting.most <= found.most_characters == 16 * ROOM
+
+
+def test_where_a_text_s_end_is_kept_one_with_too_many_characters_is_refused():
+    found = tokenizing(cuts=True)
+    found._tokenizer.truncation_side = "left"
+    assert found.encode("a b " * 20) == (1, 2) * (ROOM // 2)
+    with pytest.raises(TooLongError):
+        found.encode("a b " * 250)

@@ -43,10 +43,7 @@ def test_a_token_allows_what_its_patterns_name_and_nothing_else(file):
         name
         for name in ("global", "round-3", "round", "Global", "client-0", "xglobal", "global\n")
         if token.allows(name)
-    ] == [
-        "global",
-        "round-3",
-    ]
+    ] == ["global", "round-3"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from fedpriv.training.workbench import Workbench
 from simulations.benchmarks import _parts
+from tests.serving.running import needs_nginx
 
 FOLDER = Path(__file__).resolve().parents[2] / "simulations" / "benchmarks"
 NAMES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
@@ -91,7 +92,7 @@ def test_the_parts_of_a_run_are_where_they_are_looked_for_and_add_up():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=needs_nginx if n == "serving_hostile" else ()) for n in NAMES])
 def test_benchmark_runs_to_its_claim(name):
     command = [sys.executable, "-m", f"simulations.benchmarks.{name}", *SMALL[name]]
     done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER.parents[1], timeout=3600)

@@ -19,24 +19,23 @@ from pathlib import Path
 from types import FrameType
 
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fedpriv.errors import InputError
 from fedpriv.runs.show._live_page import LivePage, script, whole_page
-from fedpriv.serving.http.limits import RequestLimits
 from fedpriv.serving.http.refusals import (
     RefusalError,
-    check_head,
     check_local_name,
     named_host,
     values_of,
     with_headers,
 )
-from fedpriv.serving.http.server import Address, ListeningServer
+from fedpriv.serving.http.server import Address, Server
 
 # Streams that are open at once, of all pages together.
 MOST_STREAMS = 64
@@ -167,9 +166,14 @@ class _Gate:
         """Let a request in, or refuse it."""
         if scope["type"] != "http":
             return
-        answer = with_headers(send, lambda status: None, extra=_HEADERS)
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        answer = with_headers(sending, lambda status: None)
         try:
-            check_head(scope)
             if scope["method"] != "GET":
                 raise RefusalError(405, "This server is read only.", code="wrong_method", headers={"Allow": "GET"})
             check_local_name(scope)
@@ -286,24 +290,17 @@ class _Feed:
             self._due, self._reading = time.monotonic() + max(self._seconds, 5 * taken), None
 
 
-# Streams stay open; next to them there is room for as many pages and reports.
-LIMITS = RequestLimits(num_connections=4 * MOST_STREAMS, connections_per_address=4 * MOST_STREAMS)
-
-
-class WatchServer(ListeningServer):
+class WatchServer(Server):
     """Serves until SIGTERM or SIGINT, then lets the streams end, and ends with 0.
 
     Args:
         watch: the pages.
         address: where to listen.
         on_ready: is told the URL once clients can connect.
-        limits: of connections.
     """
 
-    def __init__(
-        self, watch: WatchedPages, address: Address, on_ready: Callable[[str], None], limits: RequestLimits = LIMITS
-    ) -> None:
-        super().__init__(watch.application(address.host), limits, address, on_ready)
+    def __init__(self, watch: WatchedPages, address: Address, on_ready: Callable[[str], None]) -> None:
+        super().__init__(watch.application(address.host), address, on_ready)
         self._watch = watch
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -339,7 +336,7 @@ def serve_folder(folder: Path, address: tuple[str, int], *, insecure: bool, on_r
     check_host(at, insecure=insecure)
     if not folder.is_dir() and not folder.absolute().parent.is_dir():
         raise InputError(f"folder = {str(folder)!r}: must be the folder of a run or a sweep, or be in a folder")
-    WatchServer(WatchedPages(folder), at, on_ready).serve_until_signal()
+    WatchServer(WatchedPages(folder), at, on_ready).run()
 
 
 def check_host(address: Address, *, insecure: bool) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedpriv.errors import InputError
 from fedpriv.serving.http.refusals import unknown_model
 from fedpriv.serving.http.tokens import Token
-from fedpriv.serving.requests import BASE, Serving
+from fedpriv.serving.requests import BASE
+
+if TYPE_CHECKING:
+    from fedpriv.serving.scheduler import Scheduler
 
 PUBLIC_BASE: Mapping[str, Any] = {
     "is_base": True,
@@ -27,14 +30,14 @@ class Catalogue:
     A token may use an alias if it may use the variant that the alias stands for: another name opens nothing.
 
     Args:
-        serving: has the variants, of which some may come and go.
+        serving: has the variants.
         aliases: {alias: the variant that it stands for}.
 
     Raises:
         InputError: an alias is malformed or a variant's name, or stands for none of the variants.
     """
 
-    def __init__(self, serving: Serving, aliases: Mapping[str, str]) -> None:
+    def __init__(self, serving: Scheduler, aliases: Mapping[str, str]) -> None:
         self._serving, self._aliases = serving, dict(aliases)
         self._created = int(time.time())
         for alias, variant in aliases.items():
@@ -81,7 +84,3 @@ class Catalogue:
     def is_base(self, name: str) -> bool:
         """Whether this is the base itself."""
         return name == BASE and self._serving.has_base
-
-    def is_alias(self, name: str) -> bool:
-        """Whether this is an alias, whatever has become of its variant."""
-        return name in self._aliases

@@ -14,9 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fedpriv.serving.http._connections import Places
-from fedpriv.serving.http.limits import InFlight, RequestLimits, read_body, replaying
-from fedpriv.serving.http.refusals import RefusalError, check_head, check_local_name, stopping, values_of, with_headers
+from fedpriv.serving.http.limits import InFlight, RequestLimits, capped
+from fedpriv.serving.http.refusals import RefusalError, check_local_name, stopping, values_of, with_headers
 from fedpriv.serving.http.tokens import ANYONE, Token, Tokens
 from fedpriv.serving.requests import Statistics
 
@@ -35,21 +34,14 @@ class Entrance:
         tokens: who may ask.
         limits: of each.
         in_flight: the requests under way.
-        places: of the connections.
         metrics: are told of every request.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        tokens: Tokens,
-        limits: RequestLimits,
-        in_flight: InFlight,
-        places: Places,
-        metrics: ServerMetrics,
+        self, app: ASGIApp, tokens: Tokens, limits: RequestLimits, in_flight: InFlight, metrics: ServerMetrics
     ) -> None:
         self._app, self._tokens, self._limits = app, tokens, limits
-        self._in_flight, self._places, self._metrics = in_flight, places, metrics
+        self._in_flight, self._metrics = in_flight, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or refuse it."""
@@ -62,13 +54,9 @@ class Entrance:
             await self._admit(scope, receive, answer)
         except RefusalError as refusal:
             scope["refused"] = refusal.code
-            # A connection without an admitted request is not worth keeping: the next one counts against its address.
-            refusal.headers["Connection"] = "close"
             await refusal.response()(scope, receive, answer)
         except asyncio.CancelledError:
             # The server's time to stop is over. An answer that has begun breaks off.
-            if self._in_flight.is_open:
-                raise
             if not statuses:
                 await stopping().response()(scope, receive, answer)
         finally:
@@ -79,28 +67,21 @@ class Entrance:
             self._metrics.observe(endpoint, statuses[0] if statuses else 499, time.perf_counter() - started)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        check_head(scope)
         if not self._tokens.are_required:  # a page elsewhere has no token
             check_local_name(scope)
         if scope["path"] in OPEN:
-            closing = {"Connection": "close"} if self._tokens.are_required else {}
-            await self._let_in(scope, receive, with_headers(send, lambda status: None, closing), ANYONE)
+            await self._let_in(scope, receive, send, ANYONE)
             return
         token = self._bearer(scope)
         with self._in_flight.one_more(token.name) as count_inputs:
             scope["count_inputs"] = count_inputs
-            await self._in_flight.begins(token.name)
             if scope["method"] == "POST":
                 _check_content_type(scope)
-            with self._places.kept(tuple(scope.get("client") or ("", 0))):
-                await self._let_in(scope, receive, send, token)
+            await self._let_in(scope, receive, send, token)
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send, token: Token) -> None:
         scope["token"] = token
-        async with self._in_flight.reading(token.name, scope):
-            body = await read_body(scope, receive, self._limits)
-        if body is not None:
-            await self._app(scope, replaying(body, receive), send)
+        await self._app(scope, capped(scope, receive, self._limits.body_bytes), send)
 
     def _bearer(self, scope: Scope) -> Token:
         token = self._tokens.bearer(values_of(scope, b"authorization"))

@@ -14,10 +14,11 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -33,22 +34,13 @@ from fedpriv.serving.requests import (
     Piece,
     Request,
     ScoredToken,
-    Serving,
     ServingError,
-    Ticket,
 )
 
+if TYPE_CHECKING:
+    from fedpriv.serving.scheduler import Scheduler, Ticket
+
 Object = Literal["text_completion", "chat.completion", "chat.completion.chunk"]
-
-
-def usage(num_prompt: int, num_new: int) -> dict[str, int]:
-    """Numbers of tokens."""
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
-
-
-def envelope(id_: str, kind: Object, created: int, model: str) -> dict[str, Any]:
-    """The first fields of answers and of a stream's events."""
-    return {"id": id_, "object": kind, "created": created, "model": model}
 
 
 def choice(index: int, said: Sequence[Piece], finished: Finished, asked: Asked) -> dict[str, Any]:
@@ -153,7 +145,7 @@ def header(asked: Asked, *, is_streamed: bool) -> dict[str, Any]:
     is_chat = isinstance(asked, ChatRequest)
     kind: Object = "text_completion" if not is_chat else "chat.completion.chunk" if is_streamed else "chat.completion"
     id_ = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-    return envelope(id_, kind, int(time.time()), asked.model)
+    return {"id": id_, "object": kind, "created": int(time.time()), "model": asked.model}
 
 
 async def collected(answers: Answers, asked: Asked) -> dict[str, Any]:
@@ -214,7 +206,8 @@ def _usage(answers: Answers, asked: Asked, ends: Iterable[Finished]) -> dict[str
     """Numbers of tokens; those of a prompt count once, however many answers it has."""
     of_prompts = answers.requests[:: asked.answers_each]
     prompts = sum(len(request.prompt) for request in of_prompts if isinstance(request, Generate))
-    return usage(prompts, sum(end.num_new_tokens for end in ends))
+    new = sum(end.num_new_tokens for end in ends)
+    return {"prompt_tokens": prompts, "completion_tokens": new, "total_tokens": prompts + new}
 
 
 def _sent(value: dict[str, Any]) -> str:
@@ -223,10 +216,6 @@ def _sent(value: dict[str, Any]) -> str:
 
 
 T = TypeVar("T")
-
-
-class HungUpError(Exception):
-    """The client has left; nobody reads an answer."""
 
 
 class Answers:
@@ -242,7 +231,7 @@ class Answers:
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
 
-    def submit_to(self, serving: Serving) -> None:
+    def submit_to(self, serving: Scheduler) -> None:
         """Submit all of them, or none.
 
         Raises:
@@ -284,13 +273,13 @@ async def unless_hung_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of the work, which is cancelled if the client leaves.
 
     Raises:
-        HungUpError: it left.
+        ClientDisconnect: it left.
     """
     task, gone = asyncio.create_task(work), asyncio.create_task(_hang_up(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise HungUpError
+            raise ClientDisconnect
         return task.result()
     finally:
         task.cancel()

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from fedpriv.serving.http.limits import RequestLimits
 from fedpriv.serving.http.refusals import RefusalError, shown
-from fedpriv.serving.requests import AnswerForm, Generate, ServingError, Tokens, TooLongError
+from fedpriv.serving.requests import Generate, ServingError, Tokens, TooLongError
 
 # The most likely tokens that are told for each token of an answer, as OpenAI's API allows.
 _MOST_OF_A_CHAT, _MOST_OF_A_COMPLETION = 20, 5
@@ -132,36 +132,9 @@ class ChatMessage(_Strict):
 
 
 class TextFormat(_Strict):
-    """Any text."""
+    """Any text: no answer is held to JSON or to a schema."""
 
     type: Literal["text"]
-    schema_asked: ClassVar[None] = None
-
-
-class JsonObjectFormat(_Strict):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-    schema_asked: ClassVar[Mapping[str, Any]] = {"type": "object"}
-
-
-class _NamedSchema(_Strict):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    description: Annotated[str, Field(max_length=1024)] | None = None
-    strict: bool | None = None
-    of: Annotated[dict[str, Any], Field(alias="schema")]
-
-
-class JsonSchemaFormat(_Strict):
-    """A JSON document by a schema, `strict` or not: an answer that may break the schema is no use."""
-
-    type: Literal["json_schema"]
-    json_schema: _NamedSchema
-
-    @property
-    def schema_asked(self) -> Mapping[str, Any]:
-        """The schema."""
-        return self.json_schema.of
 
 
 class ChatRequest(_Generation):
@@ -171,9 +144,7 @@ class ChatRequest(_Generation):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_OF_A_CHAT)] | None = None
-    response_format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat | None, Field(discriminator="type")] = (
-        None
-    )
+    response_format: TextFormat | None = None
 
     @property
     def num_alternatives(self) -> int | None:
@@ -272,13 +243,7 @@ def checked(asked: Asked, limits: RequestLimits) -> int:
 
 
 def engine_requests(
-    asked: Asked,
-    prompts: Sequence[Tokens],
-    *,
-    limit: int,
-    max_tokens: int,
-    form: AnswerForm | None = None,
-    client: str = "",
+    asked: Asked, prompts: Sequence[Tokens], *, limit: int, max_tokens: int, client: str = ""
 ) -> list[Generate]:
     """The requests to the engine: the answers of the first prompt, then those of the next.
 
@@ -290,7 +255,6 @@ def engine_requests(
         prompts: its prompts, or its chat.
         limit: new tokens of an answer.
         max_tokens: of a prompt and its answer.
-        form: of the answers.
         client: who asks.
 
     Raises:
@@ -311,7 +275,6 @@ def engine_requests(
             num_alternatives=asked.num_alternatives,
             seed=None if asked.seed is None else asked.seed + number,
             stop=tuple(asked.stop or ()),
-            form=form,
             client=client,
         )
         for prompt, room in [(prompt, _room(max_tokens, prompt, wanted or 1)) for prompt in prompts]

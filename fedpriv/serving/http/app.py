@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from fedpriv.serving.http._catalogue import PUBLIC_BASE, Catalogue
-from fedpriv.serving.http._connections import Places
 from fedpriv.serving.http._entrance import CONTENT_TYPE, Entrance, ServerMetrics
 from fedpriv.serving.http._openai_answers import (
     Answers,
     EventStream,
-    HungUpError,
     classified,
     collected,
     embedded,
@@ -31,7 +28,6 @@ from fedpriv.serving.http._openai_requests import (
     ClassifyRequest,
     CompletionRequest,
     EmbeddingRequest,
-    ModelRequest,
     Shape,
     checked,
     engine_requests,
@@ -39,51 +35,30 @@ from fedpriv.serving.http._openai_requests import (
 )
 from fedpriv.serving.http._page import page_content, page_policy
 from fedpriv.serving.http.limits import InFlight, RequestLimits, ThreadTurns
-from fedpriv.serving.http.refusals import RefusalError, busy, of_engine, shown
+from fedpriv.serving.http.refusals import RefusalError, of_engine
 from fedpriv.serving.http.tokens import ANYONE, Token, Tokens
-from fedpriv.serving.requests import AnswerForm, Classified, Classify, Embed, Embedded, Serving, ServingError
+from fedpriv.serving.requests import Classified, Classify, Embed, Embedded, ServingError
 from fedpriv.serving.requests import Request as EngineRequest
 from fedpriv.serving.requests import Tokens as Encoded
 
-log = logging.getLogger("fedpriv")
+if TYPE_CHECKING:
+    from fedpriv.serving.http.cards import Cards
+    from fedpriv.serving.scheduler import Scheduler
 
 T = TypeVar("T")
 
 _Chat = tuple[tuple[str, str], ...]
 """A role and a content each."""
 
-# Requests for costs that wait for the one thread which computes them: of all clients, and of one.
-_MOST_WAITING_FOR_COSTS = 16
-_MOST_WAITING_FOR_COSTS_OF_A_TOKEN = 6
 _ENDPOINTS = {"CAUSAL_LM": "/v1/completions or /v1/chat/completions", "SEQ_CLS": "/v1/classify"}
 
 _Of = TypeVar("_Of", Classified, Embedded)
 
 
-class _CostCards(Protocol):
-    """The part of `fedpriv.serving.http.cards.Cards` that the application uses."""
-
-    def card(self, name: str) -> dict[str, Any]:
-        """The cost of one variant."""
-
-    def together(self, names: Iterable[str]) -> dict[str, Any]:
-        """The cost of reading several."""
-
-    def forget(self) -> None:
-        """Read everything again."""
-
-
 def create_app(
-    serving: Serving,
-    cards: _CostCards,
-    tokens: Tokens,
-    limits: RequestLimits,
-    aliases: Mapping[str, str] | None = None,
+    serving: Scheduler, cards: Cards, tokens: Tokens, limits: RequestLimits, aliases: Mapping[str, str] | None = None
 ) -> FastAPI:
     """The ASGI application of a server.
-
-    `state.in_flight` of the result counts the requests under way, and closes the server to new ones; `state.places`
-    are those of its connections.
 
     Args:
         serving: the engine.
@@ -98,13 +73,11 @@ def create_app(
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     in_flight = InFlight(limits.requests_per_token, limits.inputs_per_token)
     metrics = ServerMetrics(serving.statistics, lambda: in_flight.num_requests)
-    places = Places(limits.num_connections, limits.connections_per_address)
-    app.state.in_flight, app.state.places = in_flight, places
-    app.add_middleware(Entrance, tokens=tokens, limits=limits, in_flight=in_flight, places=places, metrics=metrics)
-    _Routes(serving, Catalogue(serving, aliases or {}), cards, limits, in_flight, metrics).add_to(app)
+    app.add_middleware(Entrance, tokens=tokens, limits=limits, in_flight=in_flight, metrics=metrics)
+    _Routes(serving, Catalogue(serving, aliases or {}), cards, limits, metrics).add_to(app)
     app.add_exception_handler(RefusalError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(HungUpError, _nobody_there)
+    app.add_exception_handler(ClientDisconnect, _nobody_there)
     app.add_exception_handler(Exception, _failed)
     return app
 
@@ -113,23 +86,12 @@ class _Routes:
     """The endpoints of one server."""
 
     def __init__(
-        self,
-        serving: Serving,
-        catalogue: Catalogue,
-        cards: _CostCards,
-        limits: RequestLimits,
-        in_flight: InFlight,
-        metrics: ServerMetrics,
+        self, serving: Scheduler, catalogue: Catalogue, cards: Cards, limits: RequestLimits, metrics: ServerMetrics
     ) -> None:
         self._serving, self._catalogue, self._cards, self._limits = serving, catalogue, cards, limits
-        self._in_flight, self._metrics = in_flight, metrics
-        # Costs and long texts wait for each other, never another request for an answer.
-        self._quick, self._long, self._accountant = (
-            ThreadTurns("quick"),
-            ThreadTurns("long texts"),
-            ThreadTurns("costs"),
-        )
-        self._num_waiting: Counter[str] = Counter()
+        self._metrics = metrics
+        # Costs wait for each other, never a request for an answer.
+        self._texts, self._accountant = ThreadTurns("texts"), ThreadTurns("costs")
 
     def add_to(self, app: FastAPI) -> None:
         """Add them."""
@@ -148,11 +110,9 @@ class _Routes:
             "/v1/chat/completions": self.chat,
             "/v1/classify": self.classify,
             "/v1/embeddings": self.embeddings,
-            "/v1/models": self.load,
         }
         for path, endpoint in posts.items():
             app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/models/{name:path}", self.unload, methods=["DELETE"], response_model=None)
 
     async def page(self) -> Response:
         """The page: the same for everybody."""
@@ -160,9 +120,7 @@ class _Routes:
 
     async def health(self) -> Response:
         """Whether the server accepts requests, and nothing else, since a stranger may ask."""
-        if self._in_flight.is_open:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "stopping"}, 503)
+        return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
         """The metrics for Prometheus, for tokens that may read them."""
@@ -210,33 +168,6 @@ class _Routes:
         cost = await self._together(request, names)
         return JSONResponse({"object": "reader", "token": _token(request).name, "models": names, **cost})
 
-    async def load(self, request: Request) -> Response:
-        """A variant that the source holds is answered from now on."""
-        self._check_admin(request)
-        name = (await self._parsed(request, ModelRequest)).model
-        if self._catalogue.is_alias(name):
-            raise RefusalError(409, f"The model {shown(name)}: it is an alias.", code="not_now", param="model")
-        await self._changed(request, name, self._serving.load)
-        return JSONResponse(self._catalogue.entry(name))
-
-    async def unload(self, request: Request) -> Response:
-        """A variant is answered no more, once it has finished."""
-        self._check_admin(request)
-        name = _name_in_path(request)
-        await self._changed(request, name, self._serving.unload)
-        return JSONResponse({"id": name, "object": "model", "deleted": True})
-
-    async def _changed(self, request: Request, name: str, change: Callable[[str], None]) -> None:
-        def work() -> None:
-            change(name)
-            self._cards.forget()
-
-        try:
-            await self._computed(request, work)
-        except ServingError as error:
-            raise self._refusal(error, name) from None
-        log.info("token %s: %s of %s", _token(request).name, change.__name__, shown(name))
-
     async def classify(self, request: Request) -> Response:
         """Labels with probabilities, for each text."""
         asked = await self._resolved(request, ClassifyRequest)
@@ -280,32 +211,17 @@ class _Routes:
         request.scope["count_inputs"](num_inputs)
         said = [tuple(m.as_pair for m in asked.messages)] if isinstance(asked, ChatRequest) else asked.prompt
         prompts = await self._encoded(request, asked.model, said)
-        form = await self._form(request, asked)
         limit, most = self._limits.max_new_tokens, self._serving.max_tokens
         answers = self._submitted(
-            asked.model,
-            lambda: engine_requests(asked, prompts, limit=limit, max_tokens=most, form=form, client=_client(request)),
+            asked.model, lambda: engine_requests(asked, prompts, limit=limit, max_tokens=most, client=_client(request))
         )
         if asked.stream:
-            return EventStream(answers, streamed(answers, asked, lambda error: self._refusal(error, asked.model)))
+            return EventStream(answers, streamed(answers, asked, lambda error: of_engine(error, asked.model)))
         return JSONResponse(await self._answered(request, answers, asked.model, collected(answers, asked)))
-
-    async def _form(self, request: Request, asked: Asked) -> AnswerForm | None:
-        """The form that a chat asks for; a schema is read at a turn of the token's own among the long texts."""
-        schema = (
-            asked.response_format.schema_asked if isinstance(asked, ChatRequest) and asked.response_format else None
-        )
-        if schema is None:
-            return None
-        try:
-            work = self._long.run(_token(request).name, partial(self._serving.form, schema))
-            return await unless_hung_up(request.receive, work)
-        except ServingError as error:
-            raise RefusalError(400, f"{error}.", code="invalid_value", param="response_format") from None
 
     async def _parsed(self, request: Request, shape: type[Shape]) -> Shape:
         body = await request.body()
-        return await self._quick.run(_token(request).name, lambda: parsed(shape, body))
+        return await self._texts.run(_token(request).name, lambda: parsed(shape, body))
 
     async def _resolved(self, request: Request, shape: type[Shape]) -> Shape:
         """The request in the body, with the name of the variant for which its model stands."""
@@ -313,32 +229,24 @@ class _Routes:
         return asked.model_copy(update={"model": self._catalogue.resolve(_token(request), asked.model)})
 
     async def _encoded(self, request: Request, name: str, said: Sequence[str | _Chat]) -> tuple[Encoded, ...]:
-        """The tokens of texts or chats, each at a turn of the token's own; a short one waits for no long one."""
+        """The tokens of texts or chats, each at a turn of the token's own."""
 
         async def all_of_them() -> tuple[Encoded, ...]:
-            return tuple([await self._encoded_one(_token(request).name, each) for each in said])
+            encode, encode_chat = self._serving.encode, self._serving.encode_chat
+            works = [partial(encode, each) if isinstance(each, str) else partial(encode_chat, each) for each in said]
+            return tuple([await self._texts.run(_token(request).name, work) for work in works])
 
         try:
             return await unless_hung_up(request.receive, all_of_them())
         except ServingError as error:
-            raise self._refusal(error, name) from None
-
-    async def _encoded_one(self, client: str, said: str | _Chat) -> Encoded:
-        work: Callable[[], Encoded]
-        if isinstance(said, str):
-            num_characters, work = len(said), partial(self._serving.encode, said)
-        else:
-            num_characters = sum(len(content) for _, content in said)
-            work = partial(self._serving.encode_chat, said)
-        turns = self._quick if num_characters <= self._serving.quick_characters else self._long
-        return await turns.run(client, work)
+            raise of_engine(error, name) from None
 
     def _submitted(self, name: str, make: Callable[[], Sequence[EngineRequest]]) -> Answers:
         try:
             answers = Answers(make())
             answers.submit_to(self._serving)
         except ServingError as error:
-            raise self._refusal(error, name) from None
+            raise of_engine(error, name) from None
         return answers
 
     async def _answered(self, request: Request, answers: Answers, name: str, work: Coroutine[Any, Any, T]) -> T:
@@ -346,30 +254,13 @@ class _Routes:
         try:
             return await unless_hung_up(request.receive, work)
         except ServingError as error:
-            raise self._refusal(error, name) from None
+            raise of_engine(error, name) from None
         finally:
             answers.cancel()
 
     async def _computed(self, request: Request, compute: Callable[[], T]) -> T:
-        """Compute apart from the event loop what may take seconds; no token takes all of the places."""
-        token = _token(request).name
-        if (
-            self._num_waiting.total() >= _MOST_WAITING_FOR_COSTS
-            or self._num_waiting[token] >= _MOST_WAITING_FOR_COSTS_OF_A_TOKEN
-        ):
-            raise busy(5)
-        self._num_waiting[token] += 1
-        try:
-            return await unless_hung_up(request.receive, self._accountant.run(token, compute))
-        finally:
-            self._num_waiting[token] -= 1
-
-    def _refusal(self, error: ServingError, name: str) -> RefusalError:
-        return of_engine(error, name, is_open=self._in_flight.is_open)
-
-    def _check_admin(self, request: Request) -> None:
-        if not _token(request).admin:
-            raise RefusalError(403, "This token may not load or unload models.", code="no_admin")
+        """Compute apart from the event loop what may take seconds, at a turn of the token's own."""
+        return await unless_hung_up(request.receive, self._accountant.run(_token(request).name, compute))
 
     def _check_inputs(self, num_inputs: int, param: str) -> None:
         if num_inputs > (most := self._limits.num_inputs):

@@ -66,13 +66,6 @@ class Cards:
         self._described = lru_cache(maxsize=None)(self._read_described)
         self._cost = lru_cache(maxsize=1024)(self._compute_cost)
 
-    def forget(self) -> None:
-        """Read everything again when it is asked for: a variant has come."""
-        self._described.cache_clear()
-        self._cost.cache_clear()
-        for kept in ("_stored", "_damaged", "_manifests", "_run"):
-            vars(self).pop(kept, None)
-
     def card(self, name: str) -> dict[str, Any]:
         """The cost and the ancestors of one variant.
 

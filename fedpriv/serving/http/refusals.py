@@ -1,7 +1,4 @@
-"""Refusals: one status and one line instead of an answer, in the shape that OpenAI's clients read.
-
-Every server here refuses some heads of requests before it looks further, and has some headers in all of its answers.
-"""
+"""Refusals: one status and one line instead of an answer, in the shape that OpenAI's clients read."""
 
 from __future__ import annotations
 
@@ -13,14 +10,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import Message, Scope, Send
 
-from fedpriv.serving.requests import (
-    BusyError,
-    DamagedVariantError,
-    LoadedError,
-    ServingError,
-    TooLongError,
-    UnknownVariantError,
-)
+from fedpriv.serving.requests import BusyError, DamagedVariantError, ServingError, TooLongError, UnknownVariantError
 
 _SHOWN = 100
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -71,25 +61,24 @@ def unknown_model(name: str) -> RefusalError:
     return RefusalError(404, message, code="model_not_found", param="model")
 
 
-def busy(seconds: int = 1) -> RefusalError:
+def busy() -> RefusalError:
     """Too many requests are waiting."""
-    message = f"The server has as many requests as it lets wait; try again in {seconds} s."
-    return RefusalError(429, message, code="busy", headers={"Retry-After": str(seconds)})
+    message = "The server has as many requests as it lets wait; try again in 1 s."
+    return RefusalError(429, message, code="busy", headers={"Retry-After": "1"})
 
 
 def stopping() -> RefusalError:
-    """The server is about to stop."""
-    headers = {"Retry-After": "5", "Connection": "close"}
-    return RefusalError(503, "The server is about to stop and accepts nothing more.", code="stopping", headers=headers)
+    """The server stops before it has answered."""
+    message = "The server stops, and has not answered in time."
+    return RefusalError(503, message, code="stopping", headers={"Retry-After": "5"})
 
 
-def of_engine(error: ServingError, name: str, *, is_open: bool) -> RefusalError:
+def of_engine(error: ServingError, name: str) -> RefusalError:
     """The refusal that tells a client of an engine's error.
 
     Args:
         error: of the engine.
         name: of the variant that was asked.
-        is_open: False once the server is about to stop.
     """
     match error:
         case UnknownVariantError():
@@ -98,16 +87,13 @@ def of_engine(error: ServingError, name: str, *, is_open: bool) -> RefusalError:
             message = f"The model {shown(name)} is damaged in the store and is not served; others are."
             # Trying again changes nothing, and OpenAI's clients would.
             return RefusalError(503, message, code="model_damaged", param="model", headers={"X-Should-Retry": "false"})
-        case LoadedError():
-            return RefusalError(409, f"The model {shown(name)}: {error}.", code="not_now", param="model")
         case TooLongError():
             return RefusalError(400, str(error), code="context_length_exceeded")
         case BusyError():
-            return busy() if is_open else stopping()
+            return busy()
     return RefusalError(400, str(error), code="not_answered")
 
 
-_MOST_HEAD_BYTES = 2**15
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -120,18 +106,6 @@ _HEADERS = {
 def values_of(scope: Scope, name: bytes) -> list[bytes]:
     """The values of a header, in their order; its name in lower case."""
     return [value for key, value in scope["headers"] if key == name]
-
-
-def check_head(scope: Scope) -> None:
-    """Refuse versions of HTTP that this server does not speak, and long heads.
-
-    Raises:
-        RefusalError: one of these.
-    """
-    if scope["http_version"] not in ("1.0", "1.1"):
-        raise RefusalError(400, "This server speaks HTTP/1.0 and HTTP/1.1.", code="invalid_http")
-    if sum(len(name) + len(value) for name, value in scope["headers"]) > _MOST_HEAD_BYTES:
-        raise RefusalError(431, f"The headers have more than {_MOST_HEAD_BYTES} bytes.", code="head_too_large")
 
 
 def named_host(scope: Scope) -> str:
@@ -162,14 +136,14 @@ def _is_loopback(address: str) -> bool:
         return True
 
 
-def with_headers(send: Send, on_status: Callable[[int], None], extra: Mapping[str, str] | None = None) -> Send:
-    """A `send` that tells the status, and adds the headers that every answer has, and those of `extra`."""
+def with_headers(send: Send, on_status: Callable[[int], None]) -> Send:
+    """A `send` that tells the status, and adds the headers that every answer has."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             on_status(message["status"])
             headers = MutableHeaders(scope=message)
-            for name, value in (_HEADERS | dict(extra or {})).items():
+            for name, value in _HEADERS.items():
                 headers.setdefault(name, value)
         await send(message)
 

@@ -5,7 +5,6 @@ name = "clinic"
 sha256 = "9f86d0..."
 variants = ["global", "round-*"]
 metrics = false
-admin = false
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class Token:
         sha256: of the token, in hexadecimal digits.
         variants: names, or patterns with `*`, `?` and `[...]`, of the variants that it may use.
         metrics: whether it may read /metrics, which tells how much all others ask.
-        admin: whether it may load and unload variants, whichever it may use itself.
 
     Raises:
         InputError: one of them is malformed.
@@ -49,7 +47,6 @@ class Token:
     sha256: str
     variants: tuple[str, ...]
     metrics: bool = False
-    admin: bool = False
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -65,7 +62,7 @@ class Token:
         return any(fnmatchcase(variant, pattern) for pattern in self.variants)
 
 
-# Who asks a server without tokens; such a server keeps the variants that it has.
+# Who asks a server without tokens.
 ANYONE = Token(name="anyone", sha256="0" * 64, variants=("*",), metrics=True)
 
 
@@ -125,14 +122,14 @@ def read(path: Path) -> tuple[Token, ...]:
     return tokens
 
 
-def add_new(path: Path, name: str, variants: Sequence[str], *, metrics: bool = False, admin: bool = False) -> str:
+def add_new(path: Path, name: str, variants: Sequence[str], *, metrics: bool = False) -> str:
     """A new random token, whose digest is added to the file; it is written nowhere else.
 
     Args:
         path: of the file, which is created if it is missing; what else stands there stays as it is.
         name: of the token.
         variants: see `Token`.
-        metrics, admin: see `Token`.
+        metrics: see `Token`.
 
     Raises:
         InputError: see `Token` and `read`; or the file has a token of that name.
@@ -146,7 +143,7 @@ def add_new(path: Path, name: str, variants: Sequence[str], *, metrics: bool = F
         raise InputError(f"name = {name!r}: {path} has a token of that name; give another, or delete its entry")
     secret = f"fedpriv-{secrets.token_urlsafe(32)}"
     digest = hashlib.sha256(secret.encode()).hexdigest()
-    token = Token(name=name, sha256=digest, variants=tuple(variants), metrics=metrics, admin=admin)
+    token = Token(name=name, sha256=digest, variants=tuple(variants), metrics=metrics)
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     entry = tomli_w.dumps({"token": [{**asdict(token), "variants": list(variants)}]})
     # As one `[[token]]`, which may follow others; tomli_w writes a short list of tables as an inline array.
@@ -178,7 +175,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 def _token(path: Path, entry: dict[str, Any]) -> Token:
     """A token from its table; its digest is never repeated."""
-    types = {"name": str, "sha256": str, "variants": list, "metrics": bool, "admin": bool}
+    types = {"name": str, "sha256": str, "variants": list, "metrics": bool}
     if odd := sorted(set(entry) - set(types)):
         raise InputError(f"{path}: a token has {odd[0]!r}; it may have {', '.join(types)}")
     for key, kind in types.items():
