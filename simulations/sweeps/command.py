@@ -22,7 +22,7 @@ from fedpriv.plan import preflight
 from fedpriv.runs import RoundRow, files, marked_alive, read_rows
 from fedpriv.runs.figures import format_bound
 from fedpriv.runs.files import write_json
-from fedpriv.runs.show import FollowedFolder, following, run_name
+from fedpriv.runs.show import FollowedFolder, PageWriter, following, run_name, sweep_page
 from simulations.sweeps.plan import Metric, PlannedRun, Sweep, metric_of
 
 if TYPE_CHECKING:
@@ -62,13 +62,20 @@ def _swept(planned: Sweep, out: Path, at_once: int, console: Console) -> Finishe
     write_json(out / files.SWEEP_PLAN, planned.as_dict())
     errors: dict[str, str] = {}
     notices: list[str] = []  # shown after the table, which is redrawn until then
+    page = PageWriter(out, sweep_page)
     try:
         with following(_job(planned, out), notices.append):
             try:
                 with _SweepDisplay(console, planned, out) as display:
-                    errors = run_all(planned, out, at_once=at_once, on_change=display.update)
+
+                    def tell(states: Mapping[str, str]) -> None:
+                        display.update(states)
+                        page.update()
+
+                    errors = run_all(planned, out, at_once=at_once, on_change=tell)
             finally:
                 finished = _written(planned, out, errors)
+                page.end()
                 _show(finished, planned, console)
     finally:
         for text in notices:
@@ -122,8 +129,12 @@ def _show(finished: FinishedSweep, planned: Sweep, console: Console) -> None:
         "this, not a run's own epsilon, covers choosing the best of them",
         soft_wrap=True,
     )
-    drawn = (f"\nplot     {from_here(path)}" for path in finished.plots)
-    console.print(f"results  {from_here(finished.folder)}/sweep.csv", *drawn, soft_wrap=True, sep="", markup=False)
+    for what, path in (
+        ("results", finished.folder / files.SWEEP_TABLE),
+        *(("plot", path) for path in finished.plots),
+        ("report", finished.folder / files.REPORT),
+    ):
+        console.print(f"{what:<8} {from_here(path)}", soft_wrap=True, markup=False)
 
 
 _STYLES = {"waiting": "dim", "running": "bold", "done": "green", "failed": "bold red"}

@@ -17,7 +17,6 @@ from fedpriv.publishing.saved import find
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs.figures import EVERY_PAGE, FIGURES, Figure, figures
 from fedpriv.runs.show._follower import RunFollower
-from fedpriv.runs.show._live_page import LivePage
 from fedpriv.runs.show._report_page import write_report
 from fedpriv.runs.show._tracker import Place
 from simulations.display import TerminalObserver
@@ -66,7 +65,6 @@ def test_a_new_figure_is_declared_once_and_every_page_shows_it(
             "terminal": shown(status(folder)),
             "closing": closing(folder),
             "report": write_report(folder).read_text(),
-            "live": LivePage(folder).read()["figures"],
             "card": card.text(saved),
         }
 
@@ -92,7 +90,7 @@ def test_the_holders_own_models_are_shown_with_the_largest_class_on_every_page(
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | alone))
     saved = replace(find(finished(tmp_path / "saved", tiny_bert)), run=RunFolder(folder))
-    pages = [shown(status(folder), 120), write_report(folder).read_text(), LivePage(folder).read()["figures"]]
+    pages = [shown(status(folder), 120), write_report(folder).read_text()]
     for page in (*pages, card.text(saved)):
         assert "70.2% on average, 61.0% to 80.2%; largest class 60.0%" in page
     assert "each alone" in closing(folder)

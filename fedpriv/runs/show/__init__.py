@@ -1,4 +1,4 @@
-"""The pages that show a run: terminal, report, live page, notebook, and MLflow, TensorBoard or Weights & Biases.
+"""The pages that show a run: terminal, report, notebook, and MLflow, TensorBoard or Weights & Biases.
 
 A tracker is told by a process of its own, which follows the run's folder and reads the tables there. So it knows
 nothing that is not released, and whatever becomes of it or of the tracker's server, the run goes on. `_tracker` says
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from fedpriv.runs.show._following import following as following
     from fedpriv.runs.show._following import following_run as following_run
     from fedpriv.runs.show._following import run_name as run_name
-    from fedpriv.runs.show._live_server import serve_folder as serve_folder
+    from fedpriv.runs.show._progress_page import PageWriter as PageWriter
+    from fedpriv.runs.show._progress_page import kept_page as kept_page
+    from fedpriv.runs.show._progress_page import sweep_page as sweep_page
     from fedpriv.runs.show._report_page import write_report as write_report
     from fedpriv.runs.show._result import Run as Run
     from fedpriv.runs.show._result import open_run as open_run
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from fedpriv.runs.show._tables import joining_table as joining_table
     from fedpriv.runs.show._tables import language_table as language_table
     from fedpriv.runs.show._tables import views_text as views_text
+    from fedpriv.runs.show._terminal import plain_table as plain_table
     from fedpriv.runs.show._terminal import show_status as show_status
+    from fedpriv.runs.show._watch import watch as watch
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
