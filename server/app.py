@@ -25,7 +25,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.plan.preflight import check_clients, check_run
 from fedpriv.publishing import card
 from fedpriv.runs import RunWriter, files, marked_alive
-from fedpriv.runs.show import check_installed, following_run
+from fedpriv.runs.show import check_installed, tracked_run
 from fedpriv.texts import holder_label
 from fedpriv.training.noise_plan import calibrated, decided
 from fedpriv.training.workbench import Workbench, workbench
@@ -118,9 +118,9 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
             stack.enter_context(marked_alive(writer.path))
             if bench.digests is not None:
                 writer.write_digests(bench.digests.to_json())
-        stack.enter_context(following_run(writer.path, config, observer.notice))
+        follow = stack.enter_context(tracked_run(writer.path, config, observer.notice))
         show = stack.enter_context(kept_page(writer.path))
-        _carry_out(grid, config, bench, nodes, resumed, writer, FollowedObserver(observer, show))
+        _carry_out(grid, config, bench, nodes, resumed, writer, FollowedObserver(observer, show, follow))
     return writer.path
 
 

@@ -22,7 +22,7 @@ from fedpriv.plan import preflight
 from fedpriv.runs import RoundRow, files, marked_alive, read_rows
 from fedpriv.runs.figures import format_bound
 from fedpriv.runs.files import write_json
-from fedpriv.runs.show import FollowedFolder, PageWriter, following, run_name, sweep_page
+from fedpriv.runs.show import PageWriter, SweepTeller, run_name, sweep_page, tracked, tracker_of
 from simulations.sweeps.plan import Metric, PlannedRun, Sweep, metric_of
 
 if TYPE_CHECKING:
@@ -64,13 +64,13 @@ def _swept(planned: Sweep, out: Path, at_once: int, console: Console) -> Finishe
     notices: list[str] = []  # shown after the table, which is redrawn until then
     page = PageWriter(out, sweep_page)
     try:
-        with following(_job(planned, out), notices.append):
+        with tracked(planned.track, out, partial(_teller, planned, out), notices.append) as follow:
             try:
                 with _SweepDisplay(console, planned, out) as display:
 
                     def tell(states: Mapping[str, str]) -> None:
-                        display.update(states)
-                        page.update()
+                        for look in (partial(display.update, states), page.update, follow):
+                            look()
 
                     errors = run_all(planned, out, at_once=at_once, on_change=tell)
             finally:
@@ -83,14 +83,11 @@ def _swept(planned: Sweep, out: Path, at_once: int, console: Console) -> Finishe
     return finished
 
 
-def _job(planned: Sweep, out: Path) -> FollowedFolder | None:
-    """The description of the sweep for a tracker; None without one."""
-    if planned.track == "none":
-        return None
+def _teller(planned: Sweep, out: Path) -> SweepTeller:
+    """Tells the sweep's tracker of it."""
     names = {run.key: run_name(run.varied) for run in planned.runs}
-    return FollowedFolder(
-        tracker=planned.track, folder=str(out), title=planned.title, keys=list(planned.keys), names=names
-    )
+    tracker, keys = tracker_of(planned.track), list(planned.keys)
+    return SweepTeller(tracker, planned.track, out, title=planned.title, keys=keys, names=names)
 
 
 def _written(planned: Sweep, out: Path, errors: dict[str, str]) -> FinishedSweep:

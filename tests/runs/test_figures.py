@@ -16,14 +16,14 @@ from fedpriv.publishing import card
 from fedpriv.publishing.saved import find
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs.figures import EVERY_PAGE, FIGURES, Figure, figures
-from fedpriv.runs.show._follower import RunFollower
 from fedpriv.runs.show._report_page import write_report
 from fedpriv.runs.show._tracker import Place
+from fedpriv.runs.show._tracking import RunTeller
 from simulations.display import TerminalObserver
 from tests.publishing.runs import finished
 from tests.reports.conftest import write_finished_run
 from tests.runs.written import WriteRun, shown, status
-from tests.tracking.test_follower import Recorded
+from tests.tracking.test_told import Recorded
 
 NEW = Figure(
     "letters_a_round",
@@ -50,7 +50,7 @@ def closing(folder: Path) -> str:
 
 def told(folder: Path) -> dict[str, float]:
     tracker = Recorded()
-    RunFollower(tracker, "recorded", Place(name="run", folder=folder)).update(complete=True, ended=True)
+    RunTeller(tracker, "recorded", Place(name="run", folder=folder))("finished")
     (final,) = (call[2] for call in tracker.calls if call[0] == "final")
     return final
 
