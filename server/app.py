@@ -119,7 +119,7 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
             if bench.digests is not None:
                 writer.write_digests(bench.digests.to_json())
         follow = stack.enter_context(tracked_run(writer.path, config, observer.notice))
-        show = stack.enter_context(kept_page(writer.path))
+        show = stack.enter_context(kept_page(writer.path, config.round_seconds))
         _carry_out(grid, config, bench, nodes, resumed, writer, FollowedObserver(observer, show, follow))
     return writer.path
 

@@ -62,7 +62,7 @@ def _swept(planned: Sweep, out: Path, at_once: int, console: Console) -> Finishe
     write_json(out / files.SWEEP_PLAN, planned.as_dict())
     errors: dict[str, str] = {}
     notices: list[str] = []  # shown after the table, which is redrawn until then
-    page = PageWriter(out, sweep_page)
+    page = PageWriter(out, sweep_page, max(run.config.round_seconds for run in planned.runs))
     try:
         with tracked(planned.track, out, partial(_teller, planned, out), notices.append) as follow:
             try:

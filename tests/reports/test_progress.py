@@ -25,7 +25,7 @@ from tests.runs.written import client_row, registrations, round_row
 KEYS = ("0123456789abcdef", "fedcba9876543210")
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u202e"
 WRITTEN = 1_800_000_000
-GOING = Timing(written=WRITTEN, due=WRITTEN + 60, every=5)
+GOING = Timing(written=WRITTEN, due=WRITTEN + 60, every=5, silence=540)
 
 
 def begin(folder: Path, **config: Any) -> RunWriter:
@@ -66,7 +66,7 @@ def test_a_run_is_shown_round_by_round_until_the_block_fails_and_says_why(tmp_pa
     report = writer.path / files.REPORT
 
     def fail() -> None:
-        with marked_alive(writer.path), kept_page(writer.path) as look:
+        with marked_alive(writer.path), kept_page(writer.path, 60.0) as look:
             assert "0 of 10 rounds" in report.read_text()
             for round_ in (1, 2):
                 grow(writer, round_)
@@ -96,7 +96,7 @@ def test_a_page_says_when_the_next_is_due_and_runs_no_script_but_its_own(tmp_pat
     page = page_of(begin(tmp_path / "run").path)
     assert "Written 2027-01-15 08:00:00 UTC" in page
     assert "due by 2027-01-15 08:01:00 UTC" in page
-    assert f'data-written="{WRITTEN}" data-due="{WRITTEN + 60}" data-every="5"' in page
+    assert f'data-written="{WRITTEN}" data-due="{WRITTEN + 60}" data-every="5" data-silence="540"' in page
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page

@@ -50,11 +50,13 @@ class Timing:
         written: seconds since the epoch.
         due: when the next one is written at the latest; 0 for the last page.
         every: seconds after which a browser looks for the next one.
+        silence: seconds after `due` for which it goes on looking.
     """
 
     written: int
     due: int = 0
     every: int = 0
+    silence: int = 0
 
     @property
     def script(self) -> str:
@@ -77,11 +79,12 @@ class PageWriter:
 
     Args:
         folder: of the run or the sweep.
-        render: the page, given its time; see `run_page` and `sweep_page`.
+        render: the page, given its time; see `RunPage` and `sweep_page`.
+        silence: seconds for which a run may be silent.
     """
 
-    def __init__(self, folder: Path, render: Callable[[Path, Timing], str]) -> None:
-        self._folder, self._render = folder, render
+    def __init__(self, folder: Path, render: Callable[[Path, Timing], str], silence: float = 0.0) -> None:
+        self._folder, self._render, self._silence = folder, render, silence
         self._share, self._longest, self._last = Share(), 0.0, time.monotonic()
         self._fails = False
 
@@ -93,8 +96,8 @@ class PageWriter:
         if self._share.is_due:
             patience = max(_PATIENCE_SECONDS, 3 * self._longest, 2 * self._share.expected / SHARE)
             every = min(_MOST_SECONDS, max(_LEAST_SECONDS, step))
-            written = int(time.time())
-            self._write(Timing(written=written, due=written + int(patience), every=int(every)))
+            written, silence = int(time.time()), int(max(self._silence, 9 * patience))
+            self._write(Timing(written=written, due=written + int(patience), every=int(every), silence=silence))
 
     def end(self) -> None:
         """Write the last page."""
@@ -112,13 +115,17 @@ class PageWriter:
 
 
 @contextmanager
-def kept_page(folder: Path) -> Iterator[Callable[[], None]]:
+def kept_page(folder: Path, round_seconds: float) -> Iterator[Callable[[], None]]:
     """Keep the page of a run up to date: the block calls what it is given after each step.
 
     If the block fails, the last page says why. The report of a run that is finished is not written here.
+
+    Args:
+        folder: of the run.
+        round_seconds: what a round may take.
     """
     page = RunPage()
-    writer = PageWriter(folder, page)
+    writer = PageWriter(folder, page, round_seconds)
     writer.update()
     try:
         yield writer.update

@@ -2,7 +2,7 @@
 // Loads the page again while its run goes on, and keeps its place; the page's policy runs no other script than this one.
 const written = Number(document.body.dataset.written), due = Number(document.body.dataset.due);
 const late = Date.now() / 1000 - due, patience = due - written;
-const isOver = late > 9 * patience;
+const isOver = late > Number(document.body.dataset.silence);
 if (late > 0) {
   for (const element of document.querySelectorAll(".alive")) element.hidden = true;
   document.getElementById("overdue").hidden = false;
