@@ -158,7 +158,7 @@ def test_a_run_without_any_limit_or_accuracy_has_a_page(tmp_path: Path) -> None:
     assert "1 of 10 rounds" in render(writer.path, GOING)
 
 
-def test_pages_take_a_twentieth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_take_a_fiftieth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     written: list[float] = []
@@ -166,14 +166,14 @@ def test_pages_take_a_twentieth_of_the_time(tmp_path: Path, monkeypatch: pytest.
     def slowly(folder: Path, timing: Timing) -> str:
         written.append(now[0])
         now[0] += 0.5
-        assert timing.due - timing.written >= 20, "a page is due sooner than it may be written"
+        assert timing.due - timing.written >= 50, "a page is due sooner than it may be written"
         return ""
 
     writer = PageWriter(tmp_path, slowly)
     for _ in range(10_000):
         writer.update()
         now[0] += 0.1
-    assert 0.04 < 0.5 * len(written) / now[0] <= 0.05
+    assert 0.016 < 0.5 * len(written) / now[0] <= 0.02
 
 
 def test_a_page_that_cannot_be_written_ends_nothing_and_is_told_once(tmp_path: Path, caplog) -> None:

@@ -34,8 +34,8 @@ from fedpriv.texts import printable
 
 log = logging.getLogger("fedpriv")
 
-# What the first plots take, whose library must be loaded.
-_FIRST_PLOTS_SECONDS = 1.5
+# What plots take at first, measured on two cores.
+_FIRST_PLOTS_SECONDS = 0.5
 # A page that has no successor for so long is overdue, or after thrice the longest step so far.
 _PATIENCE_SECONDS = 60.0
 # Between two looks of a browser.

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SHARE = 0.05
+SHARE = 0.02
 
 
 class Share:
-    """Says when something may be done again, such that it takes at most a twentieth of all time.
+    """Says when something may be done again, such that it takes at most a fiftieth of all time.
 
     Args:
         expected: seconds that it takes at first.
