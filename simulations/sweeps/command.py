@@ -174,7 +174,7 @@ class _SweepDisplay:
             state = states[run.key]
             if state in ("done", "failed") and before.get(run.key) != state:
                 outcome = "was finished before" if not before else state
-                line = f"run {number}/{len(self._sweep.runs)} {_name(run)}: {outcome}"
+                line = f"run {number}/{len(self._sweep.runs)} {run_name(run.varied)}: {outcome}"
                 self._console.print(line, soft_wrap=True, markup=False)
 
     def _table(self) -> RenderableType:
@@ -188,7 +188,11 @@ class _SweepDisplay:
             state = self._states.get(run.key, "waiting")
             round_, accuracy, epsilon = _progress(self._out / run.key)
             table.add_row(
-                escape(_name(run)), f"[{_STYLES[state]}]{state}[/]", f"{round_}/{run.config.rounds}", accuracy, epsilon
+                escape(run_name(run.varied)),
+                f"[{_STYLES[state]}]{state}[/]",
+                f"{round_}/{run.config.rounds}",
+                accuracy,
+                epsilon,
             )
         return table
 
@@ -221,10 +225,6 @@ def _cell(mean: float, std: float, count: float) -> str:
     if math.isnan(mean):
         return ""
     return f"{mean:.4f}" if count == 1 else f"{mean:.4f} ± {std:.4f} ({count:g})"
-
-
-def _name(run: PlannedRun) -> str:
-    return ", ".join(f"{key}={value}" for key, value in run.varied.items() if value is not None) or "base"
 
 
 def _progress(folder: Path) -> tuple[int, str, str]:

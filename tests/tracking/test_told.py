@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.runs import files
+from fedpriv.runs import files, marked_alive
 from fedpriv.runs.show import _tracking
 from fedpriv.runs.show._tracker import Place
 from fedpriv.runs.show._tracking import RunTeller, SweepTeller
@@ -152,11 +152,13 @@ def test_another_tracker_is_told_from_the_start(tmp_path, tracker):
 
 def test_runs_of_a_sweep_have_a_parent_and_names_and_end_one_by_one(tmp_path, tracker):
     done = begun(tmp_path / "a1", checkpoint=NUM_ROUNDS, rounds=NUM_ROUNDS)
-    done.finish(summary())
-    (done.path / files.REPORT).write_text("x")
     begun(tmp_path / "b2", checkpoint=1, rounds=1)
     names = {"a1": "rank=2", "b2": "rank=4", "c3": "rank=8"}
     sweep = SweepTeller(tracker, "recorded", tmp_path, title="study", keys=["rank"], names=names)
+    with marked_alive(done.path):
+        done.finish(summary())
+        sweep(None)
+        assert tracker.opened == [("study", None, None)], "it has yet to write its report"
     sweep(None)
     assert tracker.opened == [("study", None, None), ("rank=2", "7", None)]
     assert tracker.calls.count("finished") == 1

@@ -14,6 +14,7 @@ from fedpriv.errors import InputError
 from fedpriv.runs import RunFolder, RunStatus, files, status_of
 from fedpriv.runs.figures import MISSING, format_bound, format_delta, format_number, format_percent, format_seconds
 from fedpriv.runs.show._tables import TextTable
+from fedpriv.runs.show._tracker import run_name
 from fedpriv.texts import printable
 
 STATES = ("running", "waiting", "finished", "failed", "interrupted", "unknown")
@@ -102,8 +103,7 @@ def sweep_table(sweep: SweepStatus) -> TextTable:
 
 
 def _cells(run: SweepRun, *, has_perplexity: bool) -> tuple[str, ...]:
-    varied = ", ".join(f"{key}={value}" for key, value in run.varied.items() if value is not None)
-    name, status = printable(varied or run.key), run.status
+    name, status = printable(run_name(run.varied) if run.varied else run.key), run.status
     if status is None:
         return (name, run.state, *[""] * (6 if has_perplexity else 5))
     planned = "" if status.num_rounds_planned is None else f" of {status.num_rounds_planned}"

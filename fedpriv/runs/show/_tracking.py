@@ -23,7 +23,7 @@ from typing import Any
 import tomli_w
 
 from fedpriv.config import MachineSection, Track
-from fedpriv.runs import ClientRow, RoundRow, RunFolder, column_types, files
+from fedpriv.runs import ClientRow, RoundRow, RunFolder, column_types, files, is_alive
 from fedpriv.runs.figures import figures
 from fedpriv.runs.show import _tracker
 from fedpriv.runs.show._share import Share
@@ -275,8 +275,9 @@ class SweepTeller:
     def _tell_run(self, key: str, ending: Ending | None) -> Exception | None:
         """Tell of a run that has ended; returns the tracker's error, if there is one."""
         folder = self._folder / key
-        is_written = files.is_finished(folder) and (folder / files.REPORT).is_file()
-        if not is_written and ending is None:
+        is_written = files.is_finished(folder)
+        # A run writes more after its summary; where nobody can tell whether it still does, the sweep's end tells.
+        if ending is None and not (is_written and is_alive(folder) is False):
             return None
         place = Place(
             name=self._names[key],
