@@ -25,7 +25,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.plan.preflight import check_clients, check_run
 from fedpriv.publishing import card
 from fedpriv.runs import RunWriter, files, marked_alive
-from fedpriv.runs.show import check_installed, following_run
+from fedpriv.runs.show import check_installed, tracked_run
 from fedpriv.texts import holder_label
 from fedpriv.training.noise_plan import calibrated, decided
 from fedpriv.training.workbench import Workbench, workbench
@@ -33,7 +33,7 @@ from server import answers, checkpoint, registry
 from server.affordable import check_affordable
 from server.bookkeeping import announce_budgets
 from server.checkpoint import Checkpoint
-from server.observer import LogObserver, Observer, RunProgress
+from server.observer import FollowedObserver, LogObserver, Observer, RunProgress
 from server.registration import NO_NODE, Nodes, check_counted, register_nodes
 from server.round import Receipts
 from server.series import Series
@@ -94,6 +94,8 @@ def run(grid: Grid, config: RunConfig, observer: Observer) -> Path:
 
 def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint | None, observer: Observer) -> Path:
     """Carry out a run from its registration on, in a new folder, or in that of the resumed run, which is held."""
+    from fedpriv.runs.show import kept_page  # deferred: matplotlib is loaded once a run has begun
+
     observer.progressed(RunProgress(what="registering the nodes"))
     nodes = _nodes(grid, config, bench, resumed)
     if config.ledger and bench.accounts and not config.audit:
@@ -116,8 +118,9 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
             stack.enter_context(marked_alive(writer.path))
             if bench.digests is not None:
                 writer.write_digests(bench.digests.to_json())
-        stack.enter_context(following_run(writer.path, config, observer.notice))
-        _carry_out(grid, config, bench, nodes, resumed, writer, observer)
+        follow = stack.enter_context(tracked_run(writer.path, config, observer.notice))
+        show = stack.enter_context(kept_page(writer.path, config.round_seconds))
+        _carry_out(grid, config, bench, nodes, resumed, writer, FollowedObserver(observer, show, follow))
     return writer.path
 
 
@@ -201,7 +204,7 @@ def _baselines(config: RunConfig, bench: Workbench, observer: Observer) -> Basel
 
 
 def _write_report(path: Path) -> None:
-    from fedpriv.runs.show import write_report  # deferred: matplotlib is needed at the end alone
+    from fedpriv.runs.show import write_report  # deferred: matplotlib is loaded once a run has begun
 
     write_report(path)
 

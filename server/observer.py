@@ -104,6 +104,34 @@ class Observer(Protocol):
         """Everything is written."""
 
 
+class FollowedObserver:
+    """An observer beside which others look at the run's folder whenever something new is in it.
+
+    Args:
+        observer: is told everything.
+        looks: called once a round and its checkpoint are written, and where a step outside the rounds begins.
+    """
+
+    def __init__(self, observer: Observer, *looks: Callable[[], None]) -> None:
+        self.started, self.notice, self.finished = observer.started, observer.notice, observer.finished
+        self._observer, self._looks = observer, looks
+
+    def progressed(self, progress: RunProgress) -> None:
+        """Pass it on."""
+        self._observer.progressed(progress)
+        if not progress.total:
+            self._look()
+
+    def round_done(self, row: RoundRow) -> None:
+        """Pass it on."""
+        self._observer.round_done(row)
+        self._look()
+
+    def _look(self) -> None:
+        for look in self._looks:
+            look()
+
+
 def described(rate: LearningRate) -> str:
     """A derived learning rate with its terms, for the user who started the run."""
     return (

@@ -43,6 +43,7 @@ from fedpriv.runs.show import (
     closing_table,
     joining_table,
     language_table,
+    plain_table,
 )
 from fedpriv.texts import of_whom, printable, what_is_counted
 from server.observer import RunProgress, described, spent_so_far
@@ -389,18 +390,18 @@ def _closing(console: Console, folder: Path, summary: dict[str, Any]) -> None:
     view, unit = summary["privacy_view"], summary.get("unit")
     console.print(_clients(client_table(summary["clients"], summary["accountant"], view=view, unit=unit)))
     if (responses := language_table(summary)) is not None:
-        console.print(_shown(responses))
+        console.print(plain_table(responses))
         for line in changes(summary):
             console.print(f"against untrained, paired: {line}", highlight=False)
     if not counts_next_tokens(summary):
-        console.print(_shown(accuracy_table(summary)))
+        console.print(plain_table(accuracy_table(summary)))
     if (joining := joining_table(summary)) is not None:
         console.print(_clients(joining))
     if summary["accuracy"] is None and not summary.get("accuracy_interval"):
         console.print("accuracy is empty: nothing was evaluated on the holders' records, see test_data")
     look = RunFolder(folder)
     if (stored := look.stored) is not None:
-        console.print(_shown(closing_table(stored, summary.get("base_model_bytes"))))
+        console.print(plain_table(closing_table(stored, summary.get("base_model_bytes"))))
     for line in summary["warnings"]:
         console.print(Panel(Text(line), title="WARNING", style=_ALARM))
     if not summary["private"]:
@@ -435,15 +436,6 @@ def _clients(content: Content) -> Table:
             no_wrap=bool(position),
             min_width=width if position else None,
         )
-    for row in content.rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def _shown(content: Content) -> Table:
-    table = Table(title=content.caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for header in content.headers:
-        table.add_column(header, no_wrap=bool(header) or not table.columns)
     for row in content.rows:
         table.add_row(*map(Text, row))
     return table

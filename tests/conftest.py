@@ -40,7 +40,7 @@ LONGEST = (
 )
 
 # Tests of the plots, and runs whose pages have them.
-WITH_PLOTS = ("reports", "live")
+WITH_PLOTS = ("reports",)
 
 
 def pytest_collection() -> None:

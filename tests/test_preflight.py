@@ -69,7 +69,7 @@ def test_a_run_that_can_start_passes(values, tmp_path):
     ],
 )
 def test_what_is_wrong_with_folder_model_or_data_is_one_line(values, changes, message, monkeypatch):
-    monkeypatch.setattr("fedpriv.runs.show._following.find_spec", lambda name: None)
+    monkeypatch.setattr("fedpriv.runs.show._tracker.find_spec", lambda name: None)
     monkeypatch.setattr("fedpriv.training.evaluation.find_spec", lambda name: None)
     with pytest.raises(InputError, match=message) as caught:
         preflight.check(parse(values | changes))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,34 +67,22 @@ def status(
 
 def watch(
     folder: Annotated[Path, typer.Argument(help="Folder of a run or a sweep; it may begin later.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8001,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen beyond this machine, to anyone who asks.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Serve a page that shows a run or a sweep while it goes on: rounds, epsilons against budgets, clients, events.
+    """Show a run or a sweep while it goes on, as `fedpriv status` does, until it has ended.
 
-    It reads the folder and writes nothing. --json prints one object with the page's address once it is there.
-    SIGTERM or Ctrl-C ends it. Example:
+    It reads the folder and writes nothing; `report.html` there shows the same in a browser. --json prints one object
+    at the end. Ctrl-C ends it, not the run. Example:
 
-    fedpriv watch results/20261121-042553-embedded --port 8001
+    fedpriv watch results/20261121-042553-embedded
     """
-    try:
-        from fedpriv.runs.show import serve_folder
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "h11"):
-            raise
-        raise InputError(f"watch: needs {error.name}; install it with pip install 'fedpriv[serve]'") from None
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    from rich.console import Console
 
-    def tell(url: str) -> None:
-        waits = "" if folder.is_dir() else ", which does not exist yet"
-        show({"url": url, "folder": str(folder)}, [f"{url} shows {folder}{waits}; Ctrl-C ends it"], as_json)
-        sys.stdout.flush()
+    from fedpriv.runs.show import watch as show_until_end
 
-    serve_folder(folder, (host, port), insecure=insecure, on_ready=tell)
+    values = show_until_end(folder, Console(highlight=False, quiet=as_json))
+    if as_json:
+        show(values, [], as_json)
 
 
 License = Annotated[

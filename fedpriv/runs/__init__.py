@@ -1,7 +1,7 @@
 """A run's folder: the code that writes and reads it, its figures, and the pages that show them.
 
 `RunFolder` is one look at a folder, in which every file is read once. The figures of a run are declared in
-`fedpriv.runs.figures`, for the terminal, the report, the live page, trackers, the model card and Python alike. What
+`fedpriv.runs.figures`, for the terminal, the report, trackers, the model card and Python alike. What
 bounds a risk is rounded up, and no epsilon is shown without its delta:
 
 >>> from fedpriv.runs import format_bytes, format_epsilon

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from fedpriv import texts
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._rows import parse_epsilon
-from fedpriv.runs._status import account_parts, spent_on_view, status_of
+from fedpriv.runs._status import account_parts, status_of
 
 INFINITY = "∞"
 MISSING = "–"
@@ -203,7 +203,7 @@ def why_not_private(run: RunFolder) -> list[str]:
     return reasons
 
 
-Page = Literal["terminal", "closing", "report", "live", "tracker", "card", "result"]
+Page = Literal["terminal", "closing", "report", "tracker", "card", "result"]
 EVERY_PAGE: frozenset[Page] = frozenset(get_args(Page))
 
 
@@ -216,8 +216,8 @@ class Figure:
         label: its name for people; a function of the folder where it depends on the run.
         read: its value; None if this run has none, or none yet.
         text: the value for people.
-        on: the pages that show it: `fedpriv status`, the closing table, the report, the live page, the trackers (of
-            finished runs, and numbers alone), the model card (of the run's final model) and `Run.summary`.
+        on: the pages that show it: `fedpriv status` and a report before the end, the closing table, the report, the
+            trackers (of finished runs, and numbers alone), the model card (of the run's final model) and `Run.summary`.
         has_dash: whether a missing value is shown as a dash, where it applies; else the figure is left out.
         applies: whether a run can have the figure.
         is_alarming: whether the value should be looked at.
@@ -343,32 +343,8 @@ def _traffic(folder: RunFolder) -> str:
     return f"{format_bytes(status_of(folder).bytes_up)} up, {format_bytes(status_of(folder).bytes_down)} down"
 
 
-def _accuracy_label(folder: RunFolder) -> str:
-    return "Accuracy" if status_of(folder).state == "finished" else "Accuracy after the last round"
-
-
-def _test_accuracy(folder: RunFolder) -> float | None:
-    return status_of(folder).test_accuracy
-
-
 def _is_compared_with_chance(folder: RunFolder) -> bool:
     return not counts_next_tokens(folder.summary) and folder.summary["majority_accuracy"] is None
-
-
-def _largest_spent(folder: RunFolder) -> str | None:
-    """The largest epsilon of a client on the run's view, with its delta; None before anyone has one."""
-    known, run = [epsilon for epsilon in spent_on_view(folder).values() if epsilon is not None], status_of(folder)
-    if not known:
-        return None
-    spent = format_epsilon(max(known), run.delta_max)
-    if run.epsilon_this_run_max is None or run.epsilon_before_max is None:
-        return spent
-    return f"{spent}: {of_this_run((run.epsilon_this_run_max, run.epsilon_before_max), None)[0]}"
-
-
-def _spent_label(folder: RunFolder) -> str:
-    status = status_of(folder)
-    return f"Most spent by a client, {status.privacy_view} view, by {status.accountant}"
 
 
 def _spent(folder: RunFolder) -> str | None:
@@ -444,10 +420,6 @@ FIGURES: tuple[Figure, ...] = (
     Figure("audit", "audit", _audit, on=_on("closing"), is_alarming=_is_refuted),
     Figure("spent", "spent", _spent, on=_on("closing")),
     Figure("risk", "risk", _risk, on=_on("terminal", "closing")),
-    Figure("test_accuracy", _accuracy_label, _test_accuracy, format_percent, on=_on("live"), has_dash=True),
-    Figure("largest_spent", _spent_label, _largest_spent, on=_on("live"), has_dash=True, is_wide=True),
-    Figure("bytes_up", "Sent by the clients", lambda f: status_of(f).bytes_up, format_bytes, on=_on("live")),
-    Figure("bytes_down", "Received", lambda f: status_of(f).bytes_down, format_bytes, on=_on("live")),
     _measured("report", "perplexity", _trained_label("Perplexity")),
     _measured("report", "perplexity_non_private", "Without noise (z = 0, still clipped)"),
     _measured("report", "perplexity_initial", "Untrained"),
@@ -464,8 +436,8 @@ FIGURES: tuple[Figure, ...] = (
     _measured("card", "perplexity", "perplexity"),
     _measured("card", "perplexity_initial", "perplexity before training"),
     _measured("card", "rouge_l", "ROUGE-L"),
-    Figure("alone", "each holder alone", _alone, on=_on("terminal", "report", "live", "card"), is_wide=True),
-    Figure("charged_again", "resumed", _charged_again, on=_on("terminal", "closing", "report", "live"), is_wide=True),
+    Figure("alone", "each holder alone", _alone, on=_on("terminal", "report", "card"), is_wide=True),
+    Figure("charged_again", "resumed", _charged_again, on=_on("terminal", "closing", "report"), is_wide=True),
 )
 """Every figure, in the order of the pages. A new one needs an entry here and nothing else: all pages will show it.
 

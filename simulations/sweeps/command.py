@@ -22,7 +22,7 @@ from fedpriv.plan import preflight
 from fedpriv.runs import RoundRow, files, marked_alive, read_rows
 from fedpriv.runs.figures import format_bound
 from fedpriv.runs.files import write_json
-from fedpriv.runs.show import FollowedFolder, following, run_name
+from fedpriv.runs.show import PageWriter, SweepTeller, run_name, sweep_page, tracked, tracker_of
 from simulations.sweeps.plan import Metric, PlannedRun, Sweep, metric_of
 
 if TYPE_CHECKING:
@@ -62,13 +62,20 @@ def _swept(planned: Sweep, out: Path, at_once: int, console: Console) -> Finishe
     write_json(out / files.SWEEP_PLAN, planned.as_dict())
     errors: dict[str, str] = {}
     notices: list[str] = []  # shown after the table, which is redrawn until then
+    page = PageWriter(out, sweep_page, max(run.config.round_seconds for run in planned.runs))
     try:
-        with following(_job(planned, out), notices.append):
+        with tracked(planned.track, out, partial(_teller, planned, out), notices.append) as follow:
             try:
                 with _SweepDisplay(console, planned, out) as display:
-                    errors = run_all(planned, out, at_once=at_once, on_change=display.update)
+
+                    def tell(states: Mapping[str, str]) -> None:
+                        for look in (partial(display.update, states), page.update, follow):
+                            look()
+
+                    errors = run_all(planned, out, at_once=at_once, on_change=tell)
             finally:
                 finished = _written(planned, out, errors)
+                page.end()
                 _show(finished, planned, console)
     finally:
         for text in notices:
@@ -76,14 +83,11 @@ def _swept(planned: Sweep, out: Path, at_once: int, console: Console) -> Finishe
     return finished
 
 
-def _job(planned: Sweep, out: Path) -> FollowedFolder | None:
-    """The description of the sweep for a tracker; None without one."""
-    if planned.track == "none":
-        return None
+def _teller(planned: Sweep, out: Path) -> SweepTeller:
+    """Tells the sweep's tracker of it."""
     names = {run.key: run_name(run.varied) for run in planned.runs}
-    return FollowedFolder(
-        tracker=planned.track, folder=str(out), title=planned.title, keys=list(planned.keys), names=names
-    )
+    tracker, keys = tracker_of(planned.track), list(planned.keys)
+    return SweepTeller(tracker, planned.track, out, title=planned.title, keys=keys, names=names)
 
 
 def _written(planned: Sweep, out: Path, errors: dict[str, str]) -> FinishedSweep:
@@ -122,8 +126,12 @@ def _show(finished: FinishedSweep, planned: Sweep, console: Console) -> None:
         "this, not a run's own epsilon, covers choosing the best of them",
         soft_wrap=True,
     )
-    drawn = (f"\nplot     {from_here(path)}" for path in finished.plots)
-    console.print(f"results  {from_here(finished.folder)}/sweep.csv", *drawn, soft_wrap=True, sep="", markup=False)
+    for what, path in (
+        ("results", finished.folder / files.SWEEP_TABLE),
+        *(("plot", path) for path in finished.plots),
+        ("report", finished.folder / files.REPORT),
+    ):
+        console.print(f"{what:<8} {from_here(path)}", soft_wrap=True, markup=False)
 
 
 _STYLES = {"waiting": "dim", "running": "bold", "done": "green", "failed": "bold red"}
@@ -166,7 +174,7 @@ class _SweepDisplay:
             state = states[run.key]
             if state in ("done", "failed") and before.get(run.key) != state:
                 outcome = "was finished before" if not before else state
-                line = f"run {number}/{len(self._sweep.runs)} {_name(run)}: {outcome}"
+                line = f"run {number}/{len(self._sweep.runs)} {run_name(run.varied)}: {outcome}"
                 self._console.print(line, soft_wrap=True, markup=False)
 
     def _table(self) -> RenderableType:
@@ -180,7 +188,11 @@ class _SweepDisplay:
             state = self._states.get(run.key, "waiting")
             round_, accuracy, epsilon = _progress(self._out / run.key)
             table.add_row(
-                escape(_name(run)), f"[{_STYLES[state]}]{state}[/]", f"{round_}/{run.config.rounds}", accuracy, epsilon
+                escape(run_name(run.varied)),
+                f"[{_STYLES[state]}]{state}[/]",
+                f"{round_}/{run.config.rounds}",
+                accuracy,
+                epsilon,
             )
         return table
 
@@ -213,10 +225,6 @@ def _cell(mean: float, std: float, count: float) -> str:
     if math.isnan(mean):
         return ""
     return f"{mean:.4f}" if count == 1 else f"{mean:.4f} ± {std:.4f} ({count:g})"
-
-
-def _name(run: PlannedRun) -> str:
-    return ", ".join(f"{key}={value}" for key, value in run.varied.items() if value is not None) or "base"
 
 
 def _progress(folder: Path) -> tuple[int, str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,13 @@ def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: _OnChange) -> d
     return run_missing(missing, out, at_once, states, on_change)
 
 
-def _run_one(run: PlannedRun, folder: Path) -> str | None:
+def _run_one(run: PlannedRun, folder: Path, on_round: Callable[[], None] = lambda: None) -> str | None:
     """Why the run failed, in one line; None once it is finished. The traceback is in FOLDER.txt."""
     try:
         forget_changed(run.config)
         config = run.placed(folder)
         _check_data(config, folder)
-        federation.run(config, _Silent())
+        federation.run(config, _Silent(on_round))
     except Exception as error:  # one run must not end the sweep
         folder.with_suffix(".txt").write_text(traceback.format_exc())
         if isinstance(error, (InputError, LedgerError, TooFewClientsError)):
@@ -94,6 +95,9 @@ def _check_data(config: RunConfig, folder: Path) -> None:
 class _Silent:
     """An observer that shows nothing: the sweep's display reads what each run writes."""
 
+    def __init__(self, on_round: Callable[[], None]) -> None:
+        self._on_round = on_round
+
     def started(
         self, config: RunConfig, registrations: Sequence[Registration], learning_rate: LearningRate | None
     ) -> None:
@@ -108,6 +112,7 @@ class _Silent:
 
     def round_done(self, row: RoundRow) -> None:
         """A round is over."""
+        self._on_round()
 
     def finished(self, folder: Path, summary: dict[str, Any]) -> None:
         """Everything is written."""
@@ -131,7 +136,7 @@ def _in_this_process(
     for run in runs:
         states[run.key] = "running"
         on_change(states)
-        error = _run_one(run, out / run.key)
+        error = _run_one(run, out / run.key, partial(on_change, states))
         if error is not None:
             errors[run.key] = error
         states[run.key] = "failed" if error else "done"

@@ -16,15 +16,14 @@ from fedpriv.publishing import card
 from fedpriv.publishing.saved import find
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs.figures import EVERY_PAGE, FIGURES, Figure, figures
-from fedpriv.runs.show._follower import RunFollower
-from fedpriv.runs.show._live_page import LivePage
 from fedpriv.runs.show._report_page import write_report
 from fedpriv.runs.show._tracker import Place
+from fedpriv.runs.show._tracking import RunTeller
 from simulations.display import TerminalObserver
 from tests.publishing.runs import finished
 from tests.reports.conftest import write_finished_run
 from tests.runs.written import WriteRun, shown, status
-from tests.tracking.test_follower import Recorded
+from tests.tracking.test_told import Recorded
 
 NEW = Figure(
     "letters_a_round",
@@ -51,7 +50,7 @@ def closing(folder: Path) -> str:
 
 def told(folder: Path) -> dict[str, float]:
     tracker = Recorded()
-    RunFollower(tracker, "recorded", Place(name="run", folder=folder)).update(complete=True, ended=True)
+    RunTeller(tracker, "recorded", Place(name="run", folder=folder))("finished")
     (final,) = (call[2] for call in tracker.calls if call[0] == "final")
     return final
 
@@ -66,7 +65,6 @@ def test_a_new_figure_is_declared_once_and_every_page_shows_it(
             "terminal": shown(status(folder)),
             "closing": closing(folder),
             "report": write_report(folder).read_text(),
-            "live": LivePage(folder).read()["figures"],
             "card": card.text(saved),
         }
 
@@ -92,7 +90,7 @@ def test_the_holders_own_models_are_shown_with_the_largest_class_on_every_page(
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | alone))
     saved = replace(find(finished(tmp_path / "saved", tiny_bert)), run=RunFolder(folder))
-    pages = [shown(status(folder), 120), write_report(folder).read_text(), LivePage(folder).read()["figures"]]
+    pages = [shown(status(folder), 120), write_report(folder).read_text()]
     for page in (*pages, card.text(saved)):
         assert "70.2% on average, 61.0% to 80.2%; largest class 60.0%" in page
     assert "each alone" in closing(folder)

@@ -21,7 +21,7 @@ from fedpriv.errors import InputError
 from fedpriv.ledger.statement import statement_text
 from fedpriv.runs import RunFolder
 from fedpriv.runs.figures import figures
-from fedpriv.runs.show._live_page import LivePage
+from fedpriv.runs.show._progress_page import RunPage, Timing
 from fedpriv.runs.show._terminal import show_status
 from fedpriv.serving.http.cards import Cards
 from fedpriv.variants import folders
@@ -87,7 +87,7 @@ def test_what_a_person_sees_of_a_run_says_persons(skewed):
     _, _, out = skewed
     folder, console = RunFolder(out), Console(width=80, record=True, highlight=False, file=io.StringIO())
     show_status(folder, console)
-    status, live = console.export_text(), LivePage(out).read()["clients"]
+    status, live = console.export_text(), RunPage()(out, Timing(written=1))
     assert max(map(len, status.splitlines())) <= 80
     assert re.search("^client +persons +round", status, re.MULTILINE)
     assert "of a person at δ = 1e-5, by pld" in status

@@ -136,7 +136,7 @@ def test_a_round_that_was_charged_twice_explains_a_figure_above_the_target(small
     assert summary["epsilon_local_max"] > 4.0
     assert summary["rounds_charged_again"] == [2]
     assert reason in (out / "report.html").read_text()
-    for page in ("terminal", "closing", "report", "live"):
+    for page in ("terminal", "closing", "report"):
         assert [figure for figure in figures(RunFolder(out), page) if figure.key == "charged_again"], page
 
 

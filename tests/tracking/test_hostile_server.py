@@ -14,10 +14,9 @@ import pytest
 
 from fedpriv.config import parse
 from fedpriv.runs import files
-from fedpriv.runs.show import _follower
-from fedpriv.runs.show import _following as following
-from fedpriv.runs.show._follower import RunFollower
+from fedpriv.runs.show import _tracking
 from fedpriv.runs.show._tracker import Place, tracker_of
+from fedpriv.runs.show._tracking import RunTeller
 from simulations.engines import federation
 from simulations.sites import free_port
 from tests.notes import Notes
@@ -70,8 +69,7 @@ def nobody() -> Iterator[str]:
 
 @pytest.mark.parametrize("server", [nobody, lambda: serving(Silent), lambda: serving(Garbled)])
 def test_a_run_finishes_whatever_its_tracker_does(small_run, tmp_path, monkeypatch, server):
-    monkeypatch.setattr(following, "END_SECONDS", 8.0)
-    monkeypatch.setattr(following, "_SHORT_SECONDS", 3.0)
+    monkeypatch.setattr(_tracking, "END_SECONDS", 8.0)
     observer, out = Notes(), tmp_path / "run"
     with server() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
@@ -93,12 +91,12 @@ def test_a_server_cannot_have_files_written_where_it_likes(tmp_path, monkeypatch
     class Hostile(Garbled):
         body = json.dumps(answers).encode()
 
-    monkeypatch.setattr(_follower, "stage_run", lambda folder, into: (into / "config.toml").write_text("theirs"))
+    monkeypatch.setattr(_tracking, "stage_run", lambda folder, into: (into / "config.toml").write_text("theirs"))
     writer = begun(tmp_path / "run", checkpoint=NUM_ROUNDS, rounds=NUM_ROUNDS)
     writer.finish(summary())
     with serving(Hostile) as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        follower = RunFollower(tracker_of("mlflow"), "mlflow", Place(name="run", folder=Path(writer.path)))
+        tell = RunTeller(tracker_of("mlflow"), "mlflow", Place(name="run", folder=Path(writer.path)))
         with pytest.raises(ValueError, match="would be on this machine; start it with --serve-artifacts"):
-            follower.update(complete=True, ended=True)
+            tell("finished")
     assert (victim / "config.toml").read_text() == "mine"

@@ -10,8 +10,7 @@ from typing import get_type_hints
 from fedpriv.config import RunConfig
 from fedpriv.runs._rows import RoundRow
 from fedpriv.runs.show import _tracker
-from fedpriv.runs.show._following import run_name
-from fedpriv.runs.show._tracker import MOST_CLIENTS, ROUND_METRICS, MetricPoint
+from fedpriv.runs.show._tracker import MOST_CLIENTS, ROUND_METRICS, MetricPoint, run_name
 from tests.tracking.folders import SECRET, client_row, config, round_row, summary
 
 
@@ -38,7 +37,7 @@ def test_a_row_is_logged_but_for_what_is_empty_or_infinite():
 
 
 def test_a_client_s_epsilons_and_nothing_else_of_it_are_logged():
-    told = _tracker.client_points([asdict(client_row(2, 1))], num_clients=2)
+    told = _tracker.client_points([asdict(client_row(2, 1))])
     assert told == [
         MetricPoint(metric="epsilon_local/client_01", value=1.5, round=2),
         MetricPoint(metric="epsilon_rho/client_01", value=1.0, round=2),
@@ -46,7 +45,6 @@ def test_a_client_s_epsilons_and_nothing_else_of_it_are_logged():
 
 
 def test_more_clients_than_a_page_can_show_are_logged_by_their_largest_epsilon_alone():
-    assert _tracker.client_points([asdict(client_row(2, 1))], num_clients=MOST_CLIENTS + 1) == []
     many = summary() | {"clients": summary()["clients"] * MOST_CLIENTS}
     assert not any(name.startswith("final_") for name in _tracker.final_figures(many))
 

@@ -1,9 +1,8 @@
-"""The pages that show a run: terminal, report, live page, notebook, and MLflow, TensorBoard or Weights & Biases.
+"""The pages that show a run: terminal, report, notebook, and MLflow, TensorBoard or Weights & Biases.
 
-A tracker is told by a process of its own, which follows the run's folder and reads the tables there. So it knows
-nothing that is not released, and whatever becomes of it or of the tracker's server, the run goes on. `_tracker` says
-what is logged, as pure functions of the tables, and what a tracker must do; one file each does it. `_following` starts
-the process and is its program.
+A tracker is told in a thread, which reads the run's folder. So it knows nothing that is not released, and whatever
+becomes of it or of the tracker's server, the run goes on. `_tracker` says what is logged, as pure functions of the
+tables, and what a tracker must do; one file each does it, and `_tracking` has them told.
 
 >>> from fedpriv.runs.show._tracker import configuration, parameters, round_points
 >>> parameters(configuration({"model": "/home/anna/my-model", "rank": 4, "labels": ["yes", "no"], "out": "/srv/run"}))
@@ -17,12 +16,9 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.runs.show._following import FollowedFolder as FollowedFolder
-    from fedpriv.runs.show._following import check_installed as check_installed
-    from fedpriv.runs.show._following import following as following
-    from fedpriv.runs.show._following import following_run as following_run
-    from fedpriv.runs.show._following import run_name as run_name
-    from fedpriv.runs.show._live_server import serve_folder as serve_folder
+    from fedpriv.runs.show._progress_page import PageWriter as PageWriter
+    from fedpriv.runs.show._progress_page import kept_page as kept_page
+    from fedpriv.runs.show._progress_page import sweep_page as sweep_page
     from fedpriv.runs.show._report_page import write_report as write_report
     from fedpriv.runs.show._result import Run as Run
     from fedpriv.runs.show._result import open_run as open_run
@@ -35,6 +31,14 @@ if TYPE_CHECKING:
     from fedpriv.runs.show._tables import joining_table as joining_table
     from fedpriv.runs.show._tables import language_table as language_table
     from fedpriv.runs.show._tables import views_text as views_text
+    from fedpriv.runs.show._terminal import plain_table as plain_table
     from fedpriv.runs.show._terminal import show_status as show_status
+    from fedpriv.runs.show._tracker import check_installed as check_installed
+    from fedpriv.runs.show._tracker import run_name as run_name
+    from fedpriv.runs.show._tracker import tracker_of as tracker_of
+    from fedpriv.runs.show._tracking import SweepTeller as SweepTeller
+    from fedpriv.runs.show._tracking import tracked as tracked
+    from fedpriv.runs.show._tracking import tracked_run as tracked_run
+    from fedpriv.runs.show._watch import watch as watch
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

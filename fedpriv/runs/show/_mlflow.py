@@ -19,6 +19,9 @@ _STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "failed": "FAILED"}
 # A server that does not answer is asked again later; MLflow's own patience would be 14 minutes.
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
+# Standard output and standard error are the run's.
+_QUIET = {"MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true", "MLFLOW_LOGGING_LEVEL": "ERROR"}
+
 
 class MlflowRun:
     """A run on the server or in the file that MLFLOW_TRACKING_URI names."""
@@ -75,11 +78,12 @@ class MlflowRun:
 
 def open_run(place: Place, known: str | None) -> MlflowRun:
     """A run in the experiment of MLFLOW_EXPERIMENT_NAME, of the sweep's title, or `fedpriv`."""
-    client = _client()
+    client = _client(place.home)
     if known and _reopened(client, known):
         return MlflowRun(client, known)
     tags = {"mlflow.parentRunId": place.parent} if place.parent else {}
-    run = client.create_run(_experiment(client, place.sweep), run_name=place.name, tags=tags)
+    artifacts = (place.home / "mlruns").as_uri() if place.home and client.tracking_uri == _store(place.home) else None
+    run = client.create_run(_experiment(client, place.sweep, artifacts), run_name=place.name, tags=tags)
     return MlflowRun(client, run.info.run_id)
 
 
@@ -92,13 +96,18 @@ def open_sweep(title: str, folder: Path, keys: Sequence[str], known: str | None)
     return MlflowRun(client, run.info.run_id)
 
 
-def _client() -> Any:
-    for name, value in _PATIENCE.items():
+def _client(home: Path | None = None) -> Any:
+    for name, value in {**_PATIENCE, **_QUIET}.items():
         os.environ.setdefault(name, value)
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # before the import: it asks a server of MLflow's makers
     from mlflow import MlflowClient
 
-    return MlflowClient()
+    return MlflowClient(_store(home) if home and not os.environ.get("MLFLOW_TRACKING_URI") else None)
+
+
+def _store(home: Path) -> str:
+    """The database that MLflow itself would make in that folder."""
+    return f"sqlite:///{home}/mlflow.db"
 
 
 def _reopened(client: Any, run_id: str) -> bool:
@@ -114,14 +123,14 @@ def _reopened(client: Any, run_id: str) -> bool:
     return True
 
 
-def _experiment(client: Any, sweep: str | None) -> str:
+def _experiment(client: Any, sweep: str | None, artifacts: str | None = None) -> str:
     from mlflow.exceptions import MlflowException
 
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or sweep or EXPERIMENT
     if found := client.get_experiment_by_name(name):
         return str(found.experiment_id)
     try:
-        return str(client.create_experiment(name))
+        return str(client.create_experiment(name, artifacts))
     except MlflowException as error:  # another run has made it in the meantime
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise

@@ -10,6 +10,7 @@ import html
 import io
 import math
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -303,6 +304,9 @@ _CSS = {INK: "var(--ink, #1d2126)", GRID: "var(--grid, #d5d9de)"} | {
 }
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
+# matplotlib's settings belong to the whole process.
+_drawing = threading.Lock()
+
 
 def to_svg(figure: Figure, *, name: str, description: str) -> str:
     """The figure as an SVG element; text stays text, and the bytes depend on the figure and the name alone.
@@ -313,7 +317,7 @@ def to_svg(figure: Figure, *, name: str, description: str) -> str:
         description: what a screen reader reads out instead of the picture.
     """
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": f"fedpriv-{name}", "svg.fonttype": "none"}):
+    with _drawing, matplotlib.rc_context({"svg.hashsalt": f"fedpriv-{name}", "svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
     text = buffer.getvalue()
     body = text[text.index("<svg") :].strip()

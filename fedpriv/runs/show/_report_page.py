@@ -87,6 +87,8 @@ def render(
         templates()
         .get_template("report.html.j2")
         .render(
+            name=run.name,
+            timing=None,
             run=run,
             summary=summary,
             tiles=figures(run, "report"),

@@ -12,6 +12,13 @@ import pandas as pd
 
 from fedpriv.errors import InputError
 from fedpriv.runs import RunFolder, RunStatus, files, status_of
+from fedpriv.runs.figures import MISSING, format_bound, format_delta, format_number, format_percent, format_seconds
+from fedpriv.runs.show._tables import TextTable
+from fedpriv.runs.show._tracker import run_name
+from fedpriv.texts import printable
+
+STATES = ("running", "waiting", "finished", "failed", "interrupted", "unknown")
+"""The states of a sweep's runs, those that go on first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +86,33 @@ def read_sweep(folder: Path, *, now: float) -> SweepStatus:
     earlier = (_status(RunFolder(path, now=now)) for path in sorted((folder / files.UNFINISHED).glob("*")))
     spending = _composed(folder) or _added([*(run.status for run in runs), *earlier])
     return SweepStatus(title=title, runs=runs, spending=spending)
+
+
+def sweep_table(sweep: SweepStatus) -> TextTable:
+    """A row for each run: its state, and its figures so far."""
+    has_perplexity = any(run.perplexity is not None for run in sweep.runs)
+    return TextTable(
+        caption="ε on the local view at the row's δ: by rdp while a run goes on, final once it is finished",
+        headers=(
+            *("run", "state", "rounds", "accuracy"),
+            *(["perplexity"] if has_perplexity else []),
+            *("ε local", "δ", "time"),
+        ),
+        rows=tuple(_cells(run, has_perplexity=has_perplexity) for run in sweep.runs),
+    )
+
+
+def _cells(run: SweepRun, *, has_perplexity: bool) -> tuple[str, ...]:
+    name, status = printable(run_name(run.varied) if run.varied else run.key), run.status
+    if status is None:
+        return (name, run.state, *[""] * (6 if has_perplexity else 5))
+    planned = "" if status.num_rounds_planned is None else f" of {status.num_rounds_planned}"
+    return (
+        *(name, run.state, f"{status.num_rounds}{planned}", format_percent(status.test_accuracy)),
+        *([format_number(run.perplexity)] if has_perplexity else []),
+        MISSING if status.epsilon_local_max is None else format_bound(status.epsilon_local_max),
+        *(format_delta(status.delta_max), format_seconds(status.seconds)),
+    )
 
 
 def _planned(folder: Path) -> tuple[str, dict[str, Mapping[str, Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -11,14 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedpriv.runs import ClientStatus, RunFolder, RunStatus, spent_on_view, status_of
+from fedpriv.runs import ClientStatus, RunFolder, RunStatus, files, spent_on_view, status_of
 from fedpriv.runs.figures import MISSING, figures, format_bound, format_delta, format_seconds
-from fedpriv.texts import holder_label, what_is_counted
+from fedpriv.runs.show._tables import TextTable
+from fedpriv.texts import holder_label, of_whom, what_is_counted
 from fedpriv.texts import printable as _printable
 
 # If there are more clients, only those in trouble are listed.
 MAX_CLIENTS = 40
 _STYLES = {"finished": "bold green", "running": "bold cyan", "interrupted": "bold red", "unknown": "bold yellow"}
+_BY_STATUS = "rounds by status"
 _SHOWN_APART = ("time", "event", "run", "round", "client")
 
 
@@ -56,7 +59,24 @@ def _figures(folder: RunFolder, run: RunStatus) -> Table:
         grid.add_row("ended early", Text(_printable(run.stopped_early)))
     for figure in figures(folder, "terminal"):
         grid.add_row(figure.label, Text(_printable(figure.text), style="bold red" if figure.is_alarming else ""))
+    grid.add_row("page", Text(page_line(folder.path)))
     return grid
+
+
+def page_line(path: Path) -> str:
+    """The place of a folder's report, as a browser takes it; a dash before there is one."""
+    page = path.absolute() / files.REPORT
+    return _printable(page.as_uri()) if page.is_file() else MISSING
+
+
+def plain_table(content: TextTable) -> Table:
+    """A table with its caption as a title."""
+    table = Table(title=content.caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for header in content.headers:
+        table.add_column(header, no_wrap=bool(header) or not table.columns)
+    for row in content.rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def _state(run: RunStatus) -> Text:
@@ -74,24 +94,35 @@ def _age(run: RunStatus) -> str:
     return f"{age}; after {format_seconds(run.round_seconds)} without a sign of life it counts as interrupted"
 
 
-def _client_table(run: RunStatus, spent: Mapping[int, float | None]) -> Table:
-    """The clients' table; on a narrow terminal a name may be cut, but never a figure.
+def clients_so_far(run: RunStatus, spent: Mapping[int, float | None]) -> TextTable:
+    """A row for each client; of many clients, only for those in trouble.
 
     Args:
         run: whose clients.
         spent: {client: epsilon on the run's view}.
     """
-    clients = _listed(run.clients)
-    rows = [_client_cells(client, spent[client.client]) for client in clients]
+    num_unlisted = len(run.clients) - len(_listed(run.clients))
+    more = f"; {num_unlisted:,} more are in clients.csv" if num_unlisted else ""
+    return TextTable(
+        caption=f"ε{of_whom(run.unit)} on the {run.privacy_view} view, by {run.accountant}{more}",
+        headers=("client", what_is_counted(run.unit), "round", f"ε {run.privacy_view}", "δ", "status", _BY_STATUS),
+        rows=tuple(_client_cells(client, spent[client.client]) for client in _listed(run.clients)),
+    )
+
+
+def _client_table(run: RunStatus, spent: Mapping[int, float | None]) -> Table:
+    """The clients' table; on a narrow terminal a name may be cut, but never a figure."""
+    content = clients_so_far(run, spent)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
-    headers = ("client", what_is_counted(run.unit), "round", f"ε {run.privacy_view}", "δ", "status", "rounds by status")
-    for position, header in enumerate(headers):
-        width = max(len(line) for cell in (header, *(row[position] for row in rows)) for line in cell.split("\n"))
-        is_figure = header not in ("client", "status", headers[-1])
+    for position, header in enumerate(content.headers):
+        width = max(
+            len(line) for cell in (header, *(row[position] for row in content.rows)) for line in cell.split("\n")
+        )
+        is_figure = header not in ("client", "status", _BY_STATUS)
         table.add_column(
             header, justify="right" if is_figure else "left", no_wrap=True, min_width=width if position else None
         )
-    for client, (*cells, status, counts) in zip(clients, rows, strict=True):
+    for client, (*cells, status, counts) in zip(_listed(run.clients), content.rows, strict=True):
         style = "red" if client.is_troubled else ""
         table.add_row(*map(Text, cells), Text(status, style=style), Text(counts))
     return table
@@ -119,10 +150,15 @@ def state_of(client: ClientStatus) -> str:
     return "skipped" if client.skipped else _printable(client.doing or client.status or "not asked")
 
 
-def trouble_of(client: ClientStatus) -> str:
-    """The reason why a client is in trouble; empty if none is known."""
+def troubles(run: RunStatus) -> list[tuple[str, str]]:
+    """The listed clients that are in trouble, with the reason, as far as one is known."""
     silence = "its node stopped answering; not asked, and not charged, until it registers again"
-    return client.retired or (silence if client.skipped else client.detail)
+    known = [
+        (holder_label(client.client, client.name), client.retired or (silence if client.skipped else client.detail))
+        for client in _listed(run.clients)
+        if client.is_troubled
+    ]
+    return [(who, _printable(reason)) for who, reason in known if reason]
 
 
 def _listed(clients: tuple[ClientStatus, ...]) -> list[ClientStatus]:
@@ -135,28 +171,34 @@ def _listed(clients: tuple[ClientStatus, ...]) -> list[ClientStatus]:
 def _notes(run: RunStatus) -> Iterable[Text]:
     """Yield how many clients are not listed, and the trouble of those that are."""
     listed = _listed(run.clients)
-    troubled = [client for client in listed if client.is_troubled]
     if num_unlisted := len(run.clients) - len(listed):
         num_troubled = sum(client.is_troubled for client in run.clients)
-        also = f", {num_troubled - len(troubled)} of them in trouble" if num_troubled > len(troubled) else ""
+        num_listed = sum(client.is_troubled for client in listed)
+        also = f", {num_troubled - num_listed} of them in trouble" if num_troubled > num_listed else ""
         yield Text(f"{num_unlisted:,} more clients{also}; --json lists all", style="dim")
-    for client in troubled:
-        if reason := trouble_of(client):
-            who = holder_label(client.client, client.name)
-            yield Text.assemble((f"{who}: ", "red"), _printable(reason))
+    for who, reason in troubles(run):
+        yield Text.assemble((f"{who}: ", "red"), reason)
+
+
+def last_events(run: RunStatus) -> TextTable:
+    """The last events of the run: time (UTC), name, and the client and the values that each of them names."""
+    unreadable = f", {run.num_unreadable_events:,} unreadable lines" if run.num_unreadable_events else ""
+    return TextTable(
+        caption=f"last of {run.num_events:,} events (UTC){unreadable}",
+        headers=("time", "event", ""),
+        rows=tuple(_event_cells(event) for event in run.events),
+    )
 
 
 def _event_lines(run: RunStatus) -> Iterable[Text]:
-    unreadable = f", {run.num_unreadable_events:,} unreadable lines" if run.num_unreadable_events else ""
-    yield Text(f"last of {run.num_events:,} events (UTC){unreadable}", style="dim")
-    lines = [[_printable(part) for part in event_parts(event)] for event in run.events]
-    width = max((len(name) for _, name, _ in lines), default=0)
-    for moment, name, rest in lines:
+    events = last_events(run)
+    yield Text(events.caption, style="dim")
+    width = max((len(name) for _, name, _ in events.rows), default=0)
+    for moment, name, rest in events.rows:
         yield Text.assemble((moment, "dim"), f"  {name:<{width}}  {rest}")
 
 
-def event_parts(event: Mapping[str, Any]) -> tuple[str, str, str]:
-    """An event's time (UTC), its name, and the client and the values that it names."""
+def _event_cells(event: Mapping[str, Any]) -> tuple[str, ...]:
     fields = {name: value for name, value in event.items() if value not in (None, "")}
     keys = [f"{name} {fields[name]}" for name in ("round", "client") if name in fields]
     others = [
@@ -164,4 +206,5 @@ def event_parts(event: Mapping[str, Any]) -> tuple[str, str, str]:
         for name, value in fields.items()
         if name not in _SHOWN_APART
     ]
-    return str(event["time"])[:19].replace("T", " "), event["event"], ", ".join([*keys, *others])
+    cells = (str(event["time"])[:19].replace("T", " "), event["event"], ", ".join([*keys, *others]))
+    return tuple(map(_printable, cells))

@@ -9,10 +9,12 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import Any, Literal, Protocol, cast
 
 from fedpriv.config import Fact, RunConfig, Track
+from fedpriv.errors import InputError
 from fedpriv.runs.figures import ShownFigure
 
 Ending = Literal["finished", "failed"]
@@ -31,6 +33,7 @@ class Place:
         sweep: the title of the sweep that it belongs to; None for a run of its own.
         sweep_folder: of that sweep.
         parent: the sweep's own id, in trackers that have one.
+        home: where a tracker keeps files of its own unless it is told otherwise; None for where the run was started.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Place:
     sweep: str | None = None
     sweep_folder: Path | None = None
     parent: str | None = None
+    home: Path | None = None
 
 
 class TrackedRun(Protocol):
@@ -71,6 +75,16 @@ class Tracker(Protocol):
 
     def open_sweep(self, title: str, folder: Path, keys: Sequence[str], known: str | None) -> TrackedRun | None:
         """The run under which those of a sweep are shown; None where trackers group them by name."""
+
+
+def check_installed(track: Track) -> None:
+    """Refuse a tracker whose package is missing, before anything is run.
+
+    Raises:
+        InputError: names the extra to install.
+    """
+    if track != "none" and find_spec(track) is None:
+        raise InputError(f"track = {track}: needs {track}; pip install 'fedpriv[{track}]', or use none")
 
 
 def tracker_of(track: Track) -> Tracker:
@@ -174,6 +188,13 @@ def plain_value(value: Any) -> Parameter:
     return value if isinstance(value, (str, int, float, bool)) else str(value)
 
 
+def run_name(varied: Mapping[str, Any], exists: Callable[[str], bool] = exists_here) -> str:
+    """The name of a run in a sweep: the keys that vary, with their values."""
+    values = {key: without_folders(value, exists) if isinstance(value, str) else value for key, value in varied.items()}
+    named = [f"{key}={plain_value(value)}" for key, value in values.items() if value is not None]
+    return ", ".join(named) or "base"
+
+
 def paths(values: Mapping[str, Any], exists: Callable[[str], bool] = exists_here) -> dict[str, str]:
     """{path in config.toml: what is said in its place}, longest first."""
     keys = (*RunConfig.keys_with(Fact.PATH), *RunConfig.keys_with(Fact.LOCATION))
@@ -197,10 +218,8 @@ def round_points(rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, str] =
     ]
 
 
-def client_points(rows: Iterable[Mapping[str, Any]], num_clients: int) -> list[MetricPoint]:
-    """The points of rows of clients.csv; none if the run has more than MOST_CLIENTS clients."""
-    if num_clients > MOST_CLIENTS:
-        return []
+def client_points(rows: Iterable[Mapping[str, Any]]) -> list[MetricPoint]:
+    """The points of rows of clients.csv, for a run of at most MOST_CLIENTS clients."""
     return [
         MetricPoint(metric=f"{column}/{client_name(row['client'])}", value=float(row[column]), round=row["round"])
         for row in rows

@@ -77,6 +77,7 @@ def open_run(place: Place, known: str | None) -> WandbRun:
     import wandb
 
     run = wandb.init(
+        dir=None if os.environ.get("WANDB_DIR") else place.home,
         project=os.environ.get("WANDB_PROJECT") or EXPERIMENT,
         name=place.name,
         group=os.environ.get("WANDB_RUN_GROUP") or place.sweep,

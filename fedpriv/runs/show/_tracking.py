@@ -1,31 +1,144 @@
-"""Reads what a run or a sweep has released so far, and tells the tracker what it does not know yet.
+"""Tells a tracker what a run or a sweep has released, behind a bounded queue and in a thread: whatever becomes of it,
+the run goes on.
 
-At the end the tracker gets files too: copies without the paths of the machine that made them.
+It reads the folder, so it knows nothing that is not released. At the end the tracker gets files too: copies without
+the paths of the machine that made them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from queue import Full, Queue
 from typing import Any
 
 import tomli_w
 
-from fedpriv.runs import ClientRow, RoundRow, RunFolder, column_types, files
+from fedpriv.config import MachineSection, Track
+from fedpriv.runs import ClientRow, RoundRow, RunFolder, column_types, files, is_alive
 from fedpriv.runs.figures import figures
 from fedpriv.runs.show import _tracker
-from fedpriv.runs.show._tracker import Place, TrackedRun, Tracker
+from fedpriv.runs.show._share import Share
+from fedpriv.runs.show._tracker import Ending, Place, TrackedRun, Tracker, tracker_of
 
+# How long a tracker may take after the run, for what is still to be sent; and after one that failed.
+END_SECONDS, SHORT_SECONDS = 60.0, 15.0
+# Events that may wait; a tracker that is further behind is given up.
+_MOST_WAITING = 1000
+_LONGEST_REASON = 200
+
+Tell = Callable[[Ending | None], None]
 # A run that is followed is of this version, so a column that it lacks is damage.
 _ROUND_COLUMNS, _CLIENT_COLUMNS = tuple(column_types(RoundRow)), tuple(column_types(ClientRow))
 
 # The columns that a sweep's own run gets; all rows of sweep.csv hold the same.
 _SWEEP_FIGURES = ("epsilon_sum", "delta_sum", "num_runs_in_sum")
+
+
+class Tracking:
+    """Tells a tracker, in a thread of its own, whenever there is something new in a folder.
+
+    A tracker that fails, or does not keep up, is told no more; that is one notice, and nothing is raised.
+
+    Args:
+        track: the tracker's name.
+        teller: makes what tells the tracker what is new, given how the run ended, or None before.
+        folder: that holds all of it in any case.
+        notice: is told once why something did not arrive, from any thread.
+    """
+
+    def __init__(self, track: Track, teller: Callable[[], Tell], folder: Path, notice: Callable[[str], None]) -> None:
+        self._track, self._teller, self._folder, self._notice = track, teller, folder, notice
+        self._waiting = Queue[Ending | None](maxsize=_MOST_WAITING)
+        self._dropped = threading.Lock()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """There is something new."""
+        self._put(None)
+
+    def end(self, ending: Ending) -> None:
+        """There will be nothing more; waits for the tracker, but not for long."""
+        self._put(ending)
+        seconds = END_SECONDS if ending == "finished" else SHORT_SECONDS
+        if not self._dropped.locked():
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                self._drop(f"not everything arrived within {seconds:g} s")
+
+    def _put(self, event: Ending | None) -> None:
+        if not self._dropped.locked():
+            try:
+                self._waiting.put_nowait(event)
+            except Full:
+                self._drop("it does not keep up")
+
+    def _drop(self, reason: str) -> None:
+        if self._dropped.acquire(blocking=False):
+            self._notice(f"track = {self._track}: {reason}; the run is not affected, {self._folder} holds everything")
+
+    def _work(self) -> None:
+        ending, share = None, Share(clock=time.thread_time)
+        try:
+            tell = self._teller()
+            while ending is None and not self._dropped.locked():
+                ending = self._waiting.get()
+                while ending is None and not self._waiting.empty():  # one look sees all that is new
+                    ending = self._waiting.get()
+                if ending or share.is_due:
+                    with share.spending():
+                        tell(ending)
+        except Exception as error:  # whatever a tracker raises, the run must not see it
+            self._drop(_reason(error))
+
+
+@contextlib.contextmanager
+def tracked(
+    track: Track, folder: Path, teller: Callable[[], Tell], notice: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Have a tracker told of a folder; the block calls what it is given whenever something new is there.
+
+    Args:
+        track, folder, teller, notice: as of `Tracking`; nothing happens if the tracker is `none`.
+    """
+    if track == "none":
+        yield lambda: None
+        return
+    tracking = Tracking(track, teller, folder, notice)
+    try:
+        yield tracking.look
+    except BaseException:
+        tracking.end("failed")
+        raise
+    tracking.end("finished")
+
+
+def tracked_run(
+    folder: Path, config: MachineSection, notice: Callable[[str], None]
+) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """`tracked` of a run's folder, as its `track` says.
+
+    Flower runs the coordinator in a folder of its own, so files of a tracker go next to the run there.
+    """
+    place = Place(name=folder.name, folder=folder, home=folder.parent if config.engine == "flower" else None)
+    return tracked(config.track, folder, lambda: RunTeller(tracker_of(config.track), config.track, place), notice)
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line for a terminal: a server may have written it, and a URL may hold a password."""
+    text = re.sub(r"//[^/@\s]+@", "//", f"{type(error).__name__}: {error}")
+    printable = "".join(c if c.isprintable() else " " for c in text)
+    line = " ".join(printable.split())
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +166,8 @@ def read_position(folder: Path, tracker: str) -> Position:
     return Position(**values)
 
 
-class RunFollower:
-    """Follows one run's folder.
+class RunTeller:
+    """Tells a tracker what is new in a run's folder.
 
     Args:
         tracker: where to.
@@ -70,30 +183,23 @@ class RunFollower:
             self._position = replace(self._position, finished=False)
         self._run: TrackedRun | None = None
 
-    def update(self, *, complete: bool, ended: bool) -> None:
-        """Tell what is new.
+    def __call__(self, ending: Ending | None) -> None:
+        """Tell what the tracker does not know yet.
 
         Args:
-            complete: whether the run's files are all written.
-            ended: whether there will be no other call.
+            ending: of the run, once there will be no other call; all files of a finished one are written.
 
         Raises:
-            Exception: the tracker's; the next call tells again what did not arrive.
+            Exception: the tracker's.
         """
         if self._position.finished or not (self._folder / files.CONFIG).is_file():
             return
         look = RunFolder(self._folder)
         run = self._opened(look)
-        try:
-            self._tell_rounds(run, look, _last_round(look, complete=complete))
-            if complete:
-                self._finish(run, look)
-        except Exception:
-            if ended:
-                with contextlib.suppress(Exception):  # the first reason is the one to tell
-                    run.end("failed")
-            raise
-        if ended and not complete:
+        self._tell_rounds(run, look, _last_round(look, complete=ending == "finished"))
+        if ending == "finished":
+            self._finish(run, look)
+        elif ending == "failed":
             run.end("failed")
 
     def _opened(self, look: RunFolder) -> TrackedRun:
@@ -112,8 +218,9 @@ class RunFollower:
         first = self._position.round
         if last <= first:
             return
-        clients = _tracker.client_points(look.client_rows(_CLIENT_COLUMNS), len(look.registrations))
-        points = _tracker.round_points(look.round_rows(_ROUND_COLUMNS)) + clients
+        points = _tracker.round_points(look.round_rows(_ROUND_COLUMNS))
+        if len(look.registrations) <= _tracker.MOST_CLIENTS:
+            points += _tracker.client_points(look.client_rows(_CLIENT_COLUMNS))
         run.log_points(sorted((p for p in points if first < p.round <= last), key=lambda p: p.round))
         self._keep(replace(self._position, round=last))
 
@@ -134,8 +241,8 @@ class RunFollower:
         self._position = position
 
 
-class SweepFollower:
-    """Follows a sweep's folder and those of its runs, which are never resumed.
+class SweepTeller:
+    """Tells a tracker of each run of a sweep once that has ended; runs of a sweep are never resumed.
 
     Args:
         tracker: where to.
@@ -153,27 +260,34 @@ class SweepFollower:
         self._title, self._keys, self._names = title, keys, names
         self._run: TrackedRun | None = None
         self._is_open = False
-        self._runs: dict[str, RunFollower] = {}
 
-    def update(self, *, complete: bool, ended: bool) -> None:
-        """Tell what is new of every run, as `RunFollower` does of one; one that fails does not stop the others."""
+    def __call__(self, ending: Ending | None) -> None:
+        """Tell what is new of every run, as `RunTeller` does of one; one that fails does not stop the others."""
         self._open()
-        errors = [error for key in self._names if (error := self._update_run(key, ended=ended))]
-        if ended and self._run is not None:
-            self._run.log_final(_sweep_figures(self._folder / "sweep.csv"), {}, 0)
+        errors = [error for key in self._names if (error := self._tell_run(key, ending))]
+        if ending and self._run is not None:
+            self._run.log_final(_sweep_figures(self._folder / files.SWEEP_TABLE), {}, 0)
             _send(self._run, lambda into: stage_sweep(self._folder, into))
-            self._run.end("finished" if complete else "failed")
+            self._run.end(ending)
         if errors:
             raise errors[0]
 
-    def _update_run(self, key: str, *, ended: bool) -> Exception | None:
-        """Tell what is new of a run; returns the error of its follower, if there is one."""
+    def _tell_run(self, key: str, ending: Ending | None) -> Exception | None:
+        """Tell of a run that has ended; returns the tracker's error, if there is one."""
         folder = self._folder / key
-        if not (folder / files.CONFIG).is_file():
+        is_written = files.is_finished(folder)
+        # A run writes more after its summary; where nobody can tell whether it still does, the sweep's end tells.
+        if ending is None and not (is_written and is_alive(folder) is False):
             return None
-        written = files.is_finished(folder) and (folder / files.REPORT).is_file()
+        place = Place(
+            name=self._names[key],
+            folder=folder,
+            sweep=self._title,
+            sweep_folder=self._folder,
+            parent=self._run.id if self._run else None,
+        )
         try:
-            self._follower(key).update(complete=written, ended=ended)
+            RunTeller(self._tracker, self._name, place, once=True)("finished" if is_written else "failed")
         except Exception as error:
             return error
         return None
@@ -186,18 +300,6 @@ class SweepFollower:
         if self._run is not None:
             files.write_json(self._folder / files.TRACKER, asdict(replace(position, run=self._run.id)))
         self._is_open = True
-
-    def _follower(self, key: str) -> RunFollower:
-        if key not in self._runs:
-            place = Place(
-                name=self._names[key],
-                folder=self._folder / key,
-                sweep=self._title,
-                sweep_folder=self._folder,
-                parent=self._run.id if self._run else None,
-            )
-            self._runs[key] = RunFollower(self._tracker, self._name, place, once=True)
-        return self._runs[key]
 
 
 def _last_round(look: RunFolder, *, complete: bool) -> int:

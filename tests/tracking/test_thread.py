@@ -1,0 +1,109 @@
+"""The thread beside a run: it cannot fail or hold up the run, and what it says fits one line of a terminal."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from fedpriv.errors import InputError
+from fedpriv.runs.show import _tracker, _tracking
+from fedpriv.runs.show._tracker import check_installed
+from fedpriv.runs.show._tracking import _reason, tracked
+
+
+def run(tmp_path, tell, notices, *, looks: int = 0) -> float:
+    """Seconds that a run took beside which a tracker is told."""
+    began = time.monotonic()
+    with tracked("tensorboard", tmp_path, lambda: tell, notices.append) as look:
+        for _ in range(looks):
+            look()
+    return time.monotonic() - began
+
+
+def test_all_is_told_in_the_end_and_before_it_as_often_as_there_is_time(tmp_path):
+    notices, told = [], []
+    run(tmp_path, told.append, notices, looks=100)
+    assert told[-1] == "finished"
+    assert set(told[:-1]) <= {None}
+    assert len(told) <= 101
+    assert not notices
+
+
+def test_what_fails_is_said_once_and_told_no_more(tmp_path):
+    notices, tries = [], []
+
+    def refuse(ending):
+        tries.append(ending)
+        raise ConnectionError("refused")
+
+    run(tmp_path, refuse, notices, looks=5)
+    reason = f"ConnectionError: refused; the run is not affected, {tmp_path} holds everything"
+    assert notices == [f"track = tensorboard: {reason}"]
+    assert len(tries) == 1
+
+
+def test_a_teller_that_cannot_be_made_costs_one_notice(tmp_path):
+    notices = []
+    with tracked("mlflow", tmp_path, lambda: 1 / 0, notices.append) as look:
+        look()
+    assert len(notices) == 1
+    assert "ZeroDivisionError" in notices[0]
+
+
+def test_a_reason_from_a_server_holds_no_control_characters_and_no_password():
+    text = _reason(RuntimeError("\x1b[2J\x1b]0;owned\x07 https://user:hunter2@host/x\nsecond line " + "x" * 10_000))
+    assert text.isprintable()
+    assert "hunter2" not in text
+    assert len(text) <= 201
+
+
+def test_without_a_tracker_nothing_is_started(monkeypatch, tmp_path):
+    monkeypatch.setattr(_tracking.threading, "Thread", None)
+    with tracked("none", tmp_path, pytest.fail, pytest.fail) as look:
+        look()
+
+
+@pytest.fixture
+def hanging():
+    """A tracker that does not return until the test is over."""
+    over = threading.Event()
+    yield lambda ending: over.wait(60)
+    over.set()
+
+
+def test_a_tracker_that_hangs_is_waited_for_no_longer_than_the_limit(monkeypatch, tmp_path, hanging):
+    monkeypatch.setattr(_tracking, "END_SECONDS", 0.3)
+    notices = []
+    assert run(tmp_path, hanging, notices, looks=3) < 5
+    assert len(notices) == 1
+    assert notices[0].startswith("track = tensorboard: not everything arrived within 0.3 s")
+
+
+def test_a_tracker_that_does_not_keep_up_is_dropped_during_the_run_which_then_ends_at_once(tmp_path, hanging):
+    notices = []
+    assert run(tmp_path, hanging, notices, looks=5000) < 5
+    assert len(notices) == 1
+    assert "does not keep up" in notices[0]
+
+
+def test_a_run_s_own_failure_is_told_and_not_hidden(tmp_path):
+    told, notices = [], []
+
+    def fail():
+        with tracked("tensorboard", tmp_path, lambda: told.append, notices.append):
+            raise InputError("x")
+
+    with pytest.raises(InputError, match="x"):
+        fail()
+    assert told == ["failed"]
+    assert not notices
+
+
+def test_a_missing_package_is_refused_in_one_line_with_the_command(monkeypatch):
+    monkeypatch.setattr(_tracker, "find_spec", lambda name: None)
+    with pytest.raises(InputError) as refusal:
+        check_installed("mlflow")
+    assert str(refusal.value) == "track = mlflow: needs mlflow; pip install 'fedpriv[mlflow]', or use none"
+    check_installed("none")
