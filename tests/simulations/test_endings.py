@@ -110,6 +110,9 @@ def test_an_interrupted_run_prints_its_folder_and_the_command_that_resumes_it(sm
     (line,) = stopped.stderr.strip().splitlines()
     assert line.startswith(f"interrupted; {tmp_path / 'run'} holds the run")
     assert line.endswith(resume_command(tmp_path / "run", "in-process"))
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert '<span class="state interrupted">' in page
+    assert "The run goes on after round" in page
     with monkeypatch.context() as patch:
         patch.setattr(Books, "settle", lambda *_: signal.raise_signal(signal.SIGTERM))
         assert resumed(tmp_path / "run").exit_code == 143
