@@ -61,8 +61,11 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+_CONSTANTS = {"NaN": None, "Infinity": "inf", "-Infinity": "-inf"}
+
+
 def strict_json(value: Any, *, indent: int | None = None) -> str:
-    """Standard JSON, unlike that of Python's `json`: null stands for every NaN and infinity.
+    """Standard JSON, unlike that of Python's `json`: an infinity is "inf" or "-inf", and null stands for NaN.
 
     Args:
         value: what `json.dumps` takes.
@@ -74,7 +77,7 @@ def strict_json(value: Any, *, indent: int | None = None) -> str:
     text = json.dumps(value)
     if indent is None and "NaN" not in text and "Infinity" not in text:
         return text
-    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=indent, allow_nan=False)
+    return json.dumps(json.loads(text, parse_constant=_CONSTANTS.__getitem__), indent=indent, allow_nan=False)
 
 
 # What is outside, and what is found, by unit.
@@ -116,7 +119,7 @@ def risk_in_figures(values: Mapping[str, Any]) -> str:
     """The shares found, by those wrongly accused, the greatest advantage, and mu, in a line."""
     found = ", ".join(f"{percent_up(y)} at {100 * float(x):g} %" for x, y in values["tpr_at_fpr"].items())
     mu = values["mu"]
-    told = "no mu" if mu is None or mu == math.inf else f"mu {math.ceil(1000 * mu) / 1000:.3f}"
+    told = "no mu" if mu in (None, math.inf) else f"mu {math.ceil(1000 * mu) / 1000:.3f}"
     return f"{found} wrongly accused; advantage {percent_up(values['advantage'])}; {told}"
 
 

@@ -39,7 +39,7 @@ class Result:
     """The result of a command.
 
     Attributes:
-        values: one JSON object, in which null stands for infinity and NaN.
+        values: one JSON object, in which "inf" is an infinity, and null stands for what is not known.
         lines: for a reader; by default a line for each value.
         code: the exit code.
     """
@@ -93,7 +93,7 @@ def check_new_file(out: Path | None) -> None:
 
 
 def show(values: Mapping[str, Any], lines: Iterable[str], as_json: bool) -> None:
-    """Print the values as one JSON object, in which null stands for infinity and NaN; or print the lines."""
+    """Print the values as one JSON object, with "inf" for infinity and null for what is unknown; or print the lines."""
     typer.echo(texts.strict_json(values) if as_json else "\n".join(lines))
 
 

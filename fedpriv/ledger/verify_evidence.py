@@ -52,7 +52,7 @@ class Findings(list[str]):
         self.append(f"{says:<15}{claim}" + f": {found}" * (holds is False))
 
     def compare(self, claim: str, printed: float | None, found: float, kind: str, *, is_bound: bool = False) -> None:
-        """Say whether a printed figure, in which null stands for infinity, is the one found here, or bounds it."""
+        """Say whether a printed figure, which bounds nothing if it is null, is the one found here, or bounds it."""
         value, (below, above) = math.inf if printed is None else printed, TOLERANCES[kind]
         scale, most = max(found, LEAST), math.inf if is_bound else above
         agrees = value == found or found - below * scale <= value <= found + most * scale
@@ -72,7 +72,8 @@ class Findings(list[str]):
 
 def check_part(part: str, files: Mapping[str, bytes], kept: str | None, to: Findings) -> None:
     """Check one ledger of the bundle, with what was printed of it."""
-    about, shown, registrations = (json.loads(files[f"{part}/{n}.json"]) for n in ("about", "figures", "registrations"))
+    texts = (files[f"{part}/{n}.json"].replace(b'"inf"', b"Infinity") for n in ("about", "figures", "registrations"))
+    about, shown, registrations = map(json.loads, texts)
     entries, receipts = ([*map(to.parsed, files[f"{part}/{n}.jsonl"].splitlines())] for n in ("entries", "receipts"))
     for name, digest in about["policy"].items():
         to.check(hashlib.sha256(files[f"{part}/{name}"]).hexdigest() == digest, f"{name} has the digest {digest}")
@@ -333,9 +334,8 @@ def check_printed(printed: Object, spent: Mapping[str, Sequence[Object]], to: Fi
     for key, values in figures.items():
         worst, stated = None if None in values else max(values), {**printed, **(printed["tpr_at_fpr"] or {})}.get(key)
         to.check(stated == worst, f"{key} {stated} is that of the worst client", worst)
-    for epsilon, budget in zip(figures.get(f"epsilon_{view}_max", []), itertools.cycle(printed["budget_epsilon"])):
-        kept = epsilon is not None and epsilon <= budget * (1 + 1e-9)
-        to.check(kept, f"the budget of epsilon {budget:g} on the {view} view is kept", epsilon)
+    for most, budget in zip(figures.get(f"epsilon_{view}_max", []), itertools.cycle(printed["budget_epsilon"])):
+        to.check(most is not None and most <= budget * (1 + 1e-9), f"the {view} budget of {budget:g} is kept", most)
 
 
 def check_budget(row: Object, releases: Sequence[Object], rules: Any, slots: Any, order: int, to: Findings) -> None:

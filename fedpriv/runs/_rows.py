@@ -129,7 +129,7 @@ def parse_rows(
 
 
 def parse_epsilon(value: object) -> float:
-    """The epsilon that a record holds; null, NaN and "inf" all mean that there is no bound.
+    """The epsilon that a record holds; "inf", NaN and a missing one all mean that there is no bound.
 
     Raises:
         ValueError: the value is no number, or below 0.

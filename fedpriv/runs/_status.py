@@ -280,10 +280,10 @@ def _last_change(run_dir: Path) -> float:
 def account_parts(summary: Mapping[str, Any]) -> tuple[float, float] | None:
     """The largest cost of this run, and of what stood in an account before it, on the run's view.
 
-    None where nothing stood there, or a run of an earlier version did not tell it apart.
+    None where nothing stood there.
 
     Args:
-        summary: of a finished run; there, null stands for infinity.
+        summary: of a finished run.
     """
     keys = ("epsilon_this_run_max", "epsilon_before_max")
     if not all(key in summary for key in keys):
@@ -293,7 +293,7 @@ def account_parts(summary: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def _final_costs(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The final figures; null in the JSON means infinity, or a view that does not hold."""
+    """The final figures; None for a view that does not hold."""
     holds = not summary.get("aggregate_objections")
     this_run, before = account_parts(summary) or (None, None)
     return {

@@ -351,7 +351,6 @@ def _spent(folder: RunFolder) -> str | None:
     summary = folder.summary
     if not summary:
         return None
-    # In JSON, null is infinity, or a view that does not hold.
     holds = not summary.get("aggregate_objections") and "epsilon_aggregate_max" in summary
     views = ("local", "rho", *(["aggregate"] if holds else []))
     return _closing_line(

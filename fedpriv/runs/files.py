@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,9 @@ UNFINISHED = "unfinished"  # earlier attempts, whose releases count
 # The digest of a configuration, which names the folder of a sweep's run.
 SWEEP_KEY = re.compile(r"[0-9a-f]{16}")
 
+# Keys whose values may be infinite.
+_BOUND = re.compile(r"epsilon|\bmu(_|$)")
+
 _CHECKPOINT_PREFIX = "round-"
 _CHECKPOINT = re.compile(rf"{_CHECKPOINT_PREFIX}[0-9]{{6,}}")
 
@@ -64,12 +68,12 @@ def read_config(run_dir: Path) -> RunConfig:
 
 
 def read_values(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """The keys and values of a TOML or JSON file; none if it is optional and missing.
+    """The keys and values of a TOML or JSON file, "inf" of a bound being a number; none if it is optional and missing.
 
     Raises:
         InputError: the file is missing, damaged, or holds something else.
     """
-    loads: Callable[[str], Any] = tomllib.loads if path.suffix == ".toml" else json.loads
+    loads: Callable[[str], Any] = tomllib.loads if path.suffix == ".toml" else _from_json
     try:
         values = loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -83,8 +87,15 @@ def read_values(path: Path, *, optional: bool = False) -> dict[str, Any]:
     return values
 
 
+def _from_json(text: str) -> Any:
+    def bounded(values: dict[str, Any]) -> dict[str, Any]:
+        return {key: math.inf if value == "inf" and _BOUND.search(key) else value for key, value in values.items()}
+
+    return json.loads(text, object_hook=bounded)
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file atomically; NaN and infinities become null, since JSON has none."""
+    """Write a JSON file atomically; NaN becomes null and an infinity "inf", since JSON has neither."""
     with replaced_file(path) as file:
         file.writelines(part.encode() for part in _json_parts(content))
 

@@ -56,14 +56,14 @@ def test_batch_clipping_with_a_head_divides_the_noise():
     assert result["effective_noise_multiplier"] == pytest.approx(2 / (2 * 3**0.5))
 
 
-def test_no_noise_is_infinite_for_people_and_null_in_json():
+def test_no_noise_is_infinite_for_people_and_in_json():
     arguments = [*ACCOUNT[:2], "0", *ACCOUNT[3:]]
-    assert as_json(*arguments)["epsilon"] is None
+    assert as_json(*arguments)["epsilon"] == "inf"
     assert "inf" in fedpriv(*arguments)[0]
 
 
 def test_extreme_noise_is_infinite():
-    assert as_json("account", "--noise-multiplier", "1e-300", *ACCOUNT[3:])["epsilon"] is None
+    assert as_json("account", "--noise-multiplier", "1e-300", *ACCOUNT[3:])["epsilon"] == "inf"
 
 
 def test_repeat_and_select_needs_its_conditions_stated():
@@ -90,7 +90,7 @@ def test_account_says_what_an_attacker_finds():
 
 def test_without_noise_everybody_may_be_found():
     result = as_json(*ACCOUNT[:2], "0", *ACCOUNT[3:])
-    assert (result["mu"], result["advantage"], set(result["tpr_at_fpr"].values())) == (None, 1.0, {1.0})
+    assert (result["mu"], result["advantage"], set(result["tpr_at_fpr"].values())) == ("inf", 1.0, {1.0})
 
 
 @pytest.mark.parametrize(("option", "target"), [("--target-risk", "tpr=0.05@fpr=0.01"), ("--target-mu", "0.8")])

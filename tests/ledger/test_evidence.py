@@ -108,7 +108,7 @@ def test_the_evidence_of_a_run_is_confirmed(runs, name, tmp_path):
     for client in range(3):
         said = [line for line in lines if f"client {client} in the run's summary: epsilon" in line]
         assert {re.findall(r"epsilon_(\w+) at", line)[0] for line in said} >= views
-    assert any("the budget of epsilon 50 on the local view is kept" in line for line in lines) == (name == "single")
+    assert any("the local budget of 50 is kept" in line for line in lines) == (name == "single")
     assert any(line.startswith("left to you") and "seeded" in line for line in lines)
 
 

@@ -94,7 +94,7 @@ class Node:
     @property
     def epsilon(self) -> float:
         (row,) = as_json("ledger", "show", self.path)["data_sets"]
-        return row["epsilon_local"] or math.inf  # null
+        return float(row["epsilon_local"])
 
     def recover(self, *sources: Path, reason: str | None = "the disk died") -> dict:
         given = [part for source in sources for part in ("--from", source)]
