@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fedpriv.exports import lazy_exports
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Threads of torch's pool that spin while they wait take cores that others need, and the pool's own threads too. So they
 # spin briefly, unless the user says how they wait. GNU's OpenMP reads this when torch is loaded.

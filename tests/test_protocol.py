@@ -134,7 +134,7 @@ def test_an_int_is_accepted_as_a_float_but_not_the_reverse():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "version = 1"),
+        ({"version": 2}, "version = 2"),
         ({"round": "1"}, "round = '1'"),
         ({"round": True}, "round = True"),
         ({"clip_norm": "1"}, "clip_norm = '1'"),

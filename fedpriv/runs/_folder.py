@@ -7,7 +7,6 @@ False
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import time
@@ -42,15 +41,13 @@ T = TypeVar("T")
 # The columns that a report needs; what they hold is declared with the rows.
 ROUND_COLUMNS = (
     *("round", "num_selected", "num_replies", "num_failures", "test_accuracy", "test_loss"),
-    *("bytes_up", "bytes_down"),
+    *("test_perplexity", "bytes_up", "bytes_down"),
 )
 CLIENT_COLUMNS = (
     *("round", "client", "status", "sampling_probability", "noise_multiplier", "effective_noise_multiplier"),
-    *("steps", "rho_bar", "epsilon_local", "epsilon_rho"),
+    *("steps", "rho_bar", "epsilon_local", "epsilon_rho", "epsilon_aggregate"),
 )
 COMPARISON_COLUMNS = ("round", "test_accuracy", "test_loss")
-# Runs of earlier versions lack them; so do classifiers, and runs on which the aggregate view does not hold.
-_OPTIONAL_COLUMNS = ("test_perplexity", "epsilon_aggregate")
 _CLIENT_KEYS = (
     *("client", "num_records", "rounds", "earlier_runs", "epsilon_local", "epsilon_local_this_run", "epsilon_rho"),
     *("retired", "delta", "bytes_up", "bytes_down"),
@@ -63,7 +60,7 @@ _FIGURES_OF_QUALITY = (
     *("alone_accuracy", "alone_accuracy_min", "alone_accuracy_max"),
 )
 QUALITY_KEYS = (*_FIGURES_OF_QUALITY, "confusion_matrix", "labels", "baselines", "warnings")
-"""The keys of summary.json that say how good a run's answers are; None in one of an earlier version."""
+"""The keys of summary.json that say how good a run's answers are."""
 
 LANGUAGE_KEYS = (
     *("perplexity", "perplexity_initial", "perplexity_non_private"),
@@ -77,7 +74,18 @@ _NULLABLE = (*_ACCURACIES, *_FIGURES_OF_QUALITY, *LANGUAGE_KEYS, "delta", "delta
 _FLAGS = ("private", "adapters_moved")
 _LEDGER_KEYS = ("privacy_view", "budget_epsilon", "stopped_early", "aggregate_objections", "ledger_head")
 _EPSILONS = ("epsilon_local_max", "epsilon_rho_max")
-_SUMMARY_KEYS = (*_ACCURACIES, *_COUNTS, *_FLAGS, *_LEDGER_KEYS, *_EPSILONS, "delta_max", "engine", "clients")
+_SUMMARY_KEYS = (
+    *_ACCURACIES,
+    *QUALITY_KEYS,
+    *LANGUAGE_KEYS,
+    *_COUNTS,
+    *_FLAGS,
+    *_LEDGER_KEYS,
+    *_EPSILONS,
+    "delta_max",
+    "engine",
+    "clients",
+)
 _WORDS = {"noise_source": ("secure", "seeded"), "accountant": ("pld", "rdp"), "unit": ("record", "person", "client")}
 
 
@@ -125,7 +133,7 @@ class RunFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The values of config.toml, as the run's version wrote them."""
+        """The values of config.toml."""
         return files.read_values(self.path / files.CONFIG)
 
     @cached_property
@@ -154,10 +162,8 @@ class RunFolder:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The values of summary.json, with None for figures that a run of an earlier version lacks; empty before."""
-        values = files.read_values(self.path / files.SUMMARY, optional=True)
-        absent = dict.fromkeys((*QUALITY_KEYS, *LANGUAGE_KEYS)) | {"warnings": []}
-        return absent | values if values else {}
+        """The values of summary.json; empty before it is written."""
+        return files.read_values(self.path / files.SUMMARY, optional=True)
 
     @cached_property
     def events(self) -> Events:
@@ -230,6 +236,7 @@ class RunFolder:
             raise InputError(f"{self.path}: no such folder; give the folder that a finished run wrote")
         if not self.is_finished:
             raise files.missing(self.path / files.SUMMARY)
+        files.check_version(self.path)
         _check_summary(self.path / files.SUMMARY, self.summary)
         _ = self.config, self.environment, self.rounds, self.clients, self.stored, self.samples
         if self.comparison is not None:
@@ -245,11 +252,7 @@ class RunFolder:
         return self._texts[name]
 
     def _rows(self, name: str, kind: type[RoundRow | ClientRow], columns: Sequence[str] | None) -> list[dict[str, Any]]:
-        text = self._text(name)
-        if columns is None:
-            written = next(csv.reader(text.splitlines()), [])
-            columns = [column for column in column_types(kind) if column in written]
-        return parse_rows(text, self.path / name, kind, columns)
+        return parse_rows(self._text(name), self.path / name, kind, columns)
 
     def _table(self, name: str, kind: type[RoundRow | ClientRow], columns: Sequence[str]) -> pd.DataFrame:
         import pandas as pd
@@ -262,7 +265,6 @@ class RunFolder:
         except ValueError as error:
             raise InputError(f"{path}: not a CSV file with a header ({_one_line(error)})") from None
         types = column_types(kind)
-        columns = [*columns, *(column for column in _OPTIONAL_COLUMNS if column in types and column in table)]
         for column in columns:
             if column not in table:
                 raise InputError(f"{path}: column {column} is missing; the file needs {', '.join(columns)}")
@@ -270,7 +272,7 @@ class RunFolder:
                 table[column] = _numbers(path, table[column])
         if kind is RoundRow and table.empty:
             raise InputError(f"{path}: holds no round; a finished run has at least round 0")
-        return table[columns]
+        return table[list(columns)]
 
 
 def _numbers(path: Path, column: pd.Series) -> pd.Series:
@@ -389,11 +391,6 @@ class StoredVariants:
     def num_records(self) -> int:
         """The largest number of records on which a variant was validated, those of a search left out."""
         return max(int(outcome["num_records"]) for outcome in self.outcomes)
-
-    @property
-    def are_proven(self) -> bool:
-        """Whether losses have limits; in stores of earlier versions they have none."""
-        return any(outcome.get("loss_limit") is not None for outcome in self.outcomes)
 
     @property
     def way(self) -> str:

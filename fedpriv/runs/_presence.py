@@ -74,7 +74,7 @@ def _second(run_dir: Path) -> InputError:
 def is_alive(run_dir: Path) -> bool | None:
     """Whether the process that runs the run lives; None if that cannot be told.
 
-    That is so for runs of earlier versions, and for a process on another machine or before this one was restarted.
+    That is so for a process on another machine or before this one was restarted.
     """
     try:
         if _GET is None or str(_noted(run_dir).get("boot", "")) != _boot():  # "" is no machine's

@@ -11,7 +11,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,22 +105,18 @@ def parse_rows(
         text: of rounds.csv or clients.csv.
         path: of the file, for errors.
         kind: which rows it holds.
-        columns: those that are needed, so that tables with fewer columns can be read too; None for all.
+        columns: those that are needed; None for all.
 
     Raises:
-        InputError: a column is missing that earlier versions wrote as well, or a line is damaged.
+        InputError: a column is missing, or a line is damaged.
     """
     types = column_types(kind)
-    newer = {field.name for field in fields(kind) if field.default is not MISSING}
     needed = {name: types[name] for name in (types if columns is None else columns)}
     reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
-    absent = newer - set(reader.fieldnames or ())
     rows = []
     for row in reader:
         try:
-            rows.append(
-                {name: _parse_cell(name, type_, row[name]) for name, type_ in needed.items() if name not in absent}
-            )
+            rows.append({name: _parse_cell(name, type_, row[name]) for name, type_ in needed.items()})
         except KeyError as error:
             raise InputError(f"{path}: column {error.args[0]} is missing; a run of this version writes it") from None
         except ValueError as error:

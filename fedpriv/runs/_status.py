@@ -154,6 +154,7 @@ def _status_of(folder: RunFolder) -> RunStatus:
     for name in (files.CONFIG, files.ROUNDS, files.CLIENTS):
         if not (run_dir / name).is_file():
             raise InputError(f"{run_dir}: holds no run, {name} is missing; give the folder that a run writes")
+    files.check_version(run_dir)
     config, events = folder.config, folder.events
     checkpoint_round, checkpoint = folder.checkpoint
     rounds, rows = folder.round_rows(ROUND_COLUMNS), folder.client_rows(CLIENT_COLUMNS)
@@ -200,7 +201,7 @@ def _status_of(folder: RunFolder) -> RunStatus:
 
 
 def _unit(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """The unit of the run's releases; earlier versions knew no persons, and wrote none."""
+    """The unit of the run's releases."""
     of_configuration = "client" if config.get("noise_on") == "upload" else config.get("unit", "record")
     return str(summary.get("unit", of_configuration))
 
@@ -245,7 +246,7 @@ def _limits(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
 def _state(run_dir: Path, alive: bool | None, *, is_silent: bool) -> State:
     """The state of a run that is not finished."""
     if alive is None and is_silent:
-        # Runs of earlier versions say nothing of their process.
+        # A folder without it was copied, and its process is not its own.
         return "unknown" if (run_dir / files.PRESENCE).exists() else "interrupted"
     return "interrupted" if alive is False else "running"
 

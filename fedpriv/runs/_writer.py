@@ -99,7 +99,9 @@ class RunWriter:
     def _begun(cls, path: Path, config: RunConfig) -> Self:
         """The writer of a folder that holds no run; of two that begin there at the same moment one is refused."""
         write_new(path / files.CONFIG, to_toml(config).encode(), mode=None)
-        write_json(path / files.ENVIRONMENT, environment() | {"base_dtype": config.base_dtype})
+        write_json(
+            path / files.ENVIRONMENT, {"version": files.VERSION, **environment(), "base_dtype": config.base_dtype}
+        )
         writer = cls(path)
         writer._write_tables()
         return writer

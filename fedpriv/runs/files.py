@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedpriv import __version__, texts
 from fedpriv import config as configuration
-from fedpriv import texts
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.files import is_free, replaced_file
+
+VERSION = 1
+"""That of a run's folder, which its environment.json names."""
 
 CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
@@ -65,6 +68,18 @@ def read_config(run_dir: Path) -> RunConfig:
         InputError: the file is missing, or holds no valid configuration.
     """
     return configuration.parse(configuration.read(run_dir / CONFIG))
+
+
+def check_version(run_dir: Path) -> None:
+    """Refuse the folder of a run that was written in another way.
+
+    Raises:
+        InputError: it is of another version, or names none.
+    """
+    path = run_dir / ENVIRONMENT
+    version = read_values(path).get("version")
+    if version != VERSION:
+        raise InputError(f"{path}: is version {version!r}; this is fedpriv {__version__}, which reads {VERSION}")
 
 
 def read_values(path: Path, *, optional: bool = False) -> dict[str, Any]:

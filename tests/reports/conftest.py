@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fedpriv.runs._folder import LANGUAGE_KEYS, QUALITY_KEYS
 from tests.pages import without_plots
 
 BYTES = 307_232  # one adapter of 76,808 values in float32
@@ -45,7 +46,7 @@ def write_finished_run(run_dir: Path, *, num_clients: int, num_rounds: int, chan
     """A run in which the second client's reply fails in round 3, and its comparison without noise."""
     (run_dir / "comparison").mkdir(parents=True)
     (run_dir / "config.toml").write_text('model = "all-MiniLM-L6-v2"\nclip_norm = 1.0\nlabels = ["a", "b"]\n')
-    (run_dir / "environment.json").write_text(json.dumps({"python": "3.11.9", "commit": "0123abc"}))
+    (run_dir / "environment.json").write_text(json.dumps({"version": 1, "python": "3.11.9", "commit": "0123abc"}))
     _write_csv(run_dir / "rounds.csv", _rounds(num_clients, num_rounds, final=0.871))
     _write_csv(run_dir / "comparison" / "rounds.csv", _rounds(num_clients, num_rounds, final=0.924))
     spent = _clients(num_clients, num_rounds)
@@ -65,9 +66,14 @@ def _rounds(num_clients: int, num_rounds: int, final: float) -> list[dict[str, A
             "num_failures": int(t == 3),
             "num_late": 0,
             "test_accuracy": 0.131 + (final - 0.131) * (1 - math.exp(-0.6 * t)),
+            "test_perplexity": None,
             "test_loss": 2.08 * math.exp(-0.4 * t) + (1.2 - final) * (1 - math.exp(-t)),
             "epsilon_local_max": 0.9 * math.sqrt(t),
             "epsilon_rho_max": 2.4 * math.sqrt(t),
+            "epsilon_aggregate_max": None,
+            "epsilon_this_run_max": None,
+            "epsilon_before_max": None,
+            "num_retired": 0,
             "bytes_up": BYTES * (num_clients - (t == 3)) if t else 0,
             "bytes_down": BYTES * num_clients if t else 0,
             "seconds": 4.2,
@@ -97,6 +103,8 @@ def _client_round(client: int, t: int, num_clients: int) -> dict[str, Any]:
         "rho_bar": 1 / math.sqrt(num_clients),
         "epsilon_local": epsilon,
         "epsilon_rho": 2.7 * epsilon,
+        "epsilon_aggregate": None,
+        "detail": "",
         "delta": 1e-5,
         "bytes_up": 0 if failed else BYTES,
         "bytes_down": BYTES,
@@ -123,6 +131,8 @@ def _summary(spent: list[dict[str, Any]], num_clients: int, num_rounds: int) -> 
         for last in spent[-num_clients:]
     ]
     return {
+        **dict.fromkeys((*QUALITY_KEYS, *LANGUAGE_KEYS)),
+        "warnings": [],
         "accuracy": 0.871,
         "accuracy_initial": 0.131,
         "accuracy_non_private": 0.924,

@@ -182,7 +182,7 @@ def test_settings_are_text_never_markup(write_run: WriteRun) -> None:
     run_dir = write_run("<b>run")
     evil = '</td><script>alert("1")</script>'
     (run_dir / "config.toml").write_text(f"model = '{evil}'\n'<i>' = 1\n")
-    (run_dir / "environment.json").write_text(json.dumps({"commit": evil, "list": [evil]}))
+    (run_dir / "environment.json").write_text(json.dumps({"version": 1, "commit": evil, "list": [evil]}))
     edit_csv(run_dir / "clients.csv", status="<script>")
     page = report(run_dir)
     assert page.tags["script"] == page.tags["i"] == 0

@@ -118,7 +118,7 @@ def test_names_reasons_and_events_are_text_whatever_they_hold(tmp_path: Path) ->
 def test_what_the_folder_does_not_mean_to_show_stays_in_it(tmp_path: Path) -> None:
     writer = begin(tmp_path / "run")
     (writer.path / "notes.txt").write_text("a secret")
-    (writer.path / files.ENVIRONMENT).write_text('{"fedpriv_file": "/home/someone/a secret"}')
+    (writer.path / files.ENVIRONMENT).write_text('{"version": 1, "fedpriv_file": "/home/someone/a secret"}')
     assert "a secret" not in page_of(writer.path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,11 +111,3 @@ def test_a_damaged_line_is_named(folder: Path, line: str) -> None:
         file.write(f"{line}\n")
     with pytest.raises(InputError, match=r"rounds\.csv: line 3 is damaged"):
         read_rows(folder / "rounds.csv", RoundRow)
-
-
-def test_a_column_that_earlier_versions_lack_may_be_missing(folder: Path) -> None:
-    path = folder / "rounds.csv"
-    path.write_bytes(ROUNDS_CSV.replace("test_perplexity,", "").replace("1.5,", "").encode())
-    assert RoundRow(**read_rows(path, RoundRow)[0]) == replace(ROUND, test_perplexity=None)
-    RunWriter.reopened(folder, round_=0)
-    assert b"test_perplexity" in path.read_bytes()

@@ -52,7 +52,7 @@ def test_a_finished_run_shows_its_warnings_and_what_its_accuracy_is_compared_wit
     assert found.as_dict()["warnings"] == ("too low",)
 
 
-def test_the_summary_of_an_older_run_has_no_warnings(write_run: WriteRun) -> None:
+def test_a_run_without_a_test_has_no_warnings(write_run: WriteRun) -> None:
     folder = write_run()
     assert not summary().keys() & {"warnings", "majority_accuracy"}
     (folder / "summary.json").write_text(json.dumps(summary()))

@@ -63,7 +63,7 @@ def test_init_makes_keys_settings_and_policy(tmp_path, ca, invite):
         ({"ca": "PEM"}, [], "ca: must be a certificate in PEM format"),
         ({"name": ""}, [], "name = ''"),
         ({"name": "\x1b[2J"}, [], r"name = '\x1b[2J': must hold no control characters"),
-        ({"version": 2}, [], "version = 2"),
+        ({"version": 2}, [], "is version 2"),
         ({"more": 1}, [], "more: unknown; is the file of a later version?"),
         ({"partition_id": 10**9}, [], "partition_id = 1000000000"),
         ({"run": {"rounds": date(2027, 1, 1)}}, [], "run.rounds"),
