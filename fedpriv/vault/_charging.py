@@ -336,7 +336,9 @@ def store_reply(policy: NodePolicy, key: Key, event: Event, content: bytes, note
     """Store a reply before it is sent, and return the reply to send: an earlier one if one was stored.
 
     Args:
-        policy, key, event: of the charge.
+        policy: of the node.
+        key: of the charge.
+        event: of the charge.
         content: of the reply.
         note: on the records, of `opened_records`; None where they are not the node's own.
 
