@@ -39,16 +39,6 @@ class Predictions:
     num_targets: Tensor
 
 
-def _classification_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each record, [batch].
-
-    Args:
-        logits: [batch, classes].
-        labels: int64 [batch].
-    """
-    return F.cross_entropy(logits, labels, reduction="none")
-
-
 def class_sum_losses(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """Minus the logit of each record's class, [batch]: its gradient in the head is minus what the head reads.
 
@@ -96,9 +86,8 @@ def predictions(logits: Tensor, batch: Mapping[str, Tensor]) -> Predictions:
     if "labels" in batch:
         labels = batch["labels"]
         hits = (logits.argmax(dim=-1) == labels).to(torch.float32)
-        return Predictions(
-            losses=_classification_losses(logits, labels), hits=hits, num_targets=torch.ones_like(labels)
-        )
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return Predictions(losses=losses, hits=hits, num_targets=torch.ones_like(labels))
     targets = next_token_targets(batch)
     valid = targets != IGNORED
     correct = (logits[:, :-1].argmax(dim=-1) == targets) & valid
@@ -114,11 +103,6 @@ def predictions(logits: Tensor, batch: Mapping[str, Tensor]) -> Predictions:
 _MOST_TARGETS = 64
 # Logits that stand in memory at once, 64 MiB in float32.
 _MOST_LOGITS = 2**24
-
-
-def largest_block(layer: nn.Linear) -> int:
-    """The most targets of one block, >= 1."""
-    return max(1, min(_MOST_TARGETS, _MOST_LOGITS // layer.out_features))
 
 
 def output_layer(model: Any, inputs: dict[str, Tensor]) -> nn.Linear | None:
@@ -179,7 +163,7 @@ class _Sliced(torch.autograd.Function):
         rows, columns = to_device(rows, hidden.device), to_device(columns, hidden.device)
         # The first is there for batches without targets.
         of_losses, of_hits = [torch.zeros(0, device=hidden.device)], [torch.zeros(0, device=hidden.device)]
-        size = largest_block(layer)
+        size = max(1, min(_MOST_TARGETS, _MOST_LOGITS // layer.out_features))
         for begin in range(0, len(rows), size):
             block = slice(begin, begin + size)
             at = rows[block], columns[block]

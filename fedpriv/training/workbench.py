@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedpriv.adapters import (
     Adapter,
     BaseModel,
-    Factors,
     LoraSettings,
     Merged,
     attach,
@@ -100,11 +98,15 @@ def load_model(
     attached = partial(attach, base, seed=config.seed)
     if config.factors != "weights":
         base.model.to(_device(config.device))  # which computes what the factors are made of
+        from fedpriv.training.public_factors import leading_directions, readout_factors  # deferred: few runs need them
+
+        public = {"tokenizer": base.tokenizer, "max_length": config.max_length}
     if config.factors == "answers":
-        attached = partial(attached, factors=partial(_answer_factors, config, base.tokenizer))
+        chat = TextReading.of(config).chat
+        attached = partial(attached, factors=partial(readout_factors, chat=chat, answers=config.answers, **public))
         settings = replace(settings, target_modules=config.target_modules or last_targets(base))
     if config.factors == "inputs":
-        attached = partial(attached, rows=partial(_leading_directions, config, base.tokenizer))
+        attached = partial(attached, rows=partial(leading_directions, **public))
     model = ready(config, attached(settings), alone=alone, num_workers=num_workers)
     with refusing(model.peft_model.config.model_type):
         check_learns(model, public_record(base, config, num_labels=len(labels)))
@@ -151,21 +153,6 @@ def ready(config: RunConfig, peft_model: Any, *, alone: bool = False, num_worker
         model = in_format(peft_model, config.base_dtype, build)
         admit(model)
     return model
-
-
-def _answer_factors(config: RunConfig, tokenizer: Any, model: Any) -> dict[str, Factors]:
-    """The frozen factors for the run's answers."""
-    from fedpriv.training.public_factors import readout_factors  # deferred: few runs need it
-
-    chat = TextReading.of(config).chat
-    return readout_factors(model, tokenizer, chat, config.answers, max_length=config.max_length)
-
-
-def _leading_directions(config: RunConfig, tokenizer: Any, model: Any) -> dict[str, Tensor]:
-    """The frozen A that suits what the layers read."""
-    from fedpriv.training.public_factors import leading_directions  # deferred: few runs need it
-
-    return leading_directions(model, tokenizer, max_length=config.max_length)
 
 
 def _device(name: str) -> torch.device:
