@@ -31,7 +31,7 @@ from fedpriv.adapters import Merged, same_merged
 from fedpriv.data.records import Item, Records, num_tokens, usable
 from fedpriv.files import require_room
 from fedpriv.training._isolation import isolated
-from fedpriv.training.progress import FEATURES, READING, Tell, silent
+from fedpriv.training.progress import FEATURES, READING, Tell
 from fedpriv.training.workers import shared, side_by_side
 
 log = logging.getLogger(__name__)
@@ -115,14 +115,21 @@ def skipping_prefix(prefix: Prefix, hidden: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-class Passing(Protocol):
-    """How a model shares records out among passes."""
+class Cached(Protocol):
+    """A model whose states are kept: how it shares records out among passes, and what room there is."""
 
     num_workers: int
     """Processes in which passes run side by side."""
+    memory_limit: int
+    """Bytes that a cache keeps in memory."""
+    tell: Tell
+    """Told how many records of a set are read."""
 
     def passes(self, items: Sequence[Item]) -> Iterable[list[int]]:
         """The positions of the records in each pass."""
+
+    def fill_cache(self, items: Sequence[Item]) -> None:
+        """Keep the states below the first trained layer of all records of these records' sets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,33 +176,26 @@ class PrefixCache:
 
     Args:
         forward: runs the model in eval mode on records.
-        model: shares records out among passes.
+        model: of the states; those beyond its limit go to a file without a name, which nobody else can open and which
+            ends with this process, however it ends.
         prefix: from `find_prefix`.
         width: of a hidden state.
         dtype: of the base.
-        memory_limit: bytes to keep in memory; states beyond that go to a file without a name, which nobody else can
-            open and which ends with this process, however it ends.
-        tell: told how many records of a set are read.
     """
 
     def __init__(
         self,
         forward: Callable[[Sequence[Item]], object],
-        model: Passing,
+        model: Cached,
         prefix: Prefix,
         *,
         width: int,
         dtype: torch.dtype,
-        memory_limit: int,
-        tell: Tell = silent,
     ) -> None:
         self.prefix = prefix
-        self._tell = tell
-        self._forward = forward
-        self._model = model
-        self._width = width
-        self._dtype = dtype
-        self._memory_limit = memory_limit
+        self._forward, self._model = forward, model
+        self._width, self._dtype = width, dtype
+        self._memory_limit = model.memory_limit
         self._reserved: _Reserved | None = None
         self._kept: weakref.WeakKeyDictionary[Records, tuple[_Room, list[int]]] = weakref.WeakKeyDictionary()
 
@@ -268,7 +268,7 @@ class PrefixCache:
             for position, states in zip(together, self._computed([items[p] for p in together]), strict=True):
                 begin = starts[roomy[position]]
                 room.states[begin : begin + len(states)] = states
-            self._tell(READING, num_read[number], len(roomy))
+            self._model.tell(READING, num_read[number], len(roomy))
 
         side_by_side(keep, len(passes), self._model.num_workers)
         return room, starts
@@ -367,29 +367,13 @@ class FeatureCache:
 
     Args:
         compute: the features, [records, width], with a body and through the prefix cache or not.
-        model: shares records out among passes.
+        model: of the features; all that its limit allows are in memory.
         width: of a record's features.
-        memory_limit: bytes to keep, all in memory.
-        fill: fills the prefix cache with the states of these records' sets.
-        tell: told how many of the records to be read are.
     """
 
-    def __init__(
-        self,
-        compute: Callable[[Sequence[Item], Body, bool], Tensor],
-        model: Passing,
-        *,
-        width: int,
-        memory_limit: int,
-        fill: Callable[[Sequence[Item]], object],
-        tell: Tell = silent,
-    ) -> None:
-        self._tell = tell
-        self._fill = fill
-        self._compute = compute
-        self._model = model
-        self._width = width
-        self._memory_limit = memory_limit
+    def __init__(self, compute: Callable[[Sequence[Item], Body, bool], Tensor], model: Cached, *, width: int) -> None:
+        self._compute, self._model, self._width = compute, model, width
+        self._memory_limit = model.memory_limit
         self._reserved: Tensor | None = None
         self._kept: weakref.WeakKeyDictionary[Records, _Kept] = weakref.WeakKeyDictionary()
 
@@ -499,7 +483,7 @@ class FeatureCache:
         passes = list(self._model.passes(readable))
         num_read = list(accumulate(map(len, passes)))
         if cached:  # before there are workers, each of which would do it
-            self._fill(readable)
+            self._model.fill_cache(readable)
 
         def compute(positions: list[int]) -> Tensor:
             return self._compute([readable[position] for position in positions], body, cached).float().cpu()
@@ -508,7 +492,7 @@ class FeatureCache:
             for positions, states in isolated(compute, passes[number]):
                 if states is not None:
                     result[[places[position] for position in positions]] = states
-            self._tell(FEATURES, num_read[number], len(readable))
+            self._model.tell(FEATURES, num_read[number], len(readable))
 
         side_by_side(keep, len(passes), self._model.num_workers)
         return result

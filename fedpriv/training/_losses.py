@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fedpriv.adapters import lora
 from fedpriv.data.chat import RESPONSE_MASK
-from fedpriv.training._transfers import to_device
+from fedpriv.training._passes import to_device
 
 IGNORED = -100
 

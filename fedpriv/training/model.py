@@ -42,8 +42,7 @@ from fedpriv.training._losses import (
     predictions,
     sliced_predictions,
 )
-from fedpriv.training._passes import Footprint, batches, padded
-from fedpriv.training._transfers import to_device
+from fedpriv.training._passes import Footprint, batches, padded, to_device
 from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.training.progress import Tell, silent
 
@@ -135,30 +134,12 @@ class TrainingModel:
         self.num_workers = self._most_workers(num_workers)
         self.cache = None
         if prefix and prefix_cache:
-            self.cache = PrefixCache(
-                self._forward,
-                self,
-                prefix,
-                width=peft_model.config.hidden_size,
-                dtype=self.base_dtype,
-                memory_limit=memory_limit,
-                tell=self._told,
-            )
-
+            width = peft_model.config.hidden_size
+            self.cache = PrefixCache(self._forward, self, prefix, width=width, dtype=self.base_dtype)
         self.head = self._find_head()
         if self.head is not None:
             width = self.layers[self.head].module.weight.shape[1]
-            self.features = FeatureCache(
-                self._head_inputs,
-                self,
-                width=width,
-                memory_limit=memory_limit,
-                fill=self.fill_cache,
-                tell=self._told,
-            )
-
-    def _told(self, what: str, done: float, total: float) -> None:
-        self.tell(what, done, total)  # as it is by then
+            self.features = FeatureCache(self._head_inputs, self, width=width)
 
     @property
     def base_dtype(self) -> torch.dtype:

@@ -27,8 +27,8 @@ from fedpriv.training._caches import Body, FeatureCache
 from fedpriv.training._coordinates import Coordinates, VectorLayout, scaled, trained_weights
 from fedpriv.training._head import ROWS_OF_A_PRODUCT, ClippedSums, Heads
 from fedpriv.training._isolation import finite, isolated
+from fedpriv.training._passes import to_device
 from fedpriv.training._sampling import PoissonSampler
-from fedpriv.training._transfers import to_device
 from fedpriv.training.clipping import add_clipped, add_finite, add_in_turn, clipped_rows, clipped_sums
 from fedpriv.training.local_update import (
     COUNTS,
