@@ -64,7 +64,7 @@ def rank_of(shapes: Mapping[str, torch.Size]) -> int | None:
 
 
 class TrainingModel:
-    """A peft model with per-sample gradients for all of its trainable layers.
+    """A peft model with per-sample gradients for all of its trainable layers; `TrainedModel` says what it has.
 
     Args:
         peft_model: in eval mode, where it stays, so that neither dropout nor batch statistics couple records.
@@ -84,14 +84,8 @@ class TrainingModel:
         ValueError: a trainable layer does not support per-sample gradients; names it.
     """
 
-    head: str | None = None
-    """Name of the layer that turns one vector for each record into the logits; None if no such layer is trained."""
     features: FeatureCache | None = None
-    """The vectors that this layer reads, kept."""
     tell: Tell = staticmethod(silent)
-    """Told how far training, tests and caches are; where records are others', nobody is."""
-    recomputed: Sequence[nn.Module]
-    """Layers that run again in the backward pass, as `per_sample_gradients` takes them."""
 
     def __init__(
         self,
@@ -120,7 +114,7 @@ class TrainingModel:
         by_id = {id(parameter): name for name, parameter in self.parameters.items()}
         self.adapter_names = {n: by_id[id(p)] for n, p in peft_model.named_parameters() if p.requires_grad}
         prefix = find_prefix(peft_model)
-        self.recomputed = blocks_from_first_trained(peft_model) if activation_checkpointing else ()
+        self.recomputed: Sequence[nn.Module] = blocks_from_first_trained(peft_model) if activation_checkpointing else ()
         self.output_layer = output_layer(peft_model, self._first_tokens())
         self._footprint = Footprint.of(
             peft_model,
@@ -132,7 +126,7 @@ class TrainingModel:
         self.memory_limit = memory_limit
         self.longest = _longest(peft_model.config, max_length)
         self.num_workers = self._most_workers(num_workers)
-        self.cache = None
+        self.cache: PrefixCache | None = None
         if prefix and prefix_cache:
             width = peft_model.config.hidden_size
             self.cache = PrefixCache(self._forward, self, prefix, width=width, dtype=self.base_dtype)

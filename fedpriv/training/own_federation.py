@@ -28,6 +28,7 @@ from fedpriv.data.federated import check_sizes
 from fedpriv.data.tensors import Batch, TensorItem, TensorRecords, tensor_records
 from fedpriv.errors import InputError
 from fedpriv.files import replaced_file
+from fedpriv.training._caches import FeatureCache, PrefixCache
 from fedpriv.training._losses import Predictions
 from fedpriv.training.evaluation import Evaluation, confusion_matrix
 from fedpriv.training.own_models import OwnModel
@@ -143,8 +144,8 @@ class OwnTrainingModel:
     alone = False
     num_workers = 1
     head: str | None = None
-    features = None
-    cache = None
+    features: FeatureCache | None = None
+    cache: PrefixCache | None = None
     recomputed: Sequence[nn.Module] = ()
     tell: Tell = staticmethod(silent)
 
