@@ -45,13 +45,13 @@ from fedpriv.data.records import (
 )
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training._admission import admit, check_learns, check_weights, in_format
+from fedpriv.training._admission import admit, check_learns, check_weights, in_format, public_record
 from fedpriv.training._isolation import refusing
-from fedpriv.training._own_words import public_record
 from fedpriv.training._passes import RECORDS_OF_A_STEP
 from fedpriv.training.evaluation import Choices, Evaluation, evaluate
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
+from fedpriv.training.rehearsal import random_records
 from fedpriv.training.stacked import local_update
 from fedpriv.training.workers import num_cores
 
@@ -448,7 +448,7 @@ def records_per_second(at_least_seconds: float = 2.0) -> float:
     spec = UpdateSpec.of(config)
     task = UpdateTask(
         adapter=model.initial,
-        data=_random_records(config.max_length, model.peft_model.config.vocab_size),
+        data=random_records(model, [config.max_length] * RECORDS_OF_A_STEP, num_labels=_NUM_LABELS),
         spec=spec,
         round=1,
         sampler=spec.sampler(RECORDS_OF_A_STEP, source),
@@ -460,11 +460,3 @@ def records_per_second(at_least_seconds: float = 2.0) -> float:
         local_update(model, task)
         num_updates += 1
     return num_updates * RECORDS_OF_A_STEP / (time.perf_counter() - started)
-
-
-def _random_records(num_tokens: int, vocabulary: int) -> Records:
-    """So many records as a step has, that nobody wrote."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (RECORDS_OF_A_STEP, num_tokens), generator=generator)
-    labels = torch.randint(_NUM_LABELS, (RECORDS_OF_A_STEP,), generator=generator)
-    return Records({"input_ids": tuple(tokens)}, labels, 0)
