@@ -21,10 +21,10 @@ from transformers import (
 )
 
 import fedpriv.adapters
-from fedpriv.adapters import LoraSettings, attach, load_base, read, save, trainable, write
+from fedpriv.adapters import LoraSettings, attach, load_base, read, save, write
 from fedpriv.adapters._base_models import freeze, resolve
 from fedpriv.errors import InputError
-from tests.tiny import BATCH
+from tests.tiny import BATCH, move
 
 
 def small(kind):
@@ -50,16 +50,9 @@ def encoder_folder(request, tiny_bert, tmp_path):
     return tmp_path
 
 
-def moved(model):
-    with torch.no_grad():
-        for parameter in trainable(model).values():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
 def test_plain_peft_loads_every_tensor_and_fedpriv_restores_the_function(encoder_folder, tmp_path):
     base = load_base(str(encoder_folder), task="SEQ_CLS", num_labels=3)
-    model = moved(attach(base, LoraSettings(rank=4)))
+    model = move(attach(base, LoraSettings(rank=4)))
     saved, expected = read(model), model(**BATCH).logits
     directory = tmp_path / "adapter"
     directory.mkdir()
@@ -151,7 +144,7 @@ def test_gpt2_needs_and_gets_fan_in_fan_out(tmp_path):
     model.save_pretrained(tmp_path / "gpt2")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*fan_in_fan_out.*")
-        adapted = moved(attach(freeze("gpt2", model, None, task="CAUSAL_LM"), LoraSettings(rank=2, task="CAUSAL_LM")))
+        adapted = move(attach(freeze("gpt2", model, None, task="CAUSAL_LM"), LoraSettings(rank=2, task="CAUSAL_LM")))
     assert adapted.peft_config["default"].fan_in_fan_out
     adapted.save_pretrained(tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")

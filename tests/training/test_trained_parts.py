@@ -54,9 +54,12 @@ def inner(tiny_bert):
 
 
 def make_task(model, records, *, num_registered=None, seed=0, **changes):
-    spec = dataclasses.replace(SPEC, **changes)
+    return task_from(read(model.peft_model), records, dataclasses.replace(SPEC, **changes), num_registered, seed)
+
+
+def task_from(adapter, records, spec, num_registered=None, seed=0):
     return UpdateTask(
-        adapter=read(model.peft_model),
+        adapter=adapter,
         data=records,
         spec=spec,
         round=1,
@@ -231,14 +234,15 @@ def test_a_step_of_class_sums_from_zero_is_each_classs_mean_state(model, make_re
     torch.testing.assert_close(bias, one_hot.mean(dim=0) * pooling.BIAS_SCALE**2, atol=1e-6, rtol=0)
 
 
+# A false alarm in all values together at most once in a million runs.
 NUM_UPDATES, FALSE_ALARM = 600, 1e-6
 
 
 def has_variance(samples, variance):
     """Bool [values]: whether each value's variance over the updates may be this one."""
     statistic = samples.double().square().sum(dim=0) / variance
-    probability = FALSE_ALARM / samples.shape[1] / 2
-    low, high = chi2.ppf(probability, NUM_UPDATES), chi2.isf(probability, NUM_UPDATES)
+    num, probability = len(samples), FALSE_ALARM / samples.shape[1] / 2
+    low, high = chi2.ppf(probability, num), chi2.isf(probability, num)
     return (low <= statistic) & (statistic <= high)
 
 
