@@ -286,7 +286,8 @@ def in_format(peft_model: Any, wanted: str, build: Callable[..., TrainingModel])
     """
     if wanted == "nf4" and _on_gpu(peft_model):
         to_bfloat16(peft_model)
-    if wanted in ("float32", "nf4") or (wanted == "auto" and _is_small(peft_model)):
+    is_small = not _on_gpu(peft_model) and peft_model.config.hidden_size < _LEAST_WIDTH
+    if wanted in ("float32", "nf4") or (wanted == "auto" and is_small):
         return build()
     before = None
     try:
@@ -317,11 +318,6 @@ def in_format(peft_model: Any, wanted: str, build: Callable[..., TrainingModel])
 def _on_gpu(peft_model: Any) -> bool:
     kind: str = next(peft_model.parameters()).device.type
     return kind != "cpu"
-
-
-def _is_small(peft_model: Any) -> bool:
-    width: int = peft_model.config.hidden_size
-    return not _on_gpu(peft_model) and width < _LEAST_WIDTH
 
 
 def _seconds_of_a_pass(peft_model: Any, build: Callable[..., TrainingModel]) -> float:

@@ -159,10 +159,6 @@ class _Reserved:
     num_records: int
     longest: int
 
-    def fits(self, index: int, tokens: int) -> bool:
-        """Whether there is room for a record of this index and length, whatever the other records are."""
-        return index < self.num_records and tokens <= self.longest
-
 
 class PrefixCache:
     """Hidden states below the first trainable layer, for any number of record sets.
@@ -276,10 +272,10 @@ class PrefixCache:
     def _room_for(self, records: Records) -> tuple[_Room, list[int]]:
         """Room, and how much of it each record takes, in tokens."""
         lengths = [num_tokens(item) for item in records.items()]
-        if self._reserved is not None:
+        if (held := self._reserved) is not None:
             self._kept.clear()
-            fits = self._reserved.fits
-            return self._reserved.room, [n if fits(index, n) else 0 for index, n in enumerate(lengths)]
+            # Whether a record has room is for its own index and length to say, whatever the others are.
+            return held.room, [n if i < held.num_records and n <= held.longest else 0 for i, n in enumerate(lengths)]
         room = self._room(sum(lengths))
         if room is None:
             return _Room(torch.empty(0, self._width, dtype=self._dtype), in_memory=True), [0] * len(lengths)
@@ -318,8 +314,6 @@ class PrefixCache:
             log.warning("no room for %d MiB of the prefix cache: %s", size // 2**20, error)
             return None
 
-
-_FLOAT_BYTES = 4
 
 Drawn = tuple[Records, Tensor]
 """Some records of a set, by their indices, int64 [records]."""
@@ -381,8 +375,8 @@ class FeatureCache:
     def bytes_in_memory(self) -> int:
         """The bytes of all features that are kept or have room reserved."""
         if self._reserved is not None:
-            return _FLOAT_BYTES * self._reserved.numel()
-        return sum(_FLOAT_BYTES * kept.states.numel() for kept in self._kept.values())
+            return self._reserved.nbytes
+        return sum(kept.states.nbytes for kept in self._kept.values())
 
     @property
     def has_room(self) -> bool:
@@ -464,7 +458,7 @@ class FeatureCache:
 
     def _room(self, num_records: int) -> Tensor:
         """Room for so many records' features, or none."""
-        size = _FLOAT_BYTES * num_records * self._width
+        size = torch.float32.itemsize * num_records * self._width
         try:
             if self.bytes_in_memory + size <= self._memory_limit:
                 return shared(num_records, self._width, dtype=torch.float32).fill_(torch.nan)

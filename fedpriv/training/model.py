@@ -238,7 +238,7 @@ class TrainingModel:
         return {name: to_device(tensor, self.device) for name, tensor in batch.items()}
 
     def _run(self, items: Sequence[Item], batch: Mapping[str, Tensor], *, cached: bool) -> Any:
-        inputs: dict[str, Any] = _inputs(batch)
+        inputs: dict[str, Any] = {n: tensor for n, tensor in batch.items() if n not in ("labels", RESPONSE_MASK)}
         if lora.is_causal(self.peft_model):  # else keys and values of all layers are kept for a next token
             inputs["use_cache"] = False
         if self.cache is None or not cached:
@@ -365,11 +365,6 @@ class TrainingModel:
         """
         if self.cache and (self.longest is None or not self.cache.reserve(num_records, self.longest)):
             self.cache = None
-
-
-def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The part of a batch that a transformers model reads."""
-    return {name: tensor for name, tensor in batch.items() if name not in ("labels", RESPONSE_MASK)}
 
 
 def _longest(config: Any, max_length: int | None) -> int | None:

@@ -93,15 +93,6 @@ class OwnFederation:
             test=None if test_data is None else _fitting(model, test_data, "test_data"),
         )
 
-    def workbench(self, config: RunConfig) -> OwnWorkbench:
-        """The model and records in a run.
-
-        Raises:
-            InputError: a holder has too few records, or nothing says how right the model is on the records that it is
-                to be tested on.
-        """
-        return OwnWorkbench(config, self)
-
 
 def _named(data: Any) -> Mapping[str, Any]:
     """{name of a holder: its records}."""
@@ -309,7 +300,8 @@ class OwnWorkbench(Workbench):
         federation: the model and the records.
 
     Raises:
-        InputError: see `OwnFederation.workbench`.
+        InputError: a holder has too few records, or nothing says how right the model is on the records that it is to be
+            tested on.
     """
 
     model: OwnTrainingModel  # type: ignore[assignment]  # runs ask of it what `TrainedModel` says
