@@ -11,7 +11,7 @@ import torch
 from peft import AutoPeftModelForSequenceClassification
 
 import fedpriv.adapters
-from fedpriv.adapters import LoraSettings, attach, load_base, save
+from fedpriv.adapters import LoraSettings, attach, save
 from fedpriv.adapters._locations import check_weights, public_name, weights_digests
 from fedpriv.errors import InputError
 from tests.tiny import BATCH, LABELS, move
@@ -38,8 +38,7 @@ def test_a_base_is_called_what_others_call_it_and_never_by_a_path(name, public):
 
 
 @pytest.fixture
-def saved(tiny_bert, tmp_path):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def saved(base, tmp_path):
     model = move(attach(base, LoraSettings(rank=2)))
     save(model, base, tmp_path / "adapter", labels=LABELS)
     return model, tmp_path / "adapter"

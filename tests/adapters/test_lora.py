@@ -129,8 +129,7 @@ def test_a_checkpoint_s_head_for_other_labels_is_replaced(tiny_bert, tmp_path, n
     assert load_base(str(tmp_path), task="SEQ_CLS", num_labels=3).new_modules == ()
 
 
-def test_weights_that_do_not_fit_the_configuration_are_refused(tiny_bert, tmp_path):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def test_weights_that_do_not_fit_the_configuration_are_refused(base, tmp_path):
     base.model.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -164,8 +163,8 @@ def test_new_adapter_leaves_the_function_unchanged_and_follows_its_seed(tiny_ber
     assert not all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_write_sets_what_read_gives_and_refuses_another_shape(tiny_bert):
-    model = attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings())
+def test_write_sets_what_read_gives_and_refuses_another_shape(base):
+    model = attach(base, LoraSettings())
     adapter = {name: tensor + 1 for name, tensor in read(model).items()}
     write(model, adapter)
     assert all(torch.equal(read(model)[name], adapter[name]) for name in adapter)
@@ -176,16 +175,14 @@ def test_write_sets_what_read_gives_and_refuses_another_shape(tiny_bert):
         write(model, {"other": adapter[name]})
 
 
-def test_layers_choose_where_the_adapter_sits(tiny_bert):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def test_layers_choose_where_the_adapter_sits(base, tiny_bert):
     names = read(attach(base, LoraSettings(layers="last-1")))
     assert all(".layer.1." in name for name in names if "lora" in name)
     with pytest.raises(InputError, match="layers = '5': the model has 2 layers"):
         attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings(layers="5"))
 
 
-def test_unknown_target_names_the_linear_layers_there_are(tiny_bert):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def test_unknown_target_names_the_linear_layers_there_are(base):
     with pytest.raises(InputError, match=r"target_modules = q_proj: .* key, query, value"):
         attach(base, LoraSettings(target_modules=("q_proj",)))
 
@@ -221,8 +218,8 @@ def test_unknown_model_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_loading_is_silent(tiny_bert, capfd):
-    attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings())
+def test_loading_is_silent(base, capfd):
+    attach(base, LoraSettings())
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
 
@@ -249,7 +246,6 @@ def test_an_orthonormal_a_spans_what_pefts_random_one_does(tiny_bert):
     assert all(torch.equal(plain[name], turned[name]) for name in plain if name not in names)
 
 
-def test_more_orthonormal_rows_than_inputs_are_refused(tiny_bert):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def test_more_orthonormal_rows_than_inputs_are_refused(base):
     with pytest.raises(InputError, match=r"rank = 65: .*lora_A.* has 64 inputs"):
         attach(base, LoraSettings(rank=65, orthonormal=True))
