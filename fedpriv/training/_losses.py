@@ -115,14 +115,19 @@ def output_layer(model: Any, inputs: dict[str, Tensor]) -> nn.Linear | None:
     layer = model.get_output_embeddings() if lora.is_causal(model) else None
     if type(layer) is not nn.Linear:
         return None
-    outputs: list[Tensor] = []
-    hook = layer.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+    return layer if input_of_last(model, layer, inputs) is not None else None
+
+
+@torch.no_grad()
+def input_of_last(model: Any, layer: nn.Module, inputs: dict[str, Tensor]) -> Tensor | None:
+    """What the layer reads in a pass of these inputs; None unless it is called once and returns the model's logits."""
+    calls: list[tuple[Tensor, Tensor]] = []
+    hook = layer.register_forward_hook(lambda _, args, output: calls.append((args[0], output)))
     try:
-        with torch.no_grad():
-            logits = model(**inputs).logits
+        logits = model(**inputs).logits
     finally:
         hook.remove()
-    return layer if len(outputs) == 1 and outputs[0] is logits else None
+    return calls[0][0] if len(calls) == 1 and calls[0][1] is logits else None
 
 
 def places_of(targets: Tensor) -> list[Tensor]:

@@ -36,6 +36,7 @@ from fedpriv.training._isolation import raising_failures
 from fedpriv.training._losses import (
     Predictions,
     class_sum_losses,
+    input_of_last,
     next_token_targets,
     output_layer,
     places_of,
@@ -277,19 +278,12 @@ class TrainingModel:
             self._run(items, self._on_device(batch), cached=cached)
         return sliced_predictions(captured[0], self.output_layer, targets, places_of(targets))
 
-    @torch.no_grad()
     def _find_head(self) -> str | None:
         names = [name for name in self.layers if ".modules_to_save." in name]
         if len(names) != 1:
             return None
-        calls: list[tuple[int, Tensor]] = []
-        head = self.layers[names[0]].module
-        hook = head.register_forward_hook(lambda _, args, out: calls.append((args[0].dim(), out)))
-        try:
-            logits = self.peft_model(**self._first_tokens()).logits
-        finally:
-            hook.remove()
-        return names[0] if len(calls) == 1 and calls[0][0] == 2 and calls[0][1] is logits else None
+        read = input_of_last(self.peft_model, self.layers[names[0]].module, self._first_tokens())
+        return names[0] if read is not None and read.dim() == 2 else None
 
     @property
     def head_tensors(self) -> set[str]:

@@ -19,7 +19,8 @@ from fedpriv.data.tensors import TensorRecords, tensor_records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms import SeededSource
 from fedpriv.publishing.saved import find
-from fedpriv.training import OwnModel, UpdateSpec, UpdateTask
+from fedpriv.training import OwnModel, UpdateSpec
+from fedpriv.training.local_update import UpdateTask
 from fedpriv.training.own_federation import OwnFederation, OwnWorkbench
 from fedpriv.training.stacked import execute_one_by_one, execute_stacked
 from server import checkpoint
