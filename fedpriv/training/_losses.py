@@ -120,7 +120,7 @@ def output_layer(model: Any, inputs: dict[str, Tensor]) -> nn.Linear | None:
 
 @torch.no_grad()
 def input_of_last(model: Any, layer: nn.Module, inputs: dict[str, Tensor]) -> Tensor | None:
-    """What the layer reads in a pass of these inputs; None unless it is called once and returns the model's logits."""
+    """The layer's own input in a pass of these inputs; None unless it is called once and returns the model's logits."""
     calls: list[tuple[Tensor, Tensor]] = []
     hook = layer.register_forward_hook(lambda _, args, output: calls.append((args[0], output)))
     try:
