@@ -30,6 +30,11 @@ class FlowerError(RuntimeError):
     """Flower failed or refused; command lines print it and exit with 1."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the name of its type where it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def is_memory_failure(error: BaseException | None) -> bool:
     """Whether this error, or one that it followed, says that memory ran out: then no record alone has caused it."""
     if error is None:

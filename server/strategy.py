@@ -302,7 +302,7 @@ class RuleStrategy(Strategy):
         if self.schedule.phase(self._round.number).name != "start":
             trained = trained_names(aggregated.adapter, self.spec.trains)
             stepped = server_step(
-                self.model, aggregated, ServerOptimizer.of(self._config, self._round.number), trained=trained
+                self.model, aggregated, server_optimizer(self._config, self._round.number), trained=trained
             )
             if self.spec.centred:
                 stepped = recentred(stepped, self.model)
@@ -421,3 +421,17 @@ class RuleStrategy(Strategy):
             round_row(round_, rows, self.books, test, num_late=num_late, seconds=seconds),
             rows,
         )
+
+
+def server_optimizer(config: RunConfig, round_: int) -> ServerOptimizer:
+    """The optimizer that a run's configuration asks for in a round, from 1.
+
+    Rates that fall linearly do so from the configured ones in round 1 to 1 / rounds of them in the last round.
+    """
+    left = max(1, config.rounds + 1 - round_) / config.rounds if config.server_rate_decay == "linear" else 1.0
+    rate, momentum = config.server_learning_rate * left, config.server_momentum
+    optimizer = ServerOptimizer(name=config.server_optimizer, learning_rate=rate, momentum=momentum)
+    if config.lora_server_optimizer == "same":
+        return optimizer
+    rate, name = config.lora_server_learning_rate * left, config.lora_server_optimizer
+    return replace(optimizer, of_lora=ServerOptimizer(name=name, learning_rate=rate, momentum=momentum))

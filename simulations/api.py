@@ -104,7 +104,7 @@ def _with_own_model(config: RunConfig, given: Mapping[str, Any]) -> tuple[RunCon
     """
     if not given:
         return config, nullcontext()
-    from fedpriv.training.own_federation import OwnFederation
+    from fedpriv.training.own_federation import OwnFederation, OwnWorkbench
     from fedpriv.training.workbench import providing
 
     federation = OwnFederation.of(given["model"], given["data"], given.get("test_data"), seed=config.seed)
@@ -113,7 +113,9 @@ def _with_own_model(config: RunConfig, given: Mapping[str, Any]) -> tuple[RunCon
             f"resume = {config.resume!r}: the run began with model = {config.model}, and this one is "
             f"{federation.name}; give the function that built the first"
         )
-    return replace(config, model=federation.name), providing(federation.name, federation.workbench)
+    return replace(config, model=federation.name), providing(
+        federation.name, lambda config: OwnWorkbench(config, federation)
+    )
 
 
 @contextmanager

@@ -133,6 +133,12 @@ def quick_nodes() -> Iterator[None]:
 
 
 @pytest.fixture
+def base(tiny_bert: Path) -> BaseModel:
+    """The tiny BERT as a frozen base of classifiers."""
+    return load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+
+
+@pytest.fixture
 def encoder(tiny_bert: Path) -> Callable[..., PeftModel]:
     """Builds the tiny BERT classifier with an adapter that is not at its start."""
 

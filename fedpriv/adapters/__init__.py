@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from fedpriv.adapters._locations import public_name as public_name
     from fedpriv.adapters._locations import quiet_hub as quiet_hub
     from fedpriv.adapters._locations import weights_digests as weights_digests
-    from fedpriv.adapters.codecs import decode as decode
-    from fedpriv.adapters.codecs import encode as encode
     from fedpriv.adapters.lora import LoraSettings as LoraSettings
     from fedpriv.adapters.lora import attach as attach
     from fedpriv.adapters.lora import last_targets as last_targets

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from fedpriv.adapters._base_models import cache_folder, quiet_transformers
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, first_line
 from fedpriv.files import write_new
 
 # Parts of the names of an adapter's parameters, of which some rules train only a part.
@@ -166,9 +166,9 @@ def quantise(name: str, model: Any, device: torch.device) -> None:
         for path in found:
             model.set_submodule(path, _in_nf4(model.get_submodule(path), device))
     except Exception as error:  # bitsandbytes raises errors of many types; no record has been read
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"base_dtype = nf4: bitsandbytes does not work on {device.type} here ({reason}); use bfloat16 or float32"
+            f"base_dtype = nf4: bitsandbytes does not work on {device.type} here ({first_line(error)}); "
+            "use bfloat16 or float32"
         ) from None
     for parameter in model.parameters():
         if parameter.is_floating_point():

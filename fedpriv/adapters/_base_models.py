@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fedpriv.adapters import _locations as locations
 from fedpriv.adapters import pooling
 from fedpriv.adapters._locations import model_digest, quiet_hub
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, first_line
 from fedpriv.files import new_folder
 
 # Configuration, weights and tokenizer; no code, and no pickled weights.
@@ -75,7 +75,7 @@ def _fetched(name: str) -> str:
         with quiet_hub():
             return huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES))
     except Exception as error:  # the library raises errors of many types
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise InputError(f"model = {name!r}: neither a folder nor a model that the Hub gives ({reason})") from None
 
 
@@ -121,7 +121,7 @@ def load_tokenizer(name: str) -> Any:
         with quiet_transformers():
             return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise InputError(f"model = {name!r}: its tokenizer cannot be loaded ({str(error).splitlines()[0]})") from None
+        raise InputError(f"model = {name!r}: its tokenizer cannot be loaded ({first_line(error)})") from None
 
 
 def load_base(
@@ -170,8 +170,7 @@ def load_base(
             )
             tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
     except (ImportError, OSError, ValueError) as error:  # it may ask for a package that is not here
-        reason = str(error).splitlines()[0]
-        raise InputError(f"model = {name!r}: cannot be loaded for {task} ({reason})") from None
+        raise InputError(f"model = {name!r}: cannot be loaded for {task} ({first_line(error)})") from None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
@@ -328,8 +327,9 @@ def _read(file: Path, beside: Path, name: str) -> tuple[Any, Any]:
             )
             tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file.name, trust_remote_code=False)
         except Exception as error:  # a foreign file may cause any error in transformers
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise InputError(f"model = {name!r}: transformers cannot read this GGUF file ({reason})") from None
+            raise InputError(
+                f"model = {name!r}: transformers cannot read this GGUF file ({first_line(error)})"
+            ) from None
     if info["missing_keys"]:
         raise InputError(f"model = {name!r}: lacks weights, {min(info['missing_keys'])} among them")
     # From now on it is a model as any other.
@@ -358,8 +358,7 @@ def _check_metadata(file: Path, name: str) -> None:
     try:
         fields = GGUFReader(file).fields
     except Exception as error:  # a damaged file causes errors of many types
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"model = {name!r}: is a damaged GGUF file ({reason})") from None
+        raise InputError(f"model = {name!r}: is a damaged GGUF file ({first_line(error)})") from None
     if _TOKENS not in fields:
         raise InputError(f"model = {name!r}: this GGUF file has no tokenizer; use one that has, or a model's folder")
 

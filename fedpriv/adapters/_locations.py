@@ -164,7 +164,7 @@ def public_name(name: str) -> str:
     """The name by which others know a base: that on the Hub, else the last part of the path of its folder or file.
 
     Args:
-        name: as the user gave it, see `load_base`; or, in an older adapter, the path of its folder.
+        name: as the user gave it, see `load_base`.
     """
     path = Path(name)
     if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or name.endswith(".gguf"):

@@ -326,7 +326,7 @@ def load(base: Any, directory: Path | str) -> PeftModel:
     if isinstance(base, str):
         name, normalize = base, pooling.normalizes(convention["pooling"])
         base = load_base(name, task=settings.task_type, labels=convention["labels"], normalize=normalize)
-        check_weights(name, convention.get("base_weights") or {})
+        check_weights(name, convention["base_weights"])
     if isinstance(base, BaseModel):
         if base.pooling != convention["pooling"]:
             raise InputError(f"{path}: pooling = {convention['pooling']}, but the base's is {base.pooling}")
@@ -370,8 +370,11 @@ def checked_convention(convention: Any, path: Path) -> dict[str, Any]:
     version = convention.get("version") if isinstance(convention, dict) else None
     if version != 1:
         raise InputError(f"{path}: version {version!r}; this fedpriv reads version 1")
-    if convention.get("pooling") not in pooling.CONVENTIONS or not isinstance(convention.get("labels"), list):
-        raise InputError(f"{path}: damaged; it needs pooling, one of {', '.join(pooling.CONVENTIONS)}, and labels")
+    kinds = {"labels": list, "base_model": str, "base_weights": dict}
+    is_whole = all(isinstance(convention.get(key), kind) for key, kind in kinds.items())
+    if not is_whole or convention.get("pooling") not in pooling.CONVENTIONS:
+        known = ", ".join(pooling.CONVENTIONS)
+        raise InputError(f"{path}: damaged; it needs pooling, one of {known}, labels, base_model and base_weights")
     return dict(convention)
 
 

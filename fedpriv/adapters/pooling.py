@@ -105,7 +105,9 @@ def apply(model: Any, convention: str) -> None:
     if normalizes(convention) and linear_head(model) is None:
         raise ValueError(f"pooling = {convention}: the head of a {type(model).__name__} is not one linear layer")
     if convention.removeprefix(_UNIT) == "mean":
-        _pool_by_the_mean(model.base_model, alone=normalizes(convention) and _is_called_with_states(model))
+        # A linear head that such a model calls with all states must get the pooled vector alone, [batch, hidden].
+        is_called_with_states = model.config.model_type in _CALLED_WITH_STATES
+        _pool_by_the_mean(model.base_model, alone=normalizes(convention) and is_called_with_states)
     if normalizes(convention):
         model.base_model.register_forward_hook(_normalize)  # after the pooling: the encoder's output holds its result
 
@@ -161,11 +163,6 @@ def linear_head(model: Any) -> tuple[str, nn.Linear] | None:
 def can_be_linear(model: Any) -> bool:
     """Whether the classification model's head is one linear layer, or `_make_linear` makes it one."""
     return linear_head(model) is not None or model.config.model_type in REPLACED
-
-
-def _is_called_with_states(model: Any) -> bool:
-    """Whether the encoder must return the pooled vector alone, [batch, hidden], for a linear head to read it."""
-    return model.config.model_type in _CALLED_WITH_STATES
 
 
 def _make_linear(model: Any) -> None:

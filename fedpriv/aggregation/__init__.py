@@ -30,6 +30,5 @@ if TYPE_CHECKING:
     from fedpriv.aggregation._t_fedavg import ternary_codes as ternary_codes
     from fedpriv.aggregation.rules import RULES as RULES
     from fedpriv.aggregation.rules import Rule as Rule
-    from fedpriv.aggregation.server_optimizers import server_step as server_step
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -57,16 +57,7 @@ def is_irrelevant(update: Mapping[str, Tensor], signs: Mapping[str, Tensor], *, 
 
 
 def cmfl(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:
-    """The weighted average of the uploads, and the global update with which clients will compare theirs.
-
-    Args:
-        model: before the round.
-        uploads: with equal names and shapes.
-        weights: of the clients that uploaded, summing to one.
-
-    Raises:
-        ValueError: see `weighted_average`.
-    """
+    """The weighted average of the uploads, and the global update with which clients will compare theirs."""
     adapter = weighted_average(uploads, weights)
     return replace(model, adapter=adapter, last_update=difference(adapter, model.adapter))
 

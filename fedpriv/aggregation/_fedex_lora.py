@@ -16,14 +16,6 @@ from fedpriv.aggregation._fedavg import GlobalModel, weighted_average
 def fedex_lora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:
     """A, B and head averaged, and the residual sum_k w_k B_k A_k - B A added to the frozen weights.
 
-    Args:
-        model: before the round.
-        uploads: with equal names and shapes.
-        weights: summing to one.
-
-    Raises:
-        ValueError: see `weighted_average`.
-
     Source: Singhal et al. 2024 (FedEx-LoRA), Eqs. 8 to 11.
     """
     adapter = weighted_average(uploads, weights)

@@ -21,14 +21,6 @@ def flora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[floa
 
     Clients start each round with a fresh adapter whose product is zero, from `fresh_start`.
 
-    Args:
-        model: before the round.
-        uploads: with equal names; ranks may differ.
-        weights: summing to one.
-
-    Raises:
-        ValueError: see `weighted_average`.
-
     Source: Wang et al. 2024 (FLoRA), Eqs. 5 and 6.
     """
     heads = weighted_average([non_lora_tensors(upload) for upload in uploads], weights)

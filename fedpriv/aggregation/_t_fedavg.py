@@ -42,14 +42,6 @@ def t_fedavg(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[f
 
     Neither linear nor exact: quantising the average is biased.
 
-    Args:
-        model: before the round.
-        uploads: with equal names and shapes.
-        weights: summing to one.
-
-    Raises:
-        ValueError: see `weighted_average`.
-
     Source: Xu et al. 2020, Algorithm 2.
     """
     average = weighted_average(uploads, weights)

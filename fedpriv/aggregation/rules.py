@@ -26,7 +26,8 @@ class Rule:
     """An aggregation rule.
 
     Attributes:
-        aggregate: the next global model from the valid uploads and their weights.
+        aggregate: the next global model from that before the round, from the valid uploads, at least one, with equal
+            names and shapes (ranks may differ where clients restart), and from their weights, which sum to one.
         trains: `lora`: A, B and a head; `lora-b`: B and a head; `lora-r`: a matrix R between frozen B and A, and a
             head; `weights`: full weight matrices and a head.
         turns: the tensors that each round trains, in turn, where it trains more than the head; the others are

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor
 
@@ -58,25 +57,6 @@ def _adaptive(first: Tensor, second: Tensor) -> tuple[Tensor, dict[str, Tensor]]
 SERVER_OPTIMIZERS: Mapping[str, Rule] = {"sgd": _sgd, "momentum": _momentum, "adam": _adam, "yogi": _yogi}
 
 
-class _Settings(Protocol):
-    """A configuration's keys on the server's steps, of which docs/configuration.md says what they mean."""
-
-    @property
-    def rounds(self) -> int: ...
-    @property
-    def server_optimizer(self) -> str: ...
-    @property
-    def server_learning_rate(self) -> float: ...
-    @property
-    def server_rate_decay(self) -> str: ...
-    @property
-    def server_momentum(self) -> float: ...
-    @property
-    def lora_server_optimizer(self) -> str: ...
-    @property
-    def lora_server_learning_rate(self) -> float: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimizer:
     """The server's steps towards the aggregated model.
@@ -92,27 +72,6 @@ class ServerOptimizer:
     learning_rate: float
     momentum: float
     of_lora: ServerOptimizer | None = None
-
-    @staticmethod
-    def of(config: _Settings, round_: int = 1) -> ServerOptimizer:
-        """The optimizer that a run's configuration asks for in a round, from 1.
-
-        Rates that fall linearly do so from the configured ones in round 1 to 1 / rounds of them in the last round.
-        """
-        left = max(1, config.rounds + 1 - round_) / config.rounds if config.server_rate_decay == "linear" else 1.0
-        of_lora = None
-        if config.lora_server_optimizer != "same":
-            of_lora = ServerOptimizer(
-                name=config.lora_server_optimizer,
-                learning_rate=config.lora_server_learning_rate * left,
-                momentum=config.server_momentum,
-            )
-        return ServerOptimizer(
-            name=config.server_optimizer,
-            learning_rate=config.server_learning_rate * left,
-            momentum=config.server_momentum,
-            of_lora=of_lora,
-        )
 
     def for_tensor(self, name: str) -> ServerOptimizer:
         """The one for the tensor of this name."""

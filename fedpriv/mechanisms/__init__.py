@@ -24,6 +24,5 @@ if TYPE_CHECKING:
     from fedpriv.mechanisms.sources import SeededSource as SeededSource
     from fedpriv.mechanisms.svt import CutoffReached as CutoffReached
     from fedpriv.mechanisms.svt import SparseVector as SparseVector
-    from fedpriv.mechanisms.svt import discrete_laplace as discrete_laplace
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

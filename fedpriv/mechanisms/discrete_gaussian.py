@@ -84,8 +84,9 @@ class _DiscreteGaussian:
         for client, (total, source) in enumerate(zip(sums, sources, strict=True)):
             grid = _grid(request, client)
             noise = torch.from_numpy(discrete_gaussian(_stddev(request, grid), request.dimension, source))
-            steps = _on_integers(total.double(), grid, _largest(request, client)).add_(noise.to(total.device))
-            noised[client] = steps.double().div_(grid)
+            largest = _largest(request, client)
+            steps = total.double().mul(grid).clamp_(-largest, largest).round_().to(torch.int64)  # half to even
+            noised[client] = steps.add_(noise.to(total.device)).double().div_(grid)
         return noised, events
 
 
@@ -130,13 +131,6 @@ def sensitivity(request: NoiseRequest, client: int) -> float:
     excess = 0.0 if _is_exact(grid) else 2.0**-52 * _largest(request, client)
     rounding = math.sqrt(request.dimension) * (1.0 + excess)
     return (grid * request.sensitivity_factor * request.clip_norm + rounding) * _ROUNDING_MARGIN
-
-
-def _on_integers(total: Tensor, grid: float, largest: float) -> Tensor:
-    """gamma times the sum, clamped and rounded half to even, int64 [values]."""
-    import torch  # deferred: a configuration is checked without it
-
-    return total.mul(grid).clamp_(-largest, largest).round_().to(torch.int64)
 
 
 def _charged_multiplier(request: NoiseRequest, client: int) -> float:

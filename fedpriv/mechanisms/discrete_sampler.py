@@ -89,7 +89,8 @@ def discrete_gaussian(sigma: float, num: int, source: RandomSource) -> Integers:
     Raises:
         ValueError: sigma is out of range.
     """
-    _check_sigma(sigma)
+    if not MIN_SIGMA <= sigma <= MAX_SIGMA:
+        raise ValueError(f"sigma = {sigma}: the discrete Gaussian is drawn for sigma from 2^-10 to 2^40")
     stairs = _staircase(float(sigma))
     values, begin = np.empty(num, dtype=np.int64), 0
     while begin < num:
@@ -97,16 +98,6 @@ def discrete_gaussian(sigma: float, num: int, source: RandomSource) -> Integers:
         values[begin : begin + len(accepted)] = accepted
         begin += len(accepted)
     return values
-
-
-def _check_sigma(sigma: float) -> None:
-    """Refuse what the sampler cannot draw.
-
-    Raises:
-        ValueError: sigma is not in [2^-10, 2^40].
-    """
-    if not MIN_SIGMA <= sigma <= MAX_SIGMA:
-        raise ValueError(f"sigma = {sigma}: the discrete Gaussian is drawn for sigma from 2^-10 to 2^40")
 
 
 def _exp_of_minus(exponents: Floats) -> Floats:

@@ -92,23 +92,18 @@ class NoiseRequest:
 class Mechanism(Protocol):
     """One kind of noise: its parameters are checked and its cost is planned from public numbers; it draws the noise."""
 
-    @property
-    def parameters_hint(self) -> str:
-        """Names the parameters and where to get them, for messages; empty if it takes none, else it needs some.
+    parameters_hint: str
+    """Names the parameters and where to get them, for messages; empty if it takes none, else it needs some.
 
-        In a configuration they are a JSON object, or the name of a file that holds one.
-        """
+    In a configuration they are a JSON object, or the name of a file that holds one.
+    """
+    noise_adds_up: bool
+    """`Event.noise_adds_up` of its events; its standard deviation is then z C.
 
-    @property
-    def noise_adds_up(self) -> bool:
-        """`Event.noise_adds_up` of its events; its standard deviation is then z C.
-
-        Only if this is true does the `aggregate` view hold, and has the recipe `fedpriv` rates and phases for it.
-        """
-
-    @property
-    def cost_depends_on_dimension(self) -> bool:
-        """Whether clients that noise different numbers of values pay differently; `client_ranks` would need that."""
+    Only if this is true does the `aggregate` view hold, and has the recipe `fedpriv` rates and phases for it.
+    """
+    cost_depends_on_dimension: bool
+    """Whether clients that noise different numbers of values pay differently; `client_ranks` would need that."""
 
     def checked(self, parameters: str, noise_multiplier: float) -> str:
         """The parameters as one canonical line, after a check that they and the noise multiplier are valid together.

@@ -217,7 +217,7 @@ def _data(saved: SavedVariant, summary: Mapping[str, Any]) -> str:
 
 
 def _model(saved: SavedVariant, form: Form) -> list[str]:
-    weights = saved.convention.get("base_weights") or {}
+    weights = saved.convention["base_weights"]
     config = saved.config
     numbers = "model.gguf says in what format its numbers are" if form in get_args(GgufForm) else _FLOAT32
     if config is not None and config.base_dtype in ("bfloat16", "nf4"):

@@ -71,8 +71,8 @@ class SavedVariant:
 
     @property
     def base(self) -> str:
-        """The name of its base elsewhere, see `public_name`; files of older versions may name a path instead."""
-        return public_name(str(self.convention.get("base_model") or self.settings["base_model_name_or_path"]))
+        """The name of its base elsewhere, see `public_name`: a file may name a path instead."""
+        return public_name(self.convention["base_model"])
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -263,7 +263,7 @@ def fitting(saved: SavedVariant) -> Iterator[None]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"model = {saved.model!r}: adapter {saved.name} does not fit it ({reason})") from None
     # Of the files that were read, which a model of the Hub may have got only now.
-    check_weights(saved.model, saved.convention.get("base_weights") or {})
+    check_weights(saved.model, saved.convention["base_weights"])
 
 
 def tensor_file(tensors: Tensors) -> bytes:

@@ -44,7 +44,6 @@ from fedpriv.secure_aggregation._messages import (
     check_advertisements,
     check_approved,
     check_members,
-    check_values,
     confirmed,
     mask_private_key,
     self_commitment,
@@ -261,7 +260,8 @@ def mask(state: Shared, sealed: Mapping[int, bytes], values: NDArray[np.int64]) 
         TooFewError: U2 is smaller than the threshold.
     """
     begun, terms = state.begun, state.begun.terms
-    check_values(values, terms)
+    if values.dtype != np.int64 or values.shape != (terms.dimension,):
+        raise ProtocolError(f"values: are {values.dtype} {values.shape}, must be int64 ({terms.dimension},)")
     held = received(state, sealed)
     total = to_words(values, terms) + self_mask(begun.self_seed, begun.client, terms)
     private = mask_private_key(begun.mask_seed, begun.client, terms)

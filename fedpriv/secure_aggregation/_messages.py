@@ -9,9 +9,6 @@ import hmac
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fedpriv.secure_aggregation._masks import DIGEST_BYTES, KEY_BYTES, Verify, agree, context, derive, digest
 from fedpriv.secure_aggregation._terms import ProtocolError, Terms, TooFewError
 
@@ -184,9 +181,3 @@ def check_members(name: str, clients: Sequence[int], among: Container[int], term
         seen.add(client)
     if len(clients) < terms.threshold:
         raise TooFewError(f"{name}: are of {len(clients)} clients, must be of at least {terms.threshold}")
-
-
-def check_values(values: NDArray[np.int64], terms: Terms) -> None:
-    """Refuse values that are not int64 [d]."""
-    if values.dtype != np.int64 or values.shape != (terms.dimension,):
-        raise ProtocolError(f"values: are {values.dtype} {values.shape}, must be int64 ({terms.dimension},)")

@@ -55,13 +55,13 @@ class Participant:
     scale: float
 
     def __post_init__(self) -> None:
-        _integer("client", self.client, 0, MAX_CLIENT)
+        integer("client", self.client, 0, MAX_CLIENT)
         name = f"client {self.client}"
         if not keys.is_public_line(self.identity):
             raise ProtocolError(
                 f"{name}: identity = {shown(self.identity)}: must be `{keys.VAULT} AAAA...` without a comment"
             )
-        _integer(f"{name}: num_records", self.num_records, 1, MAX_RECORDS)
+        integer(f"{name}: num_records", self.num_records, 1, MAX_RECORDS)
         for field in ("sampling_probability", "scale"):
             value = getattr(self, field)
             if type(value) is not float or not 0 < value <= 1:
@@ -105,14 +105,14 @@ class Terms:
 
     def __post_init__(self) -> None:
         _text("run", self.run, _RUN, "1 to 200 printable ASCII characters")
-        _integer("round", self.round, 1, 2**31)
+        integer("round", self.round, 1, 2**31)
         _text("attempt", self.attempt, _ATTEMPT, "16 to 64 hexadecimal digits")
         _check_participants(self.participants)
         _check_threshold(self.threshold, self.colluding, len(self.participants))
         if type(self.modulus_bits) is not int or self.modulus_bits not in (32, 64):
             raise ProtocolError(f"modulus_bits = {shown(self.modulus_bits)}: must be 32 or 64")
-        _integer("grid_exponent", self.grid_exponent, -MAX_GRID_EXPONENT, MAX_GRID_EXPONENT)
-        _integer("dimension", self.dimension, 1, MAX_DIMENSION)
+        integer("grid_exponent", self.grid_exponent, -MAX_GRID_EXPONENT, MAX_GRID_EXPONENT)
+        integer("dimension", self.dimension, 1, MAX_DIMENSION)
         if type(self.clip_norm) is not float or not 0 < self.clip_norm < math.inf:
             raise ProtocolError(f"clip_norm = {shown(self.clip_norm)}: must be a finite float > 0")
         if type(self.noise_multiplier) is not float or not 0 <= self.noise_multiplier < math.inf:
@@ -215,8 +215,8 @@ def _check_participants(participants: tuple[Participant, ...]) -> None:
 
 
 def _check_threshold(threshold: int, colluding: int, num_participants: int) -> None:
-    _integer("colluding", colluding, 0, MAX_PARTICIPANTS)
-    _integer("threshold", threshold, 1, MAX_PARTICIPANTS)
+    integer("colluding", colluding, 0, MAX_PARTICIPANTS)
+    integer("threshold", threshold, 1, MAX_PARTICIPANTS)
     # Two lists of survivors with t signatures each would need 2 (t - c) of the K - c honest clients.
     smallest = smallest_threshold(num_participants, colluding)
     if not smallest <= threshold <= num_participants:
@@ -226,9 +226,11 @@ def _check_threshold(threshold: int, colluding: int, num_participants: int) -> N
         )
 
 
-def _integer(name: str, value: object, least: int, most: int) -> None:
+def integer(name: str, value: object, least: int, most: int) -> int:
+    """The value, if it is an integer in this range; else it is refused by name."""
     if type(value) is not int or not least <= value <= most:
         raise ProtocolError(f"{name} = {shown(value)}: must be an integer from {least} to {most}")
+    return value
 
 
 def _text(name: str, value: object, pattern: re.Pattern[str], right: str) -> None:

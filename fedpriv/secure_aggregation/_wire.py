@@ -1,7 +1,7 @@
 """The protocol's messages as JSON texts, strictly read; a masked vector alone travels as an array.
 
-Clients are keys in decimal, bytes are base64. A text is refused in one line if it is too long, has other fields, names
-a client twice, or writes a client or bytes in an unusual way.
+Clients are keys in decimal, bytes are base64. Every `..._from_text` raises a ProtocolError of one line for a text that
+is too long, has other fields, names a client twice, or writes a client or bytes in an unusual way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from fedpriv.secure_aggregation._masks import COMMITMENT_BYTES, DIGEST_BYTES, KEY_BYTES, SEALED_BYTES, SEED_BYTES
 from fedpriv.secure_aggregation._messages import Advertisement, Complaint, Reveal
-from fedpriv.secure_aggregation._terms import MAX_CLIENT, MAX_PARTICIPANTS, ProtocolError, parsed_object, shown
+from fedpriv.secure_aggregation._terms import MAX_CLIENT, MAX_PARTICIPANTS, ProtocolError, integer, parsed_object, shown
 
 MAX_SIGNATURE = 200
 MAX_RECEIPTS = 8
@@ -34,15 +34,11 @@ def advertisement_text(advertisement: Advertisement) -> str:
 
 
 def advertisement_from_text(text: str) -> Advertisement:
-    """The advertisement that `advertisement_text` wrote.
-
-    Raises:
-        ProtocolError: the text is malformed.
-    """
+    """The advertisement that `advertisement_text` wrote."""
     values = parsed_object("advertisement", text)
     receipts = {"receipts": values.pop("receipts")} if "receipts" in values else {}
     values = _exactly("advertisement", values, {"client", *_ADVERTISED}) | receipts
-    return _advertisement(_integer("advertisement: client", values.pop("client")), values)
+    return _advertisement(integer("advertisement: client", values.pop("client"), 0, MAX_CLIENT), values)
 
 
 def advertisements_text(advertisements: Mapping[int, Advertisement]) -> str:
@@ -51,11 +47,7 @@ def advertisements_text(advertisements: Mapping[int, Advertisement]) -> str:
 
 
 def advertisements_from_text(text: str) -> dict[int, Advertisement]:
-    """{client: advertisement}, what `advertisements_text` wrote.
-
-    Raises:
-        ProtocolError: the text is malformed.
-    """
+    """{client: advertisement}, what `advertisements_text` wrote."""
     return _by_client("advertisements", text, _advertisement)
 
 
@@ -65,11 +57,7 @@ def sealed_text(sealed: Mapping[int, bytes]) -> str:
 
 
 def dealt_from_text(text: str, dealer: int) -> dict[int, bytes]:
-    """{holder: sealed shares} of one dealer; for itself the commitments alone.
-
-    Raises:
-        ProtocolError: the text is malformed.
-    """
+    """{holder: sealed shares} of one dealer; for itself the commitments alone."""
 
     def read(holder: int, part: Any) -> bytes:
         return _bytes(f"shares for client {holder}", part, COMMITMENT_BYTES if holder == dealer else SEALED_BYTES)
@@ -78,11 +66,7 @@ def dealt_from_text(text: str, dealer: int) -> dict[int, bytes]:
 
 
 def sealed_from_text(text: str) -> dict[int, bytes]:
-    """{sender: sealed shares} for one holder.
-
-    Raises:
-        ProtocolError: the text is malformed.
-    """
+    """{sender: sealed shares} for one holder."""
     return _by_client("shares", text, lambda peer, part: _bytes(f"shares from client {peer}", part, SEALED_BYTES))
 
 
@@ -92,11 +76,7 @@ def complaint_text(complaint: Complaint) -> str:
 
 
 def complaint_from_text(text: str) -> Complaint:
-    """The complaint that `complaint_text` wrote.
-
-    Raises:
-        ProtocolError: the text is malformed.
-    """
+    """The complaint that `complaint_text` wrote."""
     values = _exactly("complaint", parsed_object("complaint", text), {"dealers", "opening"})
     dealers = _listed("dealers", values["dealers"])
     opening = _bytes("complaint: opening", values["opening"], KEY_BYTES if dealers else 0)
@@ -109,11 +89,7 @@ def survivors_text(survivors: Iterable[int]) -> str:
 
 
 def survivors_from_text(text: str) -> list[int]:
-    """The clients that `survivors_text` wrote; whether a client is listed twice is for `confirm` to say.
-
-    Raises:
-        ProtocolError: the text is malformed.
-    """
+    """The clients that `survivors_text` wrote; whether a client is listed twice is for `confirm` to say."""
     return _listed("survivors", _exactly("survivors", parsed_object("survivors", text), {"survivors"})["survivors"])
 
 
@@ -123,11 +99,7 @@ def signature_text(signature: str) -> str:
 
 
 def signature_from_text(text: str) -> str:
-    """The signature that `signature_text` wrote.
-
-    Raises:
-        ProtocolError: the text is malformed.
-    """
+    """The signature that `signature_text` wrote."""
     values = _exactly("signature", parsed_object("signature", text), {"signature"})
     return _short("signature", values["signature"])
 
@@ -138,11 +110,7 @@ def signatures_text(signatures: Mapping[int, str]) -> str:
 
 
 def signatures_from_text(text: str) -> dict[int, str]:
-    """{client: signature}, what `signatures_text` wrote.
-
-    Raises:
-        ProtocolError: the text is malformed.
-    """
+    """{client: signature}, what `signatures_text` wrote."""
     return _by_client("signatures", text, lambda peer, value: _short(f"signatures: client {peer}", value))
 
 
@@ -154,18 +122,14 @@ def reveal_text(revealed: Reveal) -> str:
 
 
 def reveal_from_text(text: str) -> Reveal:
-    """The shares that `reveal_text` wrote.
-
-    Raises:
-        ProtocolError: the text is malformed.
-    """
+    """The shares that `reveal_text` wrote."""
     values = _exactly("reveal", parsed_object("reveal", text), {"client", "self_shares", "mask_shares"})
 
     def shares(name: str) -> dict[int, bytes]:
         return _clients(name, values[name], lambda peer, part: _bytes(f"{name}: client {peer}", part, SEED_BYTES))
 
     return Reveal(
-        client=_integer("reveal: client", values["client"]),
+        client=integer("reveal: client", values["client"], 0, MAX_CLIENT),
         self_shares=shares("self_shares"),
         mask_shares=shares("mask_shares"),
     )
@@ -232,17 +196,11 @@ def _short(name: str, value: Any) -> str:
     return value
 
 
-def _integer(name: str, value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_CLIENT:
-        raise ProtocolError(f"{name} = {shown(value)}: must be an integer from 0 to {MAX_CLIENT}")
-    return value
-
-
 def _listed(name: str, clients: Any) -> list[int]:
     """Clients in any order."""
     if type(clients) is not list or len(clients) > MAX_PARTICIPANTS:
         raise ProtocolError(f"{name} = {shown(clients)}: must be a list of at most {MAX_PARTICIPANTS}")
-    return [_integer(f"{name}: client", client) for client in clients]
+    return [integer(f"{name}: client", client, 0, MAX_CLIENT) for client in clients]
 
 
 def _by_client(name: str, text: str, read: Callable[[int, Any], T]) -> dict[int, T]:

@@ -159,7 +159,7 @@ def _shared(variant: SavedVariant) -> dict[str, Any]:
         "pooling": variant.pooling,
         "reading": variant.reading,
         "lora_alpha / r": f"{settings['lora_alpha'] / settings['r']:.6g}",
-        "base_weights": set((variant.convention.get("base_weights") or {}).values()),
+        "base_weights": set(variant.convention["base_weights"].values()),
     }
 
 

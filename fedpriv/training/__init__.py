@@ -32,24 +32,17 @@ if TYPE_CHECKING:
     from fedpriv.training._passes import batches as batches
     from fedpriv.training._sampling import PoissonSampler as PoissonSampler
     from fedpriv.training.clipping import clipped_rows as clipped_rows
-    from fedpriv.training.evaluation import Evaluation as Evaluation
     from fedpriv.training.evaluation import class_figures as class_figures
-    from fedpriv.training.evaluation import evaluate as evaluate
     from fedpriv.training.evaluation import log_perplexity_change as log_perplexity_change
     from fedpriv.training.evaluation import mean_estimate as mean_estimate
     from fedpriv.training.evaluation import require_rouge as require_rouge
     from fedpriv.training.evaluation import rouge_l as rouge_l
-    from fedpriv.training.local_update import ClientUpdate as ClientUpdate
-    from fedpriv.training.local_update import Execute as Execute
     from fedpriv.training.local_update import UpdateSpec as UpdateSpec
-    from fedpriv.training.local_update import UpdateTask as UpdateTask
-    from fedpriv.training.local_update import planned_event as planned_event
     from fedpriv.training.model import TrainingModel as TrainingModel
     from fedpriv.training.own_models import OwnModel as OwnModel
     from fedpriv.training.own_models import private_step as private_step
     from fedpriv.training.per_sample import per_sample_gradients as per_sample_gradients
     from fedpriv.training.per_sample import trainable_layers as trainable_layers
-    from fedpriv.training.stacked import stacked_updates as stacked_updates
     from fedpriv.training.summing import noised_sum as noised_sum
     from fedpriv.training.whole_updates import UpdateNoise as UpdateNoise
 else:

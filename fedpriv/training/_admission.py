@@ -3,25 +3,33 @@
 Where each record has a pass of its own, nothing couples records but what a pass leaves behind. So a model that changes
 itself or draws random numbers is refused. In a simulation records share passes; a model that mixes them there, by more
 than rounding, runs them alone.
+
+Once records are touched, one that fails counts as zero. So a model that fails on all of them would train to the end on
+noise alone, which has its price all the same. It is tried on a public text in the words of its own tokenizer, as long
+as any record: what it fails on, every record would.
 """
 
 from __future__ import annotations
 
 import bisect
+import json
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedpriv.adapters import BaseModel, lora, restore_float32, to_bfloat16
-from fedpriv.data.records import Item, Records
-from fedpriv.errors import InputError
+from fedpriv.config import RunConfig
+from fedpriv.data import TextData
+from fedpriv.data.records import Item, Records, encode, encoder_of, tokenize
+from fedpriv.errors import InputError, first_line
 from fedpriv.training._isolation import raising_failures, refusing
 from fedpriv.training.independence import dependence
 from fedpriv.training.model import TrainingModel
@@ -95,9 +103,9 @@ def check_learns(model: TrainingModel, record: Records) -> None:
         most = bisect.bisect_left(range(1, tokens), True, key=lambda length: not _reads(model, record, length))
         if not most:
             raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"max_length = {tokens}: a {kind} model fails on texts of so many tokens ({reason}); use at most {most}"
+            f"max_length = {tokens}: a {kind} model fails on texts of so many tokens ({first_line(error)}); "
+            f"use at most {most}"
         ) from error
     if not gradient.isfinite().all():
         raise InputError(
@@ -106,6 +114,74 @@ def check_learns(model: TrainingModel, record: Records) -> None:
         )
     if not gradient.any():
         raise InputError(f"max_length = {tokens}: a {kind} model learns nothing of texts of so many tokens; use more")
+
+
+# Of the vocabulary, from its beginning to its end.
+_NUM_WORDS = 64
+
+# A length that no word reaches.
+_UNCUT = 2**20
+
+
+def public_record(base: BaseModel, config: RunConfig, *, num_labels: int) -> Records:
+    """One record of `max_length` tokens, as the run reads texts.
+
+    Args:
+        base: with its tokenizer.
+        config: of the run.
+        num_labels: number of classes; 0 for causal models.
+
+    Raises:
+        InputError: the tokenizer cannot pad, knows no word, or makes tokens for which there is no embedding.
+    """
+    tokenizer, num_embeddings = base.tokenizer, base.model.get_input_embeddings().num_embeddings
+    model = f"model = {base.name!r}"
+    if tokenizer.pad_token_id is None:
+        raise InputError(
+            f"{model}: its tokenizer has neither a padding token nor one that ends a text; name a pad_token in "
+            "tokenizer_config.json"
+        )
+    words = _words(tokenizer, num_embeddings)
+    if not words:
+        raise InputError(
+            f"{model}: its tokenizer knows no word, so all texts would read the same; put the files of the one that it "
+            "was trained with, such as tokenizer.json, into its folder"
+        )
+    text = " ".join(islice(cycle(words), config.max_length))
+    has_pair = bool(config.text_pair_column) or config.instructs
+    data = TextData(
+        texts=(json.dumps([("user", text)]) if config.messages_column else text,),
+        labels=("0",) if num_labels else (),
+        pairs=((*config.answers, text)[0],) if has_pair else None,
+    )
+    (row,) = rows = encoder_of(config).encode(tokenizer, data.texts, data.pairs, config.max_length)
+    if row is None:
+        raise InputError(f"{model}: its tokenizer cannot put a text of its own words in the form of the run's records")
+    added = [id_ for id_, token in tokenizer.added_tokens_decoder.items() if not token.special]
+    missing = [id_ for id_ in (*row["input_ids"], tokenizer.pad_token_id, *added) if id_ >= num_embeddings]
+    if missing:
+        raise InputError(
+            f"{model}: token {missing[0]} ({tokenizer.convert_ids_to_tokens(missing[0])!r}) of its tokenizer has no "
+            f"embedding, of which there are {num_embeddings}; resize them to {len(tokenizer)}, as "
+            "resize_token_embeddings does, and save the model again"
+        )
+    label_names = tuple(map(str, range(num_labels)))
+    return tokenize(
+        data, tokenizer, label_names=label_names, max_length=config.max_length, encode=lambda *_: rows, names=tuple(row)
+    )
+
+
+def _words(tokenizer: Any, num_embeddings: int) -> list[str]:
+    """Words of the vocabulary of which the tokenizer makes more than special tokens, all with an embedding."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    known = sorted(id_ for id_ in tokenizer.get_vocab().values() if id_ < num_embeddings and id_ not in special)
+    tried = [tokenizer.decode([id_]).strip() for id_ in known[:: max(1, len(known) // _NUM_WORDS)]]
+    words = []
+    for word, row in zip(tried, encode(tokenizer, tried, None, _UNCUT), strict=True):
+        tokens = set(row["input_ids"]) - special if row else set()
+        if word and tokens and max(tokens) < num_embeddings:
+            words.append(word)
+    return words
 
 
 @torch.no_grad()
@@ -210,7 +286,8 @@ def in_format(peft_model: Any, wanted: str, build: Callable[..., TrainingModel])
     """
     if wanted == "nf4" and _on_gpu(peft_model):
         to_bfloat16(peft_model)
-    if wanted in ("float32", "nf4") or (wanted == "auto" and _is_small(peft_model)):
+    is_small = not _on_gpu(peft_model) and peft_model.config.hidden_size < _LEAST_WIDTH
+    if wanted in ("float32", "nf4") or (wanted == "auto" and is_small):
         return build()
     before = None
     try:
@@ -221,13 +298,12 @@ def in_format(peft_model: Any, wanted: str, build: Callable[..., TrainingModel])
     except Exception as error:  # whatever it is, synthetic records alone have caused it
         if before is not None:
             restore_float32(peft_model, before)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if wanted == "bfloat16":
             kind = peft_model.config.model_type
             raise InputError(
-                f"base_dtype = bfloat16: a {kind} model does not compute in it here ({reason}); use float32"
+                f"base_dtype = bfloat16: a {kind} model does not compute in it here ({first_line(error)}); use float32"
             ) from None
-        log.info("base_dtype = auto: float32, since this model does not compute in bfloat16 (%s)", reason)
+        log.info("base_dtype = auto: float32, since this model does not compute in bfloat16 (%s)", first_line(error))
         return build()
     is_taken = share <= 1 - _LEAST_SAVING
     if is_choice:
@@ -242,11 +318,6 @@ def in_format(peft_model: Any, wanted: str, build: Callable[..., TrainingModel])
 def _on_gpu(peft_model: Any) -> bool:
     kind: str = next(peft_model.parameters()).device.type
     return kind != "cpu"
-
-
-def _is_small(peft_model: Any) -> bool:
-    width: int = peft_model.config.hidden_size
-    return not _on_gpu(peft_model) and width < _LEAST_WIDTH
 
 
 def _seconds_of_a_pass(peft_model: Any, build: Callable[..., TrainingModel]) -> float:

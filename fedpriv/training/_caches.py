@@ -31,7 +31,7 @@ from fedpriv.adapters import Merged, same_merged
 from fedpriv.data.records import Item, Records, num_tokens, usable
 from fedpriv.files import require_room
 from fedpriv.training._isolation import isolated
-from fedpriv.training.progress import FEATURES, READING, Tell, silent
+from fedpriv.training.progress import FEATURES, READING, Tell
 from fedpriv.training.workers import shared, side_by_side
 
 log = logging.getLogger(__name__)
@@ -115,14 +115,21 @@ def skipping_prefix(prefix: Prefix, hidden: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-class Passing(Protocol):
-    """How a model shares records out among passes."""
+class Cached(Protocol):
+    """A model whose states are kept: how it shares records out among passes, and what room there is."""
 
     num_workers: int
     """Processes in which passes run side by side."""
+    memory_limit: int
+    """Bytes that a cache keeps in memory."""
+    tell: Tell
+    """Told how many records of a set are read."""
 
     def passes(self, items: Sequence[Item]) -> Iterable[list[int]]:
         """The positions of the records in each pass."""
+
+    def fill_cache(self, items: Sequence[Item]) -> None:
+        """Keep the states below the first trained layer of all records of these records' sets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,10 +159,6 @@ class _Reserved:
     num_records: int
     longest: int
 
-    def fits(self, index: int, tokens: int) -> bool:
-        """Whether there is room for a record of this index and length, whatever the other records are."""
-        return index < self.num_records and tokens <= self.longest
-
 
 class PrefixCache:
     """Hidden states below the first trainable layer, for any number of record sets.
@@ -169,33 +172,26 @@ class PrefixCache:
 
     Args:
         forward: runs the model in eval mode on records.
-        model: shares records out among passes.
+        model: of the states; those beyond its limit go to a file without a name, which nobody else can open and which
+            ends with this process, however it ends.
         prefix: from `find_prefix`.
         width: of a hidden state.
         dtype: of the base.
-        memory_limit: bytes to keep in memory; states beyond that go to a file without a name, which nobody else can
-            open and which ends with this process, however it ends.
-        tell: told how many records of a set are read.
     """
 
     def __init__(
         self,
         forward: Callable[[Sequence[Item]], object],
-        model: Passing,
+        model: Cached,
         prefix: Prefix,
         *,
         width: int,
         dtype: torch.dtype,
-        memory_limit: int,
-        tell: Tell = silent,
     ) -> None:
         self.prefix = prefix
-        self._tell = tell
-        self._forward = forward
-        self._model = model
-        self._width = width
-        self._dtype = dtype
-        self._memory_limit = memory_limit
+        self._forward, self._model = forward, model
+        self._width, self._dtype = width, dtype
+        self._memory_limit = model.memory_limit
         self._reserved: _Reserved | None = None
         self._kept: weakref.WeakKeyDictionary[Records, tuple[_Room, list[int]]] = weakref.WeakKeyDictionary()
 
@@ -268,7 +264,7 @@ class PrefixCache:
             for position, states in zip(together, self._computed([items[p] for p in together]), strict=True):
                 begin = starts[roomy[position]]
                 room.states[begin : begin + len(states)] = states
-            self._tell(READING, num_read[number], len(roomy))
+            self._model.tell(READING, num_read[number], len(roomy))
 
         side_by_side(keep, len(passes), self._model.num_workers)
         return room, starts
@@ -276,10 +272,10 @@ class PrefixCache:
     def _room_for(self, records: Records) -> tuple[_Room, list[int]]:
         """Room, and how much of it each record takes, in tokens."""
         lengths = [num_tokens(item) for item in records.items()]
-        if self._reserved is not None:
+        if (held := self._reserved) is not None:
             self._kept.clear()
-            fits = self._reserved.fits
-            return self._reserved.room, [n if fits(index, n) else 0 for index, n in enumerate(lengths)]
+            # Whether a record has room is for its own index and length to say, whatever the others are.
+            return held.room, [n if i < held.num_records and n <= held.longest else 0 for i, n in enumerate(lengths)]
         room = self._room(sum(lengths))
         if room is None:
             return _Room(torch.empty(0, self._width, dtype=self._dtype), in_memory=True), [0] * len(lengths)
@@ -318,8 +314,6 @@ class PrefixCache:
             log.warning("no room for %d MiB of the prefix cache: %s", size // 2**20, error)
             return None
 
-
-_FLOAT_BYTES = 4
 
 Drawn = tuple[Records, Tensor]
 """Some records of a set, by their indices, int64 [records]."""
@@ -367,29 +361,13 @@ class FeatureCache:
 
     Args:
         compute: the features, [records, width], with a body and through the prefix cache or not.
-        model: shares records out among passes.
+        model: of the features; all that its limit allows are in memory.
         width: of a record's features.
-        memory_limit: bytes to keep, all in memory.
-        fill: fills the prefix cache with the states of these records' sets.
-        tell: told how many of the records to be read are.
     """
 
-    def __init__(
-        self,
-        compute: Callable[[Sequence[Item], Body, bool], Tensor],
-        model: Passing,
-        *,
-        width: int,
-        memory_limit: int,
-        fill: Callable[[Sequence[Item]], object],
-        tell: Tell = silent,
-    ) -> None:
-        self._tell = tell
-        self._fill = fill
-        self._compute = compute
-        self._model = model
-        self._width = width
-        self._memory_limit = memory_limit
+    def __init__(self, compute: Callable[[Sequence[Item], Body, bool], Tensor], model: Cached, *, width: int) -> None:
+        self._compute, self._model, self._width = compute, model, width
+        self._memory_limit = model.memory_limit
         self._reserved: Tensor | None = None
         self._kept: weakref.WeakKeyDictionary[Records, _Kept] = weakref.WeakKeyDictionary()
 
@@ -397,8 +375,8 @@ class FeatureCache:
     def bytes_in_memory(self) -> int:
         """The bytes of all features that are kept or have room reserved."""
         if self._reserved is not None:
-            return _FLOAT_BYTES * self._reserved.numel()
-        return sum(_FLOAT_BYTES * kept.states.numel() for kept in self._kept.values())
+            return self._reserved.nbytes
+        return sum(kept.states.nbytes for kept in self._kept.values())
 
     @property
     def has_room(self) -> bool:
@@ -480,7 +458,7 @@ class FeatureCache:
 
     def _room(self, num_records: int) -> Tensor:
         """Room for so many records' features, or none."""
-        size = _FLOAT_BYTES * num_records * self._width
+        size = torch.float32.itemsize * num_records * self._width
         try:
             if self.bytes_in_memory + size <= self._memory_limit:
                 return shared(num_records, self._width, dtype=torch.float32).fill_(torch.nan)
@@ -499,7 +477,7 @@ class FeatureCache:
         passes = list(self._model.passes(readable))
         num_read = list(accumulate(map(len, passes)))
         if cached:  # before there are workers, each of which would do it
-            self._fill(readable)
+            self._model.fill_cache(readable)
 
         def compute(positions: list[int]) -> Tensor:
             return self._compute([readable[position] for position in positions], body, cached).float().cpu()
@@ -508,7 +486,7 @@ class FeatureCache:
             for positions, states in isolated(compute, passes[number]):
                 if states is not None:
                     result[[places[position] for position in positions]] = states
-            self._tell(FEATURES, num_read[number], len(readable))
+            self._model.tell(FEATURES, num_read[number], len(readable))
 
         side_by_side(keep, len(passes), self._model.num_workers)
         return result

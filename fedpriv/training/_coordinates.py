@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -209,17 +208,9 @@ def shifted(adapter: Adapter, by: Tensor) -> Adapter:
     return {**adapter, bias: (adapter[bias].double() + scores).float()}
 
 
-class _TrainedWeights(Protocol):
-    """The trained values of a stack of clients."""
-
-    def values(self) -> Tensor:
-        """The values that the forward pass uses and that are uploaded, [clients, values]."""
-
-    def step(self, gradients: Tensor) -> None:
-        """One optimizer step, from the (noised) gradients with respect to these values, [clients, values]."""
-
-
-def trained_weights(spec: UpdateSpec, broadcast: Tensor, initial: Adapter, layout: VectorLayout) -> _TrainedWeights:
+def trained_weights(
+    spec: UpdateSpec, broadcast: Tensor, initial: Adapter, layout: VectorLayout
+) -> _PlainWeights | _TernaryWeights:
     """The weights of a local update.
 
     Args:
@@ -239,14 +230,18 @@ def trained_weights(spec: UpdateSpec, broadcast: Tensor, initial: Adapter, layou
 
 
 class _PlainWeights:
+    """The trained values of a stack of clients."""
+
     def __init__(self, spec: UpdateSpec, broadcast: Tensor) -> None:
         self._parameters = nn.Parameter(broadcast.clone())
         self._optimizer = _optimizer([self._parameters], spec)
 
     def values(self) -> Tensor:
+        """The values that the forward pass uses and that are uploaded, [clients, values]."""
         return self._parameters.detach()
 
     def step(self, gradients: Tensor) -> None:
+        """One optimizer step, from the (noised) gradients with respect to these values, [clients, values]."""
         self._parameters.grad = gradients
         self._optimizer.step()
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from fedpriv.errors import InputError, is_memory_failure
+from fedpriv.errors import InputError, first_line, is_memory_failure
 from fedpriv.files import trace_without_message
 
 Result = TypeVar("Result")
@@ -56,9 +56,8 @@ def refusing(kind: str) -> Iterator[None]:
         raise
     except Exception as error:  # libraries raise anything on a model that they do not fit
         log.warning("a %s model fails on synthetic records", kind, exc_info=error)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"model: a {kind} model cannot train here ({reason}); bert, roberta, gpt2 or llama can"
+            f"model: a {kind} model cannot train here ({first_line(error)}); bert, roberta, gpt2 or llama can"
         ) from error
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fedpriv.adapters import lora
 from fedpriv.data.chat import RESPONSE_MASK
-from fedpriv.training._transfers import to_device
+from fedpriv.training._passes import to_device
 
 IGNORED = -100
 
@@ -37,16 +37,6 @@ class Predictions:
     losses: Tensor
     hits: Tensor
     num_targets: Tensor
-
-
-def _classification_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each record, [batch].
-
-    Args:
-        logits: [batch, classes].
-        labels: int64 [batch].
-    """
-    return F.cross_entropy(logits, labels, reduction="none")
 
 
 def class_sum_losses(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -96,9 +86,8 @@ def predictions(logits: Tensor, batch: Mapping[str, Tensor]) -> Predictions:
     if "labels" in batch:
         labels = batch["labels"]
         hits = (logits.argmax(dim=-1) == labels).to(torch.float32)
-        return Predictions(
-            losses=_classification_losses(logits, labels), hits=hits, num_targets=torch.ones_like(labels)
-        )
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return Predictions(losses=losses, hits=hits, num_targets=torch.ones_like(labels))
     targets = next_token_targets(batch)
     valid = targets != IGNORED
     correct = (logits[:, :-1].argmax(dim=-1) == targets) & valid
@@ -116,11 +105,6 @@ _MOST_TARGETS = 64
 _MOST_LOGITS = 2**24
 
 
-def largest_block(layer: nn.Linear) -> int:
-    """The most targets of one block, >= 1."""
-    return max(1, min(_MOST_TARGETS, _MOST_LOGITS // layer.out_features))
-
-
 def output_layer(model: Any, inputs: dict[str, Tensor]) -> nn.Linear | None:
     """The frozen linear layer whose output is a causal model's logits; None if there is none, or they are not that.
 
@@ -131,14 +115,19 @@ def output_layer(model: Any, inputs: dict[str, Tensor]) -> nn.Linear | None:
     layer = model.get_output_embeddings() if lora.is_causal(model) else None
     if type(layer) is not nn.Linear:
         return None
-    outputs: list[Tensor] = []
-    hook = layer.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+    return layer if input_of_last(model, layer, inputs) is not None else None
+
+
+@torch.no_grad()
+def input_of_last(model: Any, layer: nn.Module, inputs: dict[str, Tensor]) -> Tensor | None:
+    """The layer's own input in a pass of these inputs; None unless it is called once and returns the model's logits."""
+    calls: list[tuple[Tensor, Tensor]] = []
+    hook = layer.register_forward_hook(lambda _, args, output: calls.append((args[0], output)))
     try:
-        with torch.no_grad():
-            logits = model(**inputs).logits
+        logits = model(**inputs).logits
     finally:
         hook.remove()
-    return layer if len(outputs) == 1 and outputs[0] is logits else None
+    return calls[0][0] if len(calls) == 1 and calls[0][1] is logits else None
 
 
 def places_of(targets: Tensor) -> list[Tensor]:
@@ -179,7 +168,7 @@ class _Sliced(torch.autograd.Function):
         rows, columns = to_device(rows, hidden.device), to_device(columns, hidden.device)
         # The first is there for batches without targets.
         of_losses, of_hits = [torch.zeros(0, device=hidden.device)], [torch.zeros(0, device=hidden.device)]
-        size = largest_block(layer)
+        size = max(1, min(_MOST_TARGETS, _MOST_LOGITS // layer.out_features))
         for begin in range(0, len(rows), size):
             block = slice(begin, begin + size)
             at = rows[block], columns[block]

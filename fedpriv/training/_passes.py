@@ -1,4 +1,4 @@
-"""Which records share a pass of the model, and how far each is padded.
+"""Which records share a pass of the model, how far each is padded, and how they reach the device that computes.
 
 In a node each record has a pass of its own, in a length that it alone decides, so that no other record can touch it. A
 simulation protects nobody: records of like length share passes as large as memory and a CPU's caches allow.
@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 RECORDS_OF_A_STEP = 64
 """Records of a step of usual size."""
@@ -116,3 +117,10 @@ class Footprint:
         if self.on_cpu:
             at_most = min(at_most, _MOST_ACTIVATION_FLOATS // self.widest_activation // tokens)
         return max(1, at_most)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; a GPU copies it from pinned memory while both sides go on."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

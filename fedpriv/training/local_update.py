@@ -228,61 +228,38 @@ class UpdateTask:
 
 
 class TrainedModel(Protocol):
-    """A frozen base with trained tensors, as local updates and evaluations use it; an item is a record of a set.
+    """A frozen base with trained tensors, as local updates and evaluations use it; an item is a record of a set."""
 
-    Attributes:
-        tell: told how far training, tests and caches are.
-    """
-
+    device: torch.device
+    """The device on which it computes."""
+    layers: dict[str, TrainableLayer]
+    """The trainable layers by module name."""
+    parameters: dict[str, nn.Parameter]
+    """{name of a trained tensor in adapters: its parameter}."""
+    adapter_names: dict[str, str]
+    """{name of a parameter in gradients: its name in adapters}."""
+    initial: Adapter
+    """The trained tensors that a run starts from."""
+    memory_limit: int
+    """Bytes for the clients of a stack, and for passes."""
+    recomputed: Sequence[nn.Module]
+    """Layers that run again in the backward pass, as `per_sample_gradients` takes them."""
+    head: str | None
+    """Name of the layer that makes one vector of each record into the logits; None if no such layer is trained."""
+    features: FeatureCache | None
+    """The vectors that the head reads, kept; None without a head."""
+    cache: PrefixCache | None
+    """The states below the first trained layer; None if they are not kept."""
+    alone: bool
+    """Whether each record has a pass of its own."""
+    num_workers: int
+    """Processes in which such passes run side by side."""
     tell: Tell
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which it computes."""
-
-    @property
-    def layers(self) -> Mapping[str, TrainableLayer]:
-        """The trainable layers by module name."""
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """{name of a trained tensor in adapters: its parameter}."""
-
-    @property
-    def adapter_names(self) -> Mapping[str, str]:
-        """{name of a parameter in gradients: its name in adapters}."""
-
-    @property
-    def initial(self) -> Adapter:
-        """The trained tensors that a run starts from."""
-
-    @property
-    def num_frozen_values(self) -> int:
-        """The number of values of the base."""
-
-    @property
-    def memory_limit(self) -> int:
-        """Bytes for the clients of a stack, and for passes."""
-
-    @property
-    def recomputed(self) -> Sequence[nn.Module]:
-        """Layers that run again in the backward pass."""
-
-    @property
-    def head(self) -> str | None:
-        """Name of the layer that makes one vector of each record into its logits; None if no such layer is trained."""
+    """Told how far training, tests and caches are; where records are others', nobody is."""
 
     @property
     def head_tensors(self) -> set[str]:
-        """Names of the head's tensors in adapters."""
-
-    @property
-    def features(self) -> FeatureCache | None:
-        """The vectors that the head reads, kept; None without a head."""
-
-    @property
-    def cache(self) -> PrefixCache | None:
-        """The states below the first trained layer; None if they are not kept."""
+        """Names of the head's tensors in adapters; empty without a `head`."""
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
         """Refuse an adapter that does not fit, with a ValueError."""
@@ -292,14 +269,6 @@ class TrainedModel(Protocol):
 
     def merge(self, merged: Merged) -> None:
         """Set the frozen weights to the pretrained ones plus these."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether each record has a pass of its own."""
-
-    @property
-    def num_workers(self) -> int:
-        """Processes in which such passes run side by side."""
 
     def passes(self, items: Sequence[Any], num_values: int | None = None) -> Iterable[list[int]]:
         """The positions of the records that share a pass."""

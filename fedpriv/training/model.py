@@ -36,14 +36,14 @@ from fedpriv.training._isolation import raising_failures
 from fedpriv.training._losses import (
     Predictions,
     class_sum_losses,
+    input_of_last,
     next_token_targets,
     output_layer,
     places_of,
     predictions,
     sliced_predictions,
 )
-from fedpriv.training._passes import Footprint, batches, padded
-from fedpriv.training._transfers import to_device
+from fedpriv.training._passes import Footprint, batches, padded, to_device
 from fedpriv.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.training.progress import Tell, silent
 
@@ -65,7 +65,7 @@ def rank_of(shapes: Mapping[str, torch.Size]) -> int | None:
 
 
 class TrainingModel:
-    """A peft model with per-sample gradients for all of its trainable layers.
+    """A peft model with per-sample gradients for all of its trainable layers; `TrainedModel` says what it has.
 
     Args:
         peft_model: in eval mode, where it stays, so that neither dropout nor batch statistics couple records.
@@ -85,14 +85,8 @@ class TrainingModel:
         ValueError: a trainable layer does not support per-sample gradients; names it.
     """
 
-    head: str | None = None
-    """Name of the layer that turns one vector for each record into the logits; None if no such layer is trained."""
     features: FeatureCache | None = None
-    """The vectors that this layer reads, kept."""
     tell: Tell = staticmethod(silent)
-    """Told how far training, tests and caches are; where records are others', nobody is."""
-    recomputed: Sequence[nn.Module]
-    """Layers that run again in the backward pass, as `per_sample_gradients` takes them."""
 
     def __init__(
         self,
@@ -121,7 +115,7 @@ class TrainingModel:
         by_id = {id(parameter): name for name, parameter in self.parameters.items()}
         self.adapter_names = {n: by_id[id(p)] for n, p in peft_model.named_parameters() if p.requires_grad}
         prefix = find_prefix(peft_model)
-        self.recomputed = blocks_from_first_trained(peft_model) if activation_checkpointing else ()
+        self.recomputed: Sequence[nn.Module] = blocks_from_first_trained(peft_model) if activation_checkpointing else ()
         self.output_layer = output_layer(peft_model, self._first_tokens())
         self._footprint = Footprint.of(
             peft_model,
@@ -133,32 +127,14 @@ class TrainingModel:
         self.memory_limit = memory_limit
         self.longest = _longest(peft_model.config, max_length)
         self.num_workers = self._most_workers(num_workers)
-        self.cache = None
+        self.cache: PrefixCache | None = None
         if prefix and prefix_cache:
-            self.cache = PrefixCache(
-                self._forward,
-                self,
-                prefix,
-                width=peft_model.config.hidden_size,
-                dtype=self.base_dtype,
-                memory_limit=memory_limit,
-                tell=self._told,
-            )
-
+            width = peft_model.config.hidden_size
+            self.cache = PrefixCache(self._forward, self, prefix, width=width, dtype=self.base_dtype)
         self.head = self._find_head()
         if self.head is not None:
             width = self.layers[self.head].module.weight.shape[1]
-            self.features = FeatureCache(
-                self._head_inputs,
-                self,
-                width=width,
-                memory_limit=memory_limit,
-                fill=self.fill_cache,
-                tell=self._told,
-            )
-
-    def _told(self, what: str, done: float, total: float) -> None:
-        self.tell(what, done, total)  # as it is by then
+            self.features = FeatureCache(self._head_inputs, self, width=width)
 
     @property
     def base_dtype(self) -> torch.dtype:
@@ -263,7 +239,7 @@ class TrainingModel:
         return {name: to_device(tensor, self.device) for name, tensor in batch.items()}
 
     def _run(self, items: Sequence[Item], batch: Mapping[str, Tensor], *, cached: bool) -> Any:
-        inputs: dict[str, Any] = _inputs(batch)
+        inputs: dict[str, Any] = {n: tensor for n, tensor in batch.items() if n not in ("labels", RESPONSE_MASK)}
         if lora.is_causal(self.peft_model):  # else keys and values of all layers are kept for a next token
             inputs["use_cache"] = False
         if self.cache is None or not cached:
@@ -302,19 +278,12 @@ class TrainingModel:
             self._run(items, self._on_device(batch), cached=cached)
         return sliced_predictions(captured[0], self.output_layer, targets, places_of(targets))
 
-    @torch.no_grad()
     def _find_head(self) -> str | None:
         names = [name for name in self.layers if ".modules_to_save." in name]
         if len(names) != 1:
             return None
-        calls: list[tuple[int, Tensor]] = []
-        head = self.layers[names[0]].module
-        hook = head.register_forward_hook(lambda _, args, out: calls.append((args[0].dim(), out)))
-        try:
-            logits = self.peft_model(**self._first_tokens()).logits
-        finally:
-            hook.remove()
-        return names[0] if len(calls) == 1 and calls[0][0] == 2 and calls[0][1] is logits else None
+        read = input_of_last(self.peft_model, self.layers[names[0]].module, self._first_tokens())
+        return names[0] if read is not None and read.dim() == 2 else None
 
     @property
     def head_tensors(self) -> set[str]:
@@ -390,11 +359,6 @@ class TrainingModel:
         """
         if self.cache and (self.longest is None or not self.cache.reserve(num_records, self.longest)):
             self.cache = None
-
-
-def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The part of a batch that a transformers model reads."""
-    return {name: tensor for name, tensor in batch.items() if name not in ("labels", RESPONSE_MASK)}
 
 
 def _longest(config: Any, max_length: int | None) -> int | None:

@@ -28,6 +28,7 @@ from fedpriv.data.federated import check_sizes
 from fedpriv.data.tensors import Batch, TensorItem, TensorRecords, tensor_records
 from fedpriv.errors import InputError
 from fedpriv.files import replaced_file
+from fedpriv.training._caches import FeatureCache, PrefixCache
 from fedpriv.training._losses import Predictions
 from fedpriv.training.evaluation import Evaluation, confusion_matrix
 from fedpriv.training.own_models import OwnModel
@@ -92,15 +93,6 @@ class OwnFederation:
             test=None if test_data is None else _fitting(model, test_data, "test_data"),
         )
 
-    def workbench(self, config: RunConfig) -> OwnWorkbench:
-        """The model and records in a run.
-
-        Raises:
-            InputError: a holder has too few records, or nothing says how right the model is on the records that it is
-                to be tested on.
-        """
-        return OwnWorkbench(config, self)
-
 
 def _named(data: Any) -> Mapping[str, Any]:
     """{name of a holder: its records}."""
@@ -143,8 +135,8 @@ class OwnTrainingModel:
     alone = False
     num_workers = 1
     head: str | None = None
-    features = None
-    cache = None
+    features: FeatureCache | None = None
+    cache: PrefixCache | None = None
     recomputed: Sequence[nn.Module] = ()
     tell: Tell = staticmethod(silent)
 
@@ -308,7 +300,8 @@ class OwnWorkbench(Workbench):
         federation: the model and the records.
 
     Raises:
-        InputError: see `OwnFederation.workbench`.
+        InputError: a holder has too few records, or nothing says how right the model is on the records that it is to be
+            tested on.
     """
 
     model: OwnTrainingModel  # type: ignore[assignment]  # runs ask of it what `TrainedModel` says

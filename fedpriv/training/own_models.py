@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fedpriv.accounting.events import Event
 from fedpriv.adapters import Adapter
 from fedpriv.data.tensors import Batch, form_of, num_records, rows_of
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, first_line
 from fedpriv.mechanisms.sources import RandomSource, SecureSource
 from fedpriv.training._coordinates import VectorLayout
 from fedpriv.training._isolation import isolated
@@ -337,8 +337,7 @@ def _refusing_failures() -> Iterator[None]:
     except (InputError, MemoryError):
         raise
     except Exception as error:  # a stranger's module raises anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"module: a pass of the public records fails ({reason})") from error
+        raise InputError(f"module: a pass of the public records fails ({first_line(error)})") from error
 
 
 @contextmanager

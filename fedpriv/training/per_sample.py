@@ -128,16 +128,8 @@ class Stack:
     owners: Tensor
 
 
-@dataclass
-class _Activations:
-    """{module name: (input, output)} of one forward pass, or of one layer that is run again."""
-
-    by_module: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def record(self, name: str, inputs: Tensor, output: Tensor) -> None:
-        if name in self.by_module:
-            raise ValueError(f"{name}: called twice in one forward pass, so its gradients would mix")
-        self.by_module[name] = (inputs.detach(), output)
+_Activations = dict[str, tuple[Tensor, Tensor]]
+"""{module name: (input, output)} of one forward pass, or of one layer that is run again."""
 
 
 @contextmanager
@@ -151,7 +143,7 @@ def recorded(
         stack: the parameters of each record's client; None uses the model's own.
         wanted: names of the layers whose gradients are wanted.
     """
-    activations = _Activations()
+    activations: _Activations = {}
 
     def forward_of(name: str, layer: TrainableLayer) -> Callable[[Tensor], Tensor]:
         plain: Callable[..., Tensor] = type(layer.module).forward
@@ -164,7 +156,9 @@ def recorded(
             if name in wanted and torch.is_grad_enabled():
                 # The parameters need no gradient of their own: only that of the output is computed.
                 output = output if output.requires_grad else output.requires_grad_()
-                activations.record(name, x, output)
+                if name in activations:
+                    raise ValueError(f"{name}: called twice in one forward pass, so its gradients would mix")
+                activations[name] = (x.detach(), output)
             return output if block is None else F.pad(output, (0, layer.module.weight.shape[0] - block[0]))
 
         return forward
@@ -248,10 +242,10 @@ def per_sample_gradients(
     collected = _Collected(wanted)
 
     def backward(run: Run, hidden: Tensor, gradient: Tensor) -> Tensor | None:
-        activations.by_module.clear()
+        activations.clear()
         output = run(hidden)
         of_input = collected.collect(activations, output, gradient, [hidden] if hidden.requires_grad else [])
-        activations.by_module.clear()
+        activations.clear()
         return of_input[0] if of_input else None
 
     with (
@@ -260,8 +254,7 @@ def per_sample_gradients(
     ):
         values = losses()
         collected.num = len(values)
-        outside = replace(activations, by_module=dict(activations.by_module))
-        collected.collect(outside, values.sum(), None, [anchor] if blocks else [])
+        collected.collect(dict(activations), values.sum(), None, [anchor] if blocks else [])
     result = collected.gradients
     for layer in wanted.values():  # a layer that the pass did not use has zero gradient
         for key, parameter in layer.parameters.items():
@@ -289,15 +282,14 @@ class _Collected:
         self, activations: _Activations, value: Tensor, upstream: Tensor | None, others: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """Collect the gradients of the layers that were recorded on the way to a value; return the other tensors'."""
-        recorded_layers = activations.by_module
-        for name, (inputs, _) in recorded_layers.items():
+        for name, (inputs, _) in activations.items():
             if inputs.shape[0] != self.num:
                 raise ValueError(
                     f"{name}: its input's first dimension is {inputs.shape[0]}, not the batch's {self.num}"
                 )
-        outputs = [output for _, output in recorded_layers.values()]
+        outputs = [output for _, output in activations.values()]
         gradients = torch.autograd.grad(value, [*outputs, *others], upstream, allow_unused=True)
-        for (name, (inputs, output)), gradient in zip(recorded_layers.items(), gradients, strict=False):
+        for (name, (inputs, output)), gradient in zip(activations.items(), gradients, strict=False):
             g = torch.zeros_like(output) if gradient is None else gradient
             found = _layer_gradients(self.layers[name], inputs, g)
             if not found.keys().isdisjoint(self.gradients):

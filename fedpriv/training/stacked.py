@@ -27,8 +27,8 @@ from fedpriv.training._caches import Body, FeatureCache
 from fedpriv.training._coordinates import Coordinates, VectorLayout, scaled, trained_weights
 from fedpriv.training._head import ROWS_OF_A_PRODUCT, ClippedSums, Heads
 from fedpriv.training._isolation import finite, isolated
+from fedpriv.training._passes import to_device
 from fedpriv.training._sampling import PoissonSampler
-from fedpriv.training._transfers import to_device
 from fedpriv.training.clipping import add_clipped, add_finite, add_in_turn, clipped_rows, clipped_sums
 from fedpriv.training.local_update import (
     COUNTS,
@@ -151,8 +151,12 @@ def execute_stacked(model: TrainedModel, tasks: Sequence[UpdateTask]) -> list[Cl
     at_once = clients_at_once(model)
     for indices in stackable.values():
         for begin in range(0, len(indices), at_once):
-            stack = indices[begin : begin + at_once]
-            results.update(zip(stack, _one_stack(model, [tasks[index] for index in stack]), strict=True))
+            stack = [tasks[index] for index in indices[begin : begin + at_once]]
+            try:
+                found: Sequence[ClientUpdate | Exception] = stacked_updates(model, stack)
+            except Exception:  # only separate runs tell which client failed
+                found = execute_one_by_one(model, stack)
+            results.update(zip(indices[begin : begin + at_once], found, strict=True))
     return [results[index] for index in range(len(tasks))]
 
 
@@ -170,13 +174,6 @@ def clients_at_once(model: TrainedModel) -> int:
 def _persons_at_once(model: TrainedModel, num_values: int) -> int:
     """The number of persons whose summed gradients, of so many values, fit a part of the memory limit; at least 1."""
     return max(1, model.memory_limit // (_PARTS_OF_MEMORY * _BYTES_OF_A_VALUE * num_values))
-
-
-def _one_stack(model: TrainedModel, tasks: Sequence[UpdateTask]) -> Sequence[ClientUpdate | Exception]:
-    try:
-        return stacked_updates(model, tasks)
-    except Exception:  # only separate runs tell which client failed
-        return execute_one_by_one(model, tasks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedpriv.adapters import (
     Adapter,
     BaseModel,
-    Factors,
     LoraSettings,
     Merged,
     attach,
@@ -47,13 +45,13 @@ from fedpriv.data.records import (
 )
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training._admission import admit, check_learns, check_weights, in_format
+from fedpriv.training._admission import admit, check_learns, check_weights, in_format, public_record
 from fedpriv.training._isolation import refusing
-from fedpriv.training._own_words import public_record
 from fedpriv.training._passes import RECORDS_OF_A_STEP
 from fedpriv.training.evaluation import Choices, Evaluation, evaluate
 from fedpriv.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.training.model import TrainingModel
+from fedpriv.training.rehearsal import random_records
 from fedpriv.training.stacked import local_update
 from fedpriv.training.workers import num_cores
 
@@ -100,11 +98,15 @@ def load_model(
     attached = partial(attach, base, seed=config.seed)
     if config.factors != "weights":
         base.model.to(_device(config.device))  # which computes what the factors are made of
+        from fedpriv.training.public_factors import leading_directions, readout_factors  # deferred: few runs need them
+
+        public = {"tokenizer": base.tokenizer, "max_length": config.max_length}
     if config.factors == "answers":
-        attached = partial(attached, factors=partial(_answer_factors, config, base.tokenizer))
+        chat = TextReading.of(config).chat
+        attached = partial(attached, factors=partial(readout_factors, chat=chat, answers=config.answers, **public))
         settings = replace(settings, target_modules=config.target_modules or last_targets(base))
     if config.factors == "inputs":
-        attached = partial(attached, rows=partial(_leading_directions, config, base.tokenizer))
+        attached = partial(attached, rows=partial(leading_directions, **public))
     model = ready(config, attached(settings), alone=alone, num_workers=num_workers)
     with refusing(model.peft_model.config.model_type):
         check_learns(model, public_record(base, config, num_labels=len(labels)))
@@ -151,21 +153,6 @@ def ready(config: RunConfig, peft_model: Any, *, alone: bool = False, num_worker
         model = in_format(peft_model, config.base_dtype, build)
         admit(model)
     return model
-
-
-def _answer_factors(config: RunConfig, tokenizer: Any, model: Any) -> dict[str, Factors]:
-    """The frozen factors for the run's answers."""
-    from fedpriv.training.public_factors import readout_factors  # deferred: few runs need it
-
-    chat = TextReading.of(config).chat
-    return readout_factors(model, tokenizer, chat, config.answers, max_length=config.max_length)
-
-
-def _leading_directions(config: RunConfig, tokenizer: Any, model: Any) -> dict[str, Tensor]:
-    """The frozen A that suits what the layers read."""
-    from fedpriv.training.public_factors import leading_directions  # deferred: few runs need it
-
-    return leading_directions(model, tokenizer, max_length=config.max_length)
 
 
 def _device(name: str) -> torch.device:
@@ -461,7 +448,7 @@ def records_per_second(at_least_seconds: float = 2.0) -> float:
     spec = UpdateSpec.of(config)
     task = UpdateTask(
         adapter=model.initial,
-        data=_random_records(config.max_length, model.peft_model.config.vocab_size),
+        data=random_records(model, [config.max_length] * RECORDS_OF_A_STEP, num_labels=_NUM_LABELS),
         spec=spec,
         round=1,
         sampler=spec.sampler(RECORDS_OF_A_STEP, source),
@@ -473,11 +460,3 @@ def records_per_second(at_least_seconds: float = 2.0) -> float:
         local_update(model, task)
         num_updates += 1
     return num_updates * RECORDS_OF_A_STEP / (time.perf_counter() - started)
-
-
-def _random_records(num_tokens: int, vocabulary: int) -> Records:
-    """So many records as a step has, that nobody wrote."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (RECORDS_OF_A_STEP, num_tokens), generator=generator)
-    labels = torch.randint(_NUM_LABELS, (RECORDS_OF_A_STEP,), generator=generator)
-    return Records({"input_ids": tuple(tokens)}, labels, 0)

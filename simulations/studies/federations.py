@@ -207,9 +207,7 @@ class FeatureStore:
         width = model.layers[model.head].module.weight.shape[1]
         # The cache's constructor takes it, and nothing public has it.
         compute = self._remembered(model._head_inputs, base)
-        model.features = FeatureCache(
-            compute, model, width=width, memory_limit=model.memory_limit, fill=model.fill_cache
-        )
+        model.features = FeatureCache(compute, model, width=width)
 
     def save(self) -> None:
         """Write what is new to the file."""

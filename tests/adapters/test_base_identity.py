@@ -11,7 +11,7 @@ import torch
 from peft import AutoPeftModelForSequenceClassification
 
 import fedpriv.adapters
-from fedpriv.adapters import LoraSettings, attach, load_base, save
+from fedpriv.adapters import LoraSettings, attach, save
 from fedpriv.adapters._locations import check_weights, public_name, weights_digests
 from fedpriv.errors import InputError
 from tests.tiny import BATCH, LABELS, move
@@ -38,8 +38,7 @@ def test_a_base_is_called_what_others_call_it_and_never_by_a_path(name, public):
 
 
 @pytest.fixture
-def saved(tiny_bert, tmp_path):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def saved(base, tmp_path):
     model = move(attach(base, LoraSettings(rank=2)))
     save(model, base, tmp_path / "adapter", labels=LABELS)
     return model, tmp_path / "adapter"
@@ -74,13 +73,14 @@ def test_other_weights_than_those_of_the_training_are_refused(saved, tiny_bert, 
         fedpriv.adapters.load(str(other), folder)
 
 
-def test_an_adapter_of_an_earlier_version_without_digests_loads(saved, tiny_bert):
+@pytest.mark.parametrize("key", ["base_model", "base_weights", "labels", "pooling"])
+def test_an_adapter_that_says_too_little_of_itself_is_refused_in_one_line(saved, tiny_bert, key):
     _, folder = saved
     convention = json.loads((folder / "fedpriv.json").read_text())
-    for key in ("base_weights", "reading"):
-        del convention[key]
-    (folder / "fedpriv.json").write_text(json.dumps(convention | {"base_model": str(tiny_bert)}))
-    assert fedpriv.adapters.load(str(tiny_bert), folder).config.num_labels == 3
+    del convention[key]
+    (folder / "fedpriv.json").write_text(json.dumps(convention))
+    with pytest.raises(InputError, match=r"fedpriv\.json: damaged; it needs pooling, one of mean, .* base_weights$"):
+        fedpriv.adapters.load(str(tiny_bert), folder)
 
 
 def test_peft_finds_the_base_by_its_hub_name_and_has_the_labels_of_the_file(saved, tiny_bert, tmp_path):

@@ -10,11 +10,12 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 import fedpriv.adapters
-from fedpriv.adapters import LoraSettings, attach, load_base, pooling, save
+from fedpriv.adapters import LoraSettings, attach, pooling, save
 from fedpriv.training._losses import predictions
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 from tests import architectures
+from tests.adapters.test_unit_features import load_unit
 from tests.architectures import REPLACED_HEADS, random_base, random_model
 from tests.tiny import BATCH, move, random_records
 
@@ -33,10 +34,6 @@ def kind(request) -> str:
 @pytest.fixture
 def folder(kind, tmp_path, tiny_bert):
     return architectures.save(random_model(kind), tmp_path / kind, tokenizer_of=tiny_bert)
-
-
-def load_unit(folder):
-    return load_base(str(folder), task="SEQ_CLS", num_labels=3, normalize=True)
 
 
 def test_the_head_is_one_linear_layer_of_zeros(folder):

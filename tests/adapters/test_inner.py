@@ -75,16 +75,14 @@ def test_rounding_in_float64_moves_factors_that_are_taken_by_no_more_than_float3
         torch.testing.assert_close(one, other, atol=2e-7, rtol=0)
 
 
-def test_r_is_as_large_as_the_weight_where_that_has_fewer_inputs_than_the_rank(tiny_bert):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def test_r_is_as_large_as_the_weight_where_that_has_fewer_inputs_than_the_rank(base):
     model = attach(base, LoraSettings(rank=100, alpha=200.0, trains="lora-r"))
     inner = [tensor for name, tensor in read(model).items() if name.endswith(INNER_SUFFIX)]
     assert {tensor.shape for tensor in inner} == {(64, 64)}
 
 
 @pytest.mark.parametrize("rank", [1, 3, 5])
-def test_an_r_of_a_smaller_rank_is_saved_as_the_larger_one_with_zeros_around_it(tiny_bert, tmp_path, rank):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def test_an_r_of_a_smaller_rank_is_saved_as_the_larger_one_with_zeros_around_it(base, tiny_bert, tmp_path, rank):
     model = move(attach(base, LoraSettings(rank=5, alpha=20.0, trains="lora-r")))
     narrow = leading_block(read(model), rank)
     padded = {
@@ -116,8 +114,8 @@ def test_layers_of_different_sizes_are_saved_at_one_rank_that_peft_loads(tmp_pat
     torch.testing.assert_close(reloaded(**BATCH).logits, model(**BATCH).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_an_r_that_does_not_fit_leaves_the_model_as_it_was(tiny_bert):
-    model = move(attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings(rank=3, trains="lora-r")))
+def test_an_r_that_does_not_fit_leaves_the_model_as_it_was(base):
+    model = move(attach(base, LoraSettings(rank=3, trains="lora-r")))
     before = read(model)
     larger = {name: F.pad(t, (0, 1, 0, 1)) if name.endswith(INNER_SUFFIX) else t for name, t in before.items()}
     with pytest.raises(ValueError, match="has shape"):
@@ -125,8 +123,7 @@ def test_an_r_that_does_not_fit_leaves_the_model_as_it_was(tiny_bert):
     assert all(torch.equal(tensor, before[name]) for name, tensor in read(model).items())
 
 
-def test_r_and_the_head_alone_are_trained_and_r_starts_at_zero(tiny_bert):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def test_r_and_the_head_alone_are_trained_and_r_starts_at_zero(base):
     expected = base.model(**BATCH).logits
     model = attach(base, LoraSettings(rank=3, trains="lora-r"))
     assert torch.equal(model(**BATCH).logits, expected)
@@ -139,8 +136,7 @@ def tensors_of(model: PeftModel) -> dict[str, torch.Tensor]:
     return fedpriv.adapters.lora.get_peft_model_state_dict(model)
 
 
-def test_what_is_saved_is_plain_lora_with_the_same_function(tiny_bert, tmp_path):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def test_what_is_saved_is_plain_lora_with_the_same_function(base, tiny_bert, tmp_path):
     model = move(attach(base, LoraSettings(rank=3, trains="lora-r")))
     expected = model(**BATCH).logits
     save(model, base, tmp_path, labels=("x", "y", "z"))
@@ -182,7 +178,6 @@ def test_an_adapter_without_r_is_left_as_it_is():
     assert as_ordinary(tensors) == tensors
 
 
-def test_an_embedding_is_refused_by_name(tiny_bert):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def test_an_embedding_is_refused_by_name(base):
     with pytest.raises(InputError, match=r"target_modules: .*word_embeddings is no linear layer"):
         attach(base, LoraSettings(rank=2, trains="lora-r", target_modules=("query", "word_embeddings")))

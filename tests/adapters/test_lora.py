@@ -21,10 +21,10 @@ from transformers import (
 )
 
 import fedpriv.adapters
-from fedpriv.adapters import LoraSettings, attach, load_base, read, save, trainable, write
+from fedpriv.adapters import LoraSettings, attach, load_base, read, save, write
 from fedpriv.adapters._base_models import freeze, resolve
 from fedpriv.errors import InputError
-from tests.tiny import BATCH
+from tests.tiny import BATCH, move
 
 
 def small(kind):
@@ -50,16 +50,9 @@ def encoder_folder(request, tiny_bert, tmp_path):
     return tmp_path
 
 
-def moved(model):
-    with torch.no_grad():
-        for parameter in trainable(model).values():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
 def test_plain_peft_loads_every_tensor_and_fedpriv_restores_the_function(encoder_folder, tmp_path):
     base = load_base(str(encoder_folder), task="SEQ_CLS", num_labels=3)
-    model = moved(attach(base, LoraSettings(rank=4)))
+    model = move(attach(base, LoraSettings(rank=4)))
     saved, expected = read(model), model(**BATCH).logits
     directory = tmp_path / "adapter"
     directory.mkdir()
@@ -136,8 +129,7 @@ def test_a_checkpoint_s_head_for_other_labels_is_replaced(tiny_bert, tmp_path, n
     assert load_base(str(tmp_path), task="SEQ_CLS", num_labels=3).new_modules == ()
 
 
-def test_weights_that_do_not_fit_the_configuration_are_refused(tiny_bert, tmp_path):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def test_weights_that_do_not_fit_the_configuration_are_refused(base, tmp_path):
     base.model.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -151,7 +143,7 @@ def test_gpt2_needs_and_gets_fan_in_fan_out(tmp_path):
     model.save_pretrained(tmp_path / "gpt2")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*fan_in_fan_out.*")
-        adapted = moved(attach(freeze("gpt2", model, None, task="CAUSAL_LM"), LoraSettings(rank=2, task="CAUSAL_LM")))
+        adapted = move(attach(freeze("gpt2", model, None, task="CAUSAL_LM"), LoraSettings(rank=2, task="CAUSAL_LM")))
     assert adapted.peft_config["default"].fan_in_fan_out
     adapted.save_pretrained(tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")
@@ -171,8 +163,8 @@ def test_new_adapter_leaves_the_function_unchanged_and_follows_its_seed(tiny_ber
     assert not all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_write_sets_what_read_gives_and_refuses_another_shape(tiny_bert):
-    model = attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings())
+def test_write_sets_what_read_gives_and_refuses_another_shape(base):
+    model = attach(base, LoraSettings())
     adapter = {name: tensor + 1 for name, tensor in read(model).items()}
     write(model, adapter)
     assert all(torch.equal(read(model)[name], adapter[name]) for name in adapter)
@@ -183,16 +175,14 @@ def test_write_sets_what_read_gives_and_refuses_another_shape(tiny_bert):
         write(model, {"other": adapter[name]})
 
 
-def test_layers_choose_where_the_adapter_sits(tiny_bert):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def test_layers_choose_where_the_adapter_sits(base, tiny_bert):
     names = read(attach(base, LoraSettings(layers="last-1")))
     assert all(".layer.1." in name for name in names if "lora" in name)
     with pytest.raises(InputError, match="layers = '5': the model has 2 layers"):
         attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings(layers="5"))
 
 
-def test_unknown_target_names_the_linear_layers_there_are(tiny_bert):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def test_unknown_target_names_the_linear_layers_there_are(base):
     with pytest.raises(InputError, match=r"target_modules = q_proj: .* key, query, value"):
         attach(base, LoraSettings(target_modules=("q_proj",)))
 
@@ -228,8 +218,8 @@ def test_unknown_model_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_loading_is_silent(tiny_bert, capfd):
-    attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings())
+def test_loading_is_silent(base, capfd):
+    attach(base, LoraSettings())
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
 
@@ -256,7 +246,6 @@ def test_an_orthonormal_a_spans_what_pefts_random_one_does(tiny_bert):
     assert all(torch.equal(plain[name], turned[name]) for name in plain if name not in names)
 
 
-def test_more_orthonormal_rows_than_inputs_are_refused(tiny_bert):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+def test_more_orthonormal_rows_than_inputs_are_refused(base):
     with pytest.raises(InputError, match=r"rank = 65: .*lora_A.* has 64 inputs"):
         attach(base, LoraSettings(rank=65, orthonormal=True))

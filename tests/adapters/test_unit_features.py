@@ -19,12 +19,12 @@ from transformers import (
 )
 
 import fedpriv.adapters
-from fedpriv.adapters import LoraSettings, attach, freeze, load_base, pooling, read, save, trainable
+from fedpriv.adapters import LoraSettings, attach, freeze, load_base, pooling, read, save
 from fedpriv.errors import InputError
 from fedpriv.training.model import TrainingModel
 from tests import architectures
 from tests.architectures import REPLACED_HEADS, random_model
-from tests.tiny import BATCH
+from tests.tiny import BATCH, move
 
 SIZES = {"vocab_size": 40, "pad_token_id": 0, "num_labels": 3}
 HIDDEN = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -62,14 +62,6 @@ def load_unit(folder):
 
 def head_of(model):
     return getattr(model, "classifier", None) or model.score
-
-
-def moved(model):
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in trainable(model).values():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 def test_with_the_constant_features_have_norm_one(folder):
@@ -123,7 +115,7 @@ def test_the_head_is_trained_and_starts_at_zero(folder):
 
 def test_a_saved_adapter_gives_the_same_logits_in_every_way_it_can_be_loaded(folder, tmp_path):
     base = load_unit(folder)
-    model = moved(attach(base, LoraSettings(rank=2)))
+    model = move(attach(base, LoraSettings(rank=2)))
     expected, directory = model(**BATCH).logits, tmp_path / "adapter"
     assert expected.any()
     save(model, base, directory, labels=("x", "y", "z"))
@@ -163,7 +155,7 @@ def test_an_unknown_convention_is_refused():
 
 def test_a_head_alone_is_trained_while_a_and_b_are_saved_as_they_are(folder, tmp_path):
     base = load_unit(folder)
-    model = moved(attach(base, LoraSettings(rank=2, trains="head")))
+    model = move(attach(base, LoraSettings(rank=2, trains="head")))
     assert all("lora" not in name for name in read(model))
     training = TrainingModel(model, memory_limit=2**30)
     assert [type(layer.module) for layer in training.layers.values()] == [nn.Linear]

@@ -13,6 +13,7 @@ from fedpriv.aggregation.rules import RULES
 from fedpriv.aggregation.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_step
 from fedpriv.config import parse
 from fedpriv.errors import InputError
+from server.strategy import server_optimizer
 
 ROUNDS = 6
 
@@ -172,8 +173,8 @@ def test_a_rule_that_is_no_weighted_sum_takes_no_server_optimizer(rule, change):
 
 def test_a_linear_decay_multiplies_every_rate_by_what_is_left_of_the_rounds():
     config = parse({"rounds": 4, "server_rate_decay": "linear", "lora_server_optimizer": "adam"})
-    found = [ServerOptimizer.of(config, round_) for round_ in (1, 2, 3, 4, 5)]
+    found = [server_optimizer(config, round_) for round_ in (1, 2, 3, 4, 5)]
     assert [each.learning_rate for each in found] == [1.0, 0.75, 0.5, 0.25, 0.25]
     assert [each.of_lora.learning_rate for each in found] == pytest.approx([0.02, 0.015, 0.01, 0.005, 0.005])
-    constant = ServerOptimizer.of(parse({"rounds": 4}), 3)
+    constant = server_optimizer(parse({"rounds": 4}), 3)
     assert constant.learning_rate == 1.0

@@ -19,8 +19,9 @@ from fedpriv.data.tensors import TensorRecords, tensor_records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms import SeededSource
 from fedpriv.publishing.saved import find
-from fedpriv.training import OwnModel, UpdateSpec, UpdateTask
-from fedpriv.training.own_federation import OwnFederation
+from fedpriv.training import OwnModel, UpdateSpec
+from fedpriv.training.local_update import UpdateTask
+from fedpriv.training.own_federation import OwnFederation, OwnWorkbench
 from fedpriv.training.stacked import execute_one_by_one, execute_stacked
 from server import checkpoint
 from simulations import run, sweep
@@ -294,7 +295,7 @@ def updates(records: list[TensorRecords], execute=execute_one_by_one) -> list[to
                     "simulate": True, "local_steps": 1, "sampling_probability": 1.0, "clip_norm": 0.1})  # fmt: skip
     spec = replace(UpdateSpec.of(config), learning_rate=1.0)
     federation = OwnFederation.of(build, {str(k): HOLDERS[0] for k in range(len(records))}, seed=0)
-    model = federation.workbench(config).model
+    model = OwnWorkbench(config, federation).model
     tasks = [
         UpdateTask(
             adapter=federation.initial,

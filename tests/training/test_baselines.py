@@ -25,10 +25,18 @@ Row = tuple[str, str]
 Bench = Callable[..., tuple[Baselines | None, Workbench]]
 
 
-def write(path: Path, rows: Sequence[Row]) -> str:
+SWAP = {LABELS[0]: LABELS[1], LABELS[1]: LABELS[0]}
+
+
+def write(path: Path, rows: Sequence[tuple[str, ...]]) -> str:
+    """A table of these records, with their holders if they are given."""
     with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("text", "label"), *rows])
+        csv.writer(file).writerows([("text", "label", "holder")[: len(rows[0]) if rows else 2], *rows])
     return str(path)
+
+
+def swapped(rows: Sequence[Row]) -> list[Row]:
+    return [(text, SWAP[label]) for text, label in rows]
 
 
 @pytest.fixture
@@ -118,8 +126,7 @@ def test_features_of_a_causal_model_leave_out_padding(causal):
 
 def test_the_test_records_train_nothing(baselines_of):
     train, test = records(60), records(40, seed=1)
-    swapped = [(text, {LABELS[0]: LABELS[1], LABELS[1]: LABELS[0]}[label]) for text, label in test]
-    right, wrong = baselines_of(train, test)[0], baselines_of(train, swapped)[0]
+    right, wrong = baselines_of(train, test)[0], baselines_of(train, swapped(test))[0]
     assert right.tfidf_accuracy + wrong.tfidf_accuracy == 1.0
     assert right.probe_accuracy + wrong.probe_accuracy == pytest.approx(1.0)
 
@@ -148,14 +155,11 @@ def test_hardly_any_information_is_no_error(baselines_of, train):
 
 def test_a_holder_alone_learns_from_its_own_records_and_from_nobody_else_s(baselines_of, tmp_path):
     """The second holder's labels are swapped, and the third one has a single class."""
-    swap = {LABELS[0]: LABELS[1], LABELS[1]: LABELS[0]}
-    held = [records(60), [(text, swap[label]) for text, label in records(60, seed=2)]]
+    held = [records(60), swapped(records(60, seed=2))]
     held.append([row for row in records(60, seed=3) if row[1] == LABELS[0]])
-    path, test = tmp_path / "held.csv", records(40, seed=1)
-    rows = [(*row, f"h{holder}") for holder, rows in enumerate(held) for row in rows]
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("text", "label", "holder"), *rows])
-    found, _ = baselines_of([], test, data=str(path), client_column="holder")
+    test = records(40, seed=1)
+    data = write(tmp_path / "held.csv", [(*row, f"h{holder}") for holder, rows in enumerate(held) for row in rows])
+    found, _ = baselines_of([], test, data=data, client_column="holder")
     share = sum(label == LABELS[0] for _, label in test) / len(test)
     assert found.alone == {0: pytest.approx(1.0, abs=0.1), 1: pytest.approx(0.0, abs=0.1), 2: share}
     assert found.alone_on_own == {}, "nobody knows whose the test records are"
@@ -163,18 +167,13 @@ def test_a_holder_alone_learns_from_its_own_records_and_from_nobody_else_s(basel
 
 def test_each_holder_sees_on_its_own_test_records_what_it_reaches_alone_and_together(baselines_of, tmp_path):
     """The second holder calls everything by the other name, in training and in the test."""
-    swap = {LABELS[0]: LABELS[1], LABELS[1]: LABELS[0]}
-    path = tmp_path / "held.csv"
-    with path.open("w", newline="") as file:
-        rows = [(text, label, "h0") for text, label in records(60)]
-        rows += [(text, swap[label], "h1") for text, label in records(60, seed=2)]
-        csv.writer(file).writerows([("text", "label", "holder"), *rows])
-    test = [(text, label, "h0") for text, label in records(30, seed=1)]
-    test += [(text, swap[label], "h1") for text, label in records(10, seed=3)] + [(*records(1)[0], "stranger")]
-    test_path = tmp_path / "held-test.csv"
-    with test_path.open("w", newline="") as file:
-        csv.writer(file).writerows([("text", "label", "holder"), *test])
-    found, bench = baselines_of([], [], data=str(path), test_data=str(test_path), client_column="holder")
+    rows = [(*row, "h0") for row in records(60)] + [(*row, "h1") for row in swapped(records(60, seed=2))]
+    test = [(*row, "h0") for row in records(30, seed=1)] + [(*row, "h1") for row in swapped(records(10, seed=3))]
+    paths = {
+        "data": write(tmp_path / "held.csv", rows),
+        "test_data": write(tmp_path / "held-test.csv", [*test, (*records(1)[0], "stranger")]),
+    }
+    found, bench = baselines_of([], [], **paths, client_column="holder")
     assert bench.data.test_holders == (0,) * 30 + (1,) * 10 + (-1,)
     assert found.alone_on_own == {0: pytest.approx(1.0, abs=0.1), 1: pytest.approx(1.0, abs=0.1)}
     assert found.alone[0] == pytest.approx(31 / 41, abs=0.1)

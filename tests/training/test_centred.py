@@ -6,19 +6,18 @@ import dataclasses
 
 import pytest
 import torch
-from scipy.stats import chi2
 
 from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapters import LoraSettings, attach, load_base, pooling
 from fedpriv.adapters.lora import read
 from fedpriv.config import RunConfig
-from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.training._caches import Body
 from fedpriv.training._coordinates import _centre_of, shifted
-from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
+from fedpriv.training.local_update import UpdateSpec, planned_event
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update, stacked_updates
 from tests.tiny import move
+from tests.training.test_trained_parts import has_variance, task_from
 
 CLIP_NORM, RATE = 0.4, 0.5
 SPEC = dataclasses.replace(
@@ -45,15 +44,7 @@ def names(model):
 
 
 def make_task(adapter, records, *, num_registered=None, seed=0, **changes):
-    spec = dataclasses.replace(SPEC, **changes)
-    return UpdateTask(
-        adapter=adapter,
-        data=records,
-        spec=spec,
-        round=1,
-        sampler=spec.sampler(num_registered or len(records), SeededSource(seed, "inclusion")),
-        noise=SeededSource(seed, "noise"),
-    )
+    return task_from(adapter, records, dataclasses.replace(SPEC, **changes), num_registered, seed)
 
 
 def with_mean(adapter, weight, mean):
@@ -117,14 +108,7 @@ def test_each_stacked_client_has_a_centre_of_its_own(model, names, make_records)
             torch.testing.assert_close(update.adapter[name], tensor, atol=1e-6, rtol=0)
 
 
-# Each value's variance over so many updates; a false alarm in all of them together at most once in a million runs.
-NUM_UPDATES, FALSE_ALARM = 1000, 1e-6
-
-
-def has_variance(samples, variance):
-    statistic = samples.square().sum(dim=0) / variance
-    probability = FALSE_ALARM / samples.shape[1] / 2
-    return (chi2.ppf(probability, NUM_UPDATES) <= statistic) & (statistic <= chi2.isf(probability, NUM_UPDATES))
+NUM_UPDATES = 1000
 
 
 def test_noise_reaches_every_centred_value_at_its_scale(model, names, make_records):

@@ -27,12 +27,12 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import load_model
 from fedpriv.training.workers import shared, side_by_side
 from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, REPLACED_HEADS, TARGETS, random_base, save
+from tests.marks import slow
 from tests.threads import with_threads
 from tests.tiny import move, random_records
 from tests.training.test_local_update import make_task
 
 WORKERS = (1, 2, 3, 5, 7)
-NUM_ORDERS = 200
 
 
 def training_model(
@@ -121,15 +121,10 @@ def assert_same_in_every_order(model: TrainingModel, num_orders: int) -> None:
         assert torch.equal(found, expected[order]), (number, order)
 
 
+@pytest.mark.parametrize("num_orders", [10, *slow(200)])
 @pytest.mark.parametrize(("kind", "normalize", "bfloat16"), cases())
-def test_a_record_has_the_same_bits_in_ten_orders_and_subsets(kind, normalize, bfloat16):
-    assert_same_in_every_order(training_model(kind, normalize=normalize, bfloat16=bfloat16), 10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "normalize", "bfloat16"), cases())
-def test_a_record_has_the_same_bits_in_two_hundred_orders_and_subsets(kind, normalize, bfloat16):
-    assert_same_in_every_order(training_model(kind, normalize=normalize, bfloat16=bfloat16), NUM_ORDERS)
+def test_a_record_has_the_same_bits_in_all_orders_and_subsets(kind, normalize, bfloat16, num_orders):
+    assert_same_in_every_order(training_model(kind, normalize=normalize, bfloat16=bfloat16), num_orders)
 
 
 @pytest.mark.parametrize("kind", ["bert", pytest.param("llama", marks=pytest.mark.slow)])

@@ -160,22 +160,19 @@ def test_a_layer_over_flattened_records_is_refused_by_name():
         per_sample_gradients(trainable_layers(model), lambda: model(torch.ones(8, 3)).view(2, 4).sum(dim=1))
 
 
-def test_dora_is_refused_by_name(tiny_causal_base):
-    model = get_peft_model(tiny_causal_base("llama").model, LoraConfig(target_modules=["q_proj"], use_dora=True))
-    with pytest.raises(ValueError, match="lora_magnitude_vector"):
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("llama", {"target_modules": ["q_proj"], "use_dora": True}, "lora_magnitude_vector"),
+        ("llama", {"target_modules": ["embed_tokens"]}, "lora_embedding_A"),
+        ("gpt2", {"target_modules": ["c_attn"], "modules_to_save": ["lm_head"], "fan_in_fan_out": True}, "lm_head"),
+    ],
+    ids=["dora", "embedding", "output embedding"],
+)
+def test_what_has_no_exact_gradient_for_each_record_is_refused_by_name(tiny_causal_base, kind, settings, message):
+    model = get_peft_model(tiny_causal_base(kind).model, LoraConfig(**settings))
+    with pytest.raises(ValueError, match=message):
         trainable_layers(model)
-
-
-def test_a_trainable_embedding_is_refused_by_name(tiny_causal_base):
-    model = get_peft_model(tiny_causal_base("llama").model, LoraConfig(target_modules=["embed_tokens"]))
-    with pytest.raises(ValueError, match="lora_embedding_A"):
-        trainable_layers(model)
-
-
-def test_a_trainable_output_embedding_is_refused_by_name(tiny_causal_base):
-    config = LoraConfig(target_modules=["c_attn"], modules_to_save=["lm_head"], fan_in_fan_out=True)
-    with pytest.raises(ValueError, match="lm_head"):
-        trainable_layers(get_peft_model(tiny_causal_base("gpt2").model, config))
 
 
 def test_two_active_adapters_are_refused(tiny_causal_base):

@@ -21,6 +21,11 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.per_sample import per_sample_gradients
 
 
+@pytest.fixture
+def model(encoder):
+    return TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+
+
 def gradients(model, records, indices, *, cached):
     def losses():
         logits, batch = model.logits(records.items(indices), cached=cached)
@@ -44,13 +49,11 @@ def test_causal_gradients_are_the_same_with_the_cache(causal, make_records, kind
     assert_same(model, make_records(12, classes=0))
 
 
-def test_encoder_gradients_are_the_same_with_the_cache(encoder, make_records):
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+def test_encoder_gradients_are_the_same_with_the_cache(model, make_records):
     assert_same(model, make_records(12))
 
 
-def test_a_cached_pass_does_not_run_the_prefix(encoder, make_records):
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+def test_a_cached_pass_does_not_run_the_prefix(model, make_records):
     records = make_records(12)
     model.logits(records.items([0, 1]), cached=True)
     first_layer = model.cache.prefix.layers[0]
@@ -124,11 +127,16 @@ def test_reserved_room_beyond_the_memory_limit_is_a_file_with_all_of_its_blocks(
     assert_same(model, make_records(12))
 
 
-def test_without_room_there_is_no_cache(encoder, make_records, monkeypatch, caplog):
+@pytest.fixture
+def full_disk(monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_without_room_there_is_no_cache(encoder, make_records, caplog):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=1, max_length=40)
     model.reserve_cache(12)
     assert model.cache is None
@@ -136,11 +144,8 @@ def test_without_room_there_is_no_cache(encoder, make_records, monkeypatch, capl
     assert_same(model, make_records(12))
 
 
-def test_public_records_without_room_train_all_the_same(encoder, make_records, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+@pytest.mark.usefixtures("full_disk")
+def test_public_records_without_room_train_all_the_same(encoder, make_records):
     assert_same(TrainingModel(encoder(layers="last-1"), memory_limit=1), make_records(12))
 
 
@@ -213,8 +218,7 @@ def test_a_killed_process_leaves_no_states_behind(tiny_bert, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_cached_states_are_freed_with_their_records(encoder, make_records):
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+def test_cached_states_are_freed_with_their_records(model, make_records):
     records = make_records(12)
     model.logits(records.items([0]), cached=True)
     tokens = sum(len(row) for row in records.features["input_ids"])
@@ -229,16 +233,14 @@ def test_there_is_no_prefix_if_the_first_layer_is_trained(encoder):
     assert TrainingModel(encoder(layers="0"), memory_limit=2**30).cache is None
 
 
-def test_a_records_states_do_not_depend_on_its_batch(encoder, make_records):
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+def test_a_records_states_do_not_depend_on_its_batch(model, make_records):
     records = make_records(12)
     alone = model.cache.hidden(records.items([5]), (1, 16))[0]
     together = model.cache.hidden(records.items([5, 0, 1, 2]), (4, 16))[0]
     assert torch.equal(alone, together)
 
 
-def test_evaluation_is_the_mean_over_single_records(encoder, make_records):
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+def test_evaluation_is_the_mean_over_single_records(model, make_records):
     records = make_records(12)
     with torch.no_grad():
         single = [model.predictions(records.items([i]), cached=False) for i in range(12)]

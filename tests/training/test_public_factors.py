@@ -161,13 +161,18 @@ def test_gradients_on_public_prompts_are_of_about_unit_length(answering):
     assert 0.3 < np.median(lengths) < 2
 
 
-def test_rounding_on_another_machine_moves_the_factors_as_little(answering, folder):
-    _, _, here = answering
+def elsewhere(folder):
+    """The base as another machine's rounding leaves it."""
     other = load_base(str(folder), task="CAUSAL_LM")
     with torch.no_grad():
         for parameter in other.model.parameters():
             parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
-    _, there = attached(other)
+    return other
+
+
+def test_rounding_on_another_machine_moves_the_factors_as_little(answering, folder):
+    _, _, here = answering
+    _, there = attached(elsewhere(folder))
     for one, two in zip(here[LAYER], there[LAYER], strict=True):
         assert (one - two).norm() < 1e-4 * one.norm()
 
@@ -227,10 +232,7 @@ def test_the_directions_and_the_untrained_function_are_the_same_wherever_they_ar
     here = directions(base)
     torch.testing.assert_close(here(input_ids=torch.tensor([[5, 9, 30]])).logits, expected)
     assert [name for name, p in here.named_parameters() if p.requires_grad and "lora_B" not in name] == []
-    other = load_base(str(folder), task="CAUSAL_LM")
-    with torch.no_grad():
-        for parameter in other.model.parameters():
-            parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    other = elsewhere(folder)
     torch.manual_seed(9)
     there = directions(other)
     one, two = (model.get_submodule(LAYER).lora_A["default"].weight for model in (here, there))

@@ -1,16 +1,22 @@
-"""A run's rounds come in phases, each with one specification."""
+"""A run's rounds come in phases, each with one specification; some rules' rounds train parts of the adapter in turn."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
+from fedpriv.adapters._arithmetic import INNER_SUFFIX
 from fedpriv.adapters.pooling import BIAS_SCALE
-from fedpriv.config import RunConfig
+from fedpriv.config import RunConfig, parse
+from fedpriv.errors import InputError
+from fedpriv.training.noise_plan import _num_lora_values
 from fedpriv.training.schedule import RunSchedule
 
 RATES = {"learning_rate": 13.0, "lora_head_learning_rate": 4.0, "lora_learning_rate": 20.0}
+ONES = dict.fromkeys([*RATES, "start_noise_multiplier"], 1.0)
 
 
 def derived(**changes):
@@ -90,3 +96,67 @@ def test_the_noise_of_the_start_must_be_known():
 def test_a_head_alone_has_no_rounds_for_lora():
     assert derived(train="head").num_lora_rounds == 0
     assert derived(lora_rounds=None).num_lora_rounds == 9
+
+
+def schedule(rule: str, **changes) -> RunSchedule:
+    return RunSchedule.of(
+        parse({"recipe": "fedpriv", "aggregation": rule, "rounds": 9, "lora_rounds": 5, **ONES, **changes})
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "expected"),
+    [
+        ("rolora", {}, ["head"] * 4 + ["lora-b", "lora-a"] * 2 + ["lora-b"]),
+        ("fedsvd", {}, ["head"] * 4 + ["lora-b"] * 5),
+        (
+            "rolora",
+            {"recipe": "dp-lora-paper", "rounds": 3, "lora_rounds": "", "head_start": False},
+            ["lora-b", "lora-a", "lora-b"],
+        ),
+        ("rolora", {"train": "head"}, ["head"] * 9),
+    ],
+    ids=["rolora", "fedsvd", "without a phase of the head", "without lora"],
+)
+def test_rounds_that_train_lora_take_turns_where_the_rule_has_some(rule, changes, expected):
+    made = schedule(rule, **changes)
+    assert [made.spec(round_).trains for round_ in range(1, len(expected) + 1)] == expected
+    assert made.spec(1).objective == ("loss" if "recipe" in changes else "class-sums")
+
+
+@pytest.mark.parametrize("rule", ["dp-lora", "rolora"])
+@pytest.mark.parametrize("after", range(10))
+def test_specifications_are_counted_as_in_a_loop_over_the_rounds(rule, after):
+    made = schedule(rule)
+    for num_rounds in range(10 - after):
+        looped = Counter(made.spec(round_) for round_ in range(after + 1, after + num_rounds + 1))
+        assert made.counts(after, num_rounds) == looped
+    assert made.totals == made.counts(0, 9)
+
+
+def test_turns_differ_in_what_they_train_alone():
+    one, other = schedule("rolora").spec(5), schedule("rolora").spec(6)
+    assert {name for name in one.__dataclass_fields__ if getattr(one, name) != getattr(other, name)} == {"trains"}
+
+
+@pytest.mark.parametrize("rule", ["rolora", "fedsvd"])
+def test_a_rule_whose_rounds_train_some_of_the_tensors_needs_sgd(rule):
+    with pytest.raises(InputError, match=rf"optimizer = adamw: aggregation = {rule} needs sgd"):
+        parse({"aggregation": rule, "optimizer": "adamw"})
+    assert parse({"aggregation": rule}).recipe == "fedpriv"
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("dp-lora", 44), ("rolora", 44), ("fedsvd", 28)])
+def test_the_rule_for_learning_rates_counts_the_lora_values_that_are_noised(rule, expected):
+    shapes = {"m.lora_A.weight": (4, 4), "m.lora_B.weight": (7, 4), "head.weight": (3, 9)}
+    initial = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    assert _num_lora_values(parse({"aggregation": rule}), initial) == expected
+
+
+def test_with_r_between_frozen_factors_its_own_values_count():
+    initial = {
+        "m" + INNER_SUFFIX: torch.zeros(5, 5),
+        "n" + INNER_SUFFIX: torch.zeros(5, 5),
+        "head.weight": torch.zeros(3, 9),
+    }
+    assert _num_lora_values(parse({"aggregation": "fed-sb"}), initial) == 50

@@ -18,6 +18,7 @@ from fedpriv.training._sampling import PoissonSampler
 from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
 from fedpriv.training.model import TrainingModel
 from fedpriv.training.stacked import local_update
+from tests.training.test_isolation import Everyone
 
 CLIP_NORM, BATCH = 0.8, 4
 SPEC = UpdateSpec.of(
@@ -30,11 +31,18 @@ def model(encoder):
     return TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
 
 
-class Everyone(PoissonSampler):
-    """Draws every record, so that two runs differ in one record only."""
+def updated(model, records, spec, sampler=None):
+    """The tensors before, and the update; of every record unless sampled, so that two runs differ in one of them."""
+    start = read(model.peft_model)
+    sampler = sampler or Everyone(num_registered=BATCH, expected_batch_size=BATCH, source=SeededSource(0))
+    task = UpdateTask(adapter=start, data=records, spec=spec, round=1, sampler=sampler, noise=SeededSource(1))
+    update = local_update(model, task)
+    lora.write_parameters(model.parameters, start)
+    return start, update
 
-    def draw(self, num_records):
-        return list(range(num_records))
+
+def poisson():
+    return PoissonSampler(num_registered=40, expected_batch_size=BATCH, source=SeededSource(0))
 
 
 def rows_of(clients, gradients):
@@ -46,12 +54,7 @@ def rows_of(clients, gradients):
 def released(model, records, rule, gradients, monkeypatch):
     """The sum that a step would add noise to, for records with the given per-sample gradients."""
     monkeypatch.setattr(module, "_gradient_rows", lambda clients, *_: iter([rows_of(clients, gradients)]))
-    spec = dataclasses.replace(SPEC, clipping=rule)
-    sampler = Everyone(num_registered=BATCH, expected_batch_size=BATCH, source=SeededSource(0))
-    start = read(model.peft_model)
-    task = UpdateTask(adapter=start, data=records, spec=spec, round=1, sampler=sampler, noise=SeededSource(1))
-    update = local_update(model, task)
-    lora.write_parameters(model.parameters, start)
+    start, update = updated(model, records, dataclasses.replace(SPEC, clipping=rule))
     step = 1 if rule == "batch" else BATCH
     return {name: (start[name].double() - update.adapter[name].double()) * step for name in start}
 
@@ -92,32 +95,18 @@ def test_random_neighbours_stay_within_the_bound(model, make_records, monkeypatc
 @pytest.mark.parametrize("rule", CLIPPING_RULES)
 def test_the_event_states_the_effective_noise_multiplier(model, make_records, rule):
     spec = dataclasses.replace(SPEC, clipping=rule, noise_multiplier=2.0, local_steps=2)
-    sampler = PoissonSampler(num_registered=40, expected_batch_size=BATCH, source=SeededSource(0))
-    task = UpdateTask(
-        adapter=read(model.peft_model),
-        data=make_records(40),
-        spec=spec,
-        round=1,
-        sampler=sampler,
-        noise=SeededSource(1),
-    )
-    update = local_update(model, task)
+    _, update = updated(model, make_records(40), spec, poisson())
     factor = sensitivity_factor(rule, len(clipping_parts(rule, model.parameters)))
     assert update.event.noise_multiplier == pytest.approx(2.0 / factor)
     assert update.event == planned_event(spec, 0.1, update.adapter)
 
 
 def test_the_batch_rule_does_not_divide_its_noise_by_the_batch_size(model, make_records):
-    start = read(model.peft_model)
     scales = {}
     for rule in ("joint", "batch"):
         spec = dataclasses.replace(SPEC, clipping=rule, noise_multiplier=1.0)
-        sampler = PoissonSampler(num_registered=40, expected_batch_size=BATCH, source=SeededSource(0))
-        task = UpdateTask(
-            adapter=start, data=make_records(0), spec=spec, round=1, sampler=sampler, noise=SeededSource(1)
-        )
-        adapter = local_update(model, task).adapter
-        scales[rule] = torch.cat([(adapter[name] - start[name]).flatten() for name in start])
+        start, update = updated(model, make_records(0), spec, poisson())
+        scales[rule] = torch.cat([(update.adapter[name] - start[name]).flatten() for name in start])
     # The rules order the parts, and so the same noise values, differently.
     batch, joint = scales["batch"].sort().values, scales["joint"].sort().values
     torch.testing.assert_close(batch, BATCH * joint, atol=1e-6, rtol=1e-4)
@@ -132,18 +121,7 @@ def uploaded(model, records, rows, monkeypatch, **changes):
     monkeypatch.setattr(
         module, "_gradient_rows", lambda clients, *_: iter([rows_of(clients, gradients)] if gradients else [])
     )
-    sampler = Everyone(num_registered=BATCH, expected_batch_size=BATCH, source=SeededSource(0))
-    start = read(model.peft_model)
-    task = UpdateTask(
-        adapter=start,
-        data=records,
-        spec=dataclasses.replace(UPLOAD, **changes),
-        round=1,
-        sampler=sampler,
-        noise=SeededSource(1),
-    )
-    update = local_update(model, task)
-    lora.write_parameters(model.parameters, start)
+    start, update = updated(model, records, dataclasses.replace(UPLOAD, **changes))
     return {name: update.adapter[name].double() - start[name].double() for name in start}, update.event
 
 
