@@ -143,7 +143,6 @@ def test_each_client_gets_noise_from_its_own_source(name):
     [
         ({"clip_norm": 0.0}, "clip_norm = 0.0"),
         ({"clip_norm": math.nan}, "clip_norm = nan"),
-        ({"clip_norm": math.inf}, "clip_norm = inf"),
         ({"sensitivity_factor": 0.5}, "sensitivity_factor = 0.5"),
         ({"sampling_probabilities": (0.1, 0.2)}, "1 sums, 2 sampling probabilities and 1 sources"),
         ({"sampling_probabilities": (1.5,)}, "sampling_probability = 1.5"),

@@ -1,4 +1,4 @@
-"""Gaussian noise beyond the contract of every mechanism: its event, its grid, and parts that have nothing in common."""
+"""The Gaussian mechanism adds noise of scale z C to every coordinate of every tensor and returns one event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.mechanisms import gaussian
 from fedpriv.mechanisms.gaussian import MECHANISM
 from fedpriv.mechanisms.registry import NoiseRequest
-from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.mechanisms.sources import SecureSource, SeededSource
 
 FALSE_ALARM = 1e-6
 SUM = torch.zeros(6000)
@@ -32,11 +32,29 @@ def noised(z=1.5, clip_norm=4.0, total=SUM, seed=0):
     )
 
 
+def accepts(values, scale):
+    statistic = float((values.double() / scale).square().sum())
+    p_value = 2 * min(stats.chi2.cdf(statistic, values.numel()), stats.chi2.sf(statistic, values.numel()))
+    return p_value > FALSE_ALARM
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_has_noise_of_scale_z_times_c(part):
+    values = noised()[0][PARTS[part]]
+    assert [scale for scale in (4.0, 6.0, 9.0) if accepts(values, scale)] == [6.0]
+
+
 def test_no_noise_value_is_used_twice():
     values, _ = noised()
     # Some of 6000 float32 values coincide by chance, but no two parts begin with the same values.
     assert not torch.equal(values[:100], values[2000:2100])
     assert len(values.unique()) > 0.99 * len(values)
+
+
+def test_noise_is_added_to_the_sum():
+    moved, still = noised(total=SUM + 100)[0], noised()[0]
+    torch.testing.assert_close(moved - 100, still, atol=1e-4, rtol=0)
+    assert (SUM == 0).all(), "the input is unchanged"
 
 
 def test_the_event_states_noise_multiplier_and_sampling_probability():
@@ -47,6 +65,11 @@ def test_without_noise_the_sum_is_returned_unchanged_and_the_event_states_no_noi
     result, event = noised(z=0.0, total=torch.ones(5))
     assert result.tolist() == [1.0] * 5
     assert event.noise_multiplier == 0
+
+
+def test_noise_from_a_secure_source_has_the_same_scale():
+    values = noised_sum(SUM, noise_multiplier=1.5, clip_norm=4.0, sampling_probability=0.25, source=SecureSource())[0]
+    assert [scale for scale in (4.0, 6.0, 9.0) if accepts(values, scale)] == [6.0]
 
 
 # 1000 pairs at a false-alarm rate of 1e-6; the same test detects correlation from half of the variance being shared.
@@ -64,6 +87,17 @@ def test_a_larger_sensitivity_lowers_the_multiplier_in_the_event_but_not_the_noi
     split, event = noised_sum(SUM, **arguments, sensitivity_factor=math.sqrt(2), source=SeededSource(0))
     assert torch.equal(plain, split)
     assert event.noise_multiplier == pytest.approx(3 / math.sqrt(2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"clip_norm": 0.0}, {"clip_norm": math.nan}, {"clip_norm": math.inf}, {"sensitivity_factor": 0.5}],
+    ids=str,
+)
+def test_arguments_that_would_make_the_event_overstate_the_noise_are_refused(change):
+    arguments = {"noise_multiplier": 1.0, "clip_norm": 1.0, "sampling_probability": 0.1, "source": SeededSource(0)}
+    with pytest.raises(ValueError, match=next(iter(change))):
+        noised_sum(SUM, **arguments | change)
 
 
 @pytest.mark.parametrize("value", [0.0, 1 / 3, -1e-7, 2.0**-30, 0.7])

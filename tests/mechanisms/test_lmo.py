@@ -51,11 +51,15 @@ def fits(values, chosen):
     return stats.kstest(values, lambda x: Columns.of(chosen).cdf(x)).pvalue > FALSE_ALARM
 
 
+def fits_at_no_other_scale(values, chosen):
+    return [factor for factor in (2 / 3, 1, 3 / 2) if fits(values * factor, chosen)] == [1]
+
+
 @pytest.mark.parametrize("make", [SecureSource, lambda: SeededSource(0)], ids=["secure", "seeded"])
 @pytest.mark.parametrize("name", EVERY)
 def test_noise_fits_its_distribution_and_no_other_scale(name, make):
     values = _lmo_noise(EVERY[name], NUM, make())
-    assert [factor for factor in (2 / 3, 1, 3 / 2) if fits(values * factor, EVERY[name])] == [1]
+    assert fits_at_no_other_scale(values, EVERY[name])
 
 
 def test_the_exponential_part_is_parametrised_by_its_rate_not_its_scale():
@@ -226,6 +230,12 @@ def noised(total, chosen=MIXTURE, seed=0, **changes):
     return sums[0], event
 
 
+def test_every_part_of_the_sum_has_noise_in_proportion_to_the_clip_norm():
+    values = noised(torch.zeros(60_000))[0].double().numpy() / 4.0
+    for part in (values[:20_000], values[20_000:40_000], values[40_000:]):
+        assert fits_at_no_other_scale(part, MIXTURE)
+
+
 def test_the_scale_is_drawn_independently_for_every_coordinate():
     sizes = np.log(np.abs(noised(torch.zeros(20_000), EXAMPLE)[0].numpy()) + 1e-9)
     assert stats.pearsonr(sizes[:-1], sizes[1:]).pvalue > FALSE_ALARM
@@ -264,6 +274,26 @@ def test_noise_without_a_mean_stays_finite():
     assert values.abs().max() > 1e30
 
 
-def test_accounting_that_nobody_knows_is_refused():
-    with pytest.raises(InputError, match="accounting = 'hopeful'"):
-        noised(torch.zeros(3), accounting="hopeful")
+def test_each_client_gets_noise_from_its_own_source():
+    totals = torch.arange(12.0).view(3, 4)
+    request = request_for(LINEAR, 4, sampling_probabilities=(0.1, 0.2, 0.3))
+    sums, events = MECHANISM.add_noise(totals, request, [SeededSource(seed) for seed in range(3)])
+    for client in range(3):
+        assert torch.equal(sums[client], noised(totals[client], LINEAR, seed=client)[0])
+    assert [event.sampling_probability for event in events] == [0.1, 0.2, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"clip_norm": 0.0}, "clip_norm = 0.0"),
+        ({"clip_norm": math.nan}, "clip_norm = nan"),
+        ({"sensitivity_factor": 0.5}, "sensitivity_factor = 0.5"),
+        ({"sampling_probabilities": (0.1, 0.2)}, "1 sums, 2 sampling probabilities and 1 sources"),
+        ({"sampling_probabilities": (1.5,)}, "sampling_probability = 1.5"),
+        ({"accounting": "hopeful"}, "accounting = 'hopeful'"),
+    ],
+)
+def test_arguments_that_would_make_the_event_overstate_the_noise_are_refused(change, part):
+    with pytest.raises(ValueError, match=part):
+        noised(torch.zeros(3), **change)
