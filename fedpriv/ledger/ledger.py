@@ -32,6 +32,7 @@ from fedpriv.ledger.entries import (
     LATEST_VERSION,
     PERMITTED,
     REGISTERED,
+    VERSION,
     WITHDRAWN,
     Charge,
     DataSet,
@@ -118,14 +119,7 @@ class Ledger(Queries):
     def _adopt(self, reason: str) -> None:
         """Log that the operator vouches for the entries so far, and write a head."""
         _head.check_missing(_head.read(self._head), self._db, self.path, self._number)
-        with self._transaction():
-            self._insert([{"phase": ADOPTED, "data_set": "", "client": "", "note": reason}])
-            self._needs_version(ADOPTED_VERSION)
-        self._write_head()
-
-    def _needs_version(self, version: int) -> None:
-        """Let no reader open the file that does not know what was appended, within the caller's transaction."""
-        self._db.execute(f"PRAGMA user_version = {max(version, check_version(self._db, self.path))}")
+        self._append([{"phase": ADOPTED, "data_set": "", "client": "", "note": reason}], version=ADOPTED_VERSION)
 
     def __enter__(self) -> Self:
         return self
@@ -174,8 +168,11 @@ class Ledger(Queries):
             bound: how its budget is enforced, see `bound`; None leaves that open until the first charge.
         """
         registered = DataSet(id=data_set or secrets.token_hex(16), client=client, num_records=num_records, delta=delta)
-        lines: list[dict[str, Any]] = [_registration(registered) | {"note": note}]
-        self._append_bounded(lines, registered, bound)
+        line = _registration(registered) | {"note": note}
+        if bound is None:
+            self._append([line])
+        else:
+            self._append([line, _bounded(registered, bound)], version=LATEST_VERSION)
         return registered
 
     def register_all(self, data_sets: Sequence[DataSet]) -> None:
@@ -189,17 +186,7 @@ class Ledger(Queries):
             data_set: registered here.
             note: of `fedpriv.accounting.filters.to_json`.
         """
-        self._append_bounded([], data_set, note)
-
-    def _append_bounded(self, lines: list[dict[str, Any]], data_set: DataSet, bound: str | None) -> None:
-        """Append lines and a `bounded` entry together."""
-        if bound is not None:
-            lines = [*lines, {"phase": BOUNDED, "data_set": data_set.id, "client": data_set.client, "note": bound}]
-        with self._transaction():
-            self._insert(lines)
-            if bound is not None:
-                self._needs_version(LATEST_VERSION)
-        self._write_head()
+        self._append([_bounded(data_set, note)], version=LATEST_VERSION)
 
     def permit(self, data_set: DataSet, run: str, note: str, *, withdraw: bool = False) -> None:
         """Record that the holder lets its own uploads of a run be published, or no longer does; the last entry counts.
@@ -267,10 +254,7 @@ class Ledger(Queries):
         Raises:
             LedgerError: they cannot be written.
         """
-        with self._transaction():
-            self._insert([line for each in missing for line in each.lines(reason)])
-            self._needs_version(LATEST_VERSION)
-        self._write_head()
+        self._append([line for each in missing for line in each.lines(reason)], version=LATEST_VERSION)
 
     def chain(self, data_set: str) -> Chain:
         """The chain of a data set's charges; see `fedpriv.ledger.receipts`."""
@@ -357,9 +341,12 @@ class Ledger(Queries):
             finally:
                 os.close(file)
 
-    def _append(self, lines: Sequence[dict[str, Any]]) -> None:
+    def _append(self, lines: Sequence[dict[str, Any]], *, version: int = VERSION) -> None:
+        """Append entries, all or none of them; no reader opens the file any more that knows only older versions."""
         with self._transaction():
             self._insert(lines)
+            if version > VERSION:
+                self._db.execute(f"PRAGMA user_version = {max(version, check_version(self._db, self.path))}")
         self._write_head()
 
     def _insert(self, lines: Sequence[dict[str, Any]]) -> None:
@@ -403,6 +390,11 @@ def _registration(data_set: DataSet) -> dict[str, Any]:
     """The fields of a data set's entry of phase `registered`."""
     fields = {"client": data_set.client, "num_records": data_set.num_records, "delta": data_set.delta}
     return {"phase": REGISTERED, "data_set": data_set.id, **fields}
+
+
+def _bounded(data_set: DataSet, note: str) -> dict[str, Any]:
+    """The fields of an entry of phase `bounded`."""
+    return {"phase": BOUNDED, "data_set": data_set.id, "client": data_set.client, "note": note}
 
 
 def _key_values(key: Key) -> tuple[str, str, int, str]:
