@@ -8,87 +8,41 @@ answer in this process.
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 import fedpriv
 from clients.pipe import VAULT_KEY, carry
-from fedpriv.vault.frames import (
-    ADVERTISE,
-    AFFORD,
-    CHECK,
-    CONFIRM,
-    EVALUATE,
-    REGISTER,
-    REVEAL,
-    SHARE,
-    TRAIN,
-)
+from fedpriv.vault import frames
 
 log = logging.getLogger("flwr")
 
-app = ClientApp()
-
-
-@app.train()
-def train(message: Message, context: Context) -> Message:
-    """One local update."""
-    return _answered(TRAIN, message, context)
-
-
-@app.query("register")
-def register(message: Message, context: Context) -> Message:
-    """The node's registration, before the first round."""
-    log.info("clients use %s", fedpriv.__file__)
-    return _answered(REGISTER, message, context)
-
-
-@app.query("afford")
-def afford(message: Message, context: Context) -> Message:
-    """How much of the planned run the node's budget allows, before the first round."""
-    return _answered(AFFORD, message, context)
-
-
-@app.query("evaluate")
-def evaluate(message: Message, context: Context) -> Message:
-    """Noised counts of hits and misses, after the last round."""
-    return _answered(EVALUATE, message, context)
-
-
-@app.query("advertise")
-def advertise(message: Message, context: Context) -> Message:
-    """Fresh keys for an attempt at a sum; this and the next exchanges are secure aggregation."""
-    return _answered(ADVERTISE, message, context)
-
-
-@app.query("share")
-def share(message: Message, context: Context) -> Message:
-    """Sealed shares of the node's seeds for its peers, before `train`."""
-    return _answered(SHARE, message, context)
-
-
-@app.query("check")
-def check(message: Message, context: Context) -> Message:
-    """Whose shares the node cannot use, before `train`."""
-    return _answered(CHECK, message, context)
-
-
-@app.query("confirm")
-def confirm(message: Message, context: Context) -> Message:
-    """The node's signature of the list of survivors, after `train`."""
-    return _answered(CONFIRM, message, context)
-
-
-@app.query("reveal")
-def reveal(message: Message, context: Context) -> Message:
-    """Shares of what the sum is still masked by."""
-    return _answered(REVEAL, message, context)
+_QUERIES = (
+    frames.REGISTER,  # the node's registration, before the first round
+    frames.AFFORD,  # how much of the planned run the node's budget allows, before the first round
+    frames.EVALUATE,  # noised counts of hits and misses, after the last round
+    # Secure aggregation, in each round; `train` comes before the last two.
+    frames.ADVERTISE,  # fresh keys for an attempt at a sum
+    frames.SHARE,  # sealed shares of the node's seeds for its peers
+    frames.CHECK,  # whose shares the node cannot use
+    frames.CONFIRM,  # the node's signature of the list of survivors
+    frames.REVEAL,  # shares of what the sum is still masked by
+)
 
 
 def _answered(kind: str, message: Message, context: Context) -> Message:
+    if kind == frames.REGISTER:
+        log.info("clients use %s", fedpriv.__file__)
     if VAULT_KEY in context.node_config:
         return carry(kind, message, context)
     from clients import node  # loads torch, which a pipe does without
 
     return node.answered(kind, message, context)
+
+
+app = ClientApp()
+app.train()(partial(_answered, frames.TRAIN))
+for query in _QUERIES:
+    app.query(query)(partial(_answered, query))

@@ -372,7 +372,8 @@ def reopened_ledger(path: Path, resumed: Checkpoint) -> Iterator[Ledger]:
     if not path.exists():
         raise InputError(f"ledger {path}: is missing; a run is resumed with the ledger that it began with")
     with Ledger(path) as ledger:
-        if not ledger.has_entry(*resumed.ledger):
+        number, digest = resumed.ledger
+        if ledger.number_of(digest) != number:
             raise InputError(
                 f"ledger {path}: is not the one of the run, or lacks entries that were there at the checkpoint"
             )

@@ -108,7 +108,8 @@ def evaluate_privately(
         except MalformedError as error:
             who = "a stranger" if client is None else label_of(nodes, client)
             log.warning("evaluation, %s: %s", who, error)
-    books.settle_evaluation(_digests(releases))
+    replies = {client: protocol.pack_reply(release) for client, release in releases.items()}
+    books.settle_evaluation({client: hashlib.sha256(reply).hexdigest() for client, reply in replies.items()})
     counts = [releases[client].counts for client in sorted(releases)]
     return PrivateEvaluation(
         estimate=accuracy_from_counts(
@@ -139,8 +140,3 @@ def _read(reply: Message, round_: int, event: Event) -> EvaluationRelease:
     if release.round != round_ or release.event != event:
         raise MalformedError(f"reply of round {release.round} paid {release.event}, asked were {round_} and {event}")
     return release
-
-
-def _digests(releases: Mapping[int, EvaluationRelease]) -> dict[int, str]:
-    """The digests of the replies, which the ledger records."""
-    return {client: hashlib.sha256(protocol.pack_reply(release)).hexdigest() for client, release in releases.items()}

@@ -226,11 +226,6 @@ def _malformed_by_name() -> Iterator[None]:
 def _release_of(reply: Message, expected: ExpectedReply) -> UploadRelease:
     """The statement of the reply, which is what was expected."""
     release = protocol.unpack(protocol.UploadRelease, reply.content.config_records[protocol.RELEASE])
-    _check_release(release, expected)
-    return release
-
-
-def _check_release(release: UploadRelease, expected: ExpectedReply) -> None:
     if release.round != expected.round:
         raise MalformedError(f"reply of round {release.round} in round {expected.round}")
     if release.event != expected.event:
@@ -239,6 +234,7 @@ def _check_release(release: UploadRelease, expected: ExpectedReply) -> None:
         raise MalformedError(f"reply claims N_k = {release.num_records}, registered is {expected.num_records}")
     if release.silent and not expected.broadcast.signs:
         raise MalformedError("silent, though it was not asked to judge its update")
+    return release
 
 
 def _digest(release: UploadRelease, arrays: dict[str, torch.Tensor]) -> str:

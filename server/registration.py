@@ -25,14 +25,13 @@ _POLL_SECONDS = 0.5
 _MOST_AT_ONCE = 1000
 
 Nodes = dict[int, tuple[int, Registration]]
+"""{partition id: (node id, registration)}"""
 
 
 def label_of(nodes: Mapping[int, tuple[int, Registration]], client: int) -> str:
     """A holder by the name that it registered, with its partition id."""
     return holder_label(client, nodes[client][1].name if client in nodes else None)
 
-
-"""{partition id: (node id, registration)}"""
 
 NO_NODE = 0
 """Stands for the node of a client that took part before a run was interrupted, and has not registered since."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -139,6 +140,15 @@ def base(tiny_bert: Path) -> BaseModel:
 
 
 @pytest.fixture
+def as_a_task() -> Iterator[None]:
+    """Lets a test make messages, which only a task of Flower's may."""
+    from simulations.engines.flower_private import task_identity  # deferred: few modules need it
+
+    with task_identity(1):
+        yield
+
+
+@pytest.fixture
 def encoder(tiny_bert: Path) -> Callable[..., PeftModel]:
     """Builds the tiny BERT classifier with an adapter that is not at its start."""
 
@@ -175,3 +185,11 @@ def make_records() -> Callable[..., Records]:
 def move_adapter() -> Callable[..., PeftModel]:
     """Moves an adapter away from its start."""
     return move
+
+
+@pytest.fixture
+def quiet_absl() -> Iterator[None]:
+    """Silence dp-accounting's warning for each order that it abandons."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("absl").setLevel(logging.NOTSET)

@@ -37,7 +37,10 @@ def checks(node: Node) -> Iterator[Check]:
     yield from separate_users.check_keys(node)
     yield check_policy(vault.policy)
     yield check_ledger(vault.ledger)
-    yield from _own_records(vault) if vault.data else _corpus()
+    if vault.data:
+        yield from _own_records(vault)
+    else:
+        yield Check("data", True, "the embedded synthetic corpus; no real records, so no budget and any model")
     yield _closed(vault)
     yield Check.of("approved", lambda: _approved(node))
     yield Check.of("history", lambda: _history(node.folder))
@@ -55,10 +58,6 @@ def health(node: Node) -> Iterator[Check]:
             yield Check("vault", False, f"{node.vault.socket}: {error.strerror or 'no answer'}")
     running = not check_port_free("127.0.0.1", node.port).ok
     yield Check("supernode", running, "runs" if running else "does not run, or is not admitted yet")
-
-
-def _corpus() -> Iterator[Check]:
-    yield Check("data", True, "the embedded synthetic corpus; no real records, so no budget and any model")
 
 
 def _own_records(vault: VaultSettings) -> Iterator[Check]:

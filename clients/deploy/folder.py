@@ -124,11 +124,6 @@ class Node:
         return self.folder / "node.key"
 
     @property
-    def public_keys(self) -> tuple[Path, Path]:
-        """The files that the coordinator registers: the public lines of `key`, and of the vault's key."""
-        return keys.public_path(self.key), keys.public_path(self.vault.key)
-
-    @property
     def application(self) -> Path:
         """The file with which the coordinator admits the node."""
         return self.folder / "application.toml"
@@ -237,13 +232,9 @@ def _application(node: Node, folder: Path) -> str:
         folder: where its keys are.
     """
     node_key, vault_key = folder / node.key.name, folder / node.vault.key.name
-    made = joining.made(
-        Application,
-        name=node.vault.name,
-        partition_id=node.vault.partition_id,
-        node_key=keys.public_line(node_key),
-        vault_key=keys.public_line(vault_key),
-    )
+    values = {"name": node.vault.name, "partition_id": node.vault.partition_id}
+    values |= {"node_key": keys.public_line(node_key), "vault_key": keys.public_line(vault_key)}
+    made = validated(Application, values)
     return joining.text(made.signed(vault_key), f"{node.vault.name} applies: fedpriv coordinator admit DIR FILE")
 
 

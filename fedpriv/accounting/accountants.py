@@ -208,10 +208,10 @@ def _quiet_absl() -> Iterator[None]:
 
 def _rdp_epsilon(events: tuple[Event, ...], delta: float) -> float:
     """The sum of the Renyi curves, converted once; at most the sum of the largest privacy losses."""
-    return min(_epsilon_of_curve(total_curve(events), delta), math.fsum(event.max_loss for event in events))
+    return min(epsilon_of_curve(total_curve(events), delta), math.fsum(event.max_loss for event in events))
 
 
-def _epsilon_of_curve(curve: Array, delta: float) -> float:
+def epsilon_of_curve(curve: Array, delta: float) -> float:
     """Epsilon of a Renyi curve at `ORDERS`; infinite if the curve is infinite at every order.
 
     Source: Canonne, Kamath and Steinke 2020, Proposition 12, by dp-accounting.

@@ -28,6 +28,7 @@ from fedpriv.accounting.accountants import (
     check_accountant,
     check_delta,
     epsilon_of,
+    epsilon_of_curve,
     total_loss,
 )
 from fedpriv.accounting.composition.law import Accountant, Array, Event
@@ -291,17 +292,13 @@ def cost_of_person(histories: Mapping[Name, Iterable[Event]], holders: int, delt
 
 def bound_of_person(histories: Mapping[Name, Iterable[Event]], holders: int, delta: float) -> PrivacySpent:
     """A bound on `cost_of_person`, cheap enough for every round: by rdp, of the largest divergences at every order."""
-    from dp_accounting.rdp import compute_epsilon
-
     known = [group(events) for events in histories.values()]
     curves = np.stack([sum((event.rdp(ORDERS) for event in each), np.zeros(len(ORDERS))) for each in known])
     largest = np.sort(curves, axis=0)[-holders:].sum(axis=0)
     proven = all(event.is_guarantee and event.total_delta == 0 for each in known for event in each)
     epsilon = math.inf
-    if proven and not largest.any():
-        epsilon = 0.0
-    elif proven and np.isfinite(largest).any():
-        epsilon = float(compute_epsilon(ORDERS, largest, delta)[0])
+    if proven:
+        epsilon = epsilon_of_curve(largest, delta) if largest.any() else 0.0
     return PrivacySpent(epsilon=epsilon, delta=delta, accountant="rdp", upper_bound_only=True, is_guarantee=proven)
 
 

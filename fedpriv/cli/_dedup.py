@@ -11,7 +11,7 @@ import secrets
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -369,10 +369,13 @@ def _shown(*, quiet: bool) -> Iterator[Observer]:
         quiet: show nothing but that line.
     """
     last: list[Progress] = []
-    display = _nothing if quiet else _rewritten_line if sys.stderr.isatty() else _printed_lines
+
+    def line(progress: Progress) -> None:
+        if progress.stored and not quiet:
+            typer.echo(_progress_line(progress), err=True)
 
     try:
-        with display() as update:
+        with _rewritten_line() if sys.stderr.isatty() and not quiet else nullcontext(line) as update:
 
             def observer(progress: Progress) -> None:
                 last[:] = [progress]
@@ -395,16 +398,6 @@ def _progress_line(progress: Progress) -> str:
         "estimating the time left" if left is None else f"{timedelta(seconds=round(left))} left",
     ]
     return " | ".join(parts)
-
-
-@contextmanager
-def _nothing() -> Iterator[Observer]:
-    yield lambda progress: None
-
-
-@contextmanager
-def _printed_lines() -> Iterator[Observer]:
-    yield lambda progress: typer.echo(_progress_line(progress), err=True) if progress.stored else None
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -279,13 +279,7 @@ def _data(table: PreparedTable) -> Data:
     """The table's features and labels."""
     from fedpriv.integral.procedure import Data
 
-    return Data(
-        train_features=table.train_features,
-        train_labels=table.train_labels,
-        test_features=table.test_features,
-        test_labels=table.test_labels,
-        classes=table.classes,
-    )
+    return Data(**{field.name: getattr(table, field.name) for field in fields(Data)})
 
 
 def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: str) -> TrainingSchedule:

@@ -21,7 +21,6 @@ from fedpriv.cli._command import (
     SeparatorOption,
     VariantName,
     check_new_file,
-    entries,
     show,
     table,
 )
@@ -31,15 +30,14 @@ if TYPE_CHECKING:
     from fedpriv.publishing.saved import LoadedVariant, SavedVariant
 
 
-def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")], as_json: AsJson = False) -> None:
+def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")]) -> dict[str, str]:
     """Build a run's report.html again from its tables.
 
     Example: fedpriv report results/20261121-042553-embedded
     """
     from fedpriv.runs.show import write_report
 
-    values = {"report": str(write_report(run_dir))}
-    show(values, entries(values), as_json)
+    return {"report": str(write_report(run_dir))}
 
 
 def status(
@@ -178,6 +176,10 @@ def card(
     return Result({"variant": found.name, "card": text}, [text.rstrip("\n")])
 
 
+# What `push` tells of every holder.
+_COSTS = ("client", "epsilon_local", "epsilon_rho", "epsilon_aggregate", "delta")
+
+
 def push(
     source: SavedModel,
     name: Annotated[str, typer.Argument(metavar="NAME", help="OWNER/NAME of the repository on the Hub.")],
@@ -209,7 +211,8 @@ def push(
     reason = hub.why_publishable(found, ledger=ledger, public_data=public_data)
     contents = hub.contents(found, license=license)
     sizes = [{"file": path, "bytes": len(content)} for path, content in contents.items()]
-    holders = _holders(found)
+    clients = found.run.summary["clients"] if found.run else ()  # only a finished run's variant is publishable
+    holders = [{key: client.get(key) for key in _COSTS} for client in clients]
     address = hub.upload(name, contents, public=public) if yes else None
     values: dict[str, Any] = {"variant": found.name, "name": name, "uploaded": yes, "address": address}
     values |= {"allowed": reason, "files": sizes, "holders": holders}
@@ -218,16 +221,10 @@ def push(
         f"allowed: {reason}",
         *("", *table(sizes, ("file", "bytes"))),
         *("", "what the run, and with it this variant, has cost every holder:"),
-        *table(holders, ("client", "epsilon_local", "epsilon_rho", "epsilon_aggregate", "delta")),
+        *table(holders, _COSTS),
         *("", f"uploaded: {address}" if yes else "nothing was uploaded; add --yes to do it"),
     ]
     return Result(values, lines)
-
-
-def _holders(found: Any) -> list[dict[str, Any]]:
-    clients = found.run.summary["clients"]
-    keys = ("client", "epsilon_local", "epsilon_rho", "epsilon_aggregate", "delta")
-    return [{key: client.get(key) for key in keys} for client in clients]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,10 +20,8 @@ from fedpriv.errors import FlowerError, LedgerError, StoreError
 from fedpriv.texts import printable
 
 app = typer.Typer(cls=ProgramGroup, no_args_is_help=True, pretty_exceptions_enable=False)
-for of_costs in (account, calibrate, repeat_and_select, plan):
+for of_costs in (account, calibrate, repeat_and_select, plan, report, communication):
     command(app)(of_costs)
-app.command()(report)
-command(app)(communication)
 app.command()(status)
 app.command()(watch)
 for of_models in (predict, export, card, push, _programs.app):

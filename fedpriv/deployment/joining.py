@@ -207,15 +207,6 @@ def read(form: type[Handed], path: Path) -> Handed:
     return validated(form, values, prefix=f"{path}: ")
 
 
-def made(form: type[Handed], **values: Any) -> Handed:
-    """A new one with these values.
-
-    Raises:
-        InputError: a value cannot be used; names it.
-    """
-    return validated(form, values)
-
-
 def text(handed: Handed, header: str) -> str:
     """The file's text.
 

@@ -236,15 +236,18 @@ _RELEASES = """
 _ON_DATA_SET = " AND charged.data_set = ?"
 
 
-class LedgerConnection(sqlite3.Connection):
-    """A connection to a ledger's file, with the queries for its entries."""
+class Queries:
+    """The queries for a ledger's entries: those of its writer, and of whoever reads its file."""
+
+    def _execute(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        raise NotImplementedError
 
     def entries(self) -> Iterator[Entry]:
         """All entries in order."""
         return self._entries("")
 
     def _entries(self, condition: str, values: tuple[str, ...] = ()) -> Iterator[Entry]:
-        for row in self.execute(f"SELECT {', '.join(COLUMNS)} FROM entries {condition} ORDER BY number", values):
+        for row in self._execute(f"SELECT {', '.join(COLUMNS)} FROM entries {condition} ORDER BY number", values):
             yield Entry(**dict(zip(COLUMNS, row, strict=True)))
 
     def adoptions(self) -> list[Entry]:
@@ -263,9 +266,9 @@ class LedgerConnection(sqlite3.Connection):
                 found.append(entry)
         return found
 
-    def data_set_with(self, note: str) -> str | None:
+    def data_set_noted(self, note: str) -> str | None:
         """Id of the last data set of which an entry has this note on its content; None if none has."""
-        row = self.execute(f"SELECT data_set FROM entries {_WITH_CONTENT} AND note = ? ORDER BY number DESC", (note,))
+        row = self._execute(f"SELECT data_set FROM entries {_WITH_CONTENT} AND note = ? ORDER BY number DESC", (note,))
         return next((data_set for (data_set,) in row), None)
 
     def recoveries(self) -> list[Entry]:
@@ -284,7 +287,7 @@ class LedgerConnection(sqlite3.Connection):
 
     def charged_as(self, number: str) -> list[DataSet]:
         """The data sets that any run has charged under this number of a client."""
-        rows = self.execute(
+        rows = self._execute(
             f"SELECT DISTINCT data_set FROM entries WHERE phase = '{CHARGED}' AND client = ?", (number,)
         )
         ids = {id_ for (id_,) in rows}
@@ -293,7 +296,7 @@ class LedgerConnection(sqlite3.Connection):
     def charged_last(self, data_sets: Sequence[DataSet]) -> list[tuple[DataSet, str]]:
         """The data sets with each run that was charged on them, in the order of the runs' last charges."""
         known = {data_set.id: data_set for data_set in data_sets}
-        rows = self.execute(
+        rows = self._execute(
             f"SELECT data_set, run FROM entries WHERE phase = '{CHARGED}' GROUP BY data_set, run ORDER BY max(number)"
         )
         return [(known[data_set], run) for data_set, run in rows if data_set in known]
@@ -304,29 +307,29 @@ class LedgerConnection(sqlite3.Connection):
 
     def number_of(self, digest: str) -> int | None:
         """The number of the entry with this digest; None if there is none."""
-        row = self.execute("SELECT number FROM entries WHERE digest = ?", (digest,)).fetchone()
+        row = self._execute("SELECT number FROM entries WHERE digest = ?", (digest,)).fetchone()
         return None if row is None else row[0]
 
     def charged_data_sets(self) -> set[str]:
         """The ids of the data sets on which anything was charged."""
-        rows = self.execute(f"SELECT DISTINCT data_set FROM entries WHERE phase IN ('{CHARGED}', '{RECOVERED}')")
+        rows = self._execute(f"SELECT DISTINCT data_set FROM entries WHERE phase IN ('{CHARGED}', '{RECOVERED}')")
         return {id_ for (id_,) in rows}
 
     def data_sets(self) -> list[DataSet]:
         """All registered data sets, in the order of their registration."""
-        return [_data_set(row) for row in self.execute(f"{_REGISTRATIONS} ORDER BY number")]
+        return [_data_set(row) for row in self._execute(f"{_REGISTRATIONS} ORDER BY number")]
 
-    def data_set(self, id_: str | None) -> DataSet | None:
+    def data_set(self, id_: str | None = None) -> DataSet | None:
         """The data set with the given id, or the last one registered; None if there is none."""
         condition, values = ("", ()) if id_ is None else ("AND data_set = ?", (id_,))
-        row = self.execute(f"{_REGISTRATIONS} {condition} ORDER BY number DESC LIMIT 1", values).fetchone()
+        row = self._execute(f"{_REGISTRATIONS} {condition} ORDER BY number DESC LIMIT 1", values).fetchone()
         return None if row is None else _data_set(row)
 
     def releases(self, data_set: str, *, excluding_run: str = "") -> list[Release]:
         """Everything charged on a data set in all runs but one; equal releases are merged and their counts summed."""
         counted = _RELEASES.replace("FROM", ", count(*) FROM", 1)
         counted += _ON_DATA_SET
-        rows = self.execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3, 4, 5", (data_set, excluding_run))
+        rows = self._execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3, 4, 5", (data_set, excluding_run))
         merged = []
         for *columns, num in rows:
             release = _release(*columns)
@@ -335,14 +338,14 @@ class LedgerConnection(sqlite3.Connection):
 
     def releases_in_order(self, data_set: str) -> list[Release]:
         """Everything charged on a data set, one by one, in the order of the charges."""
-        rows = self.execute(f"SELECT {_RELEASES}{_ON_DATA_SET} ORDER BY charged.number", (data_set,))
+        rows = self._execute(f"SELECT {_RELEASES}{_ON_DATA_SET} ORDER BY charged.number", (data_set,))
         known = lru_cache(_release)
         return [known(*columns) for columns in rows]
 
     def releases_of(self, data_set: str | None, run: str) -> list[tuple[Key, Release]]:
         """The releases that one run was charged on a data set, or on all, each with its key, in order."""
         condition, values = ("", (run,)) if data_set is None else (_ON_DATA_SET, (data_set, run))
-        rows = self.execute(
+        rows = self._execute(
             f"SELECT charged.client, charged.round, charged.request, {_RELEASES}{condition} AND charged.run = ? "
             "ORDER BY charged.number",
             values,
@@ -355,13 +358,20 @@ class LedgerConnection(sqlite3.Connection):
 
     def runs(self, data_set: str) -> list[RunRecord]:
         """The runs charged on a data set, in the order of their first charge."""
-        rows = self.execute(
+        rows = self._execute(
             "SELECT run, count(*), min(time), max(time), group_concat(DISTINCT noise_source) FROM entries "
             "WHERE phase IN ('charged', 'recovered') AND run IS NOT NULL AND data_set = ? GROUP BY run "
             "ORDER BY min(number)",
             (data_set,),
         )
         return [RunRecord(run=r[0], rounds=r[1], first=r[2], last=r[3], noise_source=r[4]) for r in rows]
+
+
+class LedgerConnection(Queries, sqlite3.Connection):
+    """A connection to a ledger's file."""
+
+    def _execute(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        return self.execute(sql, values)
 
     def create_tables(self) -> None:
         """Make the tables, and the secret that keys hashes of content, within the caller's transaction."""

@@ -27,7 +27,7 @@ from fedpriv.files import write_new
 from fedpriv.ledger import reader
 from fedpriv.ledger._head import EMPTY_CHAIN
 from fedpriv.ledger.entries import DataSet, LedgerConnection
-from fedpriv.ledger.receipts import Receipt, ReceiptLog
+from fedpriv.ledger.receipts import ReceiptLog
 from fedpriv.ledger.statement import spending
 from fedpriv.texts import strict_json
 
@@ -137,7 +137,7 @@ def _part(source: Exhibit) -> dict[str, bytes]:
     return policy | {
         "about.json": _json(about),
         "entries.jsonl": _lines(asdict(entry) for entry in entries),
-        "receipts.jsonl": _lines(map(_signed, receipts)),
+        "receipts.jsonl": _lines(json.loads(receipt.text()) for receipt in receipts),
         "registrations.json": _json(source.registrations),
         "figures.json": _json({"data_sets": rows, "printed": _printed(source.summary)}),
     }
@@ -173,10 +173,6 @@ def _printed(summary: Mapping[str, Any]) -> dict[str, Any] | None:
     clients = [{name: client.get(name) for name in _PRINTED_OF_CLIENTS} for client in summary["clients"]]
     is_bound = summary["accountant"] != "pld"
     return {name: summary.get(name) for name in _PRINTED} | {"upper_bound_only": is_bound, "clients": clients}
-
-
-def _signed(receipt: Receipt) -> dict[str, Any]:
-    return json.loads(receipt.text())  # type: ignore[no-any-return]
 
 
 def _package_digest() -> str:

@@ -32,13 +32,14 @@ from fedpriv.ledger.entries import (
     LATEST_VERSION,
     PERMITTED,
     REGISTERED,
+    VERSION,
     WITHDRAWN,
     Charge,
     DataSet,
     Entry,
     Key,
     LedgerConnection,
-    RunRecord,
+    Queries,
 )
 from fedpriv.ledger.reader import as_ledger_errors, check_version, verify
 from fedpriv.ledger.receipts import Chain, Missing, chain_of, chains_of
@@ -46,7 +47,7 @@ from fedpriv.ledger.receipts import Chain, Missing, chain_of, chains_of
 _FLOAT_COLUMNS = ("rho_bar", "aggregate_scale", "delta")
 
 
-class Ledger:
+class Ledger(Queries):
     """A ledger file, opened by its only writer; a context manager.
 
     Opening it checks the whole chain, so nothing is released on top of an entry that was edited or lost.
@@ -118,14 +119,7 @@ class Ledger:
     def _adopt(self, reason: str) -> None:
         """Log that the operator vouches for the entries so far, and write a head."""
         _head.check_missing(_head.read(self._head), self._db, self.path, self._number)
-        with self._transaction():
-            self._insert([{"phase": ADOPTED, "data_set": "", "client": "", "note": reason}])
-            self._needs_version(ADOPTED_VERSION)
-        self._write_head()
-
-    def _needs_version(self, version: int) -> None:
-        """Let no reader open the file that does not know what was appended, within the caller's transaction."""
-        self._db.execute(f"PRAGMA user_version = {max(version, check_version(self._db, self.path))}")
+        self._append([{"phase": ADOPTED, "data_set": "", "client": "", "note": reason}], version=ADOPTED_VERSION)
 
     def __enter__(self) -> Self:
         return self
@@ -150,10 +144,8 @@ class Ledger:
         """Number and digest of the last entry."""
         return self._number, self._digest
 
-    def has_entry(self, number: int, digest: str) -> bool:
-        """Whether the entry with this number has this digest, so that no entry up to it was changed or lost."""
-        row = self._db.execute("SELECT digest FROM entries WHERE number = ?", (number,)).fetchone()
-        return row is not None and row[0] == digest
+    def _execute(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        return self._db.execute(sql, values)
 
     def register(
         self,
@@ -176,8 +168,11 @@ class Ledger:
             bound: how its budget is enforced, see `bound`; None leaves that open until the first charge.
         """
         registered = DataSet(id=data_set or secrets.token_hex(16), client=client, num_records=num_records, delta=delta)
-        lines: list[dict[str, Any]] = [_registration(registered) | {"note": note}]
-        self._append_bounded(lines, registered, bound)
+        line = _registration(registered) | {"note": note}
+        if bound is None:
+            self._append([line])
+        else:
+            self._append([line, _bounded(registered, bound)], version=LATEST_VERSION)
         return registered
 
     def register_all(self, data_sets: Sequence[DataSet]) -> None:
@@ -191,33 +186,7 @@ class Ledger:
             data_set: registered here.
             note: of `fedpriv.accounting.filters.to_json`.
         """
-        self._append_bounded([], data_set, note)
-
-    def bounds(self, data_set: str) -> list[str]:
-        """The notes of how a data set's budget is enforced, in order, for `fedpriv.accounting.filters.rule_of`."""
-        return self._db.bounds(data_set)
-
-    def _append_bounded(self, lines: list[dict[str, Any]], data_set: DataSet, bound: str | None) -> None:
-        """Append lines and a `bounded` entry together."""
-        if bound is not None:
-            lines = [*lines, {"phase": BOUNDED, "data_set": data_set.id, "client": data_set.client, "note": bound}]
-        with self._transaction():
-            self._insert(lines)
-            if bound is not None:
-                self._needs_version(LATEST_VERSION)
-        self._write_head()
-
-    def data_set(self, data_set: str | None = None) -> DataSet | None:
-        """The data set with the given id, or the last one registered; None if there is none."""
-        return self._db.data_set(data_set)
-
-    def charged_data_sets(self) -> set[str]:
-        """The ids of the data sets on which anything was charged."""
-        return self._db.charged_data_sets()
-
-    def data_sets(self) -> list[DataSet]:
-        """All registered data sets, in the order of their registration."""
-        return self._db.data_sets()
+        self._append([_bounded(data_set, note)], version=LATEST_VERSION)
 
     def permit(self, data_set: DataSet, run: str, note: str, *, withdraw: bool = False) -> None:
         """Record that the holder lets its own uploads of a run be published, or no longer does; the last entry counts.
@@ -237,7 +206,7 @@ class Ledger:
         Returns:
             Whether the content differs from what was noted before.
         """
-        changes, note = self._db.content_changes(data_set.id), self.content_note(content)
+        changes, note = self.content_changes(data_set.id), self.content_note(content)
         if changes and changes[-1].note == note:
             return False
         self._append([{"phase": CHANGED, "data_set": data_set.id, "client": data_set.client, "note": note}])
@@ -245,12 +214,12 @@ class Ledger:
 
     def has_changed(self, data_set: DataSet, content: bytes) -> bool:
         """Whether the content of a data set differs from what was noted before; not if nothing was."""
-        changes = self._db.content_changes(data_set.id)
+        changes = self.content_changes(data_set.id)
         return bool(changes) and changes[-1].note != self.content_note(content)
 
     def data_set_with(self, content: bytes) -> str | None:
         """Id of the last data set of this ledger that was noted with this content; None if none was."""
-        return self._db.data_set_with(self.content_note(content))
+        return self.data_set_noted(self.content_note(content))
 
     def content_note(self, content: bytes) -> str:
         """A hash of a data set's content, keyed with this ledger's secret; it never leaves the ledger."""
@@ -285,10 +254,7 @@ class Ledger:
         Raises:
             LedgerError: they cannot be written.
         """
-        with self._transaction():
-            self._insert([line for each in missing for line in each.lines(reason)])
-            self._needs_version(LATEST_VERSION)
-        self._write_head()
+        self._append([line for each in missing for line in each.lines(reason)], version=LATEST_VERSION)
 
     def chain(self, data_set: str) -> Chain:
         """The chain of a data set's charges; see `fedpriv.ledger.receipts`."""
@@ -297,10 +263,6 @@ class Ledger:
     def chains(self) -> list[Chain]:
         """The chains of all data sets."""
         return chains_of(self._db)
-
-    def is_known_in_full(self, data_set: str) -> bool:
-        """Whether every release on a data set is known; see `Ledger.recover`."""
-        return self._db.is_known_in_full(data_set)
 
     def release(self, released: Sequence[tuple[Charge, str | None]]) -> None:
         """Record how charges ended: the rho_bar of their round, and the digest of each reply that arrived."""
@@ -366,22 +328,6 @@ class Ledger:
         ).fetchone()
         return None if row is None else bytes(row[0])
 
-    def releases(self, data_set: str, *, excluding_run: str = "") -> list[Release]:
-        """Everything charged on a data set in all runs but one; equal releases are merged and their counts summed."""
-        return self._db.releases(data_set, excluding_run=excluding_run)
-
-    def releases_in_order(self, data_set: str) -> list[Release]:
-        """Everything charged on a data set, one by one, in the order of the charges."""
-        return self._db.releases_in_order(data_set)
-
-    def releases_of(self, data_set: str | None, run: str) -> list[tuple[Key, Release]]:
-        """The releases that one run was charged on a data set, or on all, each with its key, in order."""
-        return self._db.releases_of(data_set, run)
-
-    def runs(self, data_set: str) -> list[RunRecord]:
-        """The runs charged on a data set, in the order of their first charge."""
-        return self._db.runs(data_set)
-
     def copy(self, path: Path) -> None:
         """Write a copy of the ledger as it is now, with a head of its own."""
         with as_ledger_errors(path):
@@ -395,9 +341,12 @@ class Ledger:
             finally:
                 os.close(file)
 
-    def _append(self, lines: Sequence[dict[str, Any]]) -> None:
+    def _append(self, lines: Sequence[dict[str, Any]], *, version: int = VERSION) -> None:
+        """Append entries, all or none of them; no reader opens the file any more that knows only older versions."""
         with self._transaction():
             self._insert(lines)
+            if version > VERSION:
+                self._db.execute(f"PRAGMA user_version = {max(version, check_version(self._db, self.path))}")
         self._write_head()
 
     def _insert(self, lines: Sequence[dict[str, Any]]) -> None:
@@ -441,6 +390,11 @@ def _registration(data_set: DataSet) -> dict[str, Any]:
     """The fields of a data set's entry of phase `registered`."""
     fields = {"client": data_set.client, "num_records": data_set.num_records, "delta": data_set.delta}
     return {"phase": REGISTERED, "data_set": data_set.id, **fields}
+
+
+def _bounded(data_set: DataSet, note: str) -> dict[str, Any]:
+    """The fields of an entry of phase `bounded`."""
+    return {"phase": BOUNDED, "data_set": data_set.id, "client": data_set.client, "note": note}
 
 
 def _key_values(key: Key) -> tuple[str, str, int, str]:

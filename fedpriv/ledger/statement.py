@@ -388,7 +388,8 @@ def of_client(db: LedgerConnection, path: Path, client: str, names: Mapping[str,
     registered, names = db.data_sets(), names or {}
     ways = {
         "client": [each for each in registered if each.client == client],
-        "name": [each for each in registered if client and _is_called(names.get(each.id), client)],
+        # As a terminal shows both.
+        "name": [each for each in registered if client and printable(names.get(each.id, "")) == printable(client)],
         "number": db.charged_as(client),
     }
     way = next((way for way, found in ways.items() if found), "")
@@ -400,11 +401,6 @@ def of_client(db: LedgerConnection, path: Path, client: str, names: Mapping[str,
     several = f"{len(whose)} of this {way}, " if way else ""
     asked = "number" if all(each.isdigit() for each in whose) else "name"
     raise InputError(f"--client {printable(client)}: {path} knows {several}{known}; give the {asked}")
-
-
-def _is_called(name: str | None, given: str) -> bool:
-    """Whether a name is the given one, as a terminal shows both."""
-    return name is not None and printable(name) == printable(given)
 
 
 def render(page: Mapping[str, Any]) -> str:

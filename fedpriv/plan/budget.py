@@ -290,6 +290,8 @@ class Plan:
         bar = rho_bar(shares.values())
         # The same q at every client: a gradient counts for the same in every phase.
         weights = record_weights(config, self.phases[-1].spec, sizes)
+        # The noise of a sum of all clients over the client's own, for those who may read it.
+        scales = {client: aggregate_scale(weights, client, colluding=config.colluding_clients) for client in sizes}
         return tuple(
             ClientCost(
                 num_records=size,
@@ -297,7 +299,7 @@ class Plan:
                 share=shares[client],
                 epsilon_local=self._epsilon(sizes, client, 1.0, delta),
                 epsilon_rho=self._epsilon(sizes, client, bar, delta),
-                epsilon_aggregate=self._epsilon(sizes, client, self._scale(weights, client), delta),
+                epsilon_aggregate=self._epsilon(sizes, client, scales[client], delta),
             )
             for (client, size), delta in zip(sizes.items(), self.setting.deltas, strict=True)
         )
@@ -312,10 +314,6 @@ class Plan:
         events = [event.with_noise(factor) for event in planned_releases(config, sizes, client, self.setting.adapter)]
         evaluation = EvaluationSpec.of(config)
         return [*events, planned_evaluation(evaluation)] if evaluation else events
-
-    def _scale(self, weights: Mapping[int, float], client: int) -> float:
-        """The noise of a sum of all clients over the client's own, for those who may read it."""
-        return aggregate_scale(weights, client, colluding=self.setting.config.colluding_clients)
 
     def _epsilon(self, sizes: Mapping[int, int], client: int, factor: float, delta: float) -> float:
         events = planned_releases(self.setting.config, sizes, client, self.setting.adapter)

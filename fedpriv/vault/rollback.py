@@ -37,6 +37,7 @@ class ReceiptWatch:
         of_peers: the file with the newest ones of its peers.
         counter_file: another log, on a disk that is not restored with the ledger; None if there is none.
         earlier_keys: the file with the public lines of the node's earlier keys; None if there is none.
+        lost_key: whether the private key was gone from the start, so that only its public line is known.
     """
 
     key: Path
@@ -44,6 +45,7 @@ class ReceiptWatch:
     of_peers: Path
     counter_file: Path | None = None
     earlier_keys: Path | None = None
+    lost_key: bool = False
 
     @staticmethod
     def of(settings: VaultSettings) -> ReceiptWatch | None:
@@ -53,9 +55,8 @@ class ReceiptWatch:
     @staticmethod
     def in_folder(settings: VaultSettings) -> ReceiptWatch:
         """That of a node's folder, whose vault may have lost its key: then it signs nothing."""
-        return ReceiptWatch(
-            settings.key, settings.receipts, settings.receipts_of_peers, settings.counter_file, settings.earlier_keys
-        )
+        logs = settings.receipts, settings.receipts_of_peers, settings.counter_file, settings.earlier_keys
+        return ReceiptWatch(settings.key, *logs, lost_key=not settings.key.is_file())
 
     @staticmethod
     def beside(ledger: Path, counter_file: Path | None = None) -> ReceiptWatch:
@@ -66,7 +67,7 @@ class ReceiptWatch:
     @cached_property
     def signer(self) -> str:
         """The public line of the vault's key, also of one that was lost."""
-        return keys.public_line(self.key) if self.key.exists() else keys.read_public_line(keys.public_path(self.key))
+        return keys.read_public_line(keys.public_path(self.key)) if self.lost_key else keys.public_line(self.key)
 
     @cached_property
     def signers(self) -> tuple[str, ...]:
@@ -210,6 +211,8 @@ class ReceiptWatch:
         return any(receipt.is_of(signer) for signer in self.signers)
 
     def _check_key(self) -> None:
+        if self.lost_key:
+            return
         try:
             newest = keys.public_line(self.key)
         except InputError as error:

@@ -37,19 +37,18 @@ _CLOCK_ALLOWANCE = timedelta(hours=1)
 _DNS_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I)
 
 
-def make_ca(folder: Path, days: int, *, passphrase: str = "", not_before: datetime | None = None) -> None:
+def make_ca(folder: Path, days: int, *, passphrase: str = "") -> None:
     """Write a certificate authority, `ca.crt` and `ca.key`, into a folder; only its owner can read the key.
 
     Args:
         folder: must exist.
         days: of validity, 1 to 36,500.
         passphrase: that encrypts the key; empty for none.
-        not_before: start of validity; by default an hour ago.
 
     Raises:
         InputError: days is out of range, or the folder already has an authority.
     """
-    start, end = _validity(days, not_before)
+    start, end = _validity(days, None)
     key = ec.generate_private_key(ec.SECP384R1())
     name = _name("fedpriv federation CA")
     certificate = (

@@ -15,6 +15,7 @@ from typing import Any
 from fedpriv import adapters, config
 from fedpriv.apps import FLOWER_APP
 from fedpriv.deployment import approvals, joining, keys
+from fedpriv.deployment.command_line import validated
 from fedpriv.deployment.flower import CONNECTION
 from fedpriv.deployment.joining import Application, Invitation, Member, Roster
 from fedpriv.deployment.keys import NODE, VAULT, Kind, fingerprint
@@ -49,7 +50,7 @@ def invite(coordinator: Coordinator, names: Sequence[str]) -> dict[Path, Invitat
     if planned := coordinator.planned:
         asked["model"] = adapters.model_digest(adapters.model_folder(config.parse(planned).model))
         asked["run"] = {key: value for key, value in planned.items() if key not in _own_keys()}
-    made = [joining.made(Invitation, name=name, partition_id=ids[name], **asked) for name in names]
+    made = [validated(Invitation, {"name": name, "partition_id": ids[name], **asked}) for name in names]
     found = {coordinator.invitations / f"{invitation.partition_id}.toml": invitation for invitation in made}
     for path, invitation in found.items():
         header = f"{invitation.name} is invited to a federation: fedpriv node init DIR --invite FILE --data RECORDS ..."

@@ -86,7 +86,7 @@ def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, 
     }
     values = given(overrides)
     if values.get("resume"):
-        original = _original_configuration(Path(values["resume"]))
+        original = configuration.read(run_folder_of(Path(values["resume"])) / CONFIG)
     else:
         original = _known_nodes(coordinator) | coordinator.planned
     config = configuration.parse({**defaults, **original, **values})
@@ -127,11 +127,6 @@ def _ended_early(folder: Path) -> str:
 
 def _absolute(path: object) -> str:
     return str(Path(str(path)).expanduser().absolute())
-
-
-def _original_configuration(path: Path) -> dict[str, Any]:
-    """The configuration with which an interrupted run was started."""
-    return configuration.read(run_folder_of(path) / CONFIG)
 
 
 def _submit(coordinator: Coordinator, values: dict[str, Any], say: Callable[[str], None]) -> str:

@@ -224,7 +224,7 @@ def checks(coordinator: Coordinator) -> Iterator[Check]:
     else:
         yield from check_server(coordinator.host, coordinator.port, coordinator.ca_certificate)
         yield _connection(coordinator)
-        yield Check.of("nodes", lambda: _nodes_online(coordinator))
+        yield Check.of("nodes", lambda: _nodes(coordinator, f"{_num_online(coordinator)} online of "))
     yield check_disk(coordinator.folder, _MIN_DISK_BYTES)
 
 
@@ -266,11 +266,6 @@ def _num_online(coordinator: Coordinator) -> int:
     from server.deploy.guarded_superlink import num_online  # deferred: loads Flower
 
     return num_online(coordinator, _private_address(coordinator) or coordinator.address)
-
-
-def _nodes_online(coordinator: Coordinator) -> str:
-    online = _num_online(coordinator)
-    return _nodes(coordinator, f"{online} online of ")
 
 
 def _nodes(coordinator: Coordinator, online: str) -> str:

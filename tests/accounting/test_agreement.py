@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import dp_accounting
 import numpy as np
 import pytest
@@ -12,6 +10,8 @@ from dp_accounting import pld, rdp
 from fedpriv.accounting.accountants import ORDERS, PLD_LIMIT, epsilon_of
 from fedpriv.accounting.calibration import noise_multiplier_for
 from fedpriv.accounting.events import SubsampledGaussian
+
+pytestmark = pytest.mark.usefixtures("quiet_absl")
 
 NUM_SETTINGS = pytest.mark.parametrize("num", [20, pytest.param(200, marks=pytest.mark.slow)])
 
@@ -42,14 +42,6 @@ def settings(num, *, seed, z, counts):
         if epsilon_of([event], delta, "rdp").epsilon <= PLD_LIMIT:
             drawn.append((event, delta))
     return drawn
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Silence dp-accounting's warning for each order that it abandons."""
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("absl").setLevel(logging.NOTSET)
 
 
 @NUM_SETTINGS

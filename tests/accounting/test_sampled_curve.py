@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 
 import numpy as np
@@ -15,16 +14,10 @@ from fedpriv.accounting._gaussian import _single_loss, sampled_curve
 from fedpriv.accounting.accountants import ORDERS
 from tests.marks import slow
 
+pytestmark = pytest.mark.usefixtures("quiet_absl")
+
 # At 0.573 and z = 0.3, the thousandth term of order 1.3 is e^-29.99 of the sum.
 PROBABILITIES = [1e-6, 1e-4, 0.01, 1 / 16, 0.25, 0.5, 0.5732762522853087, 0.9, 0.999, 1 - 1e-9]
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Silence dp-accounting's warning for each order that it abandons."""
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("absl").setLevel(logging.NOTSET)
 
 
 @pytest.mark.parametrize("z", [1e-3, 0.3, 1.0, 1e6, *slow(0.05, 0.7, 2.0, 50.0)])

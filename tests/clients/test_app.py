@@ -13,13 +13,8 @@ from clients.node import TRUST_KEY, TRUST_VARIABLE
 from fedpriv import protocol
 from fedpriv.config import parse, to_flower
 from fedpriv.vault.frames import FAILED, REFUSED
-from simulations.engines.flower_private import task_identity
 
-
-@pytest.fixture(autouse=True)
-def _identity():
-    with task_identity(1):
-        yield
+pytestmark = pytest.mark.usefixtures("as_a_task")
 
 
 def ask(values: dict[str, object], kind: str, **node_config: object) -> Message:

@@ -25,14 +25,9 @@ from fedpriv.training.workbench import workbench
 from fedpriv.vault import _charging, refused
 from fedpriv.vault.frames import FAILED, REFUSED, REGISTER, RETIRED
 from fedpriv.vault.settings import NodeLimits
-from simulations.engines.flower_private import task_identity
 from tests.wire import record, tensors_of
 
-
-@pytest.fixture(autouse=True)
-def _identity():
-    with task_identity(1):
-        yield
+pytestmark = pytest.mark.usefixtures("as_a_task")
 
 
 class Node:

@@ -21,18 +21,11 @@ from fedpriv.training.stacked import execute_one_by_one
 from fedpriv.vault.frames import REFUSED
 from fedpriv.vault.holder import bench_of, run_of
 from fedpriv.vault.settings import VaultSettings
-from simulations.engines.flower_private import task_identity
 from tests.tiny import LABELS
 from tests.vaults import make_vault, write_records
 from tests.wire import record
 
-pytestmark = pytest.mark.usefixtures("quick_nodes")
-
-
-@pytest.fixture(autouse=True)
-def _identity():
-    with task_identity(1):
-        yield
+pytestmark = pytest.mark.usefixtures("as_a_task", "quick_nodes")
 
 
 @pytest.fixture

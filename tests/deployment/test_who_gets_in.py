@@ -176,9 +176,7 @@ def test_one_key_serves_one_node(hospitals, stranger, tmp_path):
     kit(SERVER, "invite", hospitals.coordinator, "Clinic 0 again")
     node = hospitals.node(0)
     lines = [keys.public_line(node / name) for name in ("node.key", "vault.key")]
-    made = joining.made(
-        joining.Application, name="Clinic 0 again", partition_id=NUM_NODES, node_key=lines[0], vault_key=lines[1]
-    )
+    made = joining.Application(name="Clinic 0 again", partition_id=NUM_NODES, node_key=lines[0], vault_key=lines[1])
     (tmp_path / "again.toml").write_text(joining.text(made.signed(node / "vault.key"), "again"))
     told = ("--fingerprint", keys.fingerprint(lines[1]))
     refusal = kit(SERVER, "admit", hospitals.coordinator, tmp_path / "again.toml", *told, code=2)

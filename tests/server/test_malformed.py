@@ -17,15 +17,10 @@ from fedpriv.adapters.codecs import CODECS
 from fedpriv.mechanisms.sources import SeededSource
 from fedpriv.protocol import UploadRelease
 from fedpriv.wire import unpacked
-from simulations.engines.flower_private import task_identity
 from tests.server.test_strategy import ADAPTER, SIZES, ask, make_strategy
 from tests.wire import carried, record
 
-
-@pytest.fixture(autouse=True)
-def _identity():
-    with task_identity(1):
-        yield
+pytestmark = pytest.mark.usefixtures("as_a_task")
 
 
 def harmed_array(rng: random.Random, good: np.ndarray) -> np.ndarray:

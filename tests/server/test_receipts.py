@@ -15,15 +15,10 @@ from fedpriv.errors import LedgerError
 from fedpriv.ledger.receipts import Receipt, ReceiptLog, from_text
 from fedpriv.protocol import Registration, UploadRelease
 from server.round import Receipts
-from simulations.engines.flower_private import task_identity
+
+pytestmark = pytest.mark.usefixtures("as_a_task")
 
 EVENT = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1)
-
-
-@pytest.fixture(autouse=True)
-def _identity():
-    with task_identity(1):
-        yield
 
 
 @pytest.fixture

@@ -14,13 +14,8 @@ from fedpriv.errors import InputError
 from fedpriv.protocol import Registration
 from fedpriv.secure_aggregation import Participant
 from server.registration import read_registration, register_nodes
-from simulations.engines.flower_private import task_identity
 
-
-@pytest.fixture(autouse=True)
-def _identity():
-    with task_identity(1):
-        yield
+pytestmark = pytest.mark.usefixtures("as_a_task")
 
 
 @pytest.fixture(autouse=True)

@@ -22,17 +22,13 @@ from fedpriv.training.evaluation import Evaluation
 from server.bookkeeping import Books
 from server.exchange import MalformedError, read_reply
 from server.strategy import RuleStrategy
-from simulations.engines.flower_private import SERVER_NODE_ID, set_message_id, task_identity
+from simulations.engines.flower_private import SERVER_NODE_ID, set_message_id
 from tests.wire import record
+
+pytestmark = pytest.mark.usefixtures("as_a_task")
 
 SIZES = {0: 600, 1: 300, 2: 100}
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
-
-
-@pytest.fixture(autouse=True)
-def _identity():
-    with task_identity(1):
-        yield
 
 
 def make_strategy(on_round=lambda *_: None, ledger=None, resumed_after=None, **changes) -> RuleStrategy:

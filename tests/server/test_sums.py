@@ -28,8 +28,10 @@ from server.observer import LogObserver
 from server.round import client_rows
 from server.strategy import RuleStrategy
 from simulations.engines import federation
-from simulations.engines.flower_private import set_message_id, task_identity
+from simulations.engines.flower_private import set_message_id
 from simulations.engines.grid import LocalGrid
+
+pytestmark = pytest.mark.usefixtures("as_a_task")
 
 SIZES = {0: 600, 1: 300, 2: 100, 3: 200}
 LAST_NODE_ID = 5
@@ -38,12 +40,6 @@ VALUES = {
     **{"rounds": 1, "num_clients": 4, "batch_size": 10, "local_steps": 1, "optimizer": "sgd", "learning_rate": 0.1},
     **{"noise_multiplier": 4.0, "secure_aggregation": True, "min_clients": 3},
 }
-
-
-@pytest.fixture(autouse=True)
-def _identity():
-    with task_identity(1):
-        yield
 
 
 @pytest.fixture

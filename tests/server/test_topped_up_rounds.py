@@ -22,10 +22,11 @@ from fedpriv.protocol import Registration, UploadRelease
 from fedpriv.training.evaluation import Evaluation
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
-from simulations.engines.flower_private import task_identity
 from tests.marks import slow
 from tests.server.test_strategy import SlowGrid
 from tests.wire import record
+
+pytestmark = pytest.mark.usefixtures("as_a_task")
 
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
 SIZES = {0: 400, 1: 400, 2: 400, 3: 400, 4: 150, 5: 900}
@@ -40,12 +41,6 @@ KEYS = {
     "sampling_probability": Q,
     "delta": DELTA,
 }
-
-
-@pytest.fixture(autouse=True)
-def _identity():
-    with task_identity(1):
-        yield
 
 
 def config_of(**changes: object) -> RunConfig:

@@ -18,19 +18,14 @@ from fedpriv.training.schedule import RunSchedule
 from fedpriv.training.summing import client_masses, record_weights
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
-from simulations.engines.flower_private import task_identity
 from tests.wire import record
+
+pytestmark = pytest.mark.usefixtures("as_a_task")
 
 SIZES = {0: 400, 1: 100, 2: 225, 3: 900}
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
 SUMS = {"secure_aggregation": True, "privacy_view": "aggregate", "min_clients": 3}
 PAPER = {"recipe": "dp-lora-paper", "local_steps": 1, "noise_multiplier": 1.5, "rounds": 2}
-
-
-@pytest.fixture(autouse=True)
-def _identity():
-    with task_identity(1):
-        yield
 
 
 def make(**changes) -> tuple[RunConfig, Books]:

@@ -80,12 +80,13 @@ def node(make_node, own, tmp_path, backup, request) -> Node:
 
 
 def test_a_restored_ledger_is_noticed_by_what_the_old_key_signed(node, backup):
-    old = keys.read_public_line(node.public_keys[1])
+    old = keys.read_public_line(keys.public_path(node.vault.key))
     said = new_key(node)
     assert f"send to the coordinator: {node.application}" in said
     applied = joining.read(joining.Application, node.application)
     applied.check(node.application)
-    assert (applied.node_key, applied.vault_key) == tuple(file.read_text().strip() for file in node.public_keys)
+    files = [keys.public_path(key) for key in (node.key, node.vault.key)]
+    assert [applied.node_key, applied.vault_key] == [file.read_text().strip() for file in files]
     assert (node.vault.key.stat().st_mode & 0o777, keys.kind_of(keys.public_line(node.vault.key))) == (
         0o600,
         keys.VAULT,
@@ -127,7 +128,7 @@ def test_the_supernodes_key_is_exchanged_alone(node):
     line = keys.public_line(node.key)
     assert line != old
     assert (keys.kind_of(line), node.key.stat().st_mode & 0o777) == (keys.NODE, 0o600)
-    assert keys.read_public_line(node.public_keys[0], keys.NODE) == line
+    assert keys.read_public_line(keys.public_path(node.key), keys.NODE) == line
     assert keys.public_line(node.vault.key) == vault
     assert not node.vault.earlier_keys.exists()
     assert lost(node) is None

@@ -100,7 +100,7 @@ def test_on_a_terminal_each_key_is_asked_about(node, key, monkeypatch, answers):
     ],
 )
 def test_what_would_let_one_holder_stand_for_two_is_refused(node, key, listed, reason):
-    files = {"clara": key("clara"), "new": key("new"), "own": node.public_keys[1]}
+    files = {"clara": key("clara"), "new": key("new"), "own": keys.public_path(node.vault.key)}
     approve(node, roster(node, clara_2=files["clara"]), files["clara"])
     path = roster(node, **{name: files[which] for name, which in listed.items()})
     assert reason in approve(node, path, code=2)
@@ -141,7 +141,7 @@ def test_a_peer_that_exchanged_its_key_is_approved_again(node, key):
 def test_what_an_earlier_version_approved_approves_nobody_until_it_is_replaced(make_node, own, key):
     node = make_node(**own, budget_view="aggregate")
     node.vault.peers.mkdir()
-    (node.vault.peers / "2.pub").write_text(node.public_keys[0].read_text())
+    (node.vault.peers / "2.pub").write_text(keys.public_path(node.key).read_text())
     assert approved_peers(node.vault.peers) == {}
     ok, reason = peers_check(node)
     assert (ok, "2.pub: is the key of that node's SuperNode, which signs no sums" in reason) == (False, True)

@@ -22,6 +22,7 @@ from tests.clients.deploy.conftest import heard
 from tests.tiny import LABELS
 from tests.vaults import write_records
 
+PROMPTS = ("--prompt-column", "note", "--response-column", "department")
 ROWS = [("a b", LABELS[0]), ("a", LABELS[0]), ("c", LABELS[1]), ("", LABELS[2]), ("d", "dentistry"), ("e", "")]
 
 
@@ -65,9 +66,21 @@ def test_the_whole_file_is_registered_and_what_it_holds_is_said(tmp_path, invite
         (["--label-column", "", "--labels", "a,b", "--budget-epsilon", 4], "labels: given without a label_column"),
         (["--text-column", "text", "--labels", "a,b", "--budget-epsilon", 4], "text_column = 'text'"),
         (["--data", "/none/own.csv", "--labels", "a,b", "--budget-epsilon", 4], "/none/own.csv"),
+        (["--prompt-column", "note", "--budget-epsilon", 4], "response_column: required"),
+        (["--response-column", "note", "--label-column", "", "--budget-epsilon", 4], "prompt_column: required"),
+        (
+            [*PROMPTS, "--messages-column", "note", "--budget-epsilon", 4],
+            "messages_column = 'note': holds prompts and responses",
+        ),
+        (
+            ["--label-column", "", "--text-pair-column", "department", "--budget-epsilon", 4],
+            "give --prompt-column and --response-column",
+        ),
+        ([*PROMPTS, "--labels", "a", "--budget-epsilon", 4], "labels = a: must be two or more"),
+        (["--messages-column", "note", "--budget-epsilon", 4], "line 2: cannot be read"),
     ],
 )
-def test_nothing_is_written_when_something_is_missing(tmp_path, invite, data, given, message):
+def test_nothing_is_written_when_something_is_missing_or_does_not_fit(tmp_path, invite, data, given, message):
     done = init(tmp_path / "node", invite, data, *given)
     assert done.returncode == 2
     assert message in done.stderr
@@ -125,9 +138,6 @@ def test_causal_models_need_no_labels(tmp_path, invite, data):
     assert "found 6 records" in done.stdout
 
 
-PROMPTS = ("--prompt-column", "note", "--response-column", "department")
-
-
 def test_prompts_with_responses_need_no_labels(tmp_path, invite, data):
     done = init(tmp_path / "node", invite, data, *PROMPTS, "--budget-epsilon", 4)
     assert done.returncode == 0, done.stderr
@@ -141,25 +151,6 @@ def test_with_answers_in_their_place_the_labels_are_counted(tmp_path, invite, da
     assert done.returncode == 0, done.stderr
     assert f"labels: {LABELS[0]} 2, {LABELS[1]} 1, {LABELS[2]} 1" in done.stdout
     assert "1 records have another label and 1 have none" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--prompt-column", "note"], "response_column: required"),
-        (["--response-column", "note", "--label-column", ""], "prompt_column: required"),
-        ([*PROMPTS, "--messages-column", "note"], "messages_column = 'note': holds prompts and responses"),
-        (["--label-column", "", "--text-pair-column", "department"], "give --prompt-column and --response-column"),
-        ([*PROMPTS, "--labels", "a"], "labels = a: must be two or more"),
-        (["--messages-column", "note"], "line 2: cannot be read"),
-    ],
-)
-def test_columns_that_make_no_record_are_refused(tmp_path, invite, data, given, message):
-    done = init(tmp_path / "node", invite, data, *given, "--budget-epsilon", 4)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not list(tmp_path.iterdir())
 
 
 def test_on_a_terminal_what_is_required_is_asked_for(tmp_path, invite, data, monkeypatch):

@@ -119,7 +119,7 @@ def apply(tmp_path, make_keys):
     def apply(name: str, client: int, **changes: Any) -> Path:
         node, vault = make_keys(name)
         values = {"name": name, "partition_id": client, "node_key": node, "vault_key": vault}
-        made = joining.made(joining.Application, **values).signed(tmp_path / f"{name}-vault")
+        made = joining.Application(**values).signed(tmp_path / f"{name}-vault")
         path = tmp_path / f"{name}.toml"
         path.write_text(joining.text(replace(made, **changes), "an application"))
         return path
