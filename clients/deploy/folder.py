@@ -265,7 +265,7 @@ def replace_vault_key(node: Node, sources: Sequence[Path]) -> None:
     if vault.ledger.exists():
         with reading(vault.ledger) as db:
             chains = chains_of(db)
-            if chains and (watch.lost(chains, without_key=True) or any(receipts.missing(db, sources, watch.signers))):
+            if chains and (watch.lost(chains) or any(receipts.missing(db, sources, watch.signers))):
                 raise InputError(
                     f"{vault.ledger}: lacks charges that the node has signed; first run `fedpriv ledger recover` on it "
                     f"with --key {keys.public_path(vault.key)}, see `doctor`"

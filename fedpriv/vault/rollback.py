@@ -74,7 +74,7 @@ class ReceiptWatch:
         """The public lines whose receipts are the node's own: of its vault's key, and of the keys before it."""
         return (self.signer, *(keys.read_lines(self.earlier_keys) if self.earlier_keys else ()))
 
-    def lost(self, chains: Iterable[Chain], shown: str = "", *, without_key: bool = False) -> Receipt | None:
+    def lost(self, chains: Iterable[Chain], shown: str = "") -> Receipt | None:
         """The newest receipt of a charge that the node has signed and its ledger lacks; None if the ledger lacks none.
 
         A ledger that lacks the data set itself, since it was made again, has lost all that was charged to it.
@@ -82,15 +82,13 @@ class ReceiptWatch:
         Args:
             chains: of all data sets, as the ledger has them.
             shown: a receipt that somebody claims to be the node's newest, as text; empty for none.
-            without_key: whether the key may be lost, as one that is replaced.
 
         Raises:
             ValueError: `shown` is malformed.
             LedgerError: the counter file is missing, cannot be written or holds no receipt of this node; the one in the
                 folder cannot be read; or the key was exchanged since the start.
         """
-        if not without_key or self.key.exists():
-            self._check_key()
+        self._check_key()
         self._check_counter_file()
         found = [from_text(shown)] if shown else []
         try:
