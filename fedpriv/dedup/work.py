@@ -231,8 +231,7 @@ class Outcome:
         num_validations: counted by the search.
         utility: of a record.
         utility_given: the mean over all validation records of the variant as it was given; None if they are private.
-        deviation_given: the standard deviation of likelihoods over these; None if they are private, for accuracy, and
-            in stores of earlier versions.
+        deviation_given: the standard deviation of likelihoods over these; None if they are private, and for accuracy.
         utility_before, utility_after: the mean over `num_records` records, of the variant as it was given and as it is
             stored. If anything was replaced, they are those by which nothing was chosen. None if they are private.
         bound: of what it was allowed to lose in the mean; None if nothing was tried.
@@ -254,6 +253,7 @@ class Outcome:
     num_validations: int
     utility: Utility
     utility_given: float | None
+    deviation_given: float | None
     utility_before: float | None
     utility_after: float | None
     bound: float | None
@@ -264,7 +264,6 @@ class Outcome:
     epsilon_after: float
     delta: float
     epsilons: Mapping[str, float]
-    deviation_given: float | None = None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Outcome:

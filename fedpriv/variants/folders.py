@@ -157,7 +157,7 @@ def _tensor_files(folder: Path) -> list[Path]:
 
 
 def _stated_digest(path: Path) -> Any:
-    """The digest in a description; None where there is no description, or an older one."""
+    """The digest in a description; None where there is no description, or one of no tensors."""
     try:
         return json.loads(path.read_text(encoding="utf-8")).get(_DIGEST)
     except FileNotFoundError:

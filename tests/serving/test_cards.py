@@ -70,7 +70,8 @@ def store(
     layout = layout_of(tensors, 4)
     with Store(path) as opened:
         for name, costs in privacy.items():
-            outcome: dict[str, object] = {"correct_after": correct, "num_records": 10}
+            accuracy = None if correct is None else correct / 10
+            outcome: dict[str, object] = {"utility_before": accuracy, "utility_after": accuracy}
             if likelihood is not None:
                 outcome = {"utility": "log likelihood", "utility_before": -1.0, "utility_after": likelihood}
             provenance = {"bases": bases.get(name, []), "outcome": outcome}
