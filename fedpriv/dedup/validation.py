@@ -12,6 +12,7 @@ et al. 2025 continues from the latter (line 18), so that its losses add up beyon
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -116,11 +117,9 @@ def records_needed(losses: Utilities, bound: float) -> int | None:
     high = 1
     while loss_limit(losses, num=high) > bound:
         high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if loss_limit(losses, num=middle) <= bound else (middle, high)
-    return high
+    return bisect_left(
+        range(high + 1), True, lo=high // 2 + 1, hi=high, key=lambda num: loss_limit(losses, num=num) <= bound
+    )
 
 
 def least_records(bound: float, *, searches: bool) -> int | None:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import remove_files, sync_folder
-from fedpriv.variants._index import FILE, MOST_BYTES, Digests, State
+from fedpriv.variants._index import FILE, MOST_BYTES, Digests, Index, State
 from fedpriv.variants._manifests import (
     Manifest,
     array_sha256,
@@ -35,7 +35,7 @@ from fedpriv.variants._manifests import (
     numbers_by_digest,
     rows_of,
 )
-from fedpriv.variants._opening import LOCK, check_folder, damaged_rows, damaged_tensors, opened, own_files, problems
+from fedpriv.variants._opening import LOCK, check_folder, damaged_rows, damaged_tensors, is_store, own_files, problems
 from fedpriv.variants._rows import RowFile
 from fedpriv.variants.blocks import BlockLayout, Tensors, layout_of, tensors_in
 from fedpriv.variants.folders import Described
@@ -78,7 +78,7 @@ class Store:
                     self._lock()
                 if empty:
                     remove_files(path, own_files(path, None))
-                self._index = opened(path, read_only=read_only)
+                self._index = Index(path / FILE, is_new=not read_only and not is_store(path), read_only=read_only)
                 self._look()
                 if not read_only:
                     self._tidy()

@@ -21,7 +21,14 @@ from fedpriv.ledger.statement import adjacency_of
 from fedpriv.runs import files
 from fedpriv.texts import risk_in_words
 from fedpriv.variants import Manifest, folders, is_store
-from fedpriv.variants.composition import Guarantee, History, PublicationCost, events_on, publication_cost
+from fedpriv.variants.composition import (
+    Guarantee,
+    History,
+    PublicationCost,
+    events_on,
+    publication_cost,
+    smallest_deltas,
+)
 from fedpriv.variants.folders import Described
 from fedpriv.variants.outcomes import accuracy_after, perplexity_after, utilities
 from fedpriv.variants.store import Store
@@ -231,10 +238,7 @@ def _composed(described: list[Described]) -> PublicationCost:
 
 def _united(described: list[Described]) -> tuple[list[History], dict[str, float]]:
     """The histories to be composed, and {data set: the smallest delta of any}."""
-    deltas: dict[str, float] = {}
-    for each in described:
-        for id_, delta in each.deltas.items():
-            deltas[id_] = min(delta, deltas.get(id_, delta))
+    deltas = smallest_deltas(stated for each in described for stated in each.deltas.items())
     histories = [each.history for each in described]
     if all(history.ancestors is not None for history in histories):
         uploads = frozenset().union(*(history.ancestors or () for history in histories))
