@@ -43,6 +43,16 @@ class Manifest:
     blocks_sha256: str | None = None
     described: Mapping[str, Any] | None = None
 
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """The models whose values it may hold, as its provenance says."""
+        return tuple(self.provenance.get("bases", ()))
+
+    @property
+    def outcome(self) -> Mapping[str, Any]:
+        """The outcome of its deduplication, see `fedpriv.dedup.work.Outcome`; empty if it was not deduplicated."""
+        return self.provenance.get("outcome") or {}
+
     def to_json(self) -> bytes:
         """The manifest as the index keeps it, before it is compressed.
 

@@ -78,7 +78,7 @@ def remove(store: Store, names: Collection[str]) -> None:
     """
     for name in names:
         store.manifest(name)
-    bases = {name: _bases_of(store, name) for name in store.names}
+    bases = {name: store.manifest(name).bases for name in store.names}
     for name in sorted(names):
         if users := [other for other in bases if name in bases[other] and other not in names]:
             raise InputError(
@@ -98,22 +98,12 @@ def kept_for_others(store: Store, names: Collection[str]) -> dict[str, list[str]
     return {name: others for name, others in found.items() if others}
 
 
-def _bases_of(store: Store, name: str) -> tuple[str, ...]:
-    """The models that a model's provenance names as its bases.
-
-    Raises:
-        InputError: there is no such model.
-        StoreError: its manifest is damaged.
-    """
-    return tuple(store.manifest(name).provenance.get("bases", ()))
-
-
 def _stored_model(store: Store, name: str, counts: NDArray[np.int64]) -> StoredModel:
     manifest = store.manifest(name)
     rows = store.rows(manifest.blocks)
     own_rows, own_counts = np.unique(rows, return_counts=True)
     only_here = own_rows[counts[own_rows] == own_counts]
-    outcome = manifest.provenance.get("outcome", {})
+    outcome = manifest.outcome
     row_bytes = manifest.layout.block_size * np.dtype(manifest.layout.dtype).itemsize + CATALOGUE.itemsize
     return StoredModel(
         name=name,
@@ -124,7 +114,7 @@ def _stored_model(store: Store, name: str, counts: NDArray[np.int64]) -> StoredM
         epsilon_after=outcome.get("epsilon_after"),
         accuracy=accuracy_after(outcome),
         perplexity=perplexity_after(outcome),
-        bases=_bases_of(store, name),
+        bases=manifest.bases,
     )
 
 

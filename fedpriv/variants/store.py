@@ -191,12 +191,12 @@ class Store:
             InputError: there is no such model.
             StoreError: a manifest is damaged.
         """
-        found, waiting = [name], list(self.manifest(name).provenance.get("bases", ()))
+        found, waiting = [name], list(self.manifest(name).bases)
         while waiting:
             other = waiting.pop(0)
             if other not in found:
                 found.append(other)
-                waiting += self.manifest(other).provenance.get("bases", ()) if other in self._index.models else ()
+                waiting += self.manifest(other).bases if other in self._index.models else ()
         return found
 
     def is_chosen_privately(self, name: str) -> bool:
@@ -206,8 +206,8 @@ class Store:
             InputError: there is no such model.
             StoreError: a manifest is damaged.
         """
-        known = [self.manifest(each).provenance for each in self.sources(name) if each in self._index.models]
-        return any(each.get("bases") and utilities(each.get("outcome") or {}) is None for each in known)
+        known = [self.manifest(each) for each in self.sources(name) if each in self._index.models]
+        return any(each.bases and utilities(each.outcome) is None for each in known)
 
     def tensors(self, name: str) -> Tensors:
         """The model's tensors: bit for bit as they were added, or as its basis restores them.
