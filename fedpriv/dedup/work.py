@@ -138,7 +138,7 @@ class Work:
         """
         evaluator, bound = self.evaluators[name], self.bound(name, limits)
         if self.private is None or not attempt:
-            return PublicValidation(evaluator, self.utilities(name), bound, searches=True)
+            return PublicValidation(evaluator, self.utilities(name), bound)
         add_charges(self.store.path, attempt)
         validation = self.private.validation(name, evaluator, lambda: self.utilities(name), bound)
         for charge in attempt[1:]:  # the first one was for the answers
@@ -151,7 +151,7 @@ class Work:
         if self.is_public(name) and not np.isfinite(self.utilities(name)).all():
             return "its utility is no number on some validation records"
         if self.private is None or evaluator.private is None:
-            least = least_records(bound, searches=True)
+            least = least_records(bound)
         else:
             least = self.private.least_records(bound)
         if least is None:

@@ -66,7 +66,7 @@ def test_one_that_is_as_good_by_tokens_and_worse_by_likelihood_passes_neither_se
             hits[name] = evaluate(evaluator.model, evaluator._test).accuracy * evaluator.num_records
     assert hits["round-1"] >= hits["global"] - BOUND * evaluator.num_records, "it shows by tokens: choose another"
     before = evaluator.utilities(variants["global"], np.arange(evaluator.num_records))
-    validation = PublicValidation(evaluator, before, BOUND, searches=True)
+    validation = PublicValidation(evaluator, before, BOUND)
     assert not validation.accept(variants["round-1"])
     assert not validation.proves(variants["round-1"])
 
