@@ -24,8 +24,8 @@ from fedpriv.serving.scheduler import Scheduler
 from fedpriv.serving.sources import find, load
 from fedpriv.training.workbench import load_model
 from fedpriv.variants import folders
-from fedpriv.variants.composition import History
 from fedpriv.variants.folders import Described
+from tests import stores
 
 LABELS = ("cardiology", "dermatology", "neurology")
 
@@ -49,15 +49,7 @@ def save_run(folder: Path, values: dict[str, object], names: tuple[str, ...], *,
 
 
 def described(config: RunConfig, name: str) -> Described:
-    return Described(
-        name=name,
-        architecture=config.model,
-        utility=None,
-        epsilon_bound=0.0,
-        utility_bound=0.0,
-        deltas={},
-        history=History(name=name, ancestors=frozenset()),
-    )
+    return stores.described(name, 0, architecture=config.model, epsilon_bound=0.0, utility_bound=0.0, deltas={})
 
 
 def eventually(claim: Callable[[], bool], seconds: float = 60.0) -> bool:

@@ -1,10 +1,35 @@
-"""Stores as they lie on the disk: what is in their files, and damage to it."""
+"""Stores as they lie on the disk, what is in their files, and damage to it; and descriptions of variants."""
 
 from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
+
+from fedpriv.accounting.events import Event, SubsampledGaussian
+from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.folders import Described
+
+EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
+
+
+def uploads(until: int, data_set: str = "clinic", run: str = "r", event: Event = EVENT) -> frozenset[Upload]:
+    """A data set's uploads of the first rounds of a run."""
+    return frozenset(Upload(data_set=data_set, run=run, round=n, event=event) for n in range(1, until + 1))
+
+
+def described(name: str, num_rounds: int = 1, **changes: Any) -> Described:
+    """The description of a variant that descends from a clinic's uploads of so many rounds."""
+    fields: dict[str, Any] = {
+        "architecture": "linear",
+        "utility": None,
+        "epsilon_bound": 0.5,
+        "utility_bound": 0.05,
+        "deltas": {"clinic": 1e-5},
+        "history": History(name=name, ancestors=uploads(num_rounds)),
+    }
+    return Described(name=name, **fields | changes)
 
 
 def content_of(store: Path) -> dict[str, object]:

@@ -44,23 +44,6 @@ _LARGEST_MU = 16.0
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 1 / 16, 64.0, 10
 
 
-def _p_value(trade_off: TradeOff, *, num_canaries: int, num_guesses: int, num_correct: int) -> float:
-    """Upper bound on the probability of at least this many correct guesses under one claim, in [0, 1].
-
-    Args:
-        trade_off: f of the claim.
-        num_canaries: m.
-        num_guesses: g <= m, fixed.
-        num_correct: c <= g.
-    """
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        impossible = rejected(trade_off, middle, num_canaries, num_guesses, num_correct)[0]
-        low, high = (low, middle) if impossible else (middle, high)
-    return high
-
-
 def rejected(
     trade_off: TradeOff, level: float, num_canaries: int, num_guesses: int, num_correct: int, num_claims: int = 1
 ) -> npt.NDArray[np.bool_]:
@@ -90,7 +73,9 @@ def _largest_rejected(
     Args:
         claims: maps parameters, [n] >= 0, to trade-off functions, one for each; a larger parameter claims less privacy.
         largest: upper end of the search.
-        num_canaries, num_guesses, num_correct: as for `p_value`.
+        num_canaries: m.
+        num_guesses: g <= m, fixed.
+        num_correct: c <= g.
         confidence: in (0, 1).
     """
     low, high = 0.0, largest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fedpriv.integral import Advice, TrainingSchedule
-    from fedpriv.integral.procedure import Data, Recommendation, SelectionSettings, TrainAndTest
+    from fedpriv.integral.procedure import Recommendation, SelectionSettings, TrainAndTest
     from fedpriv.integral.tabular import PreparedTable
 
 
@@ -142,7 +142,7 @@ def select_models(
         seed=seed,
         epsilons=tuple(compare_epsilon or (2 * epsilon, 4 * epsilon)),
     )
-    found = recommend(network, _data(table), settings)
+    found = recommend(network, table, settings)
     values = about_table(table) | selection_values(found, settings)
     if out is not None:
         values["files"] = [str(path) for path in write_means(out, network, table, found, settings)]
@@ -211,7 +211,7 @@ def attack(
         dp_epsilons=tuple(dp_epsilon or (0.1, 0.5, 1.0)),
         dp_steps=dp_steps,
     )
-    rows = [asdict(row) for row in attack_table(network, _data(table), game, plan, seed=seed)]
+    rows = [asdict(row) for row in attack_table(network, table, game, plan, seed=seed)]
     values = about_table(table) | {"chance": 0.5, "confidence": 0.95, "targets": rows}
     return Result(values, attack_lines(rows))
 
@@ -273,13 +273,6 @@ def _table(path: Path, target: str, separator: str, encoding: str, **options: An
     for name in table.decimal_commas:
         frame[name] = frame[name].str.replace(",", ".")
     return prepare(frame, target, **options)
-
-
-def _data(table: PreparedTable) -> Data:
-    """The table's features and labels."""
-    from fedpriv.integral.procedure import Data
-
-    return Data(**{field.name: getattr(table, field.name) for field in fields(Data)})
 
 
 def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: str) -> TrainingSchedule:

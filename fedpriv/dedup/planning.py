@@ -31,7 +31,7 @@ from fedpriv.dedup._base_selection import (
 from fedpriv.dedup.algorithms import LOSSLESS, algorithm
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import replace_file, sync_folder
-from fedpriv.variants.composition import Guarantee, PublicationCost, publication_cost
+from fedpriv.variants.composition import Guarantee, PublicationCost, publication_cost, smallest_deltas
 from fedpriv.variants.folders import Described
 from fedpriv.variants.store import CHARGES_FILE
 
@@ -168,15 +168,13 @@ def cost_of(
         accountant: that composes events.
         charges: for private validation, of any of the variants.
     """
-    deltas: dict[str, float] = {}
     stated = [(id_, delta) for variant in consulted for id_, delta in variant.deltas.items()]
     extra: dict[str, list[Event]] = {}
     for charge in charges:
         extra.setdefault(charge.data_set, []).append(charge.event)
         stated.append((charge.data_set, charge.delta))
-    for id_, delta in stated:
-        deltas[id_] = min(delta, deltas.get(id_, delta))
-    return publication_cost([variant.history for variant in consulted], deltas, extra=extra, accountant=accountant)
+    histories = [variant.history for variant in consulted]
+    return publication_cost(histories, smallest_deltas(stated), extra=extra, accountant=accountant)
 
 
 _CHARGES_VERSION = 1

@@ -89,15 +89,7 @@ def fisher(model: nn.Module, batches: Iterable[Batch], loss: Loss, names: Collec
 
     Source: Liu et al. 2021.
     """
-    with _evaluation(model, names) as parameters:
-        totals = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-        num_records = 0
-        for record in _records(batches):
-            for name, gradient in _gradients(loss(model, record).sum(), parameters).items():
-                totals[name] += gradient.square()
-            num_records += 1
-    _check_records(num_records)
-    return _finite({name: _array(total / num_records) for name, total in totals.items()})
+    return _mean(model, _records(batches), loss, names, torch.square)
 
 
 def gradient(model: nn.Module, batches: Iterable[Batch], loss: Loss, names: Collection[str] | None = None) -> Saliency:
@@ -114,13 +106,24 @@ def gradient(model: nn.Module, batches: Iterable[Batch], loss: Loss, names: Coll
 
     Source: Guan et al. 2025, section 4.3.3, "gradient magnitude".
     """
+    return _mean(model, batches, loss, names, lambda of_batch: of_batch)
+
+
+def _mean(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss: Loss,
+    names: Collection[str] | None,
+    of_batch: Callable[[Tensor], Tensor],
+) -> Saliency:
+    """The absolute value of what a function of each batch's summed gradients is in the mean over all records."""
     with _evaluation(model, names) as parameters:
         totals = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
         num_records = 0
         for batch in batches:
             losses = loss(model, batch)
             for name, value in _gradients(losses.sum(), parameters).items():
-                totals[name] += value
+                totals[name] += of_batch(value)
             num_records += len(losses)
     _check_records(num_records)
     return _finite({name: _array(total.abs() / num_records) for name, total in totals.items()})

@@ -12,6 +12,7 @@ et al. 2025 continues from the latter (line 18), so that its losses add up beyon
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -116,22 +117,19 @@ def records_needed(losses: Utilities, bound: float) -> int | None:
     high = 1
     while loss_limit(losses, num=high) > bound:
         high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if loss_limit(losses, num=middle) <= bound else (middle, high)
-    return high
+    return bisect_left(
+        range(high + 1), True, lo=high // 2 + 1, hi=high, key=lambda num: loss_limit(losses, num=num) <= bound
+    )
 
 
-def least_records(bound: float, *, searches: bool) -> int | None:
+def least_records(bound: float) -> int | None:
     """The least number of public validation records with which anything can be proven; None if no number is enough.
 
     Args:
         bound: of what may be lost in the mean, >= 0.
-        searches: whether a third of the records is a search's own.
     """
     least = _unchanged_records(bound, loss_limit(np.zeros(1)))
-    return math.ceil(least * 3 / 2) if least and searches else least
+    return math.ceil(least * 3 / 2) if least else None  # a third of them is the search's own
 
 
 def _unchanged_records(bound: float, limit: float) -> int | None:
@@ -198,17 +196,15 @@ class PublicValidation:
         evaluator: of the target.
         before: its utilities on all records, as it was given.
         bound: of what it may lose in the mean, >= 0.
-        searches: whether a search chooses what is proven. A third of the records is then its own.
     """
 
-    def __init__(self, evaluator: Evaluator, before: Utilities, bound: float, *, searches: bool) -> None:
-        self.searches = searches
-        self.proof: Proof | None = None
-        self.needed: int | None = None
+    searches = True
+    proof: Proof | None = None
+    needed: int | None = None
+
+    def __init__(self, evaluator: Evaluator, before: Utilities, bound: float) -> None:
         self._evaluator, self._before, self._bound = evaluator, before, bound
-        number = evaluator.num_records
-        self._searched = search_records(number) if searches else np.arange(0)
-        self._others = proof_records(number) if searches else np.arange(number)
+        self._searched, self._others = search_records(evaluator.num_records), proof_records(evaluator.num_records)
 
     def accept(self, tensors: Tensors) -> bool:
         losses = losses_of(self._before[self._searched], self._evaluator.utilities(tensors, self._searched))

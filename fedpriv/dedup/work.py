@@ -138,7 +138,7 @@ class Work:
         """
         evaluator, bound = self.evaluators[name], self.bound(name, limits)
         if self.private is None or not attempt:
-            return PublicValidation(evaluator, self.utilities(name), bound, searches=True)
+            return PublicValidation(evaluator, self.utilities(name), bound)
         add_charges(self.store.path, attempt)
         validation = self.private.validation(name, evaluator, lambda: self.utilities(name), bound)
         for charge in attempt[1:]:  # the first one was for the answers
@@ -151,7 +151,7 @@ class Work:
         if self.is_public(name) and not np.isfinite(self.utilities(name)).all():
             return "its utility is no number on some validation records"
         if self.private is None or evaluator.private is None:
-            least = least_records(bound, searches=True)
+            least = least_records(bound)
         else:
             least = self.private.least_records(bound)
         if least is None:
@@ -231,8 +231,7 @@ class Outcome:
         num_validations: counted by the search.
         utility: of a record.
         utility_given: the mean over all validation records of the variant as it was given; None if they are private.
-        deviation_given: the standard deviation of likelihoods over these; None if they are private, for accuracy, and
-            in stores of earlier versions.
+        deviation_given: the standard deviation of likelihoods over these; None if they are private, and for accuracy.
         utility_before, utility_after: the mean over `num_records` records, of the variant as it was given and as it is
             stored. If anything was replaced, they are those by which nothing was chosen. None if they are private.
         bound: of what it was allowed to lose in the mean; None if nothing was tried.
@@ -254,6 +253,7 @@ class Outcome:
     num_validations: int
     utility: Utility
     utility_given: float | None
+    deviation_given: float | None
     utility_before: float | None
     utility_after: float | None
     bound: float | None
@@ -264,7 +264,6 @@ class Outcome:
     epsilon_after: float
     delta: float
     epsilons: Mapping[str, float]
-    deviation_given: float | None = None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Outcome:

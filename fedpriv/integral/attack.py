@@ -300,15 +300,6 @@ def trainer(network: nn.Module, features: Tensor, labels: Tensor, schedule: Trai
     return train
 
 
-def _clipped_trainer(network: nn.Module, features: Tensor, labels: Tensor, schedule: PrivateSchedule) -> Train:
-    """The private algorithm without its noise: the best choice of an intruder who does not know the noise."""
-
-    def train(records: Indices) -> Tensor:
-        return train_clipped_stacked(network, features, labels, records, schedule)
-
-    return train
-
-
 def plain(train: Train, owners: Indices, generator: np.random.Generator) -> _AttackTarget:
     """The model of the first owner."""
     return _AttackTarget(vector=train(owners[:1])[0], owner=0, num_generators=1)
@@ -440,7 +431,11 @@ def attack_table(network: nn.Module, data: Data, game: Game, plan: AttackPlan, *
     dp_schedule = PrivateSchedule(
         steps=plan.dp_steps, learning_rate=plan.dp_learning_rate, expected_batch_size=game.size
     )
-    train = _clipped_trainer(network, features, labels, dp_schedule)
+
+    def train(records: Indices) -> Tensor:
+        """The private algorithm without its noise: the best choice of an intruder who does not know the noise."""
+        return train_clipped_stacked(network, features, labels, records, dp_schedule)
+
     for epsilon in (None, *plan.dp_epsilons):
         noise = 0.0 if epsilon is None else noise_multiplier(epsilon, dp_schedule, game.size)
         source = SeededSource("integral attack", seed, str(epsilon))

@@ -15,9 +15,9 @@ from sklearn.impute import SimpleImputer
 from sklearn.model_selection import train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, StandardScaler
-from torch import Tensor
 
 from fedpriv.errors import InputError
+from fedpriv.integral.procedure import Data
 
 Scaling = Literal["standard", "min-max"]
 
@@ -36,23 +36,15 @@ _MISSING = "(missing)"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PreparedTable:
-    """Features and labels of a table, split into two parts.
+class PreparedTable(Data):
+    """Features, float32, and labels of a table, split into two parts.
 
     Attributes:
-        train_features, test_features: float32 [records, features].
-        train_labels, test_labels: int64 [records].
-        classes: names of the labels, by number.
         feature_names: as given by the preprocessing.
         left_out: {column: why it is not a feature}.
         num_unlabelled: records without a label, which were left out.
     """
 
-    train_features: Tensor
-    train_labels: Tensor
-    test_features: Tensor
-    test_labels: Tensor
-    classes: tuple[str, ...]
     feature_names: tuple[str, ...]
     left_out: Mapping[str, str]
     num_unlabelled: int

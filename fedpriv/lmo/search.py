@@ -163,7 +163,17 @@ def search(
         updating="deferred",
         seed=seed,
     )
-    return _finished(space, budget, refined.x, objective, tolerance, num + _POPULATION * refined.nfev, orders)
+    # At the scale that the full accounting allows.
+    found = _decoded(space, refined.x[None, :])
+    shape = found.scaled(_largest_factor(space, found, budget, orders))
+    parameters = fitted(_parameters(space, shape), budget, largest_factor=float(_factors(space, shape)[1][0]))
+    return FoundNoise(
+        parameters=parameters,
+        value=float(_measure(Columns.of(parameters), objective, tolerance)),
+        epsilon=cost(parameters, budget),
+        valid_dimension=budget.valid_dimension,
+        num_candidates=num + _POPULATION * refined.nfev,
+    )
 
 
 def _sobol_candidates(space: SearchSpace, num: int, *, seed: int) -> Columns:
@@ -176,28 +186,6 @@ def _measure(candidates: Columns, objective: Objective, tolerance: float) -> Arr
     if objective == "variance":
         return candidates.variance
     return candidates.mean_absolute if objective == "mean-absolute" else np.exp(candidates.log_mgf(-tolerance))
-
-
-def _finished(
-    space: SearchSpace,
-    budget: Budget,
-    unit: Array,
-    objective: Objective,
-    tolerance: float,
-    num_candidates: int,
-    orders: npt.NDArray[np.int64],
-) -> FoundNoise:
-    """The final candidate, at the scale that the full accounting allows."""
-    candidates = _decoded(space, unit[None, :])
-    shape = candidates.scaled(_largest_factor(space, candidates, budget, orders))
-    parameters = fitted(_parameters(space, shape), budget, largest_factor=float(_factors(space, shape)[1][0]))
-    return FoundNoise(
-        parameters=parameters,
-        value=float(_measure(Columns.of(parameters), objective, tolerance)),
-        epsilon=cost(parameters, budget),
-        valid_dimension=budget.valid_dimension,
-        num_candidates=num_candidates,
-    )
 
 
 def _nothing_fits(

@@ -159,30 +159,27 @@ def _write_sentences(loaded: LoadedVariant, folder: Path) -> None:
     _write_json(
         folder / "sentence_bert_config.json", {"max_seq_length": saved.reading.max_length, "do_lower_case": False}
     )
-    parts = [
-        (
-            "Pooling",
-            {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False},
-        )
-    ]
-    if normalizes(saved.pooling):
-        parts.append(("Normalize", {}))
+    pooled = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+    unit = normalizes(saved.pooling)
+    parts: list[_Part] = [("Pooling", pooled, {}), *([("Normalize", {}, {})] if unit else []), *_head(model, unit=unit)]
     modules = [{"idx": 0, "name": "0", "path": "", "type": f"{_NAMES}.Transformer"}]
-    dense = _head(model, unit=normalizes(saved.pooling))
-    for number, kind in enumerate([*(name for name, _ in parts), *("Dense" for _ in dense)], start=1):
+    for number, (kind, values, tensors) in enumerate(parts, start=1):
         path = f"{number}_{kind}"
         modules.append({"idx": number, "name": str(number), "path": path, "type": f"{_NAMES}.{kind}"})
         (folder / path).mkdir()
-        if number <= len(parts):
-            if parts[number - 1][1]:
-                _write_json(folder / path / "config.json", parts[number - 1][1])
-        else:
-            _write_dense(folder / path, *dense[number - 1 - len(parts)])
+        if tensors:
+            save_file(tensors, folder / path / "model.safetensors", metadata={"format": "pt"})
+        if values:
+            _write_json(folder / path / "config.json", values)
     _write_json(folder / "modules.json", modules)
 
 
-def _head(model: Any, *, unit: bool) -> list[tuple[Tensor, Tensor, str]]:
-    """(weight, bias, activation) of each layer that follows the pooled vector.
+_Part = tuple[str, dict[str, Any], dict[str, Tensor]]
+"""A module of sentence-transformers: its kind, its configuration and its tensors."""
+
+
+def _head(model: Any, *, unit: bool) -> list[_Part]:
+    """The layers that follow the pooled vector.
 
     Raises:
         InputError: the head is of a kind that is not known here.
@@ -202,16 +199,11 @@ def _head(model: Any, *, unit: bool) -> list[tuple[Tensor, Tensor, str]]:
     return [_layer(first.weight, first, f"{_ACTIVATION}.{between}"), _layer(last.weight, last, _IDENTITY)]
 
 
-def _layer(weight: Tensor, of: nn.Linear, activation: str) -> tuple[Tensor, Tensor, str]:
+def _layer(weight: Tensor, of: nn.Linear, activation: str) -> _Part:
     bias = torch.zeros(len(weight)) if of.bias is None else of.bias
-    return weight.detach().contiguous(), bias.detach().contiguous(), activation
-
-
-def _write_dense(folder: Path, weight: Tensor, bias: Tensor, activation: str) -> None:
     width_out, width_in = weight.shape
-    save_file({"linear.weight": weight, "linear.bias": bias}, folder / "model.safetensors", metadata={"format": "pt"})
     values = {"in_features": width_in, "out_features": width_out, "bias": True, "activation_function": activation}
-    _write_json(folder / "config.json", values)
+    return "Dense", values, {"linear.weight": weight.detach().contiguous(), "linear.bias": bias.detach().contiguous()}
 
 
 def _write_json(path: Path, values: Any) -> None:

@@ -53,8 +53,7 @@ def check_name(name: str) -> None:
 def contents(saved: SavedVariant, *, license: str = "") -> dict[str, bytes]:
     """{file: content} of what is uploaded: adapter, how to use it, and its card; nothing else of the run.
 
-    Its provenance, the ledger and the configuration stay here. Files of older versions name a folder of the machine as
-    their base; what is uploaded does not.
+    Its provenance, the ledger and the configuration stay here, and so does the path of a base that is a folder.
 
     Args:
         saved: the variant.

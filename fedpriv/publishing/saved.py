@@ -30,7 +30,7 @@ from fedpriv.training.evaluation import text_of
 from fedpriv.variants import is_store
 from fedpriv.variants.blocks import Tensors
 from fedpriv.variants.folders import ADAPTER_CONFIG, TENSORS
-from fedpriv.variants.kept import KeptVariants, StoredOrOwn, VariantFolders
+from fedpriv.variants.kept import KeptVariants, VariantFolders
 from fedpriv.variants.store import Store
 
 GLOBAL = "global"
@@ -169,11 +169,11 @@ def find(path: Path, *, variant: str = "", model: str = "") -> SavedVariant:
     raise InputError(f"variant = {name!r}: {folder.parent} has {', '.join(known[:20]) or 'none'}")
 
 
-def of(kept: StoredOrOwn | Store, name: str, run: RunFolder, *, model: str = "") -> SavedVariant:
+def of(reader: VariantFolders | Store, name: str, run: RunFolder, *, model: str = "") -> SavedVariant:
     """The variant that a reader of variants has under a name.
 
     Args:
-        kept: has it.
+        reader: has it.
         name: of the variant.
         run: the folder of its run, or of what else it lies in.
         model: see `find`.
@@ -181,7 +181,6 @@ def of(kept: StoredOrOwn | Store, name: str, run: RunFolder, *, model: str = "")
     Raises:
         InputError, StoreError: it is damaged, or nothing says how it is used.
     """
-    reader = kept.reader(name) if isinstance(kept, StoredOrOwn) else kept
     if isinstance(reader, VariantFolders):
         return _in_folder(reader.path / name, run, model)
     return _in_store(reader, name, run, model)
@@ -197,8 +196,8 @@ def _in_store(store: Store, name: str, run: RunFolder, model: str) -> SavedVaria
     described = store.describe(name)
     if described is None or not {ADAPTER_CONFIG, lora.CONVENTION_FILE} <= described.files.keys():
         raise InputError(
-            f"variant = {name!r}: {store.path} does not say how it is used, as it was stored by an older version or is "
-            f"no adapter; `fedpriv dedup restore` gives its tensors"
+            f"variant = {name!r}: {store.path} does not say how it is used, so it is no adapter; `fedpriv dedup "
+            f"restore` gives its tensors"
         )
     where = store.path / name
     convention = lora.checked_convention(described.files[lora.CONVENTION_FILE], where / lora.CONVENTION_FILE)

@@ -133,7 +133,8 @@ class SharedBase:
             if tuple(tensor.shape) != expected or tensor.dtype != torch.float32:
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not float32 {list(expected)}")
         parts, active = [], set()
-        for name, tensor in self._ordered(tensors):
+        for name in sorted(self._shapes):
+            tensor = tensors[name]
             if name.endswith(B_SUFFIX):
                 layer = name.removesuffix(B_SUFFIX)
                 if tensor.count_nonzero():  # a NaN counts as one
@@ -224,14 +225,11 @@ class SharedBase:
         return torch.cat(parts)
 
     def _shape(self, name: str, rank: int) -> tuple[int, ...]:
-        """The name of a variant's tensor in its file."""
+        """The shape of a variant's tensor in its file."""
         shape = self._shapes[name]
         if name.endswith(A_SUFFIX):
             return rank, shape[1]
         return (shape[0], rank) if name.endswith(B_SUFFIX) else shape
-
-    def _ordered(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-        return [(name, tensors[name]) for name in sorted(self._shapes)]
 
     def _places(self, rank: int) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
         """(name, begin, end, shape) of each tensor in `Weights.flat`; B is transposed there."""

@@ -194,7 +194,7 @@ class Generation:
             answers: at least one.
             states: of all their tokens but the last; None if they have none yet.
         """
-        held = states or KeyValues.for_prompts([len(answer.tokens) for answer in answers], self._num_layers)
+        held = states or KeyValues([len(answer.tokens) for answer in answers], self._num_layers)
         try:
             logits = self._pass(answers, held, 1 if states else max(held.lengths))
         except Exception as error:
@@ -270,31 +270,25 @@ class KeyValues:
     """The states of some rows, to be read by one model.
 
     Args:
-        lengths: tokens that each row holds, or will hold once the next pass has written them.
+        lengths: tokens that each row holds, or will hold once the next pass has written them; at least one row.
         num_layers: of the model.
+        written: whether it holds them; else one pass of `max(lengths)` tokens a row is about to write them.
 
     Attributes:
         lengths: tokens of each row.
         end: the place behind every row's last token.
     """
 
-    def __init__(self, lengths: Sequence[int], num_layers: int) -> None:
+    def __init__(self, lengths: Sequence[int], num_layers: int, *, written: bool = False) -> None:
         self.lengths = list(lengths)
-        self.end = max(self.lengths, default=0)
-        self._capacity = self.end + _ROOM
+        longest = max(self.lengths)
+        self.end, self._capacity = longest if written else 0, longest + _ROOM
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
-
-    @classmethod
-    def for_prompts(cls, lengths: Sequence[int], num_layers: int) -> KeyValues:
-        """Room for prompts of these lengths, which one pass of `max(lengths)` tokens a row is about to write."""
-        empty = cls(lengths, num_layers)
-        empty.end = 0
-        return empty
 
     @property
     def begin(self) -> int:
         """The place of the longest row's first token."""
-        return max(0, self.end - max(self.lengths, default=0))
+        return max(0, self.end - max(self.lengths))
 
     def mask(self, num_new: int) -> Tensor:
         """int64 [rows, end - begin + num_new], 1 for each row's own tokens, in a pass of so many new places."""
@@ -345,7 +339,7 @@ class KeyValues:
             parts: (states of one model, a row of them); at least one.
         """
         num_layers = len(parts[0][0]._layers)
-        made = cls([held.lengths[row] for held, row in parts], num_layers)
+        made = cls([held.lengths[row] for held, row in parts], num_layers, written=True)
         for layer in range(num_layers):
             sources = [held._layers[layer] for held, _ in parts]
             if any(source is None for source in sources):

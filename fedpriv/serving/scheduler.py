@@ -76,6 +76,7 @@ class Scheduler:
         model_name: of the base.
         origin: the folder that the variants are read from, for people.
         max_tokens: that a prompt and its answer may have together, or a text to classify.
+        encode, encode_chat: the tokens of a text, and of a chat up to its answer; see `Tokenizing`.
     """
 
     def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits | None = None) -> None:
@@ -95,9 +96,10 @@ class Scheduler:
         most = like.reading.max_length if self.task == "SEQ_CLS" else limits.cached_tokens
         room = (most, base.most_positions, getattr(loaded.tokenizer, "model_max_length", None))
         self.max_tokens = min(tokens for tokens in room if tokens is not None)
-        self._tokenizing = Tokenizing(
+        tokenizing = Tokenizing(
             loaded.tokenizer, self.model_name, like.reading.chat, self.max_tokens, cuts=self.task == "SEQ_CLS"
         )
+        self.encode, self.encode_chat = tokenizing.encode, tokenizing.encode_chat
         self._memory = VariantMemory(readers, base.weights, limits.memory_bytes)
         self._waiting = Waiting(limits.waiting)
         self._counter = PassCounter(base, self._memory, self._waiting, limits)
@@ -109,24 +111,6 @@ class Scheduler:
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="passes", daemon=True)
         self._thread.start()
-
-    def encode(self, text: str) -> Tokens:
-        """The tokens of a bare prompt, or of a text to classify, which is cut to `max_tokens` as in training.
-
-        Raises:
-            TooLongError: it has too many characters.
-            ServingError: the tokenizer refuses the text.
-        """
-        return self._tokenizing.encode(text)
-
-    def encode_chat(self, messages: tuple[tuple[str, str], ...]) -> Tokens:
-        """The tokens of a chat, a role and a content each, with the model's own template, up to the answer.
-
-        Raises:
-            TooLongError: as of `encode`.
-            ServingError: the template refuses the messages.
-        """
-        return self._tokenizing.encode_chat(messages)
 
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
         """Put a request with those that wait; passes take up rows of all variants as they come.

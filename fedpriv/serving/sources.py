@@ -31,7 +31,7 @@ from fedpriv.training.model import TrainingModel
 from fedpriv.training.workbench import load_frozen, ready
 from fedpriv.variants import is_store
 from fedpriv.variants.cache import BoundedCache, CacheStatistics, NoRoomError
-from fedpriv.variants.kept import StoredOrOwn, open_variants
+from fedpriv.variants.kept import VariantFolders, readers_of
 from fedpriv.variants.store import Store
 
 
@@ -81,15 +81,15 @@ def find(path: Path, *, model: str = "") -> Source:
         InputError: neither a run nor a store is there, or it holds no variant that can be served.
         StoreError: the store is damaged as a whole.
     """
-    kept: StoredOrOwn | Store
     if (path / files.CONFIG).is_file():
-        run, kept = path, open_variants(path / files.VARIANTS, path / files.STORE)
+        run, kept = path, readers_of(path / files.VARIANTS, path / files.STORE)
         origin = _origin(run, kept)
     elif is_store(path):
-        run, kept, origin = path.resolve().parent, Store(path, read_only=True), str(path)
+        store = Store(path, read_only=True)
+        run, kept, origin = path.resolve().parent, dict.fromkeys(store.names, store), str(path)
     else:
         raise InputError(f"{path}: neither the folder of a run, with {files.CONFIG}, nor a store of variants")
-    names, folder = in_order(kept.names), RunFolder(run)
+    names, folder = in_order(kept), RunFolder(run)
     if not names:
         raise InputError(f"{path}: holds no variant; give the folder of a finished run, or a store of variants")
     like = _first(kept, names, folder, model)
@@ -98,23 +98,25 @@ def find(path: Path, *, model: str = "") -> Source:
     if like.reading.pairs:
         raise InputError(f"{like.name}: reads pairs of texts, which are not served; use predict")
     # Requests are looked up among these names and nowhere else.
-    readers = {name: partial(_read, kept, name, folder, like) for name in names}
+    readers = {name: partial(_read, kept[name], name, folder, like) for name in names}
     return Source(like=like, config=like.config or RunConfig(), readers=readers, origin=origin)
 
 
-def _origin(run: Path, kept: StoredOrOwn) -> str:
-    num_own = sum(kept.reader(name) is kept.own for name in kept.names)
-    origin = str(run / (files.VARIANTS if num_own == len(kept.names) else files.STORE))
-    if 0 < num_own < len(kept.names):
+def _origin(run: Path, kept: Mapping[str, VariantFolders | Store]) -> str:
+    num_own = sum(isinstance(reader, VariantFolders) for reader in kept.values())
+    origin = str(run / (files.VARIANTS if num_own == len(kept) else files.STORE))
+    if 0 < num_own < len(kept):
         origin += f", and {num_own} that it does not hold, or holds as they were, from {run / files.VARIANTS}"
     return origin
 
 
-def _first(kept: StoredOrOwn | Store, names: Sequence[str], run: RunFolder, model: str) -> SavedVariant:
+def _first(
+    kept: Mapping[str, VariantFolders | Store], names: Sequence[str], run: RunFolder, model: str
+) -> SavedVariant:
     """The first variant that says how it is used; the error of the last one if none does."""
     for name in names:
         try:
-            return saved.of(kept, name, run, model=model)
+            return saved.of(kept[name], name, run, model=model)
         except (InputError, StoreError):
             if name == names[-1]:
                 raise
@@ -164,12 +166,12 @@ def _shared(variant: SavedVariant) -> dict[str, Any]:
 
 
 def _read(
-    kept: StoredOrOwn | Store, name: str, run: RunFolder, like: SavedVariant, most_bytes: int
+    reader: VariantFolders | Store, name: str, run: RunFolder, like: SavedVariant, most_bytes: int
 ) -> Mapping[str, Tensor]:
     """The tensors of a variant, checked against their digests; see `_Read`.
 
     Args:
-        kept: has it.
+        reader: has it.
         name: of the variant.
         run: the folder of its run.
         like: a variant whose uses this one must have.
@@ -179,11 +181,11 @@ def _read(
         ServingError: they take more memory than that.
         Exception: they are not those that were described, or are used in another way than the others.
     """
-    _check_room(name, kept.memory_bytes(name), most_bytes)
-    own, expected = _shared(saved.of(kept, name, run, model=like.model)), _shared(like)
+    _check_room(name, reader.memory_bytes(name), most_bytes)
+    own, expected = _shared(saved.of(reader, name, run, model=like.model)), _shared(like)
     if other := next((key for key in own if own[key] != expected[key]), None):
         raise ValueError(f"its {other} = {own[other]} is not the served model's {expected[other]}")
-    tensors = kept.tensors(name)
+    tensors = reader.tensors(name)
     for tensor, values in tensors.items():
         if not np.isfinite(values).all():
             raise ValueError(f"{tensor} holds values that are no numbers")

@@ -28,6 +28,5 @@ if TYPE_CHECKING:
     from fedpriv.variants.kept import StoredModel as StoredModel
     from fedpriv.variants.kept import stored_models as stored_models
     from fedpriv.variants.store import Store as Store
-    from fedpriv.variants.store import Variant as Variant
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

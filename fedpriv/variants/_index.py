@@ -208,7 +208,8 @@ class Index:
             kept = None if described is None else self._kept(described)
             content = replace(manifest, basis=sha256, described=kept).to_json()
             digests = Digests(hashlib.sha256(content).hexdigest(), hashlib.sha256(extras).hexdigest(), sha256)
-            _insert_model(self._db, manifest.name, digests, content, extras)
+            row = manifest.name, *astuple(digests), zlib.compress(content), extras
+            self._db.execute("INSERT INTO models VALUES (?, ?, ?, ?, ?, ?)", row)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove models, and what only they needed but their blocks, durably when this returns."""
@@ -362,11 +363,6 @@ def _made(file: Path) -> sqlite3.Connection:
     new.replace(file)
     sync_folder(file)
     return _connected(file, read_only=False)
-
-
-def _insert_model(db: sqlite3.Connection, name: str, digests: Digests, manifest: bytes, extras: bytes) -> None:
-    row = name, *astuple(digests), zlib.compress(manifest), extras
-    db.execute("INSERT INTO models VALUES (?, ?, ?, ?, ?, ?)", row)
 
 
 def _put_state(db: sqlite3.Connection, state: State) -> None:

@@ -43,25 +43,15 @@ class Manifest:
     blocks_sha256: str | None = None
     described: Mapping[str, Any] | None = None
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        layout: BlockLayout,
-        blocks: NDArray[np.int64],
-        extras: Mapping[str, NDArray[Any]],
-        privacy: Mapping[str, Any] | None,
-        provenance: Mapping[str, Any] | None,
-    ) -> Manifest:
-        """The manifest of a model with these extra tensors."""
-        return cls(
-            name=name,
-            layout=layout,
-            blocks=blocks,
-            extras={tensor: array_sha256(values) for tensor, values in extras.items()},
-            privacy=dict(privacy or {}),
-            provenance=dict(provenance or {}),
-        )
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """The models whose values it may hold, as its provenance says."""
+        return tuple(self.provenance.get("bases", ()))
+
+    @property
+    def outcome(self) -> Mapping[str, Any]:
+        """The outcome of its deduplication, see `fedpriv.dedup.work.Outcome`; empty if it was not deduplicated."""
+        return self.provenance.get("outcome") or {}
 
     def to_json(self) -> bytes:
         """The manifest as the index keeps it, before it is compressed.

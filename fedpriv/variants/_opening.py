@@ -27,17 +27,6 @@ _UNDER_WAY = (NEW, f"{NEW}-journal")
 _BLOCKS = re.compile(r"blocks\.([0-9]+)\.npy")
 
 
-def opened(path: Path, *, read_only: bool) -> Index:
-    """The index of a store's folder, made if there is none.
-
-    Raises:
-        ValueError: it is damaged or has another version; one line.
-        OSError, sqlite3.Error: it cannot be used.
-    """
-    file = path / FILE
-    return Index(file, is_new=not read_only and not file.exists(), read_only=read_only)
-
-
 def is_store(path: Path) -> bool:
     """Whether a folder holds a store."""
     return (path / FILE).is_file()

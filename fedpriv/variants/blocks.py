@@ -118,16 +118,6 @@ class BlockLayout:
         blocks = self.num_blocks * self.block_size * np.dtype(self.dtype).itemsize
         return blocks + sum(extra.num_bytes for extra in self.extras)
 
-    def positions(self, name: str) -> range:
-        """The positions of the blocks of each tensor.
-
-        Raises:
-            InputError: no tensor of this name is cut into blocks.
-        """
-        if name not in self.blocked:
-            raise InputError(f"tensor {name!r}: not cut into blocks; these are: {', '.join(self.blocked) or 'none'}")
-        return self.blocked[name]
-
     def to_blocks(self, tensors: Mapping[str, NDArray[Any]]) -> tuple[NDArray[Any], Tensors]:
         """The model as blocks, copied, and its extras, which are the arrays given.
 

@@ -315,6 +315,14 @@ def _basic_epsilon(parts: Sequence[Sequence[Event]], delta: float, accountant: A
     return math.fsum(epsilons + [_epsilon(part, remaining_delta / len(others), accountant) for part in others])
 
 
+def smallest_deltas(stated: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """{data set: the smallest of the deltas that are stated for it}."""
+    found: dict[str, float] = {}
+    for id_, delta in stated:
+        found[id_] = min(delta, found.get(id_, delta))
+    return found
+
+
 def _smallest_delta(group: frozenset[str], deltas: Mapping[str, float]) -> float:
     if missing := sorted(group - set(deltas)):
         raise ValueError(f"deltas: none for data set {missing[0]}; an epsilon without its delta means nothing")

@@ -132,13 +132,11 @@ def num_bytes(folder: Path) -> int:
     Raises:
         OSError: a file cannot be read.
     """
-    return sum(_num_bytes_in(file) for file in _tensor_files(folder))
-
-
-def _num_bytes_in(file: Path) -> int:
-    """The bytes of a safetensors file after its head, which begins with its own length in eight bytes."""
-    with file.open("rb") as opened:
-        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+    total = 0
+    for file in _tensor_files(folder):
+        with file.open("rb") as opened:  # a head begins with its own length, in eight bytes
+            total += file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+    return total
 
 
 def _use_of(path: Path) -> dict[str, Any]:
@@ -157,7 +155,7 @@ def _tensor_files(folder: Path) -> list[Path]:
 
 
 def _stated_digest(path: Path) -> Any:
-    """The digest in a description; None where there is no description, or an older one."""
+    """The digest in a description; None where there is no description, or one of no tensors."""
     try:
         return json.loads(path.read_text(encoding="utf-8")).get(_DIGEST)
     except FileNotFoundError:

@@ -78,7 +78,7 @@ def remove(store: Store, names: Collection[str]) -> None:
     """
     for name in names:
         store.manifest(name)
-    bases = {name: _bases_of(store, name) for name in store.names}
+    bases = {name: store.manifest(name).bases for name in store.names}
     for name in sorted(names):
         if users := [other for other in bases if name in bases[other] and other not in names]:
             raise InputError(
@@ -98,22 +98,12 @@ def kept_for_others(store: Store, names: Collection[str]) -> dict[str, list[str]
     return {name: others for name, others in found.items() if others}
 
 
-def _bases_of(store: Store, name: str) -> tuple[str, ...]:
-    """The models that a model's provenance names as its bases.
-
-    Raises:
-        InputError: there is no such model.
-        StoreError: its manifest is damaged.
-    """
-    return tuple(store.manifest(name).provenance.get("bases", ()))
-
-
 def _stored_model(store: Store, name: str, counts: NDArray[np.int64]) -> StoredModel:
     manifest = store.manifest(name)
     rows = store.rows(manifest.blocks)
     own_rows, own_counts = np.unique(rows, return_counts=True)
     only_here = own_rows[counts[own_rows] == own_counts]
-    outcome = manifest.provenance.get("outcome", {})
+    outcome = manifest.outcome
     row_bytes = manifest.layout.block_size * np.dtype(manifest.layout.dtype).itemsize + CATALOGUE.itemsize
     return StoredModel(
         name=name,
@@ -124,7 +114,7 @@ def _stored_model(store: Store, name: str, counts: NDArray[np.int64]) -> StoredM
         epsilon_after=outcome.get("epsilon_after"),
         accuracy=accuracy_after(outcome),
         perplexity=perplexity_after(outcome),
-        bases=_bases_of(store, name),
+        bases=manifest.bases,
     )
 
 
@@ -136,7 +126,7 @@ class KeptVariants(Protocol):
         """The variants that are whole, sorted."""
 
     def describe(self, name: str) -> Described | None:
-        """The description that a variant was added with; None for one that an older version stored without any.
+        """The description that a variant was added with; None for one that was stored without any.
 
         Raises:
             InputError, StoreError: there is no such variant, or its description is damaged.
@@ -207,65 +197,10 @@ class VariantFolders:
         return False
 
 
-class StoredOrOwn:
-    """Variants in a store, and those in folders of their own that it does not hold, or holds as they were earlier.
+def readers_of(own: Path, store: Path) -> dict[str, VariantFolders | Store]:
+    """{variant of a run, sorted: the reader that has it as it is now}.
 
     A store may be older than a run that was resumed; then the variant in the folder descends from further uploads.
-
-    Args:
-        own: the folders.
-        stored: the store; None without one.
-    """
-
-    def __init__(self, own: VariantFolders, stored: Store | None) -> None:
-        self.own, self.stored = own, stored
-        self._older: dict[str, bool] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """See `KeptVariants`."""
-        return sorted({*self.own.names, *(self.stored.names if self.stored else ())})
-
-    def describe(self, name: str) -> Described | None:
-        """See `KeptVariants`."""
-        return self.reader(name).describe(name)
-
-    def tensors(self, name: str) -> Tensors:
-        """See `KeptVariants`."""
-        return self.reader(name).tensors(name)
-
-    def memory_bytes(self, name: str) -> int:
-        """See `KeptVariants`."""
-        return self.reader(name).memory_bytes(name)
-
-    def sources(self, name: str) -> list[str]:
-        """See `KeptVariants`."""
-        return self.reader(name).sources(name)
-
-    def is_chosen_privately(self, name: str) -> bool:
-        """See `KeptVariants`."""
-        return self.reader(name).is_chosen_privately(name)
-
-    def reader(self, name: str) -> VariantFolders | Store:
-        """The reader that has the variant as it is now."""
-        if self.stored is None or name not in self.stored.names or self._is_older(self.stored, name):
-            return self.own
-        return self.stored
-
-    def _is_older(self, store: Store, name: str) -> bool:
-        """Whether the folder's variant descends from an upload from which the store's does not."""
-        if name not in self._older:
-            try:
-                stored, own = store.describe(name), self.own.describe(name).history.ancestors
-            except (InputError, StoreError):  # there is no such folder, or it is damaged: the store's is what there is
-                stored, own = None, None
-            known = stored.history.ancestors if stored else None
-            self._older[name] = own is not None and known is not None and not own <= known
-        return self._older[name]
-
-
-def open_variants(own: Path, store: Path) -> StoredOrOwn:
-    """The variants of a run.
 
     Args:
         own: the folder of those that have folders of their own; may be missing.
@@ -274,4 +209,19 @@ def open_variants(own: Path, store: Path) -> StoredOrOwn:
     Raises:
         StoreError: the store is damaged as a whole.
     """
-    return StoredOrOwn(VariantFolders(own), Store(store, read_only=True) if is_store(store) else None)
+    in_folders = VariantFolders(own)
+    found: dict[str, VariantFolders | Store] = dict.fromkeys(in_folders.names, in_folders)
+    if is_store(store):
+        stored = Store(store, read_only=True)
+        found |= {name: stored for name in stored.names if name not in found or not _is_older(stored, in_folders, name)}
+    return dict(sorted(found.items()))
+
+
+def _is_older(store: Store, own: VariantFolders, name: str) -> bool:
+    """Whether the folder's variant descends from an upload from which the store's does not."""
+    try:
+        stored, ancestors = store.describe(name), own.describe(name).history.ancestors
+    except (InputError, StoreError):  # one is damaged: the store's is what there is, or what is refused
+        return False
+    known = stored.history.ancestors if stored else None
+    return ancestors is not None and known is not None and not ancestors <= known

@@ -1,4 +1,4 @@
-"""The utility of a deduplicated variant, as its manifest has it; stores of earlier versions hold counts of answers."""
+"""The utility of a deduplicated variant, as its manifest has it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from typing import Any
 
 def utilities(outcome: Mapping[str, Any]) -> tuple[float, float] | None:
     """The mean utility before and after, on the records that validated the variant; None if private."""
-    if "correct_after" in outcome:
-        after = outcome["correct_after"]
-        before, number = outcome.get("correct_before", after), outcome.get("num_records")
-        return None if after is None else (before / number, after / number)
     before, after = outcome.get("utility_before"), outcome.get("utility_after")
     return None if before is None or after is None else (before, after)
 

@@ -14,9 +14,9 @@ import fcntl
 import os
 import re
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,18 +27,16 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import remove_files, sync_folder
-from fedpriv.variants._index import FILE, MOST_BYTES, Digests, State
+from fedpriv.variants._index import FILE, MOST_BYTES, Digests, Index, State
 from fedpriv.variants._manifests import (
-    CATALOGUE,
     Manifest,
-    NumberedBlocks,
     array_sha256,
     number_blocks,
     numbers_by_digest,
     rows_of,
 )
-from fedpriv.variants._opening import LOCK, check_folder, damaged_rows, damaged_tensors, opened, own_files, problems
-from fedpriv.variants._rows import OpenRows, RowFile, Wanted, read_rows
+from fedpriv.variants._opening import LOCK, check_folder, damaged_rows, damaged_tensors, is_store, own_files, problems
+from fedpriv.variants._rows import RowFile
 from fedpriv.variants.blocks import BlockLayout, Tensors, layout_of, tensors_in
 from fedpriv.variants.folders import Described
 from fedpriv.variants.lossless import Reference
@@ -49,21 +47,6 @@ CHARGES_FILE = "charges.json"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
 _CHUNK = 1024
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Variant:
-    """A model described by its difference from a base: the base's blocks, with some positions replaced.
-
-    Attributes:
-        base: name of a stored model of the same layout, which may be removed later.
-        positions: [k] int, distinct.
-        blocks: the replacements: [k] int, numbers of stored blocks, or [k, block_size], values.
-    """
-
-    base: str
-    positions: NDArray[np.integer[Any]]
-    blocks: NDArray[Any]
 
 
 class Store:
@@ -95,7 +78,7 @@ class Store:
                     self._lock()
                 if empty:
                     remove_files(path, own_files(path, None))
-                self._index = opened(path, read_only=read_only)
+                self._index = Index(path / FILE, is_new=not read_only and not is_store(path), read_only=read_only)
                 self._look()
                 if not read_only:
                     self._tidy()
@@ -155,25 +138,6 @@ class Store:
             raise InputError(f"block {blocks[rows < 0][0]}: not stored; {self.path} holds {len(catalogue)} blocks")
         return rows
 
-    def read_blocks(self, wanted: Sequence[tuple[NDArray[Any], NDArray[np.int64], NDArray[np.integer[Any]]]]) -> None:
-        """Read stored blocks from the file into memory; not checked for damage.
-
-        Args:
-            wanted: for each array [n, block_size] of the store's dtype: the array, the positions [k] in it, and the
-                numbers [k] of the blocks that belong there.
-
-        Raises:
-            InputError: no such block is stored.
-            StoreError: the file is damaged, or cannot be read.
-        """
-        rows = self.rows(np.concatenate([np.empty(0, np.int64), *(numbers for *_, numbers in wanted)]))
-        parts = np.split(rows, np.cumsum([len(numbers) for *_, numbers in wanted])[:-1])
-        targets = [Wanted(array, positions, part) for (array, positions, _), part in zip(wanted, parts, strict=True)]
-        if self._open_rows is None or len(self._mapped) < self._index.state.num_rows:
-            raise StoreError(f"{self._rows_file.path} is missing or truncated; `verify` shows what is affected")
-        with self._one_line_errors():
-            read_rows(self._open_rows, targets)
-
     def manifest(self, name: str) -> Manifest:
         """The manifest of a model: always the same object while the model is stored.
 
@@ -227,12 +191,12 @@ class Store:
             InputError: there is no such model.
             StoreError: a manifest is damaged.
         """
-        found, waiting = [name], list(self.manifest(name).provenance.get("bases", ()))
+        found, waiting = [name], list(self.manifest(name).bases)
         while waiting:
             other = waiting.pop(0)
             if other not in found:
                 found.append(other)
-                waiting += self.manifest(other).provenance.get("bases", ()) if other in self._index.models else ()
+                waiting += self.manifest(other).bases if other in self._index.models else ()
         return found
 
     def is_chosen_privately(self, name: str) -> bool:
@@ -242,8 +206,8 @@ class Store:
             InputError: there is no such model.
             StoreError: a manifest is damaged.
         """
-        known = [self.manifest(each).provenance for each in self.sources(name) if each in self._index.models]
-        return any(each.get("bases") and utilities(each.get("outcome") or {}) is None for each in known)
+        known = [self.manifest(each) for each in self.sources(name) if each in self._index.models]
+        return any(each.bases and utilities(each.outcome) is None for each in known)
 
     def tensors(self, name: str) -> Tensors:
         """The model's tensors: bit for bit as they were added, or as its basis restores them.
@@ -273,7 +237,7 @@ class Store:
         self,
         name: str,
         layout: BlockLayout,
-        values: NDArray[Any] | Variant | Reference,
+        values: NDArray[Any] | Reference,
         extras: Mapping[str, NDArray[Any]],
         *,
         described: Described | None = None,
@@ -285,8 +249,8 @@ class Store:
         Args:
             name: not in the store yet; letters, digits and . _ = + -, at most 100 characters.
             layout: of the model; all models of a store have blocks of one size and dtype.
-            values: [num_blocks, block_size], of its blocks; or [num_blocks] int, numbers of stored blocks; or a variant
-                of a stored model; or the basis that it is restored from, which is stored once for all its models.
+            values: [num_blocks, block_size], of its blocks; or the basis that it is restored from, which is stored once
+                for all its models.
             extras: the extra tensors of the layout; with a basis, what the basis restores the model from.
             described: see `describe`.
             privacy: plain values, kept as they are.
@@ -297,15 +261,31 @@ class Store:
             StoreError: the store is damaged, or cannot be written.
         """
         self._check_new(name, layout)
-        numbered, held, basis = self._numbered(name, layout, values, extras)
-        manifest = Manifest.of(name, layout, numbered.numbers, held, privacy, provenance)
+        before = self._index.state
+        if isinstance(values, Reference):
+            if difference := layout.difference(layout_of(values.tensors(extras), layout.block_size, layout.dtype)):
+                raise InputError(f"model {name!r}: {difference}")
+            basis, blocks_sha256 = values.to_bytes(), None
+            numbered = number_blocks(np.empty((0, layout.block_size), layout.dtype), {}, before.next_block)
+        else:
+            if mismatch := layout.mismatch(values, extras):
+                raise InputError(f"model {name!r}: {mismatch}")
+            basis, blocks_sha256 = None, array_sha256(values)
+            numbered = number_blocks(values, numbers_by_digest(self._catalogue), before.next_block)
+            self._check_stored(values, numbered.numbers)
+        manifest = Manifest(
+            name=name,
+            layout=layout,
+            blocks=numbered.numbers,
+            extras={tensor: array_sha256(own) for tensor, own in extras.items()},
+            privacy=dict(privacy or {}),
+            provenance=dict(provenance or {}),
+            blocks_sha256=blocks_sha256,
+        )
         try:
             manifest.to_json()
         except (TypeError, ValueError) as error:
             raise InputError(f"model {name!r}: privacy and provenance are plain JSON values ({error})") from None
-        before = self._index.state
-        if basis is None:
-            manifest = replace(manifest, blocks_sha256=array_sha256(self._values(layout, values, numbered)))
         after = replace(
             before,
             block_size=layout.block_size,
@@ -313,7 +293,7 @@ class Store:
             num_rows=before.num_rows + len(numbered.new),
             next_block=before.next_block + len(numbered.new),
         )
-        content = safetensors.numpy.save(dict(held))
+        content = safetensors.numpy.save(dict(extras))
         if (largest := max(len(content), len(basis or b""))) > MOST_BYTES:
             raise InputError(
                 f"model {name!r}: {largest} bytes in one piece; an index holds pieces of {MOST_BYTES} bytes at most, "
@@ -409,75 +389,6 @@ class Store:
                 f"{known[0]} {known[1]}; use these, or another store"
             )
 
-    def _numbered(
-        self,
-        name: str,
-        layout: BlockLayout,
-        values: NDArray[Any] | Variant | Reference,
-        extras: Mapping[str, NDArray[Any]],
-    ) -> tuple[NumberedBlocks, Mapping[str, NDArray[Any]], bytes | None]:
-        """The blocks of a model with their numbers, the tensors that are kept beside them, and its basis, if any."""
-        if not isinstance(values, np.ndarray | Variant):
-            restored = values.tensors(extras)
-            if difference := layout.difference(layout_of(restored, layout.block_size, layout.dtype)):
-                raise InputError(f"model {name!r}: {difference}")
-            none = NumberedBlocks(np.empty(0, np.int64), np.empty((0, layout.block_size)), np.empty(0, CATALOGUE))
-            return none, extras, values.to_bytes()
-        numbered = self._number_model(layout, values)
-        if mismatch := layout.mismatch(_placeholder_blocks(layout, len(numbered.numbers)), extras):
-            raise InputError(f"model {name!r}: {mismatch}")
-        return numbered, extras, None
-
-    def _values(self, layout: BlockLayout, given: object, numbered: NumberedBlocks) -> NDArray[Any]:
-        """[num_blocks, block_size] The blocks of a model: as they were given, or stored ones, which are checked."""
-        if isinstance(given, np.ndarray) and given.ndim == 2:
-            return given
-        next_block = self._index.state.next_block
-        is_new = numbered.numbers >= next_block
-        values = np.empty((len(is_new), layout.block_size), layout.dtype)
-        values[is_new] = numbered.new[numbered.numbers[is_new] - next_block]
-        if not is_new.all():
-            stored = numbered.numbers[~is_new]
-            rows = self.rows(stored)
-            values[~is_new] = self.blocks[rows]
-            if (bad := damaged_rows(values[~is_new], self._catalogue[rows])).any():
-                raise StoreError(f"{self.path}: block {stored[bad][0]} is damaged; `verify` shows what is affected")
-        return values
-
-    def _number_model(self, layout: BlockLayout, blocks: NDArray[Any] | Variant) -> NumberedBlocks:
-        """The blocks of a model with their numbers."""
-        if not isinstance(blocks, Variant):
-            return self._number(layout, blocks)
-        base = self.manifest(blocks.base)
-        if base.basis is not None:
-            raise InputError(f"base {blocks.base!r}: has no blocks, since it is restored from a basis")
-        if difference := base.layout.difference(layout):
-            raise InputError(f"base {blocks.base!r}: another architecture: {difference}")
-        positions, replaced = blocks.positions, self._number(layout, blocks.blocks)
-        valid = set(positions.tolist()) & set(range(layout.num_blocks))
-        if not len(valid) == len(positions) == len(replaced.numbers):
-            raise InputError(
-                f"positions: {len(positions)} for {len(replaced.numbers)} blocks; each block needs one of its own, "
-                f"from 0 to {layout.num_blocks - 1}"
-            )
-        numbers = base.blocks.copy()
-        numbers[positions] = replaced.numbers
-        return replace(replaced, numbers=numbers)
-
-    def _number(self, layout: BlockLayout, blocks: NDArray[Any]) -> NumberedBlocks:
-        """Blocks given by number [k] or by value [k, block_size], with their numbers."""
-        if blocks.ndim == 1 and np.issubdtype(blocks.dtype, np.integer):
-            self.rows(blocks)
-            return NumberedBlocks(blocks.astype(np.int64), np.empty((0, layout.block_size)), np.empty(0, CATALOGUE))
-        if blocks.dtype != layout.dtype or blocks.shape[1:] != (layout.block_size,):
-            raise InputError(
-                f"blocks: {blocks.dtype} {list(blocks.shape)}; give values, {layout.dtype} [blocks, "
-                f"{layout.block_size}], or the numbers of stored blocks"
-            )
-        numbered = number_blocks(blocks, numbers_by_digest(self._catalogue), self._index.state.next_block)
-        self._check_stored(blocks, numbered.numbers)
-        return numbered
-
     def _check_stored(self, blocks: NDArray[Any], numbers: NDArray[np.int64]) -> None:
         """Refuse to reuse a stored block that no longer matches its SHA-256."""
         (indices,) = np.nonzero(numbers < self._index.state.next_block)
@@ -533,11 +444,9 @@ class Store:
             ) from None
 
     def _look(self) -> None:
-        """Read the state from the disk, and open the rows that it names before a compaction can replace them."""
+        """Read the state from the disk, and map the rows that it names before a compaction can replace them."""
         with self._index.reading() as state:
-            file = _rows_file(self.path, state)
-            self._open_rows: OpenRows | None = file.open() if state.block_size else None
-            self._mapped = file.map(state.num_rows)
+            self._mapped = _rows_file(self.path, state).map(state.num_rows)
 
     def _tidy(self) -> None:
         """Delete the files and rows that a writer which was killed left behind."""
@@ -577,8 +486,3 @@ class Store:
 def _rows_file(path: Path, state: State) -> RowFile:
     """The file of a store's blocks."""
     return RowFile(path / f"blocks.{state.generation}.npy", np.dtype(state.dtype), (state.block_size,))
-
-
-def _placeholder_blocks(layout: BlockLayout, num_blocks: int) -> NDArray[Any]:
-    """[num_blocks, block_size] zeros that take no memory."""
-    return np.broadcast_to(np.zeros((), layout.dtype), (num_blocks, layout.block_size))

@@ -4,15 +4,22 @@ Models share the memory of tensors that they have in common. Any other tensor of
 in place of the least recently used model's, and only the blocks in which the two differ, by their numbers, are read.
 A live model whose parameters have other names is loaded through a view of it.
 
+Blocks are read in the file's order, many at once, and nothing that is not needed. A memory map would bring in every
+page by a fault of its own or, read ahead, many that were not asked for; and pages that were not touched while a model
+was loaded would be read while it computes.
+
 Source: Guan et al. 2025, section 5.2.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +46,7 @@ class StoreRegistry:
 
     def __init__(self, store: Store, memory_bytes: int) -> None:
         self._store = store
+        self._rows, self._mapped = _OpenRows.of(store), store.blocks
         self._memory_bytes = memory_bytes
         self._contents: weakref.WeakKeyDictionary[Manifest, tuple[_Content, ...]] = weakref.WeakKeyDictionary()
         self._models: BoundedCache[list[_TensorMemory]] = BoundedCache(_bytes_of)
@@ -104,6 +112,8 @@ class StoreRegistry:
     def _load(self, name: str, model: nn.Module | None) -> list[_TensorMemory]:
         """The memory that holds the model of this name, filled."""
         manifest = self._store.manifest(name)
+        if self._mapped is not self._store.blocks:  # written since, so its file may be another
+            self._rows, self._mapped = _OpenRows.of(self._store), self._store.blocks
         if manifest.basis is not None:
             raise InputError(f"model {name!r}: is restored from a basis, without blocks to copy; use Store.tensors")
         self._forget_changed()
@@ -115,7 +125,7 @@ class StoreRegistry:
             memory.content.key != content.key for memory, content in zip(memories, contents, strict=True)
         ):
             memories = self._allocate(name, manifest.layout, contents, model)
-        self._models.keep(name, memories, bytes_read=_fill(memories, self._store, manifest))
+        self._models.keep(name, memories, bytes_read=_fill(memories, self._store, self._rows, manifest))
         return memories
 
     def _forget_changed(self) -> None:
@@ -215,14 +225,14 @@ def memory_for_models(store: Store, memory_bytes: int) -> int:
     return max(largest, memory_bytes - store.bytes_stored)
 
 
-def _fill(memories: Sequence[_TensorMemory], store: Store, manifest: Manifest) -> int:
+def _fill(memories: Sequence[_TensorMemory], store: Store, rows: _OpenRows | None, manifest: Manifest) -> int:
     """Read what memories do not hold of a model's content yet; returns the number of bytes copied."""
     stale = [memory for memory in memories if not memory.intact]
     wanted = [(memory.values, *memory.missing()) for memory in stale if memory.content.numbers is not None]
     for memory in stale:
         memory.forget()  # in case the copy fails
-    if wanted:
-        store.read_blocks(wanted)
+    if wanted and rows is not None:
+        _read_rows(rows, [_Wanted(target, positions, store.rows(numbers)) for target, positions, numbers in wanted])
     extra = [memory for memory in stale if memory.content.numbers is None]
     if extra:
         values = store.extras(manifest.name)
@@ -232,6 +242,124 @@ def _fill(memories: Sequence[_TensorMemory], store: Store, manifest: Manifest) -
         memory.keep()
     copied = sum(len(positions) * values.strides[0] for values, positions, _ in wanted)
     return copied + sum(memory.num_bytes for memory in extra)
+
+
+_GAP_BYTES = 2**14  # reading this much that is not needed takes as long as another call
+_MOST_RUNS = 500  # in one call, which takes at most 1,024 pieces of memory, gaps included
+
+
+@dataclass(frozen=True)
+class _OpenRows:
+    """An open file of equal rows.
+
+    Attributes:
+        descriptor: of the file.
+        offset: the byte at which the first row begins.
+        row_bytes: of one row.
+    """
+
+    descriptor: int
+    offset: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, store: Store) -> _OpenRows | None:
+        """The file of a store's blocks, open as long as the result is kept; None before the first model is stored."""
+        path = next(store.path.glob("blocks.*.npy"), None)
+        if path is None:
+            return None
+        with path.open("rb") as file:
+            np.lib.format.read_magic(file)
+            (_, *row_shape), _, dtype = np.lib.format.read_array_header_1_0(file)
+            found = cls(os.dup(file.fileno()), file.tell(), dtype.itemsize * int(np.prod(row_shape)))
+        weakref.finalize(found, os.close, found.descriptor)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Wanted:
+    """Rows and where they belong.
+
+    Attributes:
+        target: [n, values], contiguous; a row has the file's `row_bytes`.
+        positions: [k] int64, distinct, in [0, n).
+        rows: [k] int64: the file's row for each position.
+    """
+
+    target: NDArray[Any]
+    positions: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class _Extent:
+    """A piece of the file that is read at once.
+
+    Attributes:
+        start, end: bytes, counted from the first row.
+        pieces: memory for these bytes, in the file's order.
+    """
+
+    start: int
+    end: int
+    pieces: list[memoryview]
+
+
+def _read_rows(file: _OpenRows, wanted: Sequence[_Wanted]) -> None:
+    """Read rows to their positions.
+
+    Raises:
+        ValueError: the file ends too early, in one line.
+        OSError: the file cannot be read.
+    """
+    unneeded = memoryview(bytearray(_GAP_BYTES))
+    extents = [extent for each in wanted for extent in _extents(each, file.row_bytes, unneeded)]
+    extents.sort(key=lambda extent: extent.start)
+    if len(extents) > 1 and hasattr(os, "posix_fadvise"):  # not on macOS
+        for extent in extents:  # all are under way before the first is waited for
+            start, num_bytes = file.offset + extent.start, extent.end - extent.start
+            os.posix_fadvise(file.descriptor, start, num_bytes, os.POSIX_FADV_WILLNEED)
+    for extent in extents:
+        _read(file.descriptor, file.offset + extent.start, extent.pieces)
+
+
+def _extents(wanted: _Wanted, row_bytes: int, unneeded: memoryview) -> list[_Extent]:
+    """The pieces to read: runs that are contiguous in the file and in the target, with short gaps between them."""
+    if not len(wanted.rows):
+        return []
+    order = np.argsort(wanted.rows, kind="stable")
+    rows, positions = wanted.rows[order], wanted.positions[order]
+    starts = np.flatnonzero(np.r_[True, (np.diff(rows) != 1) | (np.diff(positions) != 1)])
+    lengths = np.diff(np.r_[starts, len(rows)])
+    gaps = (rows[starts[1:]] - rows[starts[:-1]] - lengths[:-1]) * row_bytes
+    apart = (gaps < 0) | (gaps > _GAP_BYTES) | (np.arange(1, len(starts)) % _MOST_RUNS == 0)
+    target = wanted.target.reshape(-1).view(np.uint8).data
+    begins = [0, *(1 + np.flatnonzero(apart)).tolist(), len(starts)]
+    gaps = np.r_[0, gaps].tolist()
+    runs = (row_bytes * np.stack([rows[starts], positions[starts], lengths], axis=1)).tolist()
+    extents = []
+    for begin, end in pairwise(begins):
+        pieces: list[memoryview] = []
+        for index in range(begin, end):
+            if index > begin and gaps[index]:
+                pieces.append(unneeded[: gaps[index]])
+            _, first, size = runs[index]
+            pieces.append(target[first : first + size])
+        extents.append(_Extent(runs[begin][0], runs[end - 1][0] + runs[end - 1][2], pieces))
+    return extents
+
+
+def _read(descriptor: int, start: int, pieces: list[memoryview]) -> None:
+    """Fill pieces of memory with the bytes that follow one another in a file."""
+    while pieces:
+        count = os.preadv(descriptor, pieces, start)
+        if not count:
+            raise ValueError(f"{sum(map(len, pieces))} bytes are missing at the end of the blocks")
+        start += count
+        while pieces and count >= len(pieces[0]):
+            count -= len(pieces.pop(0))
+        if pieces:
+            pieces[0] = pieces[0][count:]
 
 
 @dataclass(frozen=True, eq=False)

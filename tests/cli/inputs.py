@@ -12,8 +12,8 @@ from fedpriv.accounting.views import Release
 from fedpriv.ledger.entries import Charge, Key
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.variants import folders
-from fedpriv.variants.composition import History, Upload
-from fedpriv.variants.folders import Described
+from fedpriv.variants.composition import History
+from tests.stores import described, uploads
 
 ACCOUNT = ["account", "--noise-multiplier", "2", "--sampling-probability", "0.05", "--steps", "40", "--delta", "1e-5"]
 
@@ -60,18 +60,10 @@ def write_study(folder: Path, rounds: Sequence[int] = (10, 12, 14), *, noiseless
     for round_ in rounds:
         multiplier = 0.0 if noiseless and round_ == rounds[-1] else 1.5
         event = SubsampledGaussian(noise_multiplier=multiplier, sampling_probability=0.05)
-        uploads = [Upload(data_set="clinic", run=f"r-{multiplier}", round=n + 1, event=event) for n in range(round_)]
-        weight = truth + rng.normal(size=8192).astype(np.float32) / round_
-        described = Described(
-            name=f"round-{round_}",
-            architecture="linear",
-            utility=0.95,
-            epsilon_bound=0.3,
-            utility_bound=0.05,
-            deltas={"clinic": 1e-5},
-            history=History(name=f"round-{round_}", ancestors=frozenset(uploads)),
-        )
-        folders.write(folder / "variants" / f"round-{round_}", described, {"weight": weight})
+        name, weight = f"round-{round_}", truth + rng.normal(size=8192).astype(np.float32) / round_
+        history = History(name=name, ancestors=uploads(round_, run=f"r-{multiplier}", event=event))
+        variant = described(name, utility=0.95, epsilon_bound=0.3, history=history)
+        folders.write(folder / "variants" / name, variant, {"weight": weight})
     return folder
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fedpriv.dedup.algorithms import ALGORITHMS
 from fedpriv.dedup.algorithms._in_order import LEAST_BATCH, shortest_range
 from fedpriv.errors import InputError
+from tests.dedup.test_search_contract import erratic
 
 DYNAMIC = ("drd", "dred")
 dynamic = pytest.mark.parametrize("name", DYNAMIC)
@@ -67,12 +68,6 @@ def signed(seed, num_blocks):
     damage = [generator.gauss(0.2, 1) for _ in range(num_blocks)]
     bound = 0.14 * num_blocks * generator.random()
     return lambda positions: sum(damage[position] for position in positions) <= bound
-
-
-def erratic(seed, num_blocks):
-    """A coin of its own for every set."""
-    share = random.Random(seed).random()
-    return lambda positions: random.Random(f"{seed} {sorted(positions)}").random() < share
 
 
 ORACLES = (summed, signed, erratic)

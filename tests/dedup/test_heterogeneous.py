@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
+from fedpriv.accounting.events import PureEpsilon
 from fedpriv.dedup import saliency
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
 from fedpriv.dedup.validation import PrivateQueries, PrivateRecords, proof_records
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.composition import History
 from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
+from tests.stores import EVENT, described, uploads
 
-EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
 SETTINGS = DedupSettings(block_size=32, options={"min_batch": 2}, max_distance=2.0)
 
 
@@ -60,7 +60,7 @@ class Teacher:
 
 def variants() -> tuple[dict, dict, list[Described]]:
     """{name: tensors}, {name: evaluator} and descriptions of two wide and two deep networks on disjoint data."""
-    tensors, evaluators, described = {}, {}, []
+    tensors, evaluators, made = {}, {}, []
     for kind, num_records in (("wide", 3000), ("deep", 4000)):
         torch.manual_seed(len(kind) + num_records)
         truth = {name: value.numpy().copy() for name, value in network(kind).state_dict().items()}
@@ -70,26 +70,15 @@ def variants() -> tuple[dict, dict, list[Described]]:
                 key: (value + 0.02 * rng.normal(size=value.shape)).astype("f4") for key, value in truth.items()
             }
             evaluators[name] = Teacher(kind, truth, num_records)
-            uploads = frozenset(
-                Upload(data_set=name, run=name, round=n, event=EVENT) for n in range(5 if kind == "wide" else 10)
-            )
-            described.append(
-                Described(
-                    name=name,
-                    architecture=kind,
-                    utility=None,
-                    epsilon_bound=0.0,
-                    utility_bound=0.03,
-                    deltas={name: 1e-5},
-                    history=History(name=name, ancestors=uploads),
-                )
-            )
-    return tensors, evaluators, described
+            history = History(name=name, ancestors=uploads(5 if kind == "wide" else 10, name))
+            bounds = {"epsilon_bound": 0.0, "utility_bound": 0.03, "deltas": {name: 1e-5}}
+            made.append(described(name, architecture=kind, history=history, **bounds))
+    return tensors, evaluators, made
 
 
-def stored(path, evaluators, described, tensors, settings=SETTINGS, **more):
+def stored(path, evaluators, made, tensors, settings=SETTINGS, **more):
     with Store(path) as store:
-        outcomes = deduplicate(described, tensors.__getitem__, evaluators, store, settings, **more)
+        outcomes = deduplicate(made, tensors.__getitem__, evaluators, store, settings, **more)
         return {outcome.name: outcome for outcome in outcomes}, {name: store.tensors(name) for name in store.names}
 
 
@@ -107,10 +96,10 @@ def padded(tensors, size: int = 32) -> set[bytes]:
 
 @pytest.mark.parametrize("algorithm", ["drd", "dred", "greedy", "mistique"])
 def test_blocks_cross_architectures_within_every_variants_own_bounds(tmp_path, algorithm):
-    tensors, evaluators, described = variants()
+    tensors, evaluators, made = variants()
     options = {"min_batch": 2} if algorithm.startswith("d") else {"batch": 2}
     outcomes, restored = stored(
-        tmp_path / "s", evaluators, described, tensors, replace(SETTINGS, algorithm=algorithm, options=options)
+        tmp_path / "s", evaluators, made, tensors, replace(SETTINGS, algorithm=algorithm, options=options)
     )
     base = "wide-0"
     assert {name: each.bases for name, each in outcomes.items() if each.bases} == dict.fromkeys(
@@ -132,8 +121,8 @@ def test_blocks_cross_architectures_within_every_variants_own_bounds(tmp_path, a
 
 
 def test_without_one_cluster_each_architecture_has_its_own_base(tmp_path):
-    tensors, evaluators, described = variants()
-    outcomes, _ = stored(tmp_path / "s", evaluators, described, tensors, replace(SETTINGS, max_distance=1.0))
+    tensors, evaluators, made = variants()
+    outcomes, _ = stored(tmp_path / "s", evaluators, made, tensors, replace(SETTINGS, max_distance=1.0))
     assert {name: each.bases for name, each in outcomes.items() if each.bases} == {
         "wide-1": ("wide-0",),
         "deep-1": ("deep-0",),
@@ -141,11 +130,11 @@ def test_without_one_cluster_each_architecture_has_its_own_base(tmp_path):
 
 
 def test_each_variant_pays_only_for_the_private_records_that_it_was_validated_on(tmp_path):
-    tensors, evaluators, described = variants()
+    tensors, evaluators, made = variants()
     for name, evaluator in evaluators.items():
         if name != "deep-1":  # whose records are public
             evaluator.private = PrivateRecords(data_set=f"records of {name}", delta=1e-5)
-    roomy = [replace(each, epsilon_bound=3.0, utility_bound=0.9) for each in described]
+    roomy = [replace(each, epsilon_bound=3.0, utility_bound=0.9) for each in made]
     charged = []
     private = PrivateQueries(
         epsilon=2.0, charge=lambda name, event: charged.append((name, event)), source=SeededSource(0, "svt")

@@ -17,7 +17,6 @@ import pytest
 import safetensors.numpy
 import torch
 
-from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.adapters._locations import BUNDLED_LANGUAGE_MODEL
 from fedpriv.config import RunConfig, parse, to_toml
@@ -25,10 +24,12 @@ from fedpriv.data.records import Item
 from fedpriv.dedup.validation import proof_records
 from fedpriv.training.workbench import Workbench, workbench
 from fedpriv.variants import folders
-from fedpriv.variants.composition import History, Upload
+from fedpriv.variants.composition import History
 from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
+from tests import stores
 from tests.cli.command_line import as_json, fedpriv
+from tests.stores import uploads
 
 pytestmark = [
     pytest.mark.slow,
@@ -86,19 +87,15 @@ def train(bench: Workbench, items: list[Item], num_steps: int) -> dict[str, np.n
 
 
 def described(name: str, clients: list[int]) -> Described:
-    event = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
-    rounds = (1,) if len(clients) == 1 else (1, 2, 3)
-    uploads = frozenset(
-        Upload(data_set=f"clinic {k}", run="r", round=round_, event=event) for k in clients for round_ in rounds
-    )
-    return Described(
-        name=name,
+    rounds = 1 if len(clients) == 1 else 3
+    ancestors = frozenset().union(*(uploads(rounds, f"clinic {k}") for k in clients))
+    return stores.described(
+        name,
         architecture="llama",
-        utility=None,
         epsilon_bound=0.05,  # so that a clinic takes no blocks of the global variant, which costs more
         utility_bound=BOUND,
         deltas={f"clinic {k}": 1e-5 for k in range(4)},
-        history=History(name=name, ancestors=uploads),
+        history=History(name=name, ancestors=ancestors),
     )
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.config import parse
 from fedpriv.dedup import DedupSettings
@@ -15,13 +14,11 @@ from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.validation import PublicValidation, loss_limit, proof_records
 from fedpriv.training.evaluation import evaluate
 from fedpriv.training.workbench import workbench
-from fedpriv.variants.composition import History, Upload
-from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
 from tests.simulations.test_run import causal_folder
+from tests.stores import described
 from tests.tiny import write_table
 
-EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
 BOUND = 0.01
 
 
@@ -69,7 +66,7 @@ def test_one_that_is_as_good_by_tokens_and_worse_by_likelihood_passes_neither_se
             hits[name] = evaluate(evaluator.model, evaluator._test).accuracy * evaluator.num_records
     assert hits["round-1"] >= hits["global"] - BOUND * evaluator.num_records, "it shows by tokens: choose another"
     before = evaluator.utilities(variants["global"], np.arange(evaluator.num_records))
-    validation = PublicValidation(evaluator, before, BOUND, searches=True)
+    validation = PublicValidation(evaluator, before, BOUND)
     assert not validation.accept(variants["round-1"])
     assert not validation.proves(variants["round-1"])
 
@@ -79,25 +76,12 @@ def test_one_that_is_as_good_by_tokens_and_worse_by_likelihood_passes_neither_se
     [pytest.param("drd", {"min_batch": 1}, marks=pytest.mark.slow), ("greedy", {"batch": 4})],
 )
 def test_no_search_makes_its_perplexity_rise_beyond_the_bound(evaluator, variants, tmp_path, algorithm, options):
-    described = [
-        Described(
-            name=name,
-            architecture="llama",
-            utility=None,
-            epsilon_bound=5.0,
-            utility_bound=BOUND,
-            deltas={"clinic": 1e-5},
-            history=History(
-                name=name,
-                ancestors=frozenset(Upload(data_set="clinic", run="r", round=n, event=EVENT) for n in range(rounds)),
-            ),
-        )
-        for name, rounds in (("round-1", 1), ("global", 3))
-    ]
+    bounds = {"architecture": "llama", "epsilon_bound": 5.0, "utility_bound": BOUND}
+    both = [described(name, rounds, **bounds) for name, rounds in (("round-1", 1), ("global", 3))]
     settings = DedupSettings(block_size=64, algorithm=algorithm, options=options, fairness="outcome")
     judged = dict.fromkeys(variants, evaluator)
     with Store(tmp_path / "s") as store:
-        outcomes = deduplicate(described, variants.__getitem__, judged, store, settings)
+        outcomes = deduplicate(both, variants.__getitem__, judged, store, settings)
         restored = store.tensors("global")
     (outcome,) = (each for each in outcomes if each.name == "global")
     assert outcome.bases == ("round-1",)

@@ -7,15 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.dedup.pipeline import deduplicate
 from fedpriv.dedup.planning import DedupSettings
 from fedpriv.errors import InputError
-from fedpriv.variants.composition import History, Upload
-from fedpriv.variants.folders import Described
 from fedpriv.variants.kept import kept_for_others, remove
 from fedpriv.variants.store import Store
-from tests.stores import content_of
+from tests.stores import content_of, described
 from tests.variants.test_blocks import same_bits
 
 SIZE = 400
@@ -23,7 +20,6 @@ RNG = np.random.default_rng(3)
 TRUTH = RNG.normal(size=SIZE)
 RECORDS = RNG.normal(size=(6000, SIZE))
 LABELS = RECORDS @ TRUTH > 0
-EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
 SETTINGS = DedupSettings(block_size=64, algorithm="lossless", accountant="rdp")
 NAMES = [f"round-{number}" for number in range(1, 21)]
 
@@ -40,22 +36,6 @@ class Linear:
         raise AssertionError("no saliency is needed, so none may be measured or paid for")
 
 
-def uploads(until: int) -> frozenset[Upload]:
-    return frozenset(Upload(data_set="clinic", run="r", round=n, event=EVENT) for n in range(1, until + 1))
-
-
-def described(name: str, ancestors: frozenset[Upload]) -> Described:
-    return Described(
-        name=name,
-        architecture="linear",
-        utility=None,
-        epsilon_bound=0.3,
-        utility_bound=0.05,
-        deltas={"clinic": 1e-5},
-        history=History(name=name, ancestors=ancestors),
-    )
-
-
 @pytest.fixture(scope="module")
 def tensors():
     """Twenty fine-tunes of a model, in bfloat16, and one of another architecture."""
@@ -66,8 +46,8 @@ def tensors():
 
 
 def variants():
-    made = [described(name, uploads(number)) for number, name in enumerate(NAMES, 1)]
-    return [*made, replace(described("other", uploads(3)), architecture="another")]
+    made = [described(name, number, epsilon_bound=0.3) for number, name in enumerate(NAMES, 1)]
+    return [*made, described("other", 3, architecture="another", epsilon_bound=0.3)]
 
 
 def stored(path, tensors, settings=SETTINGS, evaluators=None):
@@ -85,7 +65,7 @@ def test_all_come_back_bit_for_bit_at_the_epsilon_that_they_had(tensors, tmp_pat
         assert all(same_bits(store.tensors(name), tensors[name]) for name in tensors)
         assert store.sources("round-7") == ["round-7"], "it holds no other's values"
         assert store.compression_ratio < 0.7
-        assert store.describe("round-7") == described("round-7", uploads(7))
+        assert store.describe("round-7") == described("round-7", 7, epsilon_bound=0.3)
 
 
 def test_whoever_removes_the_reference_is_told_whose_values_stay(tensors, tmp_path):
@@ -123,7 +103,7 @@ def test_an_interrupted_one_goes_on_and_another_way_is_refused(tensors, tmp_path
 def test_evaluators_measure_what_is_not_known_and_nothing_else(tmp_path):
     rng = np.random.default_rng(6)
     models = {name: {"w": rng.standard_normal(400).astype("f4")} for name in ("a", "b")}
-    known = [replace(described("a", uploads(1)), utility=0.25), replace(described("b", uploads(2)), utility=None)]
+    known = [described("a", 1, utility=0.25), described("b", 2)]
     with Store(tmp_path / "s") as store:
         found = deduplicate(known, models.__getitem__, dict.fromkeys(models, Linear()), store, SETTINGS)
     right = Linear().utilities(models["b"], np.arange(Linear.num_records)).mean()

@@ -20,10 +20,11 @@ from fedpriv.dedup.planning import DedupSettings, read_charges
 from fedpriv.dedup.validation import PrivateQueries, PrivateRecords, loss_limit, proof_records
 from fedpriv.errors import InputError
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.variants.composition import History, Upload
 from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
+from tests import stores
 from tests.marks import slow
+from tests.stores import uploads
 
 DIGITS = load_digits()
 TEST = slice(1200, 1797)
@@ -83,23 +84,16 @@ def trained() -> dict[str, dict[str, np.ndarray]]:
     return found
 
 
-def uploads(until: int) -> frozenset[Upload]:
-    event = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
-    return frozenset(Upload(data_set="clinic", run="r", round=n, event=event) for n in range(1, until + 1))
-
-
 @pytest.fixture
 def described(trained) -> list[Described]:
     evaluator = DigitsEvaluator()
     return [
-        Described(
-            name=name,
+        stores.described(
+            name,
+            int(name.split("-")[1]),
             architecture="mlp",
             utility=float(evaluator.utilities(tensors, np.arange(evaluator.num_records)).mean()),
-            epsilon_bound=0.5,
             utility_bound=0.02,
-            deltas={"clinic": 1e-5},
-            history=History(name=name, ancestors=uploads(int(name.split("-")[1]))),
         )
         for name, tensors in trained.items()
     ]

@@ -13,17 +13,15 @@ import numpy as np
 import pytest
 
 from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import PureEpsilon, SubsampledGaussian
+from fedpriv.accounting.events import PureEpsilon
 from fedpriv.dedup.pipeline import check, deduplicate
 from fedpriv.dedup.planning import DedupSettings, ValidationCharge, add_charges, read_charges
 from fedpriv.dedup.validation import PrivateQueries, PrivateRecords
 from fedpriv.dedup.work import Outcome, Progress, _seconds_left
 from fedpriv.errors import InputError, StoreError
 from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.variants.composition import History, Upload
-from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
-from tests.stores import content_of
+from tests.stores import content_of, described
 
 TRUTH = np.random.default_rng(1).normal(size=1024).astype("f4")
 INPUTS = np.random.default_rng(3).normal(size=(200, 1024)).astype("f4")
@@ -31,28 +29,12 @@ ROUNDS = (10, 12, 14, 16)
 TENSORS = {
     f"round-{n}": {"weight": TRUTH + np.random.default_rng(n).normal(size=1024).astype("f4") / n} for n in ROUNDS
 }
-EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
 SETTINGS = DedupSettings(block_size=32, options={"min_batch": 2}, fairness="outcome")
 # So large that its noise is a few hundredths of a record: every attempt gets the same answers.
 VALIDATION = PureEpsilon(epsilon=400.0)
 
 
-def uploads(until: int) -> frozenset[Upload]:
-    return frozenset(Upload(data_set="clinic", run="r", round=n + 1, event=EVENT) for n in range(until))
-
-
-DESCRIBED = [
-    Described(
-        name=f"round-{n}",
-        architecture="linear",
-        utility=None if n == ROUNDS[-1] else 0.95,
-        epsilon_bound=0.5,
-        utility_bound=0.05,
-        deltas={"clinic": 1e-5},
-        history=History(name=f"round-{n}", ancestors=uploads(n)),
-    )
-    for n in ROUNDS
-]
+DESCRIBED = [described(f"round-{n}", n, utility=None if n == ROUNDS[-1] else 0.95) for n in ROUNDS]
 
 
 class Signs:

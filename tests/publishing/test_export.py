@@ -147,10 +147,10 @@ def test_a_folder_is_whole_or_not_there_and_never_replaced(tiny_bert, tmp_path, 
     assert "exists; name a new folder" in fedpriv("export", run, out, code=2)[1]
     out.rmdir()
 
-    def full(*_arguments: object) -> None:
+    def full(*_arguments: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "_write_dense", full)
+    monkeypatch.setattr(export, "save_file", full)
     assert "No space left on device" in fedpriv("export", run, out, code=1)[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 

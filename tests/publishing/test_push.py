@@ -55,8 +55,8 @@ def test_without_yes_it_lists_files_sizes_and_every_holders_epsilon(run):
 
 def test_nothing_of_the_machine_the_data_or_the_ledger_is_in_the_files(run, tiny_bert):
     settings = run / "variants" / "global" / "adapter_config.json"
-    older = json.loads(settings.read_text()) | {"base_model_name_or_path": str(tiny_bert)}
-    settings.write_text(json.dumps(older))  # as an earlier version wrote it, and beside it:
+    with_path = json.loads(settings.read_text()) | {"base_model_name_or_path": str(tiny_bert)}
+    settings.write_text(json.dumps(with_path))
     convention = run / "variants" / "global" / "fedpriv.json"
     convention.write_text(json.dumps(json.loads(convention.read_text()) | {"base_model": str(tiny_bert)}))
     contents = hub.contents(find(run))

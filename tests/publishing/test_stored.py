@@ -21,7 +21,7 @@ from tests.publishing.runs import finished
 from tests.served import described
 
 TEXTS = ["the patient has a rash", "pain in the chest today"]
-ANSWER = {"outcome": {"correct_after": 9, "num_records": 10}}
+ANSWER = {"outcome": {"utility_before": 0.9, "utility_after": 0.9}}
 
 
 def store_variants(run: Path, names: tuple[str, ...], bases: dict[str, list[str]], provenance: dict | None = None):
@@ -123,7 +123,7 @@ def test_blocks_of_a_holders_variant_need_that_holders_permission(run):
 
 
 def test_what_private_records_chose_is_refused(run):
-    store_variants(run, ("client-1", "global"), {"global": ["client-1"]}, {"outcome": {"correct_after": None}})
+    store_variants(run, ("client-1", "global"), {"global": ["client-1"]}, {"outcome": {"utility_after": None}})
     shutil.rmtree(run / "variants" / "global")
     assert "private records chose its values" in refused(run, "a/b")
 

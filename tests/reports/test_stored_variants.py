@@ -50,6 +50,3 @@ def test_where_nothing_rose_fell_or_was_measured_it_says_so():
     assert lost["largest rise of ε"] == ("2.00", "∞", "a, δ 1e-5")
     likelihoods = {"utility": "log likelihood", "utility_before": -2.0, "utility_after": -2.1}
     assert rows_of(outcome("a", **likelihoods))["largest rise of perplexity"] == ("7.39", "8.17", "a")
-    # Of a store that an earlier version made.
-    counted = {"name": "a", "num_records": 100, "delta": 1e-5, "epsilon_before": 2.0, "epsilon_after": 2.0}
-    assert rows_of(counted | {"correct_before": 80, "correct_after": 79})["largest fall of accuracy"][0] == "80.0%"

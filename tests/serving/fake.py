@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -84,7 +83,6 @@ class FakeServing:
     tickets: list[FakeTicket] = field(default_factory=list)
     asked: list[Request] = field(default_factory=list)
     finished: int = 0
-    drains: bool = False
 
     def __post_init__(self) -> None:
         self.labels = LABELS if self.task == "SEQ_CLS" else ()
@@ -106,7 +104,7 @@ class FakeServing:
             raise requests.UnknownVariantError(request.variant)
         if isinstance(request, Classify | Embed) and any(len(text) > self.max_tokens for text in request.texts):
             raise requests.TooLongError("A text has too many tokens.")
-        if self.drains or sum(thread.is_alive() for thread in self._threads) >= self.max_waiting:
+        if sum(thread.is_alive() for thread in self._threads) >= self.max_waiting:
             raise requests.BusyError("full")
         ticket = FakeTicket()
         self.tickets.append(ticket)
@@ -121,13 +119,6 @@ class FakeServing:
         return Statistics(
             num_passes=3, num_rows=12, num_variants_of_passes=6, hits=self.finished, misses=2, bytes_read=7
         )
-
-    def drain(self, seconds: float) -> bool:
-        self.drains = True
-        end = time.monotonic() + seconds
-        for thread in list(self._threads):
-            thread.join(max(0.0, end - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
         for ticket in self.tickets:

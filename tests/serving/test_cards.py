@@ -18,10 +18,9 @@ from fedpriv.texts import percent_up
 from fedpriv.variants import folders
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.composition import History, Upload, client_ancestors, global_ancestors
-from fedpriv.variants.folders import Described
 from fedpriv.variants.kept import stored_models
 from fedpriv.variants.store import Store
-from tests.stores import damage_index
+from tests.stores import damage_index, described
 
 EVENT = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 DELTAS = {"A": 1e-5, "B": 1e-6}
@@ -36,16 +35,9 @@ ANCESTORS = {
 
 
 def describe(folder: Path, name: str, history: History | None = None) -> None:
-    described = Described(
-        name=name,
-        architecture="a",
-        utility=0.75,
-        epsilon_bound=0.5,
-        utility_bound=0.01,
-        deltas=DELTAS,
-        history=history or History(name=name, ancestors=ANCESTORS[name]),
-    )
-    folders.write(folder / name, described, {"w": np.zeros(4, np.float32)})
+    history = history or History(name=name, ancestors=ANCESTORS[name])
+    variant = described(name, utility=0.75, deltas=DELTAS, history=history)
+    folders.write(folder / name, variant, {"w": np.zeros(4, np.float32)})
 
 
 @pytest.fixture
@@ -70,7 +62,8 @@ def store(
     layout = layout_of(tensors, 4)
     with Store(path) as opened:
         for name, costs in privacy.items():
-            outcome: dict[str, object] = {"correct_after": correct, "num_records": 10}
+            accuracy = None if correct is None else correct / 10
+            outcome: dict[str, object] = {"utility_before": accuracy, "utility_after": accuracy}
             if likelihood is not None:
                 outcome = {"utility": "log likelihood", "utility_before": -1.0, "utility_after": likelihood}
             provenance = {"bases": bases.get(name, []), "outcome": outcome}

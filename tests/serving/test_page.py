@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from fedpriv.serving.http._page import page_content, page_policy
-from fedpriv.serving.http.app import create_app
+from fedpriv.serving.http.app import create_app, page_content, page_policy
 from fedpriv.serving.http.limits import RequestLimits
 from fedpriv.serving.http.tokens import Tokens
 from tests.serving.fake import FakeCards, FakeServing

@@ -256,7 +256,7 @@ def test_states_of_rows_that_move_are_kept():
     generator = torch.Generator().manual_seed(0)
 
     def written(lengths):
-        held = KeyValues.for_prompts(lengths, 2)
+        held = KeyValues(lengths, 2)
         for layer in range(2):
             held.write(layer, *torch.randn(2, len(lengths), 3, max(lengths), 4, generator=generator))
         held.advance(max(lengths))

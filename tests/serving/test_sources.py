@@ -199,11 +199,11 @@ def test_whole_weights_are_not_served(tiny_bert, tmp_path):
 
 def test_a_model_of_one_block_over_and_over_is_refused_before_it_fills_the_memory(run):
     block = np.zeros((1, 1024), np.float32)
-    layout = layout_of({"large": np.broadcast_to(block, (2**15, 1024))}, 1024)  # 128 MiB
+    large = np.broadcast_to(block, (2**15, 1024))  # 128 MiB
     with Store(run / "store") as store:
         known = read(run / "variants" / "global")
         store.add("one", layout_of({"small": block}, 1024), block, {}, described=replace(known, name="one"))
-        store.add("large", layout, np.zeros(2**15, np.int64), {}, described=replace(known, name="large"))
+        store.add("large", layout_of({"large": large}, 1024), large, {}, described=replace(known, name="large"))
     assert sum(file.stat().st_size for file in (run / "store").iterdir()) < 2**19
     read_large = find(run).readers["large"]
     tracemalloc.start()

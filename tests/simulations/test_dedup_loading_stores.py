@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.variants import folders
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.composition import History
-from fedpriv.variants.folders import Described
 from fedpriv.variants.store import Store
 from tests.cli.command_line import as_json, fedpriv, loading
-from tests.stores import damage_index
+from tests.stores import EVENT, damage_index, described
 
 WORKLOADS = """
 import torch
@@ -56,22 +54,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a store of three variants, their files, and a module of workloads."""
     folder = tmp_path_factory.mktemp("bench")
     (folder / "workloads.py").write_text(WORKLOADS)
-    event = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
     with Store(folder / "store") as store:
         for number in range(3):
             name = f"round-{number}"
             layout = layout_of(tensors_of(number), 32)
             store.add(name, layout, *layout.to_blocks(tensors_of(number)))
-            described = Described(
-                name=name,
-                architecture="linear",
-                utility=0.9,
-                epsilon_bound=1,
-                utility_bound=0.1,
-                deltas={"clinic": 1e-5},
-                history=History(name=name, ancestors=None, events={"clinic": (event,)}),
-            )
-            folders.write(folder / "variants" / name, described, tensors_of(number))
+            history = History(name=name, ancestors=None, events={"clinic": (EVENT,)})
+            variant = described(name, utility=0.9, epsilon_bound=1, utility_bound=0.1, history=history)
+            folders.write(folder / "variants" / name, variant, tensors_of(number))
     return folder
 
 

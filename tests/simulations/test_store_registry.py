@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpriv.errors import InputError
-from fedpriv.variants._rows import OpenRows, Wanted, read_rows
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.store import Store
-from simulations.benchmarks._store_registry import StoreRegistry, _distinct_bytes, memory_for_models
+from simulations.benchmarks._store_registry import (
+    StoreRegistry,
+    _distinct_bytes,
+    _OpenRows,
+    _read_rows,
+    _Wanted,
+    memory_for_models,
+)
 
 SIZE = 64
 NUM_MODELS = 4
@@ -287,7 +293,7 @@ def test_rows_are_read_as_a_loop_would(tmp_path_factory, width, positions, seed,
     path = tmp_path_factory.mktemp("rows") / "file"
     path.write_bytes(b"head" + source.tobytes())
     with path.open("rb") as file:
-        read_rows(OpenRows(file.fileno(), 4, 8 * width), [Wanted(target, np.array(positions, np.int64), rows)])
+        _read_rows(_OpenRows(file.fileno(), 4, 8 * width), [_Wanted(target, np.array(positions, np.int64), rows)])
     for position, row in zip(positions, rows, strict=True):
         expected[position] = source[row]
     assert np.array_equal(target, expected)
@@ -299,7 +305,7 @@ def test_more_runs_than_one_call_takes_are_read(tmp_path):
     rows = np.random.default_rng(1).permutation(5000)[:3000]
     target = np.zeros((3000, 7), np.uint8)
     with (tmp_path / "file").open("rb") as file:
-        read_rows(OpenRows(file.fileno(), 0, 7), [Wanted(target, np.arange(3000), rows)])
+        _read_rows(_OpenRows(file.fileno(), 0, 7), [_Wanted(target, np.arange(3000), rows)])
         assert np.array_equal(target, source[rows])
         with pytest.raises(ValueError, match="7 bytes are missing at the end of the blocks"):
-            read_rows(OpenRows(file.fileno(), 0, 7), [Wanted(target, np.arange(1), np.array([5000]))])
+            _read_rows(_OpenRows(file.fileno(), 0, 7), [_Wanted(target, np.arange(1), np.array([5000]))])

@@ -41,7 +41,7 @@ def test_blocks_go_tensor_by_tensor_in_the_order_of_names_with_padding():
     layout = layout_of(tensors, 4)
     blocks, extras = layout.to_blocks(tensors)
     assert blocks.tolist() == [[0, 3, 1, 4], [2, 5, 0, 0], [0, 1, 2, 3], [4, 0, 0, 0]]
-    assert (layout.positions("a"), layout.positions("b")) == (range(0, 2), range(2, 4))
+    assert layout.blocked == {"a": range(0, 2), "b": range(2, 4)}
     assert list(extras) == ["small"]
 
 
@@ -98,7 +98,6 @@ def test_equal_architectures_have_equal_layouts_whatever_the_values_and_the_orde
         (lambda: layout_of({"w": np.zeros(2, ">f4")}, 2), "tensor 'w': values of type >f4"),
         (lambda: layout_of({"w": np.array(["text"])}, 2), "tensor 'w': values of type <U4"),
         (lambda: layout_of(BASE, 2).to_blocks({"a": BASE["a"]}), "tensor 'b' float32"),
-        (lambda: layout_of(BASE, 2).positions("c"), "tensor 'c': not cut"),
         (lambda: layout_of(BASE, 2).from_blocks(np.zeros((3, 2), "f4"), {}), r"float32 \[3, 2\]"),
         (lambda: layout_of(BASE, 4).from_blocks(np.zeros((1, 4), "f4"), {}), "extras: tensor 'b'"),
     ],

@@ -8,24 +8,12 @@ import json
 import numpy as np
 import pytest
 
-from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.errors import InputError
 from fedpriv.variants import folders
-from fedpriv.variants.composition import History, Upload
-from fedpriv.variants.folders import Described
 from tests.foreign import planted
+from tests.stores import described
 
-_EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
-_UPLOADS = frozenset(Upload(data_set="clinic", run="r", round=n, event=_EVENT) for n in (1, 2))
-DESCRIBED = Described(
-    name="round-20",
-    architecture="mlp",
-    utility=0.9,
-    epsilon_bound=0.5,
-    utility_bound=0.02,
-    deltas={"clinic": 1e-5},
-    history=History(name="round-20", ancestors=_UPLOADS),
-)
+DESCRIBED = described("round-20", 2, architecture="mlp", utility=0.9)
 TENSORS = {"weight": np.arange(1, 13, dtype="f4").reshape(3, 4), "bias": np.ones(3, "f4")}
 LATER = {name: values + 1 for name, values in TENSORS.items()}
 

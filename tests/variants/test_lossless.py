@@ -12,7 +12,7 @@ from fedpriv.variants import lossless
 from fedpriv.variants import store as store_module
 from fedpriv.variants.blocks import layout_of
 from fedpriv.variants.lossless import Reference, best_reference, sample
-from fedpriv.variants.store import Store, Variant
+from fedpriv.variants.store import Store
 from tests.stores import basis_sizes, damage_index
 from tests.variants.test_blocks import MODELS, same_bits
 
@@ -122,10 +122,6 @@ def test_a_store_restores_packed_models_whoever_else_goes(tmp_path):
     with Store(tmp_path / "s") as store:
         assert store.verify() == []
         assert all(same_bits(store.tensors(name), models[name]) for name in "bc")
-        plain, extras = layout.to_blocks(models["c"])
-        difference = Variant(base="b", positions=np.array([0]), blocks=plain[:1])
-        with pytest.raises(InputError, match="base 'b': has no blocks"):
-            store.add("d", layout, difference, extras)
         store.remove("b", "c")
         assert basis_sizes(tmp_path / "s") == []
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fedpriv.errors import InputError, StoreError
 from fedpriv.variants import _index, _manifests
 from fedpriv.variants.blocks import layout_of
-from fedpriv.variants.store import Store, Variant
+from fedpriv.variants.store import Store
 from tests.stores import damage_index
 from tests.variants.test_blocks import MODELS, same_bits
 
@@ -87,23 +87,6 @@ def test_what_the_caller_says_of_a_model_is_kept(store):
         assert again.manifest("m").provenance == {"round": 3}
 
 
-def test_variant_by_numbers_of_stored_blocks_and_by_values(store):
-    base, other = model(0), model(1)
-    layout = layout_of(base, SIZE)
-    _, extras = layout.to_blocks(base)
-    for name, tensors in (("base", base), ("other", other)):
-        add(store, name, tensors)
-    numbers = store.manifest("other").blocks
-    store.add("one", layout, Variant(base="base", positions=np.array([4]), blocks=numbers[[4]]), extras)
-    store.add("two", layout, Variant(base="base", positions=np.array([3]), blocks=np.full((1, SIZE), 9, "f4")), extras)
-    store.add("three", layout, store.manifest("one").blocks, extras)
-    expected = {**base, "b": np.concatenate([base["b"][:SIZE], other["b"][SIZE:]])}
-    assert same_bits(store.tensors("one"), expected)
-    assert same_bits(store.tensors("two"), replaced(base, 0, 9.0))
-    assert same_bits(store.tensors("three"), expected)
-    assert len(store.blocks) == 11
-
-
 def test_base_may_go_while_its_variants_stay_and_compaction_frees_the_rest(store):
     base = model()
     variant = replaced(base, 0, 7.0)
@@ -158,11 +141,6 @@ def mistakes(store: Store) -> dict[str, tuple]:
     tensors = model(1)
     layout = layout_of(tensors, SIZE)
     blocks, extras = layout.to_blocks(tensors)
-    other = layout_of({"w": np.zeros(SIZE, "f4")}, SIZE)
-
-    def variant(base="base", positions=(0,), numbers=(0,)):
-        return Variant(base=base, positions=np.array(positions), blocks=np.array(numbers))
-
     return {
         "'base': stored already": (store.add, "base", layout, blocks, extras),
         r"'\.\./x': a name has letters": (store.add, "../x", layout, blocks, extras),
@@ -172,11 +150,7 @@ def mistakes(store: Store) -> dict[str, tuple]:
         "blocks: float64": (store.add, "m", layout, blocks.astype("f8"), extras),
         "extras: tensor 'bias'": (store.add, "m", layout, blocks, {"steps": extras["steps"]}),
         "plain JSON values": (lambda: store.add("m", layout, blocks, extras, privacy={"epsilon": object()}),),
-        "'nobody': not in": (store.add, "m", layout, variant(base="nobody"), extras),
-        "another architecture: tensor 'a'": (store.add, "m", other, variant(), {}),
-        "positions: 2 for 1 blocks": (store.add, "m", layout, variant(positions=(0, 0)), extras),
-        "from 0 to 4": (store.add, "m", layout, variant(positions=(5,)), extras),
-        "block 99: not stored": (store.add, "m", layout, variant(numbers=(99,)), extras),
+        "block 99: not stored": (store.rows, np.array([99])),
         "'gone': not in .* it has base": (store.remove, "gone"),
         "'lost': not in": (store.tensors, "lost"),
     }
@@ -427,28 +401,6 @@ def test_truncated_blocks_name_every_tensor_that_lost_some(two):
             store.tensors("base")
         with pytest.raises(StoreError, match="truncated"):
             store.compact()
-
-
-def flip_block(path: Path, place: int = -1) -> None:
-    file = path / "blocks.0.npy"
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize("by_number", [True, False])
-def test_a_stored_block_that_is_damaged_becomes_no_part_of_a_new_model(tmp_path, by_number):
-    layout = layout_of(model(), SIZE)
-    blocks, extras = layout.to_blocks(model())
-    with Store(tmp_path / "s") as store:
-        store.add("a", layout, blocks, extras)
-    flip_block(tmp_path / "s")
-    with Store(tmp_path / "s") as store:
-        numbers = store.manifest("a").blocks
-        values = numbers if by_number else Variant(base="a", positions=np.array([0]), blocks=blocks[1:2])
-        with pytest.raises(StoreError, match=r"block \d+ is damaged"):
-            store.add("b", layout, values, extras)
-        assert store.names == ["a"]
 
 
 def test_blocks_that_are_sound_but_not_the_models_own_are_told(tmp_path):

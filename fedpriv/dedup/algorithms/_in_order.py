@@ -111,13 +111,7 @@ def greedy(num_blocks: int, accept: Accept, *, batch: int = 20) -> BlockSearchRe
 def dedup(num_blocks: int, accept: Accept, *, batch: int = 20) -> BlockSearchResult:
     """Replace batches in saliency order; the first one that fails is rolled back and ends the search.
 
-    Args:
-        num_blocks: positions in saliency order, 0 the least salient; >= 0.
-        accept: whether the model with exactly these positions replaced passes validation.
-        batch: N, blocks for each validation, >= 1.
-
-    Raises:
-        InputError: a number is out of range.
+    Arguments and errors are those of `greedy`.
 
     Source: Zhou et al. 2022, as Guan et al. 2025 describe it in section 3.2, step 3.
     """
@@ -189,9 +183,7 @@ def dred(
     block of their ranges; otherwise the number of validations would explode.
 
     Args:
-        num_blocks: as for `drd`.
-        accept: as for `drd`.
-        min_batch: as for `drd`.
+        num_blocks, accept, min_batch: as for `drd`.
         stopping: `listing` leaves a range that is too short and goes on after it. `published` ends the search there, as
             the authors' code does, which also rounds the middle of an odd range down instead of up.
 

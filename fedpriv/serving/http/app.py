@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -33,7 +37,6 @@ from fedpriv.serving.http._openai_requests import (
     engine_requests,
     parsed,
 )
-from fedpriv.serving.http._page import page_content, page_policy
 from fedpriv.serving.http.limits import InFlight, RequestLimits, ThreadTurns
 from fedpriv.serving.http.refusals import RefusalError, of_engine
 from fedpriv.serving.http.tokens import ANYONE, Token, Tokens
@@ -321,3 +324,27 @@ async def _nobody_there(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     """An error of this program. The server's own log has the traceback; the client learns that it happened."""
     return await _refused(request, RefusalError(500, "The server failed; its log says why.", code="internal_error"))
+
+
+@cache
+def page_content() -> bytes:
+    """The page at `/`, which needs no network; the same for everybody, so it says nothing of the variants."""
+    return (resources.files("fedpriv.serving.http") / "page.html").read_bytes()
+
+
+@cache
+def page_policy() -> str:
+    """The Content-Security-Policy of the page: its own style and script, by digest, and requests to this server."""
+    text = page_content().decode()
+    style, script = (_digests(text, tag) for tag in ("style", "script"))
+    return (
+        f"default-src 'none'; style-src {style}; script-src {script}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _digests(text: str, tag: str) -> str:
+    """The digests of what stands between the tags, as the policy writes them."""
+    inner = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in inner)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)

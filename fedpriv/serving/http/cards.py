@@ -21,7 +21,14 @@ from fedpriv.ledger.statement import adjacency_of
 from fedpriv.runs import files
 from fedpriv.texts import risk_in_words
 from fedpriv.variants import Manifest, folders, is_store
-from fedpriv.variants.composition import Guarantee, History, PublicationCost, events_on, publication_cost
+from fedpriv.variants.composition import (
+    Guarantee,
+    History,
+    PublicationCost,
+    events_on,
+    publication_cost,
+    smallest_deltas,
+)
 from fedpriv.variants.folders import Described
 from fedpriv.variants.outcomes import accuracy_after, perplexity_after, utilities
 from fedpriv.variants.store import Store
@@ -93,8 +100,8 @@ class Cards:
         stated = [stored.stated if (stored := self._stored.get(name)) else None for name in names]
         by_store = _sum([each for each in stated if each]) if all(stated) else None
         # Neither what private validation released nor what a damaged manifest names is known from uploads.
-        hidden = any(stored.is_private for name in consulted if (stored := self._stored.get(name)))
-        hidden |= any(name in self._damaged for name in consulted)
+        told = [self._stored[name] for name in consulted if name in self._stored]
+        hidden = any(stored is None or stored.is_private for stored in told)
         units = {event.unit for each in described for event in _events(each.history)}
         note, method, guarantee, risk = "", "basic", by_store, None
         if len(described) == len(consulted) and not hidden and len(units) <= 1:
@@ -175,17 +182,8 @@ class Cards:
         return None
 
     @cached_property
-    def _stored(self) -> dict[str, _Stored]:
-        """{name: what the store says}, of those whose manifest can be read."""
-        return {name: stored for name, stored in self._manifests.items() if stored}
-
-    @cached_property
-    def _damaged(self) -> frozenset[str]:
-        """Stored variants whose manifest cannot be read: what they may hold of others is not known."""
-        return frozenset(name for name, stored in self._manifests.items() if not stored)
-
-    @cached_property
-    def _manifests(self) -> dict[str, _Stored | None]:
+    def _stored(self) -> dict[str, _Stored | None]:
+        """{name: what the store says}; None where its manifest cannot be read: nobody knows whose blocks it holds."""
         if not is_store(self._store):
             return {}
         found: dict[str, _Stored | None] = {}
@@ -209,18 +207,16 @@ class Cards:
 
 
 def _stored(manifest: Manifest) -> _Stored:
-    privacy, provenance = manifest.privacy, manifest.provenance
-    outcome = provenance.get("outcome") or {}
-    bases = tuple(provenance.get("bases", ()))
+    privacy, outcome = manifest.privacy, manifest.outcome
     stated = None
     if "epsilon" in privacy and "delta" in privacy:
         stated = Guarantee(epsilon=float(privacy["epsilon"]), delta=float(privacy["delta"]))
     return _Stored(
-        bases=bases,
+        bases=manifest.bases,
         stated=stated,
         accuracy=accuracy_after(outcome),
         perplexity=perplexity_after(outcome),
-        is_private=bool(bases) and bool(outcome) and utilities(outcome) is None,
+        is_private=bool(manifest.bases and outcome) and utilities(outcome) is None,
     )
 
 
@@ -231,10 +227,7 @@ def _composed(described: list[Described]) -> PublicationCost:
 
 def _united(described: list[Described]) -> tuple[list[History], dict[str, float]]:
     """The histories to be composed, and {data set: the smallest delta of any}."""
-    deltas: dict[str, float] = {}
-    for each in described:
-        for id_, delta in each.deltas.items():
-            deltas[id_] = min(delta, deltas.get(id_, delta))
+    deltas = smallest_deltas(stated for each in described for stated in each.deltas.items())
     histories = [each.history for each in described]
     if all(history.ancestors is not None for history in histories):
         uploads = frozenset().union(*(history.ancestors or () for history in histories))
