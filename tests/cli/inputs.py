@@ -101,7 +101,9 @@ def write_begun_run(folder: Path) -> None:
     """One round without noise, whose model gave no number."""
     folder.mkdir()
     (folder / "config.toml").write_text("rounds = 5\n")
+    (folder / "environment.json").write_text('{"version": 1}')
     epsilons = {"epsilon_local_max": ["inf"], "epsilon_rho_max": ["inf"], "epsilon_aggregate_max": [""]}
+    epsilons |= {"epsilon_this_run_max": [""], "epsilon_before_max": [""]}
     numbers = {"test_accuracy": ["nan"], "bytes_up": [10], "bytes_down": [10], "seconds": ["nan"]}
     write_csv(folder / "rounds.csv", round=[1], **epsilons, **numbers)
     client = {"client": [0], "num_records": [50], "status": ["ok"], "detail": [""]}
