@@ -70,6 +70,13 @@ class RunProgress:
 Follow = Callable[[RunProgress], None]
 
 
+def answers(round_: int, num_answers: int, num_asked: int, clients: Mapping[int, str] | None = None) -> RunProgress:
+    """The number of those asked in a round that have answered, and what each of them does."""
+    return RunProgress(
+        what="answers", done=num_answers, total=num_asked, round=round_, is_count=True, clients=clients or {}
+    )
+
+
 class Observer(Protocol):
     """Follows a run; the terminal display is one."""
 

@@ -34,7 +34,7 @@ from fedpriv.vault.frames import TRAIN
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange, ExpectedReply, Vector, read_reply, read_sum, records_of, wire_bytes
-from server.observer import Follow, RunProgress
+from server.observer import Follow, answers
 from server.registration import Nodes
 from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Receipts, Round, RoundRequest, client_rows, round_row
 from server.sums import Opened, SecureSums
@@ -242,10 +242,7 @@ class RuleStrategy(Strategy):
         known = self._round.client_of
         until = "training" if kind == TRAIN else "asked"
         doing = {known[node_id]: until if node_id in silent else "replied" for node_id in asked if node_id in known}
-        num_answers, number = len(asked) - len(silent), self._round.number
-        self._follow(
-            RunProgress(what="answers", done=num_answers, total=len(asked), round=number, is_count=True, clients=doing)
-        )
+        self._follow(answers(self._round.number, len(asked) - len(silent), len(asked), doing))
 
     def _read(self, client: int, reply: Message) -> tuple[Adapter | Vector | None, str]:
         """The content of a client's reply, and the digest that the client's ledger records."""
