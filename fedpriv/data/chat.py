@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from fedpriv.data._text import Turn, turns_of
-from fedpriv.errors import InputError, is_memory_failure
+from fedpriv.errors import InputError, first_line, is_memory_failure
 
 RESPONSE_MASK = "response_mask"
 """A feature of each token: 1 where a model is to predict it. Without this feature, it is to predict all of them."""
@@ -117,7 +117,7 @@ class ChatFormat:
         try:
             _Chats(tokenizer).frame(self._roles(("user",)))
         except Exception as error:  # templates raise what they like
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             system = " with a system_prompt" if self.system_prompt else ""
             raise InputError(f"model = {model!r}: its chat template cannot be used{system} ({reason})") from None
         frame = self._frame_tokens(tokenizer)

@@ -27,7 +27,7 @@ from fedpriv.data._tables import Table, instructions, read_table, release_memory
 from fedpriv.data._text import DataSource, FederatedData, TextData, response_of
 from fedpriv.data.apart import check_texts
 from fedpriv.data.persons import by_person
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from fedpriv.data.tensors import TensorRecords
@@ -462,7 +462,7 @@ def _by_label(order: Sequence[int], labels: Sequence[Any], config: RunConfig) ->
             partitioner.dataset = table
             parts = [partitioner.load_partition(client) for client in range(config.num_clients)]
     except ValueError as error:
-        raise InputError(f"partition = dirichlet: {str(error).splitlines()[0]}") from None
+        raise InputError(f"partition = dirichlet: {first_line(error)}") from None
     return [list(part[_UNIT][:]) for part in parts]
 
 

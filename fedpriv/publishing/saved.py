@@ -23,7 +23,7 @@ from fedpriv.config import RunConfig
 from fedpriv.data import TextData, records
 from fedpriv.data.chat import RESPONSE_MASK
 from fedpriv.data.records import TextReading, collate, num_tokens, tokenize, usable
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, first_line
 from fedpriv.runs import RunFolder, files
 from fedpriv.training import Tokens, batches, ends_of_turn, greedy_answers
 from fedpriv.training.evaluation import text_of
@@ -259,7 +259,7 @@ def fitting(saved: SavedVariant) -> Iterator[None]:
     except InputError:
         raise
     except (RuntimeError, KeyError, ValueError) as error:  # of torch and peft, for tensors of other shapes or names
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise InputError(f"model = {saved.model!r}: adapter {saved.name} does not fit it ({reason})") from None
     # Of the files that were read, which a model of the Hub may have got only now.
     check_weights(saved.model, saved.convention["base_weights"])

@@ -21,7 +21,7 @@ from fedpriv.adapters import Adapter, Merged, merged_from_tensors, merged_to_ten
 from fedpriv.apps import CHECKOUT
 from fedpriv.config import RunConfig
 from fedpriv.data.records import RecordSet
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, first_line
 from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from fedpriv.secure_aggregation.grid import ClientGrid
 from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
@@ -283,7 +283,7 @@ def connect(address: str = "", *, num_cpus: int | None = None) -> Any:
             # `local`, since without an address Ray would join any cluster that it finds on this machine.
             ray.init("local", num_cpus=num_cpus, include_dashboard=False, runtime_env=environment, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"ray_address = {address!r}: no Ray cluster to join ({str(error).splitlines()[0]})") from None
+        raise InputError(f"ray_address = {address!r}: no Ray cluster to join ({first_line(error)})") from None
     if threading.current_thread() is threading.main_thread():  # in the place of Ray's handlers, which exit or abort
         signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
     return ray
