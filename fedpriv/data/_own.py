@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from fedpriv.data._rows import Row, opened, unreadable
+from fedpriv.data._rows import Row, opened, require_columns, unreadable
 from fedpriv.data._text import DataSource, as_text, from_messages
 from fedpriv.errors import InputError
 
@@ -47,11 +47,8 @@ def read(source: DataSource) -> list[OwnRecord | InputError]:
     with opened(
         source.data, separator=source.separator, encoding=source.encoding, columns=[name for _, name in asked]
     ) as rows:
-        for key, column in asked:
-            if rows.names and column not in rows.names:
-                raise InputError(
-                    f"{key} = {column!r}: {source.data} has no such column; it has {', '.join(rows.names)}"
-                )
+        if rows.names:  # else every record names its own
+            require_columns(rows.names, asked, source.data)
         return [_record(place, row, source) for place, row in rows.places]
 
 

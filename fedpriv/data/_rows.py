@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from fedpriv.config import Encoding, Separator
 from fedpriv.data._layout import SEPARATORS, LayoutError, decoded, misfit, names_of, separator_of
-from fedpriv.errors import InputError, is_memory_failure
+from fedpriv.errors import InputError, first_line, is_memory_failure
+from fedpriv.texts import visible
 
 if TYPE_CHECKING:
     import datasets
@@ -104,7 +105,20 @@ def opened(
     except LayoutError as error:
         raise InputError(f"{key} = {source!r}: {error}") from None
     except Exception as error:  # the libraries raise errors of many types
-        raise InputError(f"{key} = {source!r}: cannot be read ({_reason(error)})") from None
+        raise InputError(f"{key} = {source!r}: cannot be read ({first_line(error)})") from None
+
+
+def require_columns(names: Collection[str], asked: Iterable[tuple[str, str]], source: str) -> None:
+    """Refuse a table that lacks one of the (configuration key, column) pairs; an empty column is not asked for.
+
+    Raises:
+        InputError: names the key, the column, and those that are there.
+    """
+    for key, column in asked:
+        if column and column not in names:
+            raise InputError(
+                f"{key} = {column!r}: {source} has no such column; it has {', '.join(map(visible, names))}"
+            )
 
 
 def unreadable(error: Exception, where: str) -> str:
@@ -121,11 +135,9 @@ def unreadable(error: Exception, where: str) -> str:
         raise error
     if isinstance(error, LayoutError):
         return str(error)
-    return f"{where}: has no {error}" if isinstance(error, KeyError) else f"{where}: cannot be read ({_reason(error)})"
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (
+        f"{where}: has no {error}" if isinstance(error, KeyError) else f"{where}: cannot be read ({first_line(error)})"
+    )
 
 
 def _lines(file: IO[bytes] | gzip.GzipFile, *, spans: bool = False) -> Iterator[tuple[int, bytes]]:

@@ -12,11 +12,10 @@ from typing import Any
 from fedpriv.adapters import hub_problem, quiet_hub
 from fedpriv.config import DataSection, Encoding, RunConfig, Separator
 from fedpriv.data._layout import is_decimal_comma
-from fedpriv.data._rows import FORMATS, named, opened, suffix_of, unit_of, unreadable
+from fedpriv.data._rows import FORMATS, named, opened, require_columns, suffix_of, unit_of, unreadable
 from fedpriv.data._text import TextData, as_text, from_messages, response_of
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, first_line
 from fedpriv.files import new_file
-from fedpriv.texts import visible
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,9 @@ class Table:
 
     def require(self, columns: Sequence[tuple[str, str]]) -> None:
         """Refuse a table that lacks one of the (configuration key, column) pairs; an empty column name is skipped."""
+        require_columns(self.columns, columns, self.source)
         for key, column in columns:
-            if column and column not in self.columns:
-                raise InputError(
-                    f"{key} = {column!r}: {self.source} has no such column; it has "
-                    f"{', '.join(map(visible, self.columns))}"
-                )
-            if column in self.lacking:
+            if column and column in self.lacking:
                 raise InputError(f"{key} = {column!r}: {self.lacking[column]} of {self.source} has no such column")
 
 
@@ -146,7 +141,7 @@ def _from_hub(source: str, key: str) -> dict[str, list[object]]:
         with quiet_hub():
             table = datasets.load_dataset(name, split=split or "train")
     except Exception as error:  # the library raises errors of many types
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise InputError(f"{key} = {source!r}: neither a file nor a data set on the Hub ({reason})") from None
     return {
         name: [named(feature, value) for value in table.with_format("arrow")[name].to_pylist()]

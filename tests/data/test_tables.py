@@ -13,6 +13,7 @@ import datasets
 import pytest
 
 from fedpriv.config import parse
+from fedpriv.data import _tables
 from fedpriv.data._own import read_strictly
 from fedpriv.data._tables import read_table, to_text, write_lines
 from fedpriv.data._text import DataSource
@@ -134,6 +135,27 @@ def test_class_labels_of_a_parquet_file_appear_by_name(tmp_path):
     table = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, None]}, features=features)
     table.to_parquet(tmp_path / "r.parquet")
     assert read_table(str(tmp_path / "r.parquet")).names_of("label") == ["yes", "no", None]
+
+
+def test_a_data_set_on_the_hub_has_its_values_and_the_names_of_its_classes(monkeypatch):
+    chat = [{"role": "user", "content": "x"}]
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["no", "yes"]),
+            "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+        }
+    )
+    values = {"text": ["a", None], "label": [1, None], "messages": [chat, chat]}
+    found = {("some/name", "test"): datasets.Dataset.from_dict(values, features=features)}
+    monkeypatch.setattr(_tables, "hub_problem", lambda *_: "")
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: found[name, split])
+    assert read_table("some/name:test").columns == values | {"label": ["yes", None]}
+
+
+def test_a_key_without_a_name_asks_for_no_column(tmp_path):
+    (tmp_path / "r.jsonl").write_text('{"text": "a", "label": "0", "": 1}\n{"text": "b", "label": "1"}\n')
+    read_table(str(tmp_path / "r.jsonl")).require([("text_column", "text"), ("text_pair_column", "")])
 
 
 def test_missing_texts_count_as_empty_and_pairs_stay_aligned(tmp_path):
