@@ -82,6 +82,7 @@ lint: style types
 style: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 types: $(VENV)/installed-dev
 	$(BIN)/mypy

@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 
 import fedpriv
 from clients.pipe import VAULT_KEY, carry
-from fedpriv.vault import frames
+from fedpriv.holder.wire import frames
 
 log = logging.getLogger("flwr")
 

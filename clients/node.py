@@ -14,15 +14,15 @@ from flwr.app import Context, Message
 from clients.pipe import message_of, request_of
 from fedpriv.config import EMBEDDED, RunConfig
 from fedpriv.files import Journal
-from fedpriv.ledger.holders import path_of
-from fedpriv.training.local_update import ClientUpdate
-from fedpriv.training.workbench import workbench
-from fedpriv.vault import NodePolicy, refused
-from fedpriv.vault import answer as vault
-from fedpriv.vault.answer import Prepared
-from fedpriv.vault.frames import TRAIN, Request, Response
-from fedpriv.vault.holder import Holder, parsed
-from fedpriv.vault.settings import NodeLimits, VaultSettings
+from fedpriv.holder.vault import NodePolicy, refused
+from fedpriv.holder.vault import answer as vault
+from fedpriv.holder.vault.answer import Prepared
+from fedpriv.holder.vault.holder import Holder, parsed
+from fedpriv.holder.vault.settings import NodeLimits, VaultSettings
+from fedpriv.holder.wire.frames import TRAIN, Request, Response
+from fedpriv.learning.training.local_update import ClientUpdate
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.privacy.ledger.holders import path_of
 
 # A node whose operator also starts the runs, as in a simulation, may take data and rules from the run's configuration.
 TRUST_KEY = "trust-run-config"

@@ -8,15 +8,15 @@ from typing import cast
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
-from fedpriv.vault.frames import FAILED, Request, Response, Scalar, ask
-from fedpriv.wire import CARRIER, packed, unpacked
+from fedpriv.holder.wire.carrier import CARRIER, packed, unpacked
+from fedpriv.holder.wire.frames import FAILED, Request, Response, Scalar, ask
 
 log = logging.getLogger("flwr")
 
 # The key of a node's configuration that names the vault's socket.
 VAULT_KEY = "vault"
 
-# Names of a message's records, as in fedpriv/protocol.py, which loads torch.
+# Names of a message's records, as in fedpriv/holder/wire/protocol.py, which loads torch.
 _INSTRUCTION = "instruction"
 _ADAPTER = "adapter"
 

@@ -1,8 +1,8 @@
 """Federated LoRA fine-tuning of language models under differential privacy.
 
-Packages that a program uses most: `config`, `data`, `adapters`, `training`, `mechanisms`, `accounting`, `ledger`,
-`aggregation` and `secure_aggregation` for a federation; `variants`, `dedup` and `serving` for its models; `plan`,
-`audit` and `integral` to judge one.
+Its wings, each a package: `privacy` (accounting, mechanisms, ledger), `config`, `learning` (data, adapters, training,
+aggregation), `holder` (vault, sums, flower), `methods` (audit, lmo, integral), `runs` (plan, show) and `models`
+(variants, dedup, serving, publishing). `cli` and `operate` are those of the command lines.
 """
 
 import logging
@@ -11,8 +11,9 @@ import warnings
 from typing import TYPE_CHECKING
 
 from fedpriv.exports import lazy_exports
+from fedpriv.texts import VERSION
 
-__version__ = "0.2.0"
+__version__ = VERSION
 
 # Threads of torch's pool that spin while they wait take cores that others need, and the pool's own threads too. So they
 # spin briefly, unless the user says how they wait. GNU's OpenMP reads this when torch is loaded.
@@ -25,24 +26,13 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 if TYPE_CHECKING:
-    from fedpriv import accounting as accounting
-    from fedpriv import adapters as adapters
-    from fedpriv import aggregation as aggregation
-    from fedpriv import audit as audit
     from fedpriv import config as config
-    from fedpriv import data as data
-    from fedpriv import dedup as dedup
-    from fedpriv import integral as integral
-    from fedpriv import ledger as ledger
-    from fedpriv import lmo as lmo
-    from fedpriv import mechanisms as mechanisms
-    from fedpriv import plan as plan
+    from fedpriv import holder as holder
+    from fedpriv import learning as learning
+    from fedpriv import methods as methods
+    from fedpriv import models as models
+    from fedpriv import privacy as privacy
     from fedpriv import runs as runs
-    from fedpriv import secure_aggregation as secure_aggregation
-    from fedpriv import serving as serving
-    from fedpriv import training as training
-    from fedpriv import variants as variants
-    from fedpriv import vault as vault
     from fedpriv.apps import run as run
     from fedpriv.apps import sweep as sweep
     from fedpriv.config import RunConfig as RunConfig

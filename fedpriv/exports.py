@@ -3,7 +3,7 @@
 A package lists its exports once, where type checkers and editors look for them:
 
     if TYPE_CHECKING:
-        from fedpriv.accounting.events import PureEpsilon as PureEpsilon
+        from fedpriv.privacy.accounting.events import PureEpsilon as PureEpsilon
     else:
         __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
 

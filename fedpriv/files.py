@@ -21,6 +21,9 @@ from typing import Protocol
 
 from fedpriv.errors import InputError
 
+LIBRARY = Path(__file__).parent
+"""The folder of the fedpriv that runs."""
+
 _log = logging.getLogger(__name__)
 
 _Value = str | int | float | bool | None

@@ -11,6 +11,9 @@ from typing import Any
 
 from fedpriv.errors import InputError
 
+VERSION = "0.2.0"
+"""The version of fedpriv, which files and messages name."""
+
 
 def printable(text: object) -> str:
     """The text without control characters: names and reasons come from others, and must not control the terminal."""
@@ -92,7 +95,7 @@ def risk_in_words(values: Mapping[str, Any], delta: float) -> list[str]:
     """The share found where 1 % is wrongly accused, and what delta means: sentences for people who read no curves.
 
     Args:
-        values: with `tpr_at_fpr` and `unit`, as `fedpriv.accounting.risk.Risk.values` has them.
+        values: with `tpr_at_fpr` and `unit`, as `fedpriv.privacy.accounting.risk.Risk.values` has them.
         delta: beside it.
     """
     found = values["tpr_at_fpr"]["0.01"]

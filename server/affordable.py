@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedpriv import protocol
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
+from fedpriv.holder.wire import protocol
 from server.costs import RoundCosts
 from server.exchange import Exchange, reason_of
 from server.observer import Observer

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.adapters import Adapter, Merged
 from fedpriv.config import RunConfig
-from fedpriv.runs import RunWriter, Sample
-from fedpriv.training import (
+from fedpriv.learning.adapters import Adapter, Merged
+from fedpriv.learning.training import (
     mean_estimate,
     rouge_l,
     with_adapter,
 )
-from fedpriv.training.evaluation import text_of
-from fedpriv.training.questions import answers_to, first_questions
-from fedpriv.training.workbench import Workbench
+from fedpriv.learning.training.evaluation import text_of
+from fedpriv.learning.training.questions import answers_to, first_questions
+from fedpriv.learning.training.workbench import Workbench
+from fedpriv.runs import RunWriter, Sample
 from server.observer import Observer
 from server.summary import SeriesOutcome
 

@@ -15,20 +15,21 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 import fedpriv
-from fedpriv.accounting.views import View
-from fedpriv.audit.black_box import audit_of, registration, run_scores
 from fedpriv.config import ON_NODES, RunConfig, parse, with_mechanism_parameters
-from fedpriv.data.accounts import other_partitions
 from fedpriv.errors import InputError
-from fedpriv.ledger.holders import carry_on
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.plan.preflight import check_clients, check_run
-from fedpriv.publishing import card
+from fedpriv.learning.data.accounts import other_partitions
+from fedpriv.learning.training.noise_plan import calibrated, decided
+from fedpriv.learning.training.workbench import Workbench, workbench
+from fedpriv.methods.audit.black_box import audit_of, registration, run_scores
+from fedpriv.models.publishing import card
+from fedpriv.models.variants import stored_in
+from fedpriv.privacy.accounting.views import View
+from fedpriv.privacy.ledger.holders import carry_on
+from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs import RunWriter, files, marked_alive
+from fedpriv.runs.plan.preflight import check_clients, check_run
 from fedpriv.runs.show import check_installed, tracked_run
 from fedpriv.texts import holder_label
-from fedpriv.training.noise_plan import calibrated, decided
-from fedpriv.training.workbench import Workbench, workbench
 from server import answers, checkpoint, registry
 from server.affordable import check_affordable
 from server.bookkeeping import announce_budgets
@@ -40,7 +41,7 @@ from server.series import Series
 from server.summary import SeriesOutcome, summarize
 
 if TYPE_CHECKING:
-    from fedpriv.training.baselines import Baselines
+    from fedpriv.learning.training.baselines import Baselines
 
 
 log = logging.getLogger("flwr")
@@ -118,7 +119,7 @@ def _begun(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
             stack.enter_context(marked_alive(writer.path))
             if bench.digests is not None:
                 writer.write_digests(bench.digests.to_json())
-        follow = stack.enter_context(tracked_run(writer.path, config, observer.notice))
+        follow = stack.enter_context(tracked_run(writer.path, config, observer.notice, stored_in))
         show = stack.enter_context(kept_page(writer.path, config.round_seconds))
         _carry_out(grid, config, bench, nodes, resumed, writer, FollowedObserver(observer, show, follow))
     return writer.path
@@ -142,7 +143,7 @@ def _carry_out(
                 f"{path} also has accounts of {', '.join(others)}: what a record has spent is the sum over all ways of "
                 "dealing out its data, and budget_epsilon bounds each of them alone"
             )
-        writer.write_registrations(series.registrations)
+        writer.write_registrations({each.client: vars(each) for each in series.registrations})
         registered = registration(config, bench) if config.audit else None
         if registered:
             writer.register_audit(registered)
@@ -197,7 +198,7 @@ def _carry_out(
 
 
 def _baselines(config: RunConfig, bench: Workbench, observer: Observer) -> Baselines | None:
-    from fedpriv.training import baselines  # deferred: scikit-learn is not needed without them
+    from fedpriv.learning.training import baselines  # deferred: scikit-learn is not needed without them
 
     observer.progressed(RunProgress(what="training the baselines"))
     return baselines.compute(config, bench)
@@ -206,7 +207,7 @@ def _baselines(config: RunConfig, bench: Workbench, observer: Observer) -> Basel
 def _write_report(path: Path) -> None:
     from fedpriv.runs.show import write_report  # deferred: matplotlib is loaded once a run has begun
 
-    write_report(path)
+    write_report(path, stored_in(path))
 
 
 def _nodes(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint | None) -> Nodes:

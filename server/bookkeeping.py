@@ -12,17 +12,17 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from fedpriv.accounting.accountants import PrivacySpent
-from fedpriv.accounting.calibration import first_rounds_within
-from fedpriv.accounting.composition.law import Accountant
-from fedpriv.accounting.events import Event
-from fedpriv.accounting.views import Release, View
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.ledger.accounts import Accounts, Part
-from fedpriv.ledger.entries import RELEASED, Charge, DataSet, Key
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.privacy.accounting.accountants import PrivacySpent
+from fedpriv.privacy.accounting.calibration import first_rounds_within
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.accounting.law import Accountant
+from fedpriv.privacy.accounting.views import Release, View
+from fedpriv.privacy.ledger.accounts import Accounts, Part
+from fedpriv.privacy.ledger.entries import RELEASED, Charge, DataSet, Key
+from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.texts import holder_label
 from server.costs import EarlierCharges, RoundCosts
 from server.observer import Observer

@@ -24,16 +24,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 import fedpriv
-from fedpriv.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
-from fedpriv.aggregation import GlobalModel
 from fedpriv.config import KEYS, Fact, RunConfig
-from fedpriv.data.digests import DataDigests
 from fedpriv.errors import InputError
 from fedpriv.files import remove_files, sync_folder
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.learning.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
+from fedpriv.learning.aggregation import GlobalModel
+from fedpriv.learning.data.digests import DataDigests
+from fedpriv.learning.training.workbench import Workbench, workbench
+from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs import RunWriter, files
-from fedpriv.training.workbench import Workbench, workbench
 from server.registration import NO_NODE, Nodes, check_same
 
 VERSION = 1

@@ -12,18 +12,18 @@ from functools import cache, cached_property
 
 from torch import Tensor
 
-from fedpriv.accounting.events import Event, Unit
-from fedpriv.accounting.views import Release, num_readers, rho_bar, smallest_aggregate_scales, smallest_rho_bars
-from fedpriv.aggregation import weights_by_size
 from fedpriv.config import RunConfig
-from fedpriv.ledger.entries import Key
-from fedpriv.secure_aggregation.grid import ClientGrid, SumGrid
-from fedpriv.training.local_update import UpdateSpec, planned_event
-from fedpriv.training.noise_plan import view_scale
-from fedpriv.training.private_evaluation import EvaluationSpec
-from fedpriv.training.private_evaluation import planned_event as planned_evaluation
-from fedpriv.training.schedule import RunSchedule
-from fedpriv.training.summing import client_masses, grid_of
+from fedpriv.learning.aggregation import weights_by_size
+from fedpriv.learning.training.local_update import UpdateSpec, planned_event
+from fedpriv.learning.training.noise_plan import view_scale
+from fedpriv.learning.training.private_evaluation import EvaluationSpec
+from fedpriv.learning.training.private_evaluation import planned_event as planned_evaluation
+from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.learning.training.summing import client_masses, grid_of
+from fedpriv.privacy.accounting.events import Event, Unit
+from fedpriv.privacy.accounting.views import Release, num_readers, rho_bar, smallest_aggregate_scales, smallest_rho_bars
+from fedpriv.privacy.ledger.entries import Key
+from fedpriv.privacy.mechanisms.grid import ClientGrid, SumGrid
 
 
 class RoundCosts:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedpriv import protocol
-from fedpriv.accounting.events import Event
-from fedpriv.accounting.intervals import AccuracyEstimate, accuracy_from_counts
-from fedpriv.aggregation import GlobalModel
-from fedpriv.protocol import Broadcast, EvaluationRelease
-from fedpriv.training.private_evaluation import EvaluationSpec, planned_event
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.protocol import Broadcast, EvaluationRelease
+from fedpriv.learning.aggregation import GlobalModel
+from fedpriv.learning.training.private_evaluation import EvaluationSpec, planned_event
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.accounting.intervals import AccuracyEstimate, accuracy_from_counts
 from server.bookkeeping import Books
 from server.exchange import Exchange, MalformedError, reason_of, records_of, wire_bytes
 from server.registration import Nodes, label_of

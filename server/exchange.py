@@ -19,13 +19,13 @@ import torch
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedpriv import protocol
-from fedpriv.accounting.events import Event
-from fedpriv.adapters import Adapter, difference, norm
-from fedpriv.deployment.flower import seconds_to_pause
-from fedpriv.protocol import Broadcast, UploadRelease
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.wire import CARRIER, packed, unpacked
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.carrier import CARRIER, packed, unpacked
+from fedpriv.holder.wire.protocol import Broadcast, UploadRelease
+from fedpriv.learning.adapters import Adapter, difference, norm
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.operate.flower import seconds_to_pause
+from fedpriv.privacy.accounting.events import Event
 
 log = logging.getLogger("flwr")
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedpriv.accounting.recipe import LearningRate
-from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.privacy.accounting.recipe import LearningRate
+from fedpriv.privacy.accounting.views import default_delta
 from fedpriv.runs import RoundRow
 from fedpriv.runs.figures import format_accuracy, format_delta, format_number, format_seconds, limit_of
 from fedpriv.runs.show import changes, views_text

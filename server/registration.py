@@ -10,11 +10,11 @@ from pathlib import Path
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedpriv import protocol
-from fedpriv.deployment import keys
 from fedpriv.errors import InputError
-from fedpriv.ledger.entries import DataSet
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.entries import DataSet
 from fedpriv.texts import holder_label
 from server.exchange import reason_of
 

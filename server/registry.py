@@ -15,27 +15,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.accounting.views import Release
-from fedpriv.adapter_variants import AdapterEvaluator
-from fedpriv.adapters import Adapter, Merged
-from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
-from fedpriv.dedup import pipeline
-from fedpriv.dedup.pipeline import validation_digest
-from fedpriv.dedup.planning import DedupSettings
-from fedpriv.dedup.work import Evaluators
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import remove_files
-from fedpriv.integral.adapters import RecurringVariants, recurring_adapters
-from fedpriv.ledger.entries import Key
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.learning.adapters import Adapter, Merged
+from fedpriv.learning.aggregation import GlobalModel
+from fedpriv.learning.training.workbench import Workbench
+from fedpriv.methods.integral.adapters import RecurringVariants, recurring_adapters
+from fedpriv.models.dedup import pipeline
+from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
+from fedpriv.models.dedup.pipeline import validation_digest
+from fedpriv.models.dedup.planning import DedupSettings
+from fedpriv.models.dedup.work import Evaluators
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
+from fedpriv.models.variants.folders import Described
+from fedpriv.models.variants.store import Store
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import Key
+from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs import RunWriter, files
-from fedpriv.training.workbench import Workbench
-from fedpriv.variants import folders
-from fedpriv.variants.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
-from fedpriv.variants.folders import Described
-from fedpriv.variants.store import Store
 from server.summary import SeriesOutcome
 
 log = logging.getLogger("flwr")

@@ -20,18 +20,18 @@ from typing import Literal, NamedTuple
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedpriv import protocol
-from fedpriv.accounting.views import rho_bar
-from fedpriv.adapters import Adapter
 from fedpriv.config import FederationSection, RunConfig
-from fedpriv.deployment import keys
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger.receipts import ReceiptLog, from_text
-from fedpriv.protocol import Broadcast
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import REFUSED, RETIRED
+from fedpriv.holder.wire.protocol import Broadcast
+from fedpriv.learning.adapters import Adapter
+from fedpriv.learning.training.evaluation import Evaluation
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.privacy.accounting.views import rho_bar
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.receipts import ReceiptLog, from_text
 from fedpriv.runs import USABLE, ClientRow, RoundRow
-from fedpriv.training.evaluation import Evaluation
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.vault.frames import REFUSED, RETIRED
 from server.bookkeeping import Books
 from server.exchange import MalformedError, Vector, reason_of, wire_bytes
 from server.registration import NO_NODE, Inquiry, Nodes, check_same, label_of, read_registration

@@ -12,18 +12,18 @@ import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
-from fedpriv.adapters import lora
-from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
-from fedpriv.ledger.ledger import Ledger
+from fedpriv.learning.adapters import lora
+from fedpriv.learning.aggregation import GlobalModel
+from fedpriv.learning.training import with_adapter
+from fedpriv.learning.training.evaluation import Choices, Evaluation, choices_of
+from fedpriv.learning.training.noise_plan import derived_learning_rate, with_learning_rates
+from fedpriv.learning.training.private_evaluation import EvaluationSpec
+from fedpriv.learning.training.workbench import Workbench
+from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs import ClientRow, RoundRow, RunWriter
 from fedpriv.texts import holder_label
-from fedpriv.training import with_adapter
-from fedpriv.training.evaluation import Choices, Evaluation, choices_of
-from fedpriv.training.noise_plan import derived_learning_rate, with_learning_rates
-from fedpriv.training.private_evaluation import EvaluationSpec
-from fedpriv.training.workbench import Workbench
 from server import checkpoint, registry
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint

@@ -14,23 +14,23 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedpriv import protocol
-from fedpriv.accounting.events import Event
-from fedpriv.adapters import Adapter, Merged
-from fedpriv.aggregation import GlobalModel, fresh_start, recentred, started
-from fedpriv.aggregation.server_optimizers import ServerOptimizer, server_step
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.protocol import Broadcast
+from fedpriv.holder.sums import DealerError, ProtocolError, TooFewError
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import TRAIN
+from fedpriv.holder.wire.protocol import Broadcast
+from fedpriv.learning.adapters import Adapter, Merged
+from fedpriv.learning.aggregation import RULES, GlobalModel, fresh_start, recentred, started
+from fedpriv.learning.aggregation.server_optimizers import ServerOptimizer, server_step
+from fedpriv.learning.training.evaluation import Evaluation
+from fedpriv.learning.training.local_update import UpdateSpec, num_trained_values, trained_names
+from fedpriv.learning.training.noise_plan import start_noise
+from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.learning.training.summing import mean_of_sum, mean_upload
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.mechanisms.sources import SeededSource
 from fedpriv.runs import USABLE, ClientRow, RoundRow
-from fedpriv.secure_aggregation import DealerError, ProtocolError, TooFewError
-from fedpriv.training.evaluation import Evaluation
-from fedpriv.training.local_update import UpdateSpec, num_trained_values, trained_names
-from fedpriv.training.noise_plan import start_noise
-from fedpriv.training.schedule import RunSchedule
-from fedpriv.training.summing import mean_of_sum, mean_upload
-from fedpriv.vault.frames import TRAIN
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange, ExpectedReply, Vector, read_reply, read_sum, records_of, wire_bytes
@@ -85,7 +85,7 @@ class RuleStrategy(Strategy):
         self.absences = Absences(nodes) if absences is None else absences
         self._last_finished = resumed.round if resumed else None
         self._config = config
-        self._rule = config.rule
+        self._rule = RULES[config.aggregation]
         self._run = run
         self._nodes = nodes
         self._evaluate = evaluate

@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import torch
 
-from fedpriv.accounting.accountants import PrivacySpent, epsilon_of
-from fedpriv.accounting.risk import Risk
-from fedpriv.accounting.views import VIEWS
-from fedpriv.adapters import A_SUFFIX, B_SUFFIX
-from fedpriv.aggregation import GlobalModel
 from fedpriv.config import RunConfig
-from fedpriv.ledger.accounts import Part
-from fedpriv.plan.preflight import objections_to_aggregate
+from fedpriv.learning.adapters import A_SUFFIX, B_SUFFIX
+from fedpriv.learning.aggregation import GlobalModel
+from fedpriv.learning.training import class_figures, log_perplexity_change
+from fedpriv.learning.training.evaluation import Evaluation
+from fedpriv.learning.training.local_update import trained_names
+from fedpriv.learning.training.workbench import Workbench
+from fedpriv.privacy.accounting.accountants import PrivacySpent, epsilon_of
+from fedpriv.privacy.accounting.risk import Risk
+from fedpriv.privacy.accounting.views import VIEWS
+from fedpriv.privacy.ledger.accounts import Part
 from fedpriv.runs import ClientTotals, RoundRow
-from fedpriv.training import class_figures, log_perplexity_change
-from fedpriv.training.evaluation import Evaluation
-from fedpriv.training.local_update import trained_names
-from fedpriv.training.workbench import Workbench
+from fedpriv.runs.plan.preflight import objections_to_aggregate
 from server.evaluation import PrivateEvaluation
 from server.strategy import RuleStrategy
 
 if TYPE_CHECKING:
-    from fedpriv.training.baselines import Baselines
+    from fedpriv.learning.training.baselines import Baselines
 
 
 _CostsByView = Mapping[str, Mapping[int, PrivacySpent | None]]

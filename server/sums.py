@@ -15,12 +15,9 @@ import numpy.typing as npt
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedpriv import protocol
 from fedpriv.config import RunConfig
-from fedpriv.protocol import Registration
-from fedpriv.secure_aggregation import Participant, Terms, TooFewError, to_centred, word_dtype
-from fedpriv.secure_aggregation.grid import SumGrid
-from fedpriv.secure_aggregation.server import (
+from fedpriv.holder.sums import Participant, Terms, TooFewError, to_centred, word_dtype
+from fedpriv.holder.sums.server import (
     Dealt,
     collect_advertisements,
     collect_checks,
@@ -29,7 +26,10 @@ from fedpriv.secure_aggregation.server import (
     collect_signatures,
     recover,
 )
-from fedpriv.training.local_update import UpdateSpec
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.privacy.mechanisms.grid import SumGrid
 from server.exchange import Exchange, Vector, reason_of, wire_bytes
 from server.registration import label_of
 from server.round import Round

@@ -16,8 +16,8 @@ import typer
 
 from fedpriv import config as configuration
 from fedpriv.config import KEYS, RECIPES, schema
-from fedpriv.deployment.processes import signals_handled_by
 from fedpriv.errors import DiskFullError, InputError, LedgerError, TooFewClientsError
+from fedpriv.operate.processes import signals_handled_by
 from fedpriv.texts import printable
 from simulations import api
 from simulations.initial import init

@@ -22,8 +22,8 @@ from fedpriv import config as configuration
 from fedpriv.apps import CHECKOUT
 from fedpriv.config import RunConfig
 from fedpriv.errors import DiskFullError, InputError
-from fedpriv.plan import preflight
 from fedpriv.runs.files import CONFIG, checkpoints, is_finished, run_folder_of
+from fedpriv.runs.plan import preflight
 
 if TYPE_CHECKING:
     from simulations.sweeps.result import FinishedSweep
@@ -104,8 +104,8 @@ def _with_own_model(config: RunConfig, given: Mapping[str, Any]) -> tuple[RunCon
     """
     if not given:
         return config, nullcontext()
-    from fedpriv.training.own_federation import OwnFederation, OwnWorkbench
-    from fedpriv.training.workbench import providing
+    from fedpriv.learning.training.own_federation import OwnFederation, OwnWorkbench
+    from fedpriv.learning.training.workbench import providing
 
     federation = OwnFederation.of(given["model"], given["data"], given.get("test_data"), seed=config.seed)
     if config.resume and config.model != federation.name:

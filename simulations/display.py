@@ -22,10 +22,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from fedpriv.accounting.recipe import LearningRate
-from fedpriv.accounting.views import default_delta
 from fedpriv.config import RunConfig
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.models.variants import stored_in
+from fedpriv.privacy.accounting.recipe import LearningRate
+from fedpriv.privacy.accounting.views import default_delta
 from fedpriv.runs import RoundRow, RunFolder
 from fedpriv.runs.figures import (
     counts_next_tokens,
@@ -40,7 +41,6 @@ from fedpriv.runs.show import (
     accuracy_table,
     changes,
     client_table,
-    closing_table,
     joining_table,
     language_table,
     plain_table,
@@ -400,8 +400,8 @@ def _closing(console: Console, folder: Path, summary: dict[str, Any]) -> None:
     if summary["accuracy"] is None and not summary.get("accuracy_interval"):
         console.print("accuracy is empty: nothing was evaluated on the holders' records, see test_data")
     look = RunFolder(folder)
-    if (stored := look.stored) is not None:
-        console.print(plain_table(closing_table(stored, summary.get("base_model_bytes"))))
+    if (stored := stored_in(folder)) is not None:
+        console.print(plain_table(stored.closing_table(summary.get("base_model_bytes"))))
     for line in summary["warnings"]:
         console.print(Panel(Text(line), title="WARNING", style=_ALARM))
     if not summary["private"]:

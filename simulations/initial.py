@@ -20,7 +20,7 @@ from fedpriv.files import replace_file
 from fedpriv.texts import printable
 
 if TYPE_CHECKING:
-    from fedpriv.data import Table
+    from fedpriv.learning.data import Table
 
 # Names that people give to such columns; without one of them, what a column holds decides.
 _TEXT_NAMES = ("text", "message", "sentence", "letter", "note", "report", "review", "question", "content", "body")
@@ -283,7 +283,7 @@ def _budget(answers: _Answers, folder: Path) -> list[str]:
 
 
 def _table(data: Path, layout: DataSection) -> Table:
-    from fedpriv.data import read_table
+    from fedpriv.learning.data import read_table
 
     if not data.expanduser().is_file():  # a name on the Hub is not a table that somebody holds
         raise InputError(f"file = {str(data)!r}: no such file")
@@ -333,7 +333,7 @@ def _with_person(answers: _Answers, table: Table, person: str | None, *, asks: b
 
 def _like_persons(answers: _Answers, table: Table) -> list[str]:
     """The columns without another role that look like persons."""
-    from fedpriv.data import looks_like_persons
+    from fedpriv.learning.data import looks_like_persons
 
     free = [name for name in table.columns if name not in (answers.text, answers.label, answers.client)]
     return [name for name in free if looks_like_persons(name, table.names_of(name))]
@@ -366,7 +366,7 @@ def _checked(written: str) -> tuple[str, ...]:
     """The warnings about the data; refuses what a run would refuse of them, before anything is written."""
     import tomllib
 
-    from fedpriv.data import federated
+    from fedpriv.learning.data import federated
 
     return federated.load(configuration.parse(tomllib.loads(written))).warnings
 

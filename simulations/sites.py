@@ -22,11 +22,12 @@ from unittest import mock
 import psutil
 import typer
 
-from fedpriv.deployment import checks, joining, keys
-from fedpriv.deployment.command_line import run_command_line
-from fedpriv.ledger.entries import Entry
-from fedpriv.ledger.reader import reading, verify_with_head
-from fedpriv.vault.settings import FILE
+from fedpriv.holder.vault.settings import FILE
+from fedpriv.operate import checks, joining
+from fedpriv.operate.command_line import run_command_line
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.entries import Entry
+from fedpriv.privacy.ledger.reader import reading, verify_with_head
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER, CLIENT = "server.deploy", "clients.deploy"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from fedpriv.adapters import BaseModel
-from fedpriv.adapters._base_models import freeze
+from fedpriv.learning.adapters import BaseModel
+from fedpriv.learning.adapters._base_models import freeze
 
 _ENCODER = {
     "vocab_size": 60,

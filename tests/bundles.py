@@ -14,7 +14,7 @@ from flwr.proto.run_pb2 import Run
 from flwr.proto.runtime_pb2 import PullTaskInputResponse
 
 from fedpriv.apps import FLOWER_APP
-from fedpriv.deployment import approvals
+from fedpriv.operate import approvals
 
 # Before a test puts another in its place.
 _DIGEST = approvals.bundle_digest

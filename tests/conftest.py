@@ -20,18 +20,18 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 from peft import PeftModel
 
-from fedpriv.adapters import BaseModel, LoraSettings, attach, load_base
-from fedpriv.data.records import Records
+from fedpriv.learning.adapters import BaseModel, LoraSettings, attach, load_base
+from fedpriv.learning.data.records import Records
 from simulations.tiny_bert import make_tiny_bert
 from tests.pages import without_plots
 from tests.tiny import LABELS, WORDS, move, random_records, tiny_causal, write_table
 
 if TYPE_CHECKING:
-    from fedpriv.training.model import TrainingModel
+    from fedpriv.learning.training.model import TrainingModel
 
 TESTS = Path(__file__).parent
 # Their files take longest: their tests are whole runs, start processes of their own, or try many models.
-WHOLE_RUNS = ("contracts", "integration", "simulations", "cli", "server", "adversary", "vault", "training")
+WHOLE_RUNS = {"contracts", "integration", "simulations", "cli", "server", "adversary", "vault", "training"}
 # Of the tests of deployed federations, of 1 to 9 minutes each. Each of four workers takes one of the first four files
 # and one of the next four before any takes a third, so the longest are paired with the shortest of these.
 LONGEST = (
@@ -41,7 +41,7 @@ LONGEST = (
 )
 
 # Tests of the plots, and runs whose pages have them.
-WITH_PLOTS = ("reports",)
+WITH_PLOTS = Path("runs/show")
 
 
 def pytest_collection() -> None:
@@ -53,9 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put what takes longest first, so that workers that take one file at a time end together."""
 
     def place(item: pytest.Item) -> tuple[int, bool]:
-        folder, name = item.path.relative_to(TESTS).parts[0], item.path.stem.removeprefix("test_")
-        is_long = folder == "deployment" and name in LONGEST
-        return LONGEST.index(name) if is_long else len(LONGEST), folder not in WHOLE_RUNS
+        folders, name = item.path.relative_to(TESTS).parts[:-1], item.path.stem.removeprefix("test_")
+        is_long = folders == ("deployment",) and name in LONGEST
+        return LONGEST.index(name) if is_long else len(LONGEST), not WHOLE_RUNS.intersection(folders)
 
     items.sort(key=place)
 
@@ -68,7 +68,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _pages_without_plots(request: pytest.FixtureRequest) -> Iterator[None]:
-    with nullcontext() if request.path.relative_to(TESTS).parts[0] in WITH_PLOTS else without_plots():
+    with nullcontext() if request.path.parent == TESTS / WITH_PLOTS else without_plots():
         yield
 
 
@@ -110,8 +110,8 @@ def quick_nodes() -> Iterator[None]:
     Both take longer than a request. A node that was asked before has them too.
     """
     # Deferred: few modules need them.
-    from fedpriv.training import rehearsal, workbench
-    from fedpriv.vault import _reply_times
+    from fedpriv.holder.vault import _reply_times
+    from fedpriv.learning.training import rehearsal, workbench
 
     read, rehearse, models, rehearsed = workbench.load_base, _reply_times.rehearse, {}, {}
 

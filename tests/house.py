@@ -1,8 +1,9 @@
 """The plan of the house, read from the source: `python -m tests.house [--names]` prints its measures.
 
-A room is a folder of fedpriv, or a file at its top. An arrow is an import of one room by another, late imports and
-those for types alone included. A top-level function or class is public if neither its name, its file nor its folder
-begins with `_`, and also if another room imports it, however it is spelled.
+A wing is a folder or a file at fedpriv's top, or a program. A room is a folder of fedpriv, or a file at its top. An
+arrow is an import of one by another, late imports and those for types alone included. A top-level function or class is
+public if neither its name, its file nor its folder begins with `_`, and also if another room imports it, however it is
+spelled.
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ class Module:
         return "/".join(parts[:-1] if len(parts) > 2 else parts)
 
     @property
+    def wing(self) -> str:
+        """What stands at the top: a wing of fedpriv, a file there, or a program."""
+        parts = self.path.relative_to(ROOT).parts
+        return "/".join(parts[:2]) if parts[0] == "fedpriv" else parts[0]
+
+    @property
     def definitions(self) -> list[str]:
         """Names of its top-level functions and classes."""
         return [node.name for node in self.tree.body if isinstance(node, DEFINITIONS)]
@@ -79,6 +86,15 @@ class House:
             for name in inside
             for target in self.arrows.get(name, ())
             if target in inside
+        }
+        return {(one, other) for one, other in pairs if one != other}
+
+    def wing_arrows(self) -> set[tuple[str, str]]:
+        """(wing, wing that it imports) of the whole house."""
+        pairs = {
+            (self.modules[one].wing, self.modules[other].wing)
+            for one, others in self.arrows.items()
+            for other in others
         }
         return {(one, other) for one, other in pairs if one != other}
 
@@ -176,6 +192,21 @@ def circles(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
     return found
 
 
+def floors(arrows: Iterable[tuple[str, str]]) -> int:
+    """The length of the longest way down; there is none in a circle."""
+    targets: dict[str, set[str]] = defaultdict(set)
+    for one, other in arrows:
+        targets[one].add(other)
+    depth: dict[str, int] = {}
+
+    def depth_of(node: str) -> int:
+        if node not in depth:
+            depth[node] = 1 + max(map(depth_of, targets[node]), default=0)
+        return depth[node]
+
+    return max(map(depth_of, list(targets)), default=0)
+
+
 def repeated_classes(modules: Iterable[Module]) -> dict[str, int]:
     """{class name: in how many modules}, where it is more than one."""
     counts = Counter(node.name for module in modules for node in module.tree.body if isinstance(node, ast.ClassDef))
@@ -200,7 +231,7 @@ def measures(house: House) -> dict[str, object]:
         if isinstance(node, (ast.Import, ast.ImportFrom))
     )
     public = house.public_names()
-    arrows = house.room_arrows()
+    arrows, wing_arrows = house.room_arrows(), house.wing_arrows()
     file_arrows = [(one, other) for one, others in house.arrows.items() for other in others if one != other]
     return {
         "public names": len(public),
@@ -208,13 +239,18 @@ def measures(house: House) -> dict[str, object]:
         "names that another room imports": sum(house.used_by_another_room(house.modules[m], n) for m, n in public),
         "files in fedpriv": len(library),
         "files below 60 lines": sum(module.num_lines < 60 for module in library),
-        "loose files": len(loose_files(house)),
+        "folders at fedpriv's top": len({m.wing for m in library if not m.wing.endswith(".py")}),
+        "files at fedpriv's top": len(loose_files(house)) + 1,
         "lines in fedpriv": num_lines,
         "lines in fedpriv, server and clients": sum(
             m.num_lines for package in ("fedpriv", "server", "clients") for m in house.of(package)
         ),
+        "wings": len({module.wing for module in house.modules.values()} - {"fedpriv/__init__.py"}),
+        "floors of wings": "none: they run in a circle" if circles(wing_arrows) else floors(wing_arrows),
+        "arrows between wings": len(wing_arrows),
+        "circles of wings": circles(wing_arrows),
         "rooms": len({module.room for module in library}),
-        "arrows": len(arrows),
+        "arrows between rooms": len(arrows),
         "circles of rooms": circles(arrows),
         "circles of files": circles(file_arrows),
         "class names more than once in fedpriv": repeated_classes(library),

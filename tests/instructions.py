@@ -6,8 +6,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fedpriv.data.chat import RESPONSE_MASK
-from fedpriv.data.records import Records
+from fedpriv.learning.data.chat import RESPONSE_MASK
+from fedpriv.learning.data.records import Records
 from tests.tiny import VOCABULARY
 
 PAD, END = 0, 3

@@ -17,7 +17,7 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fedpriv.deployment import metrics
+from fedpriv.operate import metrics
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "examples" / "prometheus"

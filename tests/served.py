@@ -15,16 +15,16 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 
-from fedpriv.adapters import lora
 from fedpriv.config import RunConfig, parse, to_toml
-from fedpriv.data.records import TextReading
-from fedpriv.serving._engine import SharedBase
-from fedpriv.serving.requests import Classify, EngineLimits, Event, Piece, Request
-from fedpriv.serving.scheduler import Scheduler
-from fedpriv.serving.sources import find, load
-from fedpriv.training.workbench import load_model
-from fedpriv.variants import folders
-from fedpriv.variants.folders import Described
+from fedpriv.learning.adapters import lora
+from fedpriv.learning.data.records import TextReading
+from fedpriv.learning.training.workbench import load_model
+from fedpriv.models.serving._engine import SharedBase
+from fedpriv.models.serving.requests import Classify, EngineLimits, Event, Piece, Request
+from fedpriv.models.serving.scheduler import Scheduler
+from fedpriv.models.serving.sources import find, load
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.folders import Described
 from tests import stores
 
 LABELS = ("cardiology", "dermatology", "neurology")

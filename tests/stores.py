@@ -7,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.variants.composition import History, Upload
-from fedpriv.variants.folders import Described
+from fedpriv.models.variants.composition import History, Upload
+from fedpriv.models.variants.folders import Described
+from fedpriv.privacy.accounting.events import Event, SubsampledGaussian
 
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
 

@@ -24,7 +24,7 @@ def named_paths(text: str) -> set[str]:
 
 
 def named_modules(text: str) -> set[str]:
-    """Dotted names of this repository that a page names, such as fedpriv.dedup.validation.Evaluator."""
+    """Dotted names of this repository that a page names, such as fedpriv.models.dedup.validation.Evaluator."""
     names = re.findall(rf"(?<![\w./-])(?:{PACKAGES})(?:\.[A-Za-z_]\w*)+(?![\w/])", text)
     return {name for name in names if not name.endswith(OUTPUT)}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedpriv import aggregation
 from fedpriv.exports import Registry
+from fedpriv.learning import aggregation
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.events import SubsampledGaussian
 from tests.cli.inputs import ACCOUNT, write_begun_run, write_ledger
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,10 +51,16 @@ COMMANDS = {
 }
 
 # One of each kind: nothing at all, an epsilon, a ledger, a folder of tables, a service.
-EVERY_DAY = ("--help", " ".join(ACCOUNT), "ledger verify ledger.sqlite", "status begun", "fedpriv.vault._service")
+EVERY_DAY = (
+    "--help",
+    " ".join(ACCOUNT),
+    "ledger verify ledger.sqlite",
+    "status begun",
+    "fedpriv.holder.vault._service",
+)
 
 MODULES = {
-    "fedpriv.vault._service": LIGHT | EPSILON,
+    "fedpriv.holder.vault._service": LIGHT | EPSILON,
     # Both apps and the vault's answers.
     "simulations.engines.federation": TABLES | PLOTS | {"ray", "dp_accounting"},
 }

@@ -11,12 +11,12 @@ import pandas as pd
 import pytest
 
 import fedpriv
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger import entries_frame, spending_frame, statement_text
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.ledger import entries_frame, spending_frame, statement_text
 from tests.cli.inputs import write_ledger
-from tests.reports.conftest import write_finished_run
+from tests.runs.show.conftest import write_finished_run
 
 EVENT = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 

@@ -59,10 +59,10 @@ def test_the_reference_has_every_command_with_its_options():
 
 def test_the_reference_has_every_package_that_exports_something():
     pages = site_api.pages()
-    assert {"fedpriv.md", "fedpriv.accounting.md", "fedpriv.ledger.md"} <= set(pages)
-    assert "\n::: fedpriv.accounting.epsilon_of\n" in pages["fedpriv.accounting.md"]
-    assert "\n::: fedpriv.plan.memory_plan\n" in pages["fedpriv.plan.md"]
-    assert "fedpriv.plan.decided" not in pages["fedpriv.plan.md"]
+    assert {"fedpriv.md", "fedpriv.privacy.accounting.md", "fedpriv.privacy.ledger.md"} <= set(pages)
+    assert "\n::: fedpriv.privacy.accounting.epsilon_of\n" in pages["fedpriv.privacy.accounting.md"]
+    assert "\n::: fedpriv.runs.plan.memory_plan\n" in pages["fedpriv.runs.plan.md"]
+    assert "fedpriv.runs.plan.decided" not in pages["fedpriv.runs.plan.md"]
 
 
 def test_make_docs_lets_strict_mode_see_warnings():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.apps import FLOWER_APP
-from fedpriv.deployment import approvals
+from fedpriv.operate import approvals
 from simulations.sites import free_port, wait_until
 from tests.test_docs_code import ROOT, blocks
 from tests.test_readme import README, check_own_data, start
@@ -80,7 +80,9 @@ def trapped(tmp_path: Path) -> Path:
 def test_the_wheel_holds_the_library_and_its_programs(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"fedpriv"}
-    assert {"fedpriv/py.typed", "fedpriv/serving/http/page.html", "fedpriv/_apps/simulations/api.py"} <= set(names)
+    assert {"fedpriv/py.typed", "fedpriv/models/serving/http/page.html", "fedpriv/_apps/simulations/api.py"} <= set(
+        names
+    )
     assert not [name for name in names if "/benchmarks/" in name or "/studies/" in name or name.endswith(".pyc")]
     assert wheel.stat().st_size < 3 * 2**20
 

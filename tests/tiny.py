@@ -14,9 +14,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from fedpriv.adapters import BaseModel, trainable
-from fedpriv.adapters._base_models import freeze
-from fedpriv.data.records import Records
+from fedpriv.learning.adapters import BaseModel, trainable
+from fedpriv.learning.adapters._base_models import freeze
+from fedpriv.learning.data.records import Records
 
 WORDS = ["the", "a", "patient", "has", "pain", "in", "chest", "knee", "skin", "head", "today", "rash", "cough"]
 LABELS = ("cardiology", "dermatology", "neurology")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import tomli_w
 
-from fedpriv.accounting.views import default_delta
-from fedpriv.adapters._locations import model_digest
-from fedpriv.deployment import keys
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.vault.settings import FILE, ApprovedModel, VaultSettings, models_text
+from fedpriv.holder.vault.settings import FILE, ApprovedModel, VaultSettings, models_text
+from fedpriv.learning.adapters._locations import model_digest
+from fedpriv.privacy.accounting.views import default_delta
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.ledger import Ledger
 from tests.tiny import LABELS
 
 # Deriving when a reply leaves takes most of a short test, and where the vault is a process, its replies leave late.

@@ -9,7 +9,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
-from fedpriv.wire import CARRIER, packed, unpacked
+from fedpriv.holder.wire.carrier import CARRIER, packed, unpacked
 
 
 def record(tensors: Mapping[str, Tensor]) -> ArrayRecord:

@@ -17,16 +17,16 @@ from clients.deploy import doctor as node_doctor
 from clients.deploy import metrics as node_metrics
 from clients.deploy.folder import Node
 from fedpriv.apps import FLOWER_APP
-from fedpriv.deployment import approvals
-from fedpriv.deployment.checks import print_checks
-from fedpriv.deployment.command_line import UnitFolder, compare, give_units, run_command_line
-from fedpriv.deployment.joining import Roster, read
-from fedpriv.deployment.logs import Log
-from fedpriv.deployment.processes import end_with_parent
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger import history
-from fedpriv.vault.rollback import ReceiptWatch
-from fedpriv.vault.settings import approved_peers
+from fedpriv.holder.vault import history
+from fedpriv.holder.vault.rollback import ReceiptWatch
+from fedpriv.holder.vault.settings import approved_peers
+from fedpriv.operate import approvals
+from fedpriv.operate.checks import print_checks
+from fedpriv.operate.command_line import UnitFolder, compare, give_units, run_command_line
+from fedpriv.operate.joining import Roster, read
+from fedpriv.operate.logs import Log
+from fedpriv.operate.processes import end_with_parent
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

@@ -10,14 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedpriv import adapters  # by its name: what loads models takes seconds to import
-from fedpriv.accounting.views import num_readers
 from fedpriv.apps import FLOWER_APP
-from fedpriv.deployment import approvals, keys
-from fedpriv.deployment.joining import Invitation, Member, Roster
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file
-from fedpriv.vault.settings import (
+from fedpriv.holder.vault.settings import (
     PEER_SUFFIX,
     ApprovedModel,
     VaultSettings,
@@ -26,6 +22,11 @@ from fedpriv.vault.settings import (
     models_text,
     read_models,
 )
+from fedpriv.learning import adapters  # by its name: what loads models takes seconds to import
+from fedpriv.operate import approvals
+from fedpriv.operate.joining import Invitation, Member, Roster
+from fedpriv.privacy.accounting.views import num_readers
+from fedpriv.privacy.ledger import keys
 
 
 def unknown_peers(vault: VaultSettings, roster: Roster, *, replace_old: bool = False) -> list[Member]:

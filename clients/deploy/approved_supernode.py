@@ -46,13 +46,13 @@ from flwr.supernode.cli import flower_supernode
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 from flwr.supernode.servicer.runtime import runtime_handlers
 
-from fedpriv.deployment import approvals
-from fedpriv.deployment.flower import seconds_to_pause
-from fedpriv.deployment.processes import Kept, end_with_parent
+from fedpriv.operate import approvals
+from fedpriv.operate.flower import seconds_to_pause
+from fedpriv.operate.processes import Kept, end_with_parent
 
 # What a task's process needs of what the operator has installed. Nothing of `clients`: a task takes that from the
 # bundle, and would take what is already imported instead.
-_PRELOADED = ["flwr.supernode.runtime.run_clientapp", "flwr.clientapp", "fedpriv.vault.frames"]
+_PRELOADED = ["flwr.supernode.runtime.run_clientapp", "flwr.clientapp", "fedpriv.holder.wire.frames"]
 
 # The SuperExec asks when it is told to, and else after this time; Flower makes it pause after each question besides.
 _UNTOLD_SECONDS = 1.0

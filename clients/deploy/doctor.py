@@ -11,16 +11,17 @@ from pathlib import Path
 from clients.deploy import records, separate_users
 from clients.deploy.admission import peers_summary
 from clients.deploy.folder import Node
-from fedpriv.deployment.approvals import approved
-from fedpriv.deployment.checks import Check, check_disk, check_port_free, check_programs, check_server
-from fedpriv.deployment.users import can_read, user_named
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger import history, statement
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import reading
-from fedpriv.ledger.receipts import chains_of
-from fedpriv.vault.rollback import ReceiptWatch
-from fedpriv.vault.settings import NodeLimits, VaultSettings, is_unchanged_model, read_models
+from fedpriv.holder.vault import history
+from fedpriv.holder.vault.rollback import ReceiptWatch
+from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, is_unchanged_model, read_models
+from fedpriv.operate.approvals import approved
+from fedpriv.operate.checks import Check, check_disk, check_port_free, check_programs, check_server
+from fedpriv.privacy.ledger import statement
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading
+from fedpriv.privacy.ledger.receipts import chains_of
+from fedpriv.privacy.ledger.users import can_read, user_named
 
 _MIN_DISK_BYTES = 2**30
 _ANSWER_SECONDS = 5.0

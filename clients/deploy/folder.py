@@ -21,20 +21,20 @@ from clients.deploy import records
 from clients.deploy.admission import check_survivors
 from clients.deploy.records import Found
 from fedpriv import config
-from fedpriv.deployment import joining, keys
-from fedpriv.deployment.checks import CA_CERTIFICATE, free_port
-from fedpriv.deployment.command_line import read_settings, validated
-from fedpriv.deployment.joining import Application, Invitation
-from fedpriv.deployment.users import owner_for
 from fedpriv.errors import InputError
 from fedpriv.files import new_folder, replace_file
-from fedpriv.ledger import receipts
-from fedpriv.ledger.entries import DataSet
-from fedpriv.ledger.reader import reading
-from fedpriv.ledger.receipts import chains_of
-from fedpriv.vault import settings as vault_settings
-from fedpriv.vault.rollback import ReceiptWatch
-from fedpriv.vault.settings import NodeLimits, VaultSettings, models_text
+from fedpriv.holder.vault import settings as vault_settings
+from fedpriv.holder.vault.rollback import ReceiptWatch
+from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, models_text
+from fedpriv.operate import joining
+from fedpriv.operate.checks import CA_CERTIFICATE, free_port
+from fedpriv.operate.command_line import read_settings, validated
+from fedpriv.operate.joining import Application, Invitation
+from fedpriv.privacy.ledger import keys, receipts
+from fedpriv.privacy.ledger.entries import DataSet
+from fedpriv.privacy.ledger.reader import reading
+from fedpriv.privacy.ledger.receipts import chains_of
+from fedpriv.privacy.ledger.users import owner_for
 
 # Below those that Linux gives to connections by itself.
 _LOCAL_PORTS = range(20_000, 30_000)

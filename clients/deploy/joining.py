@@ -10,9 +10,10 @@ import typer
 from clients.deploy import admission
 from clients.deploy.folder import Made, Node
 from fedpriv.apps import FLOWER_APP
-from fedpriv.deployment import approvals, joining, keys
-from fedpriv.deployment.command_line import compare
-from fedpriv.deployment.joining import Invitation
+from fedpriv.operate import approvals, joining
+from fedpriv.operate.command_line import compare
+from fedpriv.operate.joining import Invitation
+from fedpriv.privacy.ledger import keys
 
 
 def take(path: Path, fingerprint: str | None) -> Invitation:

@@ -24,18 +24,18 @@ from typing import TYPE_CHECKING, Any
 
 from clients.deploy.folder import Node
 from fedpriv.apps import FLOWER_APP
-from fedpriv.deployment.checks import sight_of_server
-from fedpriv.deployment.command_line import Unit, unit_name
-from fedpriv.deployment.processes import start_child
-from fedpriv.deployment.users import User, owner_of
 from fedpriv.errors import LedgerError
-from fedpriv.ledger import reader, statement
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.holder.vault.settings import VaultSettings
+from fedpriv.operate.checks import sight_of_server
+from fedpriv.operate.command_line import Unit, unit_name
+from fedpriv.operate.processes import start_child
+from fedpriv.privacy.ledger import reader, statement
+from fedpriv.privacy.ledger.users import User, owner_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from fedpriv.deployment.metrics import Measured
+    from fedpriv.operate.metrics import Measured
 
 _HOST = "127.0.0.1"
 _CONNECT_SECONDS = 2.0
@@ -62,7 +62,7 @@ def write(node: Node) -> Path:
     Raises:
         InputError: the file cannot be written.
     """
-    from fedpriv.deployment import metrics  # where there are none, nothing of Prometheus is loaded
+    from fedpriv.operate import metrics  # where there are none, nothing of Prometheus is loaded
 
     os.nice(_NICENESS)
     return metrics.write(node.folder, sources(node))
@@ -70,7 +70,7 @@ def write(node: Node) -> Path:
 
 def sources(node: Node) -> list[Measured]:
     """The figures of a node, by how they are read."""
-    from fedpriv.deployment.metrics import Measured
+    from fedpriv.operate.metrics import Measured
 
     account, refusals = _Account(node.vault), Refusals(node.vault.events)
     return [
@@ -83,7 +83,7 @@ def sources(node: Node) -> list[Measured]:
 
 def _processes(node: Node) -> Iterator[Metric]:
     """The parts of the node that are there, which any process of this machine can find out."""
-    from fedpriv.deployment.metrics import gauge
+    from fedpriv.operate.metrics import gauge
 
     vault = node.vault
     with socket.socket(socket.AF_UNIX) as connection:
@@ -104,7 +104,7 @@ def _answers(connection: socket.socket, address: Any) -> float:
 
 def _coordinator(node: Node) -> Iterator[Metric]:
     """The coordinator's certificate and clock, as this machine sees them."""
-    from fedpriv.deployment.metrics import gauge
+    from fedpriv.operate.metrics import gauge
 
     up = "fedpriv_coordinator_up", "1 if the coordinator answers with a valid certificate."
     try:
@@ -147,7 +147,7 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 def _account(vault: VaultSettings) -> Iterator[Metric]:
     """The account of the data set that is charged now, on the view of the budget."""
-    from fedpriv.deployment.metrics import counter, gauge
+    from fedpriv.operate.metrics import counter, gauge
 
     view, budget = vault.budget_view, vault.budget_epsilon
     usable = "fedpriv_ledger_usable", "1 if the ledger can be read and its chain is intact."
@@ -197,7 +197,7 @@ class Refusals:
 
     def read(self) -> list[Metric]:
         """The number of refusals so far, by reason."""
-        from fedpriv.deployment.metrics import counter
+        from fedpriv.operate.metrics import counter
 
         for line in self._new_lines():
             reason, number = _refusals(line)

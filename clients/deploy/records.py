@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedpriv.errors import InputError
-from fedpriv.ledger.entries import DataSet
+from fedpriv.holder.vault.settings import VaultSettings
+from fedpriv.privacy.ledger.entries import DataSet
 from fedpriv.texts import counted
-from fedpriv.vault.settings import VaultSettings
 
 if TYPE_CHECKING:
-    from fedpriv.accounting.filters import CommittedPlan, GaussianFilter, RenyiFilter, Rule
-    from fedpriv.data import CheckedColumns, OwnRecord
-    from fedpriv.ledger.ledger import Ledger
-    from fedpriv.vault import Choice
+    from fedpriv.holder.vault import Choice
+    from fedpriv.learning.data import CheckedColumns, OwnRecord
+    from fedpriv.privacy.accounting.filters import CommittedPlan, GaussianFilter, RenyiFilter, Rule
+    from fedpriv.privacy.ledger.ledger import Ledger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def find(vault: VaultSettings) -> Found:
     Raises:
         InputError: the file, a column or a record cannot be used, or a likely mistake is refused.
     """
-    from fedpriv.data import mistakes, read_strictly, refused  # slow to import
+    from fedpriv.learning.data import mistakes, read_strictly, refused  # slow to import
 
     records = read_strictly(vault.source)
     name = f"data = {str(vault.data)!r}"
@@ -165,7 +165,7 @@ def find(vault: VaultSettings) -> Found:
 
 def _columns(records: Sequence[OwnRecord], vault: VaultSettings) -> CheckedColumns:
     """The texts in which mistakes are looked for, and the labels if there are agreed ones."""
-    from fedpriv.data import CheckedColumns
+    from fedpriv.learning.data import CheckedColumns
 
     source = vault.source
     texts = {source.prompt_column or source.messages_column or source.text_column: [record.text for record in records]}
@@ -185,7 +185,7 @@ def _columns(records: Sequence[OwnRecord], vault: VaultSettings) -> CheckedColum
 
 def _content(records: Sequence[OwnRecord], vault: VaultSettings, first: int | None = None) -> bytes:
     """The records as a run's note has them."""
-    from fedpriv.data.federated import of_own
+    from fedpriv.learning.data.federated import of_own
 
     return repr(of_own(records[:first], vault.source, vault.labels)).encode()
 
@@ -214,9 +214,9 @@ def register(
             filter cannot be used; nothing was written.
         LedgerError: the ledger cannot be used.
     """
-    from fedpriv.accounting.views import default_delta  # slow to import
-    from fedpriv.ledger.ledger import Ledger
-    from fedpriv.vault import rule_note
+    from fedpriv.holder.vault import rule_note
+    from fedpriv.privacy.accounting.views import default_delta  # slow to import
+    from fedpriv.privacy.ledger.ledger import Ledger
 
     client, delta = str(vault.partition_id), vault.delta or default_delta(found.num_units)
     planned = DataSet(id="", client=client, num_records=found.num_units, delta=delta)
@@ -264,7 +264,7 @@ def compared(vault: VaultSettings, found: Found) -> Iterator[str]:
         InputError: nothing is registered.
         LedgerError: the ledger cannot be used.
     """
-    from fedpriv.ledger.ledger import Ledger  # slow to import
+    from fedpriv.privacy.ledger.ledger import Ledger  # slow to import
 
     if not vault.ledger.is_file():
         raise InputError(f"{vault.ledger}: no data set is registered; make the node with `init --data`")
@@ -306,8 +306,8 @@ def bound(vault: VaultSettings, *, plan: Path | None, filter_: str | None, plan_
         InputError: nothing is registered; the plan or filter cannot be used, or comes too late.
         LedgerError: the ledger cannot be used.
     """
-    from fedpriv.ledger.ledger import Ledger  # slow to import
-    from fedpriv.vault import choose_rule
+    from fedpriv.holder.vault import choose_rule
+    from fedpriv.privacy.ledger.ledger import Ledger  # slow to import
 
     check_budget(vault)
     if vault.budget_epsilon is None or not vault.ledger.is_file():
@@ -338,7 +338,7 @@ def _filter(text: str) -> RenyiFilter | GaussianFilter:
     Raises:
         InputError: the text is another one.
     """
-    from fedpriv.accounting.filters import GaussianFilter, RenyiFilter  # slow to import
+    from fedpriv.privacy.accounting.filters import GaussianFilter, RenyiFilter  # slow to import
 
     name, _, order = text.partition(":")
     try:
@@ -363,8 +363,8 @@ def _plan(path: Path, vault: VaultSettings, data_set: DataSet, delta: float | No
     Raises:
         InputError: the file cannot be used, or was made for other records, another view or another unit.
     """
-    from fedpriv.accounting import events  # slow to import
-    from fedpriv.accounting.filters import CommittedPlan
+    from fedpriv.privacy.accounting import events  # slow to import
+    from fedpriv.privacy.accounting.filters import CommittedPlan
 
     try:
         values = json.loads(path.read_text())

@@ -23,19 +23,19 @@ from clients.deploy import metrics, separate_users
 from clients.deploy.folder import Node
 from clients.deploy.separate_users import Users
 from fedpriv.apps import CHECKOUT, FLOWER_APP
-from fedpriv.deployment.checks import check_port_free
-from fedpriv.deployment.command_line import Unit, unit_name
-from fedpriv.deployment.flower import (
+from fedpriv.errors import FlowerError, InputError
+from fedpriv.files import replace_file
+from fedpriv.holder.vault import history
+from fedpriv.operate.checks import check_port_free
+from fedpriv.operate.command_line import Unit, unit_name
+from fedpriv.operate.flower import (
     environment,
     python_path,
     run_and_explain,
     seconds_to_pause,
 )
-from fedpriv.deployment.processes import only_start, signals_handled_by, start_child
-from fedpriv.deployment.users import User, owner_of
-from fedpriv.errors import FlowerError, InputError
-from fedpriv.files import replace_file
-from fedpriv.ledger import history
+from fedpriv.operate.processes import only_start, signals_handled_by, start_child
+from fedpriv.privacy.ledger.users import User, owner_of
 
 # Where Flower's processes on this machine find each other.
 _HOST = "127.0.0.1"
@@ -282,7 +282,7 @@ class _Vault:
             return self._process
 
     def _popen(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "fedpriv.vault", "--with-parent", str(self._node.folder)]
+        command = [sys.executable, "-m", "fedpriv.holder.vault", "--with-parent", str(self._node.folder)]
         return start_child(command, folder=self._node.folder, variables=self._variables, user=self._user)
 
 
@@ -304,7 +304,7 @@ def units(node: Node) -> list[Unit]:
         Unit(
             name=name,
             description=f"fedpriv vault of {folder}",
-            command=[sys.executable, "-m", "fedpriv.vault", str(folder)],
+            command=[sys.executable, "-m", "fedpriv.holder.vault", str(folder)],
             folder=folder,
             user=owner_of(folder).name,
             variables={"PYTHONUNBUFFERED": "1", "FEDPRIV_CACHE": str(folder / "cache")},

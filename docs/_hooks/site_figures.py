@@ -30,26 +30,43 @@ NUMERAL = re.compile(r"\d+(?:[.,]\d+)*")
 HEADING = re.compile(r"(#+) (.*)")
 
 # {page: the code that decides the figures of its lines}: its draws, rates, clipping, noise and charges.
-_RECIPE = ("fedpriv/accounting/recipe.py", "fedpriv/training/noise_plan.py", "fedpriv/training/schedule.py")
+_RECIPE = (
+    "fedpriv/privacy/accounting/recipe.py",
+    "fedpriv/learning/training/noise_plan.py",
+    "fedpriv/learning/training/schedule.py",
+)
 DECIDED_BY: Mapping[str, tuple[str, ...]] = {
-    "aggregation": (*_RECIPE, "fedpriv/aggregation", "fedpriv/training/clipping.py", "fedpriv/training/stacked.py"),
+    "aggregation": (
+        *_RECIPE,
+        "fedpriv/learning/aggregation",
+        "fedpriv/learning/training/clipping.py",
+        "fedpriv/learning/training/stacked.py",
+    ),
     "audit": (
-        *("fedpriv/audit", "fedpriv/mechanisms", "fedpriv/training/clipping.py", "fedpriv/training/stacked.py"),
+        *(
+            "fedpriv/methods/audit",
+            "fedpriv/privacy/mechanisms",
+            "fedpriv/learning/training/clipping.py",
+            "fedpriv/learning/training/stacked.py",
+        ),
         *("simulations/studies/audit", ":(exclude)simulations/studies/audit/tables.py"),
     ),
     "dedup": (
-        "fedpriv/dedup",
+        "fedpriv/models/dedup",
         "simulations/studies/dedup",
         *(
             f":(exclude)simulations/studies/dedup/{name}"
             for name in ("__main__.py", "check.py", "serving.py", "report")
         ),
     ),
-    "integral": ("fedpriv/integral", "simulations/studies/_integral_runs.py"),
-    "language_models": (*_RECIPE, "fedpriv/training/public_factors.py"),
-    "lmo": ("fedpriv/accounting/lmo", "fedpriv/lmo", "fedpriv/mechanisms/lmo.py"),
+    "integral": ("fedpriv/methods/integral", "simulations/studies/_integral_runs.py"),
+    "language_models": (*_RECIPE, "fedpriv/learning/training/public_factors.py"),
+    "lmo": (
+        *(f"fedpriv/privacy/accounting/lmo_{part}.py" for part in ("distribution", "event", "parameters", "renyi")),
+        *("fedpriv/methods/lmo", "fedpriv/privacy/mechanisms/lmo.py"),
+    ),
     "persons": _RECIPE,
-    "secure_aggregation": (*_RECIPE, "fedpriv/accounting/views.py"),
+    "secure_aggregation": (*_RECIPE, "fedpriv/privacy/accounting/views.py"),
     "utility": _RECIPE,
 }
 # Up to this commit no change of that code moved a figure of lines that are older.

@@ -17,7 +17,7 @@ from fedpriv.errors import InputError
 if TYPE_CHECKING:
     import numpy as np
 
-    from fedpriv.accounting.composition.law import Array
+    from fedpriv.privacy.accounting.law import Array
 
 app = typer.Typer(no_args_is_help=True, help="Lower bounds of epsilon and membership inference, from scores.")
 
@@ -42,8 +42,8 @@ def power(
 
     Example: fedpriv audit power --canaries 1000 --epsilon 4 --steps 30 --sampling-probability 0.15
     """
-    from fedpriv.accounting import SubsampledGaussian, noise_multiplier_for
-    from fedpriv.audit import audit_power
+    from fedpriv.methods.audit import audit_power
+    from fedpriv.privacy.accounting import SubsampledGaussian, noise_multiplier_for
 
     noise_multiplier = noise_multiplier_for(epsilon, delta, sampling_probability=sampling_probability, steps=steps)
     event = SubsampledGaussian(
@@ -85,8 +85,8 @@ def one_run(
 
     Example: fedpriv audit one-run --scores scores.csv --delta 1e-5 --guesses 200 --claimed-epsilon 4
     """
-    from fedpriv.accounting import gaussian_epsilon
-    from fedpriv.audit import combined_audit, gaussian_mu, one_run_audit
+    from fedpriv.methods.audit import combined_audit, gaussian_mu, one_run_audit
+    from fedpriv.privacy.accounting import gaussian_epsilon
 
     if gaussian and not (guesses and delta > 0):
         raise InputError("gaussian: needs --guesses, fixed beforehand, and --delta > 0")
@@ -173,7 +173,7 @@ def model(
     import numpy as np
     import safetensors.torch
 
-    from fedpriv.audit import loss_scores
+    from fedpriv.methods.audit import loss_scores
 
     judge = result_of("losses", losses)
     try:
@@ -190,7 +190,7 @@ def _attacks(table: dict[str, Any]) -> dict[str, Any]:
     """{attack: scores} of every attack that the columns allow."""
     import numpy as np
 
-    from fedpriv.audit import calibrated_scores, lira_scores, loss_scores, rmia_scores
+    from fedpriv.methods.audit import calibrated_scores, lira_scores, loss_scores, rmia_scores
 
     found = {"score": table["score"]} if "score" in table else {}
     if "loss" in table:
@@ -213,7 +213,7 @@ def _attacks(table: dict[str, Any]) -> dict[str, Any]:
 
 def _report(attacks: dict[str, Any], members: Any, confidence: float, plot: Path | None) -> Result:
     """Print how well each attack does, and draw its ROC curve if asked to."""
-    from fedpriv.audit import membership as judged
+    from fedpriv.methods.audit import membership as judged
 
     results = {name: judged(scores, members, confidence=confidence) for name, scores in attacks.items()}
     first = next(iter(results.values()))
@@ -226,7 +226,7 @@ def _report(attacks: dict[str, Any], members: Any, confidence: float, plot: Path
         )
         lines.append(f"{name}: AUC {result.auc:.4f} [{result.auc_low:.4f}, {result.auc_high:.4f}]; {rates}")
     if plot:
-        from fedpriv.audit import plot_roc
+        from fedpriv.methods.audit import plot_roc
 
         plot_roc(attacks, members, plot)
         lines.append(f"written: {plot}")

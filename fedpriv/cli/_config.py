@@ -30,12 +30,12 @@ def check(
 
     Example: fedpriv config check simulations/configs/embedded.toml
     """
-    from fedpriv.plan.preflight import objections_to_run
+    from fedpriv.runs.plan.preflight import objections_to_run
 
     kind, configs, problems = _checked(file)
     problems += (objection for config in configs for objection in objections_to_run(config))
     if files and configs:
-        from fedpriv.plan import preflight  # deferred: it may load tables
+        from fedpriv.runs.plan import preflight  # deferred: it may load tables
 
         problems += preflight.problems(configs)
     problems = list(dict.fromkeys(problems))

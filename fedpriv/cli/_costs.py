@@ -12,8 +12,8 @@ from fedpriv.cli._command import OneOf, Result, entries
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    from fedpriv.accounting.composition.law import Accountant, Unit
-    from fedpriv.plan.communication import PaperRow
+    from fedpriv.privacy.accounting.law import Accountant, Unit
+    from fedpriv.runs.plan.communication import PaperRow
 
 CLOSED_FORM = "closed-form"
 
@@ -29,14 +29,14 @@ Steps = Annotated[int, typer.Option(help="Noisy steps in all: rounds times local
 AccountantName = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.accounting.composition.law:Accountant", CLOSED_FORM),
+        click_type=OneOf("fedpriv.privacy.accounting.law:Accountant", CLOSED_FORM),
         help="pld is tight, rdp fast; closed-form is the DP-LoRA paper's figure.",
     ),
 ]
 Clipping = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.accounting.sensitivity:CLIPPING_RULES", check=False),
+        click_type=OneOf("fedpriv.privacy.accounting.sensitivity:CLIPPING_RULES", check=False),
         help="The clipping rule, which fixes the sensitivity.",
     ),
 ]
@@ -47,7 +47,7 @@ Head = Annotated[
 UnitName = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.accounting.composition.law:Unit"), help="What epsilon and risk are of; words alone."
+        click_type=OneOf("fedpriv.privacy.accounting.law:Unit"), help="What epsilon and risk are of; words alone."
     ),
 ]
 RhoBar = Annotated[float, typer.Option(help="sqrt(sum rho_k^2) in (0, 1], for the paper's rho view.")]
@@ -72,7 +72,7 @@ def account(
 
     fedpriv account --noise-multiplier 1.88 --sampling-probability 0.16 --steps 30 --delta 1e-5
     """
-    from fedpriv.accounting.events import SubsampledGaussian
+    from fedpriv.privacy.accounting.events import SubsampledGaussian
 
     _check_rho_bar(rho_bar)
     local = noise_multiplier / _sensitivity_factor(clipping, num_tensors, head)
@@ -119,9 +119,9 @@ def calibrate(
 
     Example: fedpriv calibrate --target-risk tpr=0.1@fpr=0.01 --delta 1e-5 --sampling-probability 0.16 --steps 30
     """
-    from fedpriv.accounting.calibration import calibrate_to_risk, noise_multiplier_for
-    from fedpriv.accounting.events import SubsampledGaussian
-    from fedpriv.accounting.risk import RiskTarget
+    from fedpriv.privacy.accounting.calibration import calibrate_to_risk, noise_multiplier_for
+    from fedpriv.privacy.accounting.events import SubsampledGaussian
+    from fedpriv.privacy.accounting.risk import RiskTarget
 
     if accountant == CLOSED_FORM:
         raise InputError("accountant = closed-form: it can under-report, so it may not calibrate; use pld or rdp")
@@ -191,8 +191,8 @@ def repeat_and_select(
     fedpriv repeat-and-select --noise-multiplier 4 --sampling-probability 0.05 --steps 30 --delta 1e-5
     --mean-repetitions 10 --number-is-random-and-secret --losers-are-hidden
     """
-    from fedpriv.accounting import accountants as selection
-    from fedpriv.accounting.events import SubsampledGaussian
+    from fedpriv.privacy.accounting import accountants as selection
+    from fedpriv.privacy.accounting.events import SubsampledGaussian
 
     event = SubsampledGaussian(
         noise_multiplier=noise_multiplier, sampling_probability=sampling_probability, count=steps
@@ -212,11 +212,11 @@ def repeat_and_select(
 def _cost(event: Any, delta: float, accountant: str) -> dict[str, Any]:
     """The epsilon of an event, and how far it can be relied on."""
     if accountant == CLOSED_FORM:
-        from fedpriv.accounting.accountants import closed_form
+        from fedpriv.privacy.accounting.accountants import closed_form
 
         paper = closed_form([event], delta)
         return {"epsilon": paper.epsilon, "conditions_hold": paper.conditions_hold, "violated": list(paper.violated)}
-    from fedpriv.accounting.accountants import epsilon_of
+    from fedpriv.privacy.accounting.accountants import epsilon_of
 
     cost = epsilon_of([event], delta, cast("Accountant", accountant))
     return {"epsilon": cost.epsilon, "upper_bound_only": cost.upper_bound_only}
@@ -224,7 +224,7 @@ def _cost(event: Any, delta: float, accountant: str) -> dict[str, Any]:
 
 def _with_risk(values: dict[str, Any], event: Any, delta: float) -> Result:
     """The values, and what they mean for people."""
-    from fedpriv.accounting.risk import risk_of
+    from fedpriv.privacy.accounting.risk import risk_of
     from fedpriv.texts import risk_in_words
 
     found = values | risk_of([event], delta).values
@@ -238,7 +238,7 @@ def _check_rho_bar(rho_bar: float) -> None:
 
 def _sensitivity_factor(clipping: str, num_tensors: int, head: bool) -> float:
     """The L2 sensitivity that a clipping rule gives, in units of the clip norm."""
-    from fedpriv.accounting.sensitivity import clipping_rule, num_parts, sensitivity_factor
+    from fedpriv.privacy.accounting.sensitivity import clipping_rule, num_parts, sensitivity_factor
 
     rule = clipping_rule(clipping)
     return sensitivity_factor(rule, num_parts(rule, num_tensors=num_tensors, head=head))
@@ -275,7 +275,7 @@ def communication(
     """
     if model is None and not compare_paper:
         raise InputError("--model: name one, or give --compare-paper")
-    from fedpriv.plan import communication as counting
+    from fedpriv.runs.plan import communication as counting
 
     result: dict[str, Any] = {}
     if model is not None:

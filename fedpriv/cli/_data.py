@@ -12,7 +12,7 @@ from fedpriv.cli._command import EncodingOption, Result, SeparatorOption, comman
 from fedpriv.texts import counted, printable, visible
 
 if TYPE_CHECKING:
-    from fedpriv.data import Finding, Roles, Table
+    from fedpriv.learning.data import Finding, Roles, Table
 
 app = typer.Typer(no_args_is_help=True, help="Look at data before anything is registered.")
 
@@ -63,7 +63,7 @@ def check(
 
     Example: fedpriv data check medquad.csv.gz --prompt question --response answer --model SmolLM2-135M-Instruct
     """
-    from fedpriv.data import Roles, read_table
+    from fedpriv.learning.data import Roles, read_table
 
     table = read_table(
         file,
@@ -89,7 +89,7 @@ def check(
 def _check_texts(table: Table, columns: Mapping[str, str], *, model: str | None, max_length: int | None) -> Result:
     """The numbers of a table of texts."""
     from fedpriv.config import RunConfig
-    from fedpriv.data import describe
+    from fedpriv.learning.data import describe
 
     values = describe(table, **columns, tokenizer=_tokenizer(model), max_length=max_length or RunConfig.max_length)
     return Result(values, [*entries(_visible(values)), *_about_persons(values)])
@@ -105,7 +105,7 @@ def _visible(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_mistakes(result: Result, table: Table, roles: Roles, fix: Path | None, keep: Sequence[str]) -> Result:
     """The result with how the file was read, its likely mistakes and, if a copy is written, what changed in it."""
-    from fedpriv.data import CheckedColumns, mistakes, write_mended
+    from fedpriv.learning.data import CheckedColumns, mistakes, write_mended
 
     read = {"separator": table.separator, "decimal_commas": table.decimal_commas} if table.separator else {}
     found = mistakes(CheckedColumns.of(table, roles))
@@ -137,9 +137,9 @@ def _as_line(finding: Finding) -> str:
 
 def _tokenizer(model: str | None) -> Any:
     """The tokenizer of the model, or of a run's own if none is named and it is there; None counts words."""
-    from fedpriv.adapters import check_model
     from fedpriv.config import RunConfig
     from fedpriv.errors import InputError
+    from fedpriv.learning.adapters import check_model
 
     if model == "":
         return None
@@ -150,7 +150,7 @@ def _tokenizer(model: str | None) -> Any:
             raise
         typer.echo(f"words are counted, not tokens: {error}", err=True)
         return None
-    from fedpriv.adapters import load_tokenizer
+    from fedpriv.learning.adapters import load_tokenizer
 
     return load_tokenizer(model or RunConfig.model)
 
@@ -170,12 +170,12 @@ def _about_persons(values: Mapping[str, Any]) -> list[str]:
 def _check_instructions(table: Table, asked: Mapping[str, Any], *, client: str, person: str, model: str) -> Result:
     """The same of prompts and responses."""
     from fedpriv.config import parse
-    from fedpriv.data import describe_instructions
+    from fedpriv.learning.data import describe_instructions
 
     config, tokenizer = parse(asked), None
     if model:
-        from fedpriv.adapters import load_tokenizer
-        from fedpriv.data.records import chat_format_of
+        from fedpriv.learning.adapters import load_tokenizer
+        from fedpriv.learning.data.records import chat_format_of
 
         tokenizer = load_tokenizer(model)
         chat_format_of(config).check(tokenizer, model=model, max_length=config.max_length)
@@ -204,7 +204,7 @@ def lines(
 
     Example: fedpriv data lines letters.csv letters.jsonl
     """
-    from fedpriv.data import write_lines
+    from fedpriv.learning.data import write_lines
 
     num_records = write_lines(
         file,

@@ -25,12 +25,12 @@ from fedpriv.errors import InputError
 from fedpriv.texts import printable
 
 if TYPE_CHECKING:
-    from fedpriv.dedup.planning import DedupSettings
-    from fedpriv.dedup.validation import Evaluator, PrivateQueries
-    from fedpriv.dedup.work import Evaluators, Observer, Outcome, Progress
-    from fedpriv.ledger.entries import DataSet
-    from fedpriv.ledger.ledger import Ledger
-    from fedpriv.variants.folders import Described
+    from fedpriv.models.dedup.planning import DedupSettings
+    from fedpriv.models.dedup.validation import Evaluator, PrivateQueries
+    from fedpriv.models.dedup.work import Evaluators, Observer, Outcome, Progress
+    from fedpriv.models.variants.folders import Described
+    from fedpriv.privacy.ledger.entries import DataSet
+    from fedpriv.privacy.ledger.ledger import Ledger
 
 
 app = typer.Typer(no_args_is_help=True, help="Store the variants of a model by the blocks that they share.")
@@ -39,21 +39,21 @@ Folder = Annotated[Path, typer.Argument(help="Folder with a folder for each vari
 Strategy = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.dedup:Strategy"),
+        click_type=OneOf("fedpriv.models.dedup:Strategy"),
         help="One base for each variant; several; or several, which may themselves have bases.",
     ),
 ]
 Fairness = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.dedup:Fairness"),
+        click_type=OneOf("fedpriv.models.dedup:Fairness"),
         help="Keep the order of epsilons by cutting every bound, or by giving up variants that would overtake others.",
     ),
 ]
 Algorithm = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.dedup.algorithms:METHODS", check=False),
+        click_type=OneOf("fedpriv.models.dedup.algorithms:METHODS", check=False),
         help="The search for blocks to replace; or lossless.",
     ),
 ]
@@ -90,8 +90,8 @@ def plan(
 
     Example: fedpriv dedup plan variants --strategy multi
     """
-    from fedpriv.dedup import planning
-    from fedpriv.dedup.algorithms import LOSSLESS
+    from fedpriv.models.dedup import planning
+    from fedpriv.models.dedup.algorithms import LOSSLESS
 
     settings = _settings(algorithm=algorithm, strategy=strategy, fairness=fairness, max_distance=max_distance)
     if algorithm == LOSSLESS:
@@ -117,7 +117,7 @@ def run(
     evaluator: Annotated[
         str,
         typer.Option(
-            help="MODULE:FUNCTION that returns a fedpriv.dedup.Evaluator, or {variant: Evaluator}; by default "
+            help="MODULE:FUNCTION that returns a fedpriv.models.dedup.Evaluator, or {variant: Evaluator}; by default "
             "the run's."
         ),
     ] = "",
@@ -157,12 +157,12 @@ def run(
     Example: fedpriv dedup run RUN/variants RUN/store --algorithm lossless
     """
     from fedpriv.config import parse_overrides
-    from fedpriv.dedup import pipeline
-    from fedpriv.dedup.algorithms import LOSSLESS
+    from fedpriv.models.dedup import pipeline
+    from fedpriv.models.dedup.algorithms import LOSSLESS
+    from fedpriv.models.variants import folders
+    from fedpriv.models.variants.store import Store
     from fedpriv.runs import RunWriter
     from fedpriv.runs.files import STORE, STORED_ANSWERS
-    from fedpriv.variants import folders
-    from fedpriv.variants.store import Store
 
     described = _described(folder, epsilon_bound, utility_bound)
     where = {variant.name: path for path, variant in described.items()}
@@ -247,8 +247,8 @@ def _line(outcome: Outcome) -> str:
 
 def _utility(outcome: Outcome) -> str:
     """Its loss in words, of accuracy or of perplexity; empty if its records are private or nothing was proven."""
+    from fedpriv.models.variants.outcomes import perplexity
     from fedpriv.runs.figures import format_bound
-    from fedpriv.variants.outcomes import perplexity
 
     before, after = outcome.utility_before, outcome.utility_after
     if before is None or after is None or outcome.loss_limit is None:
@@ -267,7 +267,7 @@ command(app, "list")(_dedup_store.list_)
 
 def _settings(**values: Any) -> DedupSettings:
     """The settings of a run, if its algorithm knows all of its options and takes their values."""
-    from fedpriv.dedup.planning import DedupSettings, check_options
+    from fedpriv.models.dedup.planning import DedupSettings, check_options
 
     settings = DedupSettings(**values)
     check_options(settings)
@@ -276,7 +276,7 @@ def _settings(**values: Any) -> DedupSettings:
 
 def _described(folder: Path, epsilon_bound: float | None, utility_bound: float | None) -> dict[Path, Described]:
     """{folder: the description of its variant}, with other bounds where these are given."""
-    from fedpriv.variants import folders
+    from fedpriv.models.variants import folders
 
     found = sorted(path.parent for path in folder.glob("*/variant.json"))
     if not found:
@@ -292,7 +292,7 @@ def _described(folder: Path, epsilon_bound: float | None, utility_bound: float |
 
 def _fitting(variants: Iterable[Described], read: Callable[[str], Mapping[str, Any]]) -> int:
     """The block size that fits the smallest of the architectures."""
-    from fedpriv.variants.blocks import fitting_block_size
+    from fedpriv.models.variants.blocks import fitting_block_size
 
     models = [read(name) for name in {variant.architecture: variant.name for variant in variants}.values()]
     return min(fitting_block_size(t.size for t in model.values() if t.dtype == "float32") for model in models)
@@ -306,7 +306,7 @@ def _check_of_run(folder: Path) -> None:
 
 def _of_run(folder: Path, num_records: int | None, seed: int | None) -> Any:
     """The evaluator of the run that the folder's variants belong to."""
-    from fedpriv.adapter_variants import AdapterEvaluator
+    from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
 
     return AdapterEvaluator.of_run(folder.absolute().parent, num_records=num_records, seed=seed)
 
@@ -316,12 +316,12 @@ def _private_queries(
     evaluators: Evaluators, epsilon: float | None, path: Path | None
 ) -> Iterator[PrivateQueries | None]:
     """How variants are validated on private records, each charged to the ledger; None if all records are public."""
-    from fedpriv.accounting.events import Event
-    from fedpriv.accounting.views import Release
-    from fedpriv.dedup.validation import PrivateQueries
-    from fedpriv.ledger.entries import Charge, Key
-    from fedpriv.ledger.ledger import Ledger
-    from fedpriv.mechanisms.sources import SecureSource
+    from fedpriv.models.dedup.validation import PrivateQueries
+    from fedpriv.privacy.accounting.events import Event
+    from fedpriv.privacy.accounting.views import Release
+    from fedpriv.privacy.ledger.entries import Charge, Key
+    from fedpriv.privacy.ledger.ledger import Ledger
+    from fedpriv.privacy.mechanisms.sources import SecureSource
 
     private_ones = {name: each for name, each in evaluators.items() if each.private is not None}
     if not private_ones:

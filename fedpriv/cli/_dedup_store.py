@@ -28,7 +28,7 @@ def restore(
     import safetensors.numpy
 
     from fedpriv.files import new_file
-    from fedpriv.variants.store import Store
+    from fedpriv.models.variants.store import Store
 
     check_new_file(out)
     with Store(store, read_only=True) as opened:
@@ -43,7 +43,7 @@ def verify(store: StorePath) -> Result:
 
     Example: fedpriv dedup verify store
     """
-    from fedpriv.variants.store import Store
+    from fedpriv.models.variants.store import Store
 
     with Store(store, read_only=True) as opened:
         damage, names = opened.verify(), opened.names
@@ -56,8 +56,8 @@ def list_(store: StorePath) -> Result:
 
     Example: fedpriv dedup list store
     """
-    from fedpriv.variants.kept import stored_models
-    from fedpriv.variants.store import Store
+    from fedpriv.models.variants.kept import stored_models
+    from fedpriv.models.variants.store import Store
 
     with Store(store, read_only=True) as opened:
         models = stored_models(opened)
@@ -75,8 +75,8 @@ def remove(
 
     Example: fedpriv dedup remove store client-2 client-3
     """
-    from fedpriv.variants import kept
-    from fedpriv.variants.store import Store
+    from fedpriv.models.variants import kept
+    from fedpriv.models.variants.store import Store
 
     _check_store(store)
     with Store(store) as opened:
@@ -93,7 +93,7 @@ def gc(store: StorePath) -> Result:
 
     Example: fedpriv dedup gc store
     """
-    from fedpriv.variants.store import Store
+    from fedpriv.models.variants.store import Store
 
     _check_store(store)
     with Store(store) as opened:
@@ -106,6 +106,6 @@ def gc(store: StorePath) -> Result:
 
 def _check_store(store: Path) -> None:
     """Refuse a folder that is no store, which opening it for writing would make one."""
-    from fedpriv.variants.store import Store
+    from fedpriv.models.variants.store import Store
 
     Store(store, read_only=True).close()

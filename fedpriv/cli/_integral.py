@@ -18,9 +18,9 @@ from fedpriv.files import is_free
 if TYPE_CHECKING:
     from torch import nn
 
-    from fedpriv.integral import Advice, TrainingSchedule
-    from fedpriv.integral.procedure import Recommendation, SelectionSettings, TrainAndTest
-    from fedpriv.integral.tabular import PreparedTable
+    from fedpriv.methods.integral import Advice, TrainingSchedule
+    from fedpriv.methods.integral.procedure import Recommendation, SelectionSettings, TrainAndTest
+    from fedpriv.methods.integral.tabular import PreparedTable
 
 
 app = typer.Typer(
@@ -32,38 +32,39 @@ DataFile = Annotated[Path, typer.Argument(help="CSV with a header, gzip allowed.
 Target = Annotated[str, typer.Option(help="Column with the class.")]
 Architecture = Annotated[
     str,
-    typer.Option(click_type=OneOf("fedpriv.integral:HIDDEN"), help="A perceptron of the paper."),
+    typer.Option(click_type=OneOf("fedpriv.methods.integral:HIDDEN"), help="A perceptron of the paper."),
 ]
 Epochs = Annotated[int, typer.Option(help="Passes over a subsample.", min=1)]
 BatchSize = Annotated[int, typer.Option(help="Records in a step.", min=1)]
 LearningRate = Annotated[float, typer.Option(help="> 0.")]
 Optimizer = Annotated[
     str,
-    typer.Option(click_type=OneOf("fedpriv.integral:OPTIMIZERS"), help="At PyTorch's defaults."),
+    typer.Option(click_type=OneOf("fedpriv.methods.integral:OPTIMIZERS"), help="At PyTorch's defaults."),
 ]
 Measure = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.integral:Measure"),
+        click_type=OneOf("fedpriv.methods.integral:Measure"),
         help="Distance of two models: the largest difference of a weight, or the norm of all differences.",
     ),
 ]
 Clustering = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.integral:Linkage"),
+        click_type=OneOf("fedpriv.methods.integral:Linkage"),
         help="What epsilon bounds: distances to a cluster's first member, as published, or of every pair.",
     ),
 ]
 Comparison = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.integral.attack:Comparison"), help="How the intruder compares models with the target."
+        click_type=OneOf("fedpriv.methods.integral.attack:Comparison"),
+        help="How the intruder compares models with the target.",
     ),
 ]
 Scaling = Annotated[
     str,
-    typer.Option(click_type=OneOf("fedpriv.integral.tabular:Scaling"), help="Of numeric columns."),
+    typer.Option(click_type=OneOf("fedpriv.methods.integral.tabular:Scaling"), help="Of numeric columns."),
 ]
 Drop = Annotated[
     list[str] | None, typer.Option(help="Column that must not be a feature, such as an id; may be repeated.")
@@ -123,8 +124,8 @@ def select_models(
 
     Example: fedpriv integral select adult.csv --target income --subsample-size 1000 --epsilon 0.05 --epochs 10
     """
-    from fedpriv.integral import perceptron
-    from fedpriv.integral.procedure import SelectionSettings, recommend
+    from fedpriv.methods.integral import perceptron
+    from fedpriv.methods.integral.procedure import SelectionSettings, recommend
 
     if out is not None and not is_free(out):
         raise InputError(f"out = {str(out)!r}: exists; name another folder")
@@ -188,8 +189,8 @@ def attack(
 
     fedpriv integral attack adult.csv --target income --trials 10
     """
-    from fedpriv.integral import perceptron
-    from fedpriv.integral.attack import AttackPlan, Game, attack_table
+    from fedpriv.methods.integral import perceptron
+    from fedpriv.methods.integral.attack import AttackPlan, Game, attack_table
 
     options = {"seed": seed, "drop": drop or [], "keep": keep or [], "scaling": scaling}
     table = _table(data, target, separator, encoding, **options)
@@ -239,7 +240,7 @@ def sample_size_advice(
 
     Example: fedpriv integral advice --features 8 --records 10000 --subsample-size 500
     """
-    from fedpriv.integral import advice, num_parameters, perceptron
+    from fedpriv.methods.integral import advice, num_parameters, perceptron
 
     if data is not None:
         table = _table(data, target, separator, encoding, drop=drop or [], keep=keep or [])
@@ -261,8 +262,8 @@ def _table(path: Path, target: str, separator: str, encoding: str, **options: An
     """The CSV as features, fitted on its training part."""
     import pandas as pd
 
-    from fedpriv.data import read_table
-    from fedpriv.integral.tabular import prepare
+    from fedpriv.learning.data import read_table
+    from fedpriv.methods.integral.tabular import prepare
 
     table = read_table(
         str(path),
@@ -277,7 +278,7 @@ def _table(path: Path, target: str, separator: str, encoding: str, **options: An
 
 def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: str) -> TrainingSchedule:
     """The training schedule that the options describe."""
-    from fedpriv.integral import TrainingSchedule
+    from fedpriv.methods.integral import TrainingSchedule
 
     return TrainingSchedule(
         epochs=epochs,
@@ -301,7 +302,7 @@ def about_table(table: PreparedTable) -> dict[str, Any]:
 
 def selection_values(found: Recommendation, settings: SelectionSettings) -> dict[str, Any]:
     """The recommended clusters, means and their figures, as `integral select --json` prints it."""
-    from fedpriv.integral import statement
+    from fedpriv.methods.integral import statement
 
     clusters = [
         {
@@ -397,7 +398,7 @@ def write_means(
     import torch
     from safetensors.torch import save_file
 
-    from fedpriv.integral import from_vectors
+    from fedpriv.methods.integral import from_vectors
 
     out.mkdir(parents=True, exist_ok=True)
     paths = []

@@ -13,9 +13,9 @@ from fedpriv.errors import InputError
 from fedpriv.texts import percent_up, risk_in_words
 
 if TYPE_CHECKING:
-    from fedpriv.accounting.views import PlannedView
-    from fedpriv.ledger.evidence import Exhibit
-    from fedpriv.vault.settings import VaultSettings
+    from fedpriv.holder.vault.settings import VaultSettings
+    from fedpriv.privacy.accounting.views import PlannedView
+    from fedpriv.privacy.ledger.evidence import Exhibit
 
 app = typer.Typer(no_args_is_help=True, help="What every data set has spent, from its ledger.")
 
@@ -23,7 +23,7 @@ ViewName = Annotated[
     str | None,
     typer.Option(
         "--view",
-        click_type=OneOf("fedpriv.accounting.views:PlannedView"),
+        click_type=OneOf("fedpriv.privacy.accounting.views:PlannedView"),
         help="What a budget counts: each upload, or under secure aggregation the sum that shows it. By default as the "
         "settings in the ledger's folder say, of a node or a run.",
     ),
@@ -69,7 +69,7 @@ def show_ledger(
 
     Example: fedpriv ledger show results/ledger.sqlite --budget-epsilon 4
     """
-    from fedpriv.ledger import reader, statement
+    from fedpriv.privacy.ledger import reader, statement
 
     its_view, its_budget = reader.limit_of(path)
     if budget_epsilon is None and view in (None, its_view):  # on another view the budget bounds nothing
@@ -95,7 +95,7 @@ def show_ledger(
 
 def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
     """A line for each data set, with what is known of it."""
-    from fedpriv.ledger.statement import label
+    from fedpriv.privacy.ledger.statement import label
 
     rows = [row | {"found": percent_up(row["tpr_at_fpr"]["0.01"])} for row in rows]
     shown = {name for row in rows for name in row} | (HEADINGS.keys() - {"epsilon_aggregate", "remaining_rounds"})
@@ -115,7 +115,7 @@ def _spent(rows: list[dict[str, Any]], view: str = "local") -> list[str]:
 
 def _worst(rows: list[dict[str, Any]]) -> list[str]:
     """The largest risk of any data set, in words; `found` in the table is its figure."""
-    from fedpriv.ledger.statement import label
+    from fedpriv.privacy.ledger.statement import label
 
     if not rows:
         return []
@@ -142,7 +142,7 @@ def verify(
     Example: fedpriv ledger verify ledger.sqlite --head 94c1e3f70f2a4d6b8a5f0e9d7c6b5a493827160594c1e3f70f2a4d6b8a5f0e9d
     """
     from fedpriv.errors import LedgerError
-    from fedpriv.ledger import reader, statement
+    from fedpriv.privacy.ledger import reader, statement
 
     kept = None if head is None else head.strip().lower()
     if kept is not None and not re.fullmatch("[0-9a-f]{64}", kept):
@@ -178,8 +178,8 @@ def adopt_head(
 
     Example: fedpriv ledger adopt-head node.sqlite --reason "moved to a new disk; statement of 3 May has the same head"
     """
-    from fedpriv.ledger import reader, statement
-    from fedpriv.ledger.ledger import Ledger
+    from fedpriv.privacy.ledger import reader, statement
+    from fedpriv.privacy.ledger.ledger import Ledger
 
     if reason is not None and not reason.strip():
         raise InputError("--reason: must not be empty; it is what a later reader of this ledger's statements sees")
@@ -226,9 +226,8 @@ def recover(
 
     Example: fedpriv ledger recover node.sqlite --from receipts.jsonl --from coordinator.receipts --reason "new disk"
     """
-    from fedpriv.deployment import keys
-    from fedpriv.ledger import reader, receipts, statement
-    from fedpriv.ledger.ledger import Ledger
+    from fedpriv.privacy.ledger import keys, reader, receipts, statement
+    from fedpriv.privacy.ledger.ledger import Ledger
 
     if reason is not None and not reason.strip():
         raise InputError("--reason: must not be empty; it is what a later reader of this ledger's statements sees")
@@ -280,8 +279,8 @@ def statement(
 
     Example: fedpriv ledger statement results/ledger.sqlite --client Northgate
     """
-    from fedpriv.ledger import reader
-    from fedpriv.ledger import statement as statements
+    from fedpriv.privacy.ledger import reader
+    from fedpriv.privacy.ledger import statement as statements
 
     with reader.reading(path) as db:
         known = reader.holder_names(db, path, run)
@@ -309,9 +308,9 @@ def register(
 
     Example: fedpriv ledger register node.sqlite --client 2 --num-records 5000 --disjoint "admissions of 2027 only"
     """
-    from fedpriv.accounting.accountants import check_delta
-    from fedpriv.accounting.views import default_delta
-    from fedpriv.ledger.ledger import Ledger
+    from fedpriv.privacy.accounting.accountants import check_delta
+    from fedpriv.privacy.accounting.views import default_delta
+    from fedpriv.privacy.ledger.ledger import Ledger
 
     if num_records < 1:
         raise InputError(f"--num-records {num_records}: must be >= 1")
@@ -343,8 +342,8 @@ def permit(
     Example: fedpriv ledger permit results/ledger.sqlite --client 2 --reason "letter of Dr Huber, 3 May 2027"
     """
 
-    from fedpriv.ledger import reader, statement
-    from fedpriv.ledger.ledger import Ledger
+    from fedpriv.privacy.ledger import reader, statement
+    from fedpriv.privacy.ledger.ledger import Ledger
 
     if not reason.strip():
         raise InputError("--reason: must not be empty; say who gave this permission, when and how")
@@ -381,7 +380,7 @@ def evidence(
 
     Example: fedpriv evidence node/ledger.sqlite --out bundle.zip
     """
-    from fedpriv.ledger.evidence import write_evidence
+    from fedpriv.privacy.ledger.evidence import write_evidence
 
     values = write_evidence(out, _sources(path))
     return Result(values, entries({**values, "check": f"unzip {out} verify_evidence.py, then run it on {out}"}))
@@ -389,9 +388,9 @@ def evidence(
 
 def _sources(path: Path) -> dict[str, Exhibit]:
     """{folder in the bundle: ledger} of what a path names."""
-    from fedpriv.ledger.evidence import Exhibit
+    from fedpriv.holder.vault.settings import FILE, VaultSettings
+    from fedpriv.privacy.ledger.evidence import Exhibit
     from fedpriv.runs import files
-    from fedpriv.vault.settings import FILE, VaultSettings
 
     folder = path if path.is_dir() else path.parent
     if (folder / FILE).is_file():
@@ -405,8 +404,8 @@ def _sources(path: Path) -> dict[str, Exhibit]:
 
 
 def _of_node(node: VaultSettings) -> Exhibit:
-    from fedpriv.ledger.evidence import Exhibit
-    from fedpriv.vault.settings import read_models
+    from fedpriv.holder.vault.settings import read_models
+    from fedpriv.privacy.ledger.evidence import Exhibit
 
     return Exhibit(
         ledger=node.ledger,
@@ -418,9 +417,9 @@ def _of_node(node: VaultSettings) -> Exhibit:
 
 
 def _of_run(folder: Path) -> Exhibit:
-    from fedpriv import protocol
-    from fedpriv.adapters import public_name, weights_digests
-    from fedpriv.ledger.evidence import Exhibit
+    from fedpriv.holder.wire import protocol
+    from fedpriv.learning.adapters import public_name, weights_digests
+    from fedpriv.privacy.ledger.evidence import Exhibit
     from fedpriv.runs import RunFolder, files
 
     run = RunFolder(folder)

@@ -21,9 +21,9 @@ from fedpriv.files import write_new
 from fedpriv.texts import what_is_counted
 
 if TYPE_CHECKING:
-    from fedpriv.accounting.views import PlannedView
-    from fedpriv.plan.budget import Plan
-    from fedpriv.training.schedule import PhaseRounds
+    from fedpriv.learning.training.schedule import PhaseRounds
+    from fedpriv.privacy.accounting.views import PlannedView
+    from fedpriv.runs.plan.budget import Plan
 
 # Of the clients, so many are shown, the largest first; --json has them all.
 _MOST_CLIENTS = 10
@@ -76,7 +76,7 @@ def _plan_budget(
     view: Annotated[
         str,
         typer.Option(
-            click_type=OneOf("fedpriv.accounting.views:PlannedView"),
+            click_type=OneOf("fedpriv.privacy.accounting.views:PlannedView"),
             help="Who may learn no more: the server, or those who see only sums (secure aggregation).",
         ),
     ] = "local",
@@ -112,7 +112,7 @@ def _plan_budget(
     ] = None,
 ) -> Result:
     """A run within a budget: its values, and a page of them."""
-    from fedpriv.plan import budget
+    from fedpriv.runs.plan import budget
 
     if not records or epsilon is None:
         raise InputError("plan: needs --records and --epsilon, or a MODEL")
@@ -175,7 +175,7 @@ def _plan_memory(
     """The memory of a step: its values in bytes, and a page of them."""
     import torch
 
-    from fedpriv.plan.memory import PROCESS_BYTES, MemorySetting, largest_batch, memory_plan
+    from fedpriv.runs.plan.memory import PROCESS_BYTES, MemorySetting, largest_batch, memory_plan
     from fedpriv.texts import parse_bytes
 
     setting = MemorySetting(
@@ -234,8 +234,8 @@ plan.__signature__ = _joined_signature()  # type: ignore[attr-defined]
 
 def _committed(found: Plan) -> dict[str, Any]:
     """Each client's releases as a node's `register --plan` reads them, and the epsilon that a filter needs for them."""
-    from fedpriv.accounting import events
-    from fedpriv.accounting.filters import filtered_epsilon
+    from fedpriv.privacy.accounting import events
+    from fedpriv.privacy.accounting.filters import filtered_epsilon
 
     setting = found.setting
     clients = []
@@ -248,7 +248,7 @@ def _committed(found: Plan) -> dict[str, Any]:
 
 
 def _timed() -> float:
-    from fedpriv.training.workbench import records_per_second
+    from fedpriv.learning.training.workbench import records_per_second
 
     return records_per_second()
 
@@ -335,7 +335,7 @@ def _rounded(value: Any) -> Any:
 
 def _meaning(values: Mapping[str, Any]) -> Iterable[str]:
     """Lines that explain the ratio, say how far it is proven, and name what would help."""
-    from fedpriv.plan.budget import GOOD_RATIO, HOPELESS_STEP, NEEDED_STEP
+    from fedpriv.runs.plan.budget import GOOD_RATIO, HOPELESS_STEP, NEEDED_STEP
 
     nu, ratio = values["noise_per_step_length"], values["noise_to_signal"]
     yield (

@@ -64,7 +64,7 @@ def app(folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder."
     Example: fedpriv app my-federation
     """
     from fedpriv.apps import FLOWER_APP
-    from fedpriv.deployment import approvals
+    from fedpriv.operate import approvals
 
     place = folder.absolute()
     if place.exists():

@@ -27,7 +27,7 @@ from fedpriv.cli._command import (
 from fedpriv.errors import InputError
 
 if TYPE_CHECKING:
-    from fedpriv.publishing.saved import LoadedVariant, SavedVariant
+    from fedpriv.models.publishing.saved import LoadedVariant, SavedVariant
 
 
 def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")]) -> dict[str, str]:
@@ -35,9 +35,10 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished ru
 
     Example: fedpriv report results/20261121-042553-embedded
     """
+    from fedpriv.models.variants import stored_in
     from fedpriv.runs.show import write_report
 
-    return {"report": str(write_report(run_dir))}
+    return {"report": str(write_report(run_dir, stored_in(run_dir)))}
 
 
 def status(
@@ -101,7 +102,7 @@ def export(
         str,
         typer.Option(
             help="With --gguf: of the whole model's matrices.",
-            click_type=OneOf("fedpriv.publishing._card_texts:Precision"),
+            click_type=OneOf("fedpriv.models.publishing._card_texts:Precision"),
         ),
     ] = "float16",
 ) -> Result:
@@ -115,9 +116,9 @@ def export(
 
     Example: fedpriv export results/letters letters-gguf --gguf
     """
-    from fedpriv.publishing import saved
-    from fedpriv.publishing.export import check_new, form_of
-    from fedpriv.publishing.export import export as export_to
+    from fedpriv.models.publishing import saved
+    from fedpriv.models.publishing.export import check_new, form_of
+    from fedpriv.models.publishing.export import export as export_to
 
     check_new(out)
     found = saved.find(source, variant=variant, model=model)
@@ -133,12 +134,12 @@ def export(
 
 def _export_gguf(found: SavedVariant, out: Path, only: str, precision: str) -> Result:
     try:
-        from fedpriv.publishing import gguf_files
+        from fedpriv.models.publishing import gguf_files
     except ModuleNotFoundError as error:
         if error.name != "gguf":
             raise
         raise InputError("gguf: needs the package gguf; install it with pip install 'fedpriv[llm]'") from None
-    from fedpriv.publishing import saved
+    from fedpriv.models.publishing import saved
 
     forms: dict[str, Any] = {"": "gguf", "adapter": "gguf-adapter", "model": "gguf-model"}
     if only not in forms:
@@ -165,8 +166,8 @@ def card(
 
     Example: fedpriv card results/20261121-042553-embedded
     """
-    from fedpriv.publishing import card as cards
-    from fedpriv.publishing import saved
+    from fedpriv.models.publishing import card as cards
+    from fedpriv.models.publishing import saved
 
     found = saved.find(source, variant=variant)
     if write:
@@ -204,7 +205,7 @@ def push(
 
     Example: fedpriv push results/20261121-042553-embedded clinic/letters --variant client-2 --yes
     """
-    from fedpriv.publishing import hub, saved
+    from fedpriv.models.publishing import hub, saved
 
     hub.check_name(name)
     found = saved.find(source, variant=variant)
@@ -261,7 +262,7 @@ def predict(
 
     Example: fedpriv predict results/20261121-042553-embedded letters.csv --text letter --out answers.csv
     """
-    from fedpriv.publishing import saved
+    from fedpriv.models.publishing import saved
 
     check_new_file(out)
     found = saved.find(source, variant=variant, model=model)
@@ -285,7 +286,7 @@ def predict(
 
 def _asked(asked: str, text: str, pair: str, *, separator: str, encoding: str) -> _Asked:
     """The texts of the command line, or of the file that it names."""
-    from fedpriv.data import FORMATS, read_table, suffix_of
+    from fedpriv.learning.data import FORMATS, read_table, suffix_of
 
     if "\n" in asked or not (suffix_of(Path(asked)) in FORMATS or _is_file(asked)):
         return _Asked(texts=[asked], pairs=[pair] if pair else None)
@@ -311,7 +312,7 @@ def _is_file(text: str) -> bool:
 
 def _predicted(loaded: LoadedVariant, asking: _Asked, max_new_tokens: int | None) -> dict[str, list[Any]]:
     """{column: values} of what the model says; refuses columns that the table has already."""
-    from fedpriv.publishing import saved
+    from fedpriv.models.publishing import saved
 
     labels = loaded.saved.labels
     names = ["predicted_label", *(f"probability_{label}" for label in labels)] if labels else ["answer"]

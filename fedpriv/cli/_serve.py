@@ -82,9 +82,9 @@ def run(
     """
     serving_app, server = _serve_modules()
     from fedpriv.files import replace_file
-    from fedpriv.serving.http.limits import RequestLimits
-    from fedpriv.serving.http.nginx import configuration
-    from fedpriv.serving.http.tokens import Tokens
+    from fedpriv.models.serving.http.limits import RequestLimits
+    from fedpriv.models.serving.http.nginx import configuration
+    from fedpriv.models.serving.http.tokens import Tokens
     from fedpriv.texts import parse_bytes
 
     limits = RequestLimits(
@@ -111,8 +111,8 @@ def run(
         replace_file(nginx, made.encode())
     _log_to_stderr()
 
-    from fedpriv.serving.http.cards import Cards
-    from fedpriv.serving.scheduler import open_serving
+    from fedpriv.models.serving.http.cards import Cards
+    from fedpriv.models.serving.scheduler import open_serving
 
     typer.echo(f"loading {source} ...", err=True)
     started = time.monotonic()
@@ -149,7 +149,7 @@ def new_token(
 
     Example: fedpriv serve new-token clinic --tokens tokens.toml --variants 'global,round-*'
     """
-    from fedpriv.serving.http.tokens import add_new
+    from fedpriv.models.serving.http.tokens import add_new
 
     patterns = [pattern.strip() for pattern in variants.split(",") if pattern.strip()]
     if not patterns and not metrics:
@@ -173,8 +173,8 @@ def _aliases(given: list[str]) -> dict[str, str]:
 def _serve_modules() -> Any:
     """The application and the server, or one line that says which extra they need."""
     try:
-        from fedpriv.serving.http import app as serving_app
-        from fedpriv.serving.http import server
+        from fedpriv.models.serving.http import app as serving_app
+        from fedpriv.models.serving.http import server
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "prometheus_client", "h11"):
             raise

@@ -23,22 +23,26 @@ Sensitivity = Annotated[float, typer.Option(help="L2, in units of the clip norm.
 Combination = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.accounting.lmo.parameters:Combination"),
+        click_type=OneOf("fedpriv.privacy.accounting.lmo_parameters:Combination"),
         help="How the parts are combined: by weights that sum to one, or by factors.",
     ),
 ]
 Parts = Annotated[
     list[str] | None,
-    typer.Option("--part", click_type=OneOf("fedpriv.lmo.search:PARTS"), help="May be repeated; by default all."),
+    typer.Option(
+        "--part", click_type=OneOf("fedpriv.methods.lmo.search:PARTS"), help="May be repeated; by default all."
+    ),
 ]
 Objective = Annotated[
     str,
-    typer.Option(click_type=OneOf("fedpriv.lmo.search:Objective"), help="What makes one noise better than another."),
+    typer.Option(
+        click_type=OneOf("fedpriv.methods.lmo.search:Objective"), help="What makes one noise better than another."
+    ),
 ]
 Accounting = Annotated[
     str,
     typer.Option(
-        click_type=OneOf("fedpriv.accounting.lmo.parameters:LmoAccounting"),
+        click_type=OneOf("fedpriv.privacy.accounting.lmo_parameters:LmoAccounting"),
         help="published is no guarantee for a vector.",
     ),
 ]
@@ -59,9 +63,9 @@ def account(
 
     Example: fedpriv lmo account --params lmo.json --order 8 --dimension 76808
     """
-    from fedpriv.accounting.lmo import divergences
-    from fedpriv.accounting.lmo.distribution import Columns
-    from fedpriv.accounting.lmo.parameters import LmoParameters
+    from fedpriv.privacy.accounting.lmo_distribution import Columns
+    from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
+    from fedpriv.privacy.accounting.lmo_renyi import divergences
 
     of = Columns.of(LmoParameters.from_json(params.read_text(encoding="utf-8", errors="replace")))
     values = {
@@ -98,9 +102,9 @@ def search_noise(
     """
     from dataclasses import asdict
 
-    from fedpriv.lmo import Budget
-    from fedpriv.lmo.comparison import sizes
-    from fedpriv.lmo.search import search
+    from fedpriv.methods.lmo import Budget
+    from fedpriv.methods.lmo.comparison import sizes
+    from fedpriv.methods.lmo.search import search
 
     check_new_file(out)
     budget = Budget(
@@ -155,8 +159,8 @@ def compare_noises(
 
     Example: fedpriv lmo compare --epsilon 0.3 --epsilon 3 --ablations --plots results
     """
-    from fedpriv.lmo import Budget
-    from fedpriv.lmo.comparison import EPSILONS, compare, reductions
+    from fedpriv.methods.lmo import Budget
+    from fedpriv.methods.lmo.comparison import EPSILONS, compare, reductions
 
     epsilons = tuple(epsilon or EPSILONS)
     budget = Budget(
@@ -173,7 +177,7 @@ def compare_noises(
     )
     written: list[str] = []
     if plots is not None:
-        from fedpriv.lmo.comparison import write_plots
+        from fedpriv.methods.lmo.comparison import write_plots
 
         written = [str(path) for path in write_plots(records, plots)]
     summary: dict[str, Any] = {
@@ -211,7 +215,7 @@ def coverage_of_space(
 
     Example: fedpriv lmo coverage --quantisation 0.01 --domain-size 51
     """
-    from fedpriv.lmo.search import coverage
+    from fedpriv.methods.lmo.search import coverage
 
     records = coverage(
         _space(combination, part, ranges),
@@ -225,7 +229,7 @@ def coverage_of_space(
 
 def _space(combination: str, parts: Sequence[str] | None, ranges: Path | None) -> Any:
     """The search space that the options describe."""
-    from fedpriv.lmo.search import PARTS, RANGES, SearchSpace
+    from fedpriv.methods.lmo.search import PARTS, RANGES, SearchSpace
 
     given: Any = {}
     if ranges is not None:

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-import fedpriv
 from fedpriv.apps import naming_extras
 from fedpriv.cli import _audit, _config, _data, _dedup, _integral, _ledger, _programs, _serve, lmo
 from fedpriv.cli._command import command
@@ -17,7 +16,7 @@ from fedpriv.cli._plan import plan
 from fedpriv.cli._programs import ProgramGroup
 from fedpriv.cli._runs import card, export, predict, push, report, status, watch
 from fedpriv.errors import FlowerError, LedgerError, StoreError
-from fedpriv.texts import printable
+from fedpriv.texts import VERSION, printable
 
 app = typer.Typer(cls=ProgramGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 for of_costs in (account, calibrate, repeat_and_select, plan, report, communication):
@@ -43,7 +42,7 @@ def fedpriv_command(
 ) -> None:
     """Federated LoRA fine-tuning under differential privacy, and what it costs every data holder."""
     if version:
-        typer.echo(fedpriv.__version__)
+        typer.echo(VERSION)
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedpriv.aggregation.rules import RULES, Rule
 from fedpriv.config._section import ConfigSection, Count, Fact, Maybe, NonNegative, Positive, Sizes
+from fedpriv.config.rules import RULE_FACTS, RuleFacts
 
 # Each variant lists all uploads before its own, and a coordinator holds the kept ones in memory and in checkpoints.
 _MOST_KEPT = 100
@@ -71,19 +71,19 @@ class FederationSection(ConfigSection, title="Federation"):
     view does not hold"""
 
     @property
-    def rule(self) -> Rule:
-        """The aggregation rule.
+    def rule(self) -> RuleFacts:
+        """The facts of the aggregation rule.
 
         Raises:
             InputError: its name is unknown.
         """
-        return RULES.named(self.aggregation)
+        return RULE_FACTS.named(self.aggregation)
 
     def _check_aggregation(self) -> None:
         if self.client_ranks and not self.rule.restarts:
             raise ValueError(
                 f"client_ranks = {list(self.client_ranks)}: aggregation = {self.aggregation} averages tensors of one "
-                f"shape; clients of different ranks need {RULES.names_of(lambda rule: rule.restarts)}"
+                f"shape; clients of different ranks need {RULE_FACTS.names_of(lambda rule: rule.restarts)}"
             )
         if self.rule.ternary and self.upload_codec not in ("float32", "ternary"):
             raise ValueError(
@@ -98,7 +98,7 @@ class FederationSection(ConfigSection, title="Federation"):
                 f"server_optimizer = {self.server_optimizer}, server_learning_rate = {self.server_learning_rate}, "
                 f"server_rate_decay = {self.server_rate_decay}, lora_server_optimizer = {self.lora_server_optimizer}: "
                 f"aggregation = {self.aggregation} is no weighted sum of the uploads; use sgd, 1, none and same, or "
-                f"one of {RULES.names_of(lambda rule: rule.linear)}"
+                f"one of {RULE_FACTS.names_of(lambda rule: rule.linear)}"
             )
 
 

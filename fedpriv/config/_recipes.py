@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedpriv.aggregation.rules import RULES
 from fedpriv.config._model_and_data import OWN_MODEL
 from fedpriv.config._section import ConfigSection, split
-from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
+from fedpriv.config.rules import RULE_FACTS
+from fedpriv.privacy.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 Recipe = Literal["fedpriv", "dp-lora-paper", "instruction"]
 """Names of recipes."""
@@ -185,7 +185,7 @@ def _implied(values: Mapping[str, Any]) -> Recipe:
         return "dp-lora-paper"
     foreign = any(key in values and values[key] not in known for key, known in _ONLY_IN_FEDPRIV.items())
     rule = values.get("aggregation")
-    foreign = foreign or (rule is not None and not (rule in list(RULES) and RULES[rule].sums_lora))
+    foreign = foreign or (rule is not None and not (rule in list(RULE_FACTS) and RULE_FACTS[rule].sums_lora))
     name = values.get("mechanism")
     foreign = foreign or (name is not None and not (name in list(MECHANISMS) and MECHANISMS[name].noise_adds_up))
     return "dp-lora-paper" if foreign else "fedpriv"

@@ -12,7 +12,6 @@ from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
-from fedpriv.aggregation.rules import RULES
 from fedpriv.config._federation import (
     AuditSection,
     ExperimentSection,
@@ -24,7 +23,8 @@ from fedpriv.config._model_and_data import IN_MEMORY, ON_NODES, OWN_MODEL, DataS
 from fedpriv.config._recipes import RecipeSection, with_recipe
 from fedpriv.config._section import Fact
 from fedpriv.config._update_and_privacy import Phase, PrivacySection, UpdateSection
-from fedpriv.mechanisms.registry import FOR_SUMS, MECHANISMS
+from fedpriv.config.rules import RULE_FACTS
+from fedpriv.privacy.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 
 class _MisfitError(ValueError):
@@ -243,7 +243,7 @@ class RunConfig(
         if not self.rule.is_plain:
             raise ValueError(
                 f"aggregation = {self.aggregation}: needs the adapters of a language model; with a model of your own "
-                f"use {RULES.names_of(lambda rule: rule.is_plain)}"
+                f"use {RULE_FACTS.names_of(lambda rule: rule.is_plain)}"
             )
 
     def _check_task(self) -> None:
@@ -285,14 +285,14 @@ class RunConfig(
                 "other directions; use factors = weights"
             )
         if self.rule.trains != trains:
-            rules = RULES.names_of(lambda rule: rule.trains == trains)
+            rules = RULE_FACTS.names_of(lambda rule: rule.trains == trains)
             raise ValueError(f"factors = {self.factors}: {why}; use {rules}, not {self.aggregation}")
 
     def _check_trained_rank(self) -> None:
         if self.trained_rank is None:
             return
         if self.rule.trains != "lora-r" or self.factors != "weights":
-            rules = RULES.names_of(lambda rule: rule.trains == "lora-r")
+            rules = RULE_FACTS.names_of(lambda rule: rule.trains == "lora-r")
             raise ValueError(
                 f"trained_rank = {self.trained_rank}: is of R between factors of weights; leave it out, or use {rules}"
             )
@@ -307,7 +307,7 @@ class RunConfig(
             raise ValueError(
                 f"base_dtype = nf4: aggregation = {self.aggregation} trains, decomposes or adds to the frozen weights, "
                 f"which must not be in 4 bits then; use bfloat16, or one of "
-                f"{RULES.names_of(lambda rule: rule.keeps_frozen_weights)}"
+                f"{RULE_FACTS.names_of(lambda rule: rule.keeps_frozen_weights)}"
             )
         if self.client_ranks and MECHANISMS.named(self.mechanism).cost_depends_on_dimension:
             raise ValueError(
@@ -323,7 +323,7 @@ class RunConfig(
             "train": (self.train == "auto", "all or head, since auto may choose adam"),
         }
         for key, (is_adaptive, remedy) in remedies.items():
-            if self.rule.finish and is_adaptive:
+            if self.rule.rebases and is_adaptive:
                 raise ValueError(
                     f"{key} = {getattr(self, key)}: aggregation = {self.aggregation} rotates B after every round, and "
                     f"the squares of single values, which adam and yogi keep, cannot follow; use {remedy}"
@@ -333,7 +333,7 @@ class RunConfig(
         """Refuse keys that do not fit a sum of integers of which nobody sees a single one."""
         if not self.secure_aggregation:
             return
-        from fedpriv.accounting.views import num_readers  # deferred: few runs need it
+        from fedpriv.privacy.accounting.views import num_readers  # deferred: few runs need it
 
         threshold, colluding = self.min_clients, self.colluding_clients
         for key, needed in (("mechanism", FOR_SUMS), ("upload_codec", "float32"), ("max_update_norm", None)):
@@ -342,7 +342,7 @@ class RunConfig(
         if not self.rule.linear:
             raise ValueError(
                 f"aggregation = {self.aggregation}: not a weighted sum of the uploads; secure_aggregation = true needs "
-                f"one of {RULES.names_of(lambda rule: rule.linear)}"
+                f"one of {RULE_FACTS.names_of(lambda rule: rule.linear)}"
             )
         if self.noise_on == "gradients" and (self.local_steps, self.optimizer) != (1, "sgd"):
             raise ValueError(
@@ -391,7 +391,7 @@ class RunConfig(
         """Refuse what counts the account of one client where a person may be at several."""
         if self.holders_per_person == 1:
             return
-        from fedpriv.accounting.several_holders import MAX_HOLDERS  # deferred: few runs need it
+        from fedpriv.privacy.accounting.several_holders import MAX_HOLDERS  # deferred: few runs need it
 
         key = f"holders_per_person = {self.holders_per_person}"
         if self.unit != "person":

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from fedpriv.aggregation.rules import RULES
 from fedpriv.config._run_config import RunConfig
-from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.config.rules import RULE_FACTS
+from fedpriv.privacy.mechanisms.registry import MECHANISMS
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -64,7 +64,7 @@ def _properties() -> dict[str, Any]:
     """{key: its schema}, in the order of the groups."""
     known = copy.deepcopy(_typed())
     known["mechanism"]["enum"] = list(MECHANISMS)  # of both, a program may register its own at any time
-    known["aggregation"]["enum"] = list(RULES)
+    known["aggregation"]["enum"] = list(RULE_FACTS)
     found = {}
     for group, keys in groups().items():
         for key, text in keys.items():

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, TypeAdapter
 
-from fedpriv.accounting.sensitivity import clipping_rule
+from fedpriv.privacy.accounting.sensitivity import clipping_rule
 
 
 class Fact(Flag):

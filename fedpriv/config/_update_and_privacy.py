@@ -18,7 +18,7 @@ from fedpriv.config._section import (
     Positive,
     Probability,
 )
-from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.privacy.mechanisms.registry import MECHANISMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
     def _check_targets(self) -> None:
         if not self.target_risk:
             return
-        from fedpriv.accounting.risk import RiskTarget  # deferred: few runs need it
+        from fedpriv.privacy.accounting.risk import RiskTarget  # deferred: few runs need it
 
         RiskTarget.parse(self.target_risk)
         if self.target_epsilon is not None:

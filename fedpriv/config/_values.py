@@ -22,7 +22,7 @@ from fedpriv.config._recipes import BY_RECIPE
 from fedpriv.config._run_config import RunConfig
 from fedpriv.config._section import Fact, split
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.privacy.mechanisms.registry import MECHANISMS
 
 KEYS = tuple(field.name for field in fields(RunConfig))
 """The keys of a run's configuration, in their order."""

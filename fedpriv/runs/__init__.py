@@ -16,7 +16,6 @@ from fedpriv.exports import lazy_exports
 if TYPE_CHECKING:
     from fedpriv.runs._folder import LANGUAGE_KEYS as LANGUAGE_KEYS
     from fedpriv.runs._folder import RunFolder as RunFolder
-    from fedpriv.runs._folder import StoredVariants as StoredVariants
     from fedpriv.runs._presence import is_alive as is_alive
     from fedpriv.runs._presence import marked_alive as marked_alive
     from fedpriv.runs._presence import refuse_second as refuse_second

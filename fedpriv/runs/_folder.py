@@ -11,7 +11,6 @@ import io
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -181,11 +180,6 @@ class RunFolder:
         return read_answers(self.path / files.STORED_ANSWERS, StoredAnswer)
 
     @cached_property
-    def stored(self) -> StoredVariants | None:
-        """The deduplicated variants; None without any. A damaged or busy store raises a StoreError."""
-        return _read_stored(self.path)
-
-    @cached_property
     def checkpoint(self) -> tuple[int | None, Mapping[str, Any]]:
         """The round of the last checkpoint and its state; an unreadable state counts as empty: resuming names it."""
         found = files.checkpoints(self.path)
@@ -238,7 +232,7 @@ class RunFolder:
             raise files.missing(self.path / files.SUMMARY)
         files.check_version(self.path)
         _check_summary(self.path / files.SUMMARY, self.summary)
-        _ = self.config, self.environment, self.rounds, self.clients, self.stored, self.samples
+        _ = self.config, self.environment, self.rounds, self.clients, self.samples
         if self.comparison is not None:
             _ = self.comparison_rounds
             _check_comparison(self.comparison)
@@ -369,59 +363,3 @@ def _check_epsilons(path: Path, prefix: str, values: Mapping[str, Any], keys: Se
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredVariants:
-    """The variants in a store.
-
-    Attributes:
-        outcomes: one for each variant: what deduplication did to it, under the names of `dedup.outcomes.Outcome`.
-        lossless: whether all are stored without loss.
-        bytes_stored: of all variants, each shared block once.
-        bytes_logical: of all variants as plain files.
-    """
-
-    outcomes: tuple[Mapping[str, Any], ...]
-    lossless: bool
-    bytes_stored: int
-    bytes_logical: int
-
-    @property
-    def num_records(self) -> int:
-        """The largest number of records on which a variant was validated, those of a search left out."""
-        return max(int(outcome["num_records"]) for outcome in self.outcomes)
-
-    @property
-    def way(self) -> str:
-        """The way in which they are stored, in words."""
-        return "a store without loss" if self.lossless else "shared blocks"
-
-    @property
-    def num_validations(self) -> int:
-        """The number of validations, over all variants."""
-        return sum(outcome["num_validations"] for outcome in self.outcomes)
-
-
-def _read_stored(run_dir: Path) -> StoredVariants | None:
-    """The variants in the run's store; None without one, or if nothing in it comes from deduplication.
-
-    Raises:
-        StoreError: it is damaged or in use.
-    """
-    if not (run_dir / files.STORE).is_dir():
-        return None
-    from fedpriv.variants.store import Store  # deferred: safetensors and numpy
-
-    with Store(run_dir / files.STORE, read_only=True) as store:
-        manifests = [store.manifest(name) for name in store.names]
-        stored, logical = store.bytes_stored, store.bytes_logical
-    found = [manifest.provenance for manifest in manifests if manifest.provenance.get("outcome")]
-    if not found:
-        return None
-    return StoredVariants(
-        outcomes=tuple(provenance["outcome"] for provenance in found),
-        lossless=all(manifest.basis is not None for manifest in manifests),
-        bytes_stored=stored,
-        bytes_logical=logical,
-    )

@@ -21,14 +21,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-import fedpriv
 from fedpriv.config import RunConfig, to_toml
 from fedpriv.errors import InputError
-from fedpriv.files import Journal, remove_files, replace_file, replaced_file, write_new
-from fedpriv.protocol import Registration
+from fedpriv.files import LIBRARY, Journal, remove_files, replace_file, replaced_file, write_new
 from fedpriv.runs import files
 from fedpriv.runs._rows import ClientRow, RoundRow, Sample, StoredAnswer, column_types, read_rows
 from fedpriv.runs.files import write_json
+from fedpriv.texts import VERSION
 
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "dp-accounting", "numpy", "datasets", "cryptography")
 
@@ -131,9 +130,9 @@ class RunWriter:
         _write_table(self.path / files.ROUNDS, RoundRow, self.rounds)
         _write_table(self.path / files.CLIENTS, ClientRow, clients)
 
-    def write_registrations(self, registrations: Sequence[Registration]) -> None:
-        """Write what the nodes registered, with their signatures, so that anyone can check them later."""
-        write_json(self.path / files.REGISTRATIONS, {str(r.client): vars(r) for r in registrations})
+    def write_registrations(self, registrations: Mapping[int, Mapping[str, Any]]) -> None:
+        """Write what each client registered, with its signature, so that anyone can check them later."""
+        write_json(self.path / files.REGISTRATIONS, {str(client): each for client, each in registrations.items()})
 
     def write_digests(self, digests: Mapping[str, Any]) -> None:
         """Write the digests of the data for this user alone, since they tell of records."""
@@ -228,8 +227,8 @@ def environment() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
-        "fedpriv": fedpriv.__version__,
-        "fedpriv_file": fedpriv.__file__,
+        "fedpriv": VERSION,
+        "fedpriv_file": str(LIBRARY / "__init__.py"),
         "commit": _commit(),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -248,7 +247,7 @@ def _gpu() -> dict[str, str]:
 
 def _commit() -> str | None:
     """The commit of the checkout that fedpriv was imported from, or None."""
-    command = ["git", "-C", str(Path(fedpriv.__file__).parent), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(LIBRARY), "rev-parse", "HEAD"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedpriv import __version__, texts
 from fedpriv import config as configuration
+from fedpriv import texts
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.files import is_free, replaced_file
@@ -79,7 +79,7 @@ def check_version(run_dir: Path) -> None:
     path = run_dir / ENVIRONMENT
     version = read_values(path).get("version")
     if version != VERSION:
-        raise InputError(f"{path}: is version {version!r}; this is fedpriv {__version__}, which reads {VERSION}")
+        raise InputError(f"{path}: is version {version!r}; this is fedpriv {texts.VERSION}, which reads {VERSION}")
 
 
 def read_values(path: Path, *, optional: bool = False) -> dict[str, Any]:

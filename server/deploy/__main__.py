@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from fedpriv.deployment import keys
-from fedpriv.deployment.checks import check_tls, print_checks
-from fedpriv.deployment.command_line import UnitFolder, compare, give_units, run_command_line
-from fedpriv.deployment.logs import Log
 from fedpriv.errors import InputError
+from fedpriv.operate.checks import check_tls, print_checks
+from fedpriv.operate.command_line import UnitFolder, compare, give_units, run_command_line
+from fedpriv.operate.logs import Log
+from fedpriv.privacy.ledger import keys
 from server.deploy import certificates, membership, runs, superlink
 from server.deploy import folder as folders
 from server.deploy.folder import Coordinator

@@ -21,9 +21,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedpriv.deployment.checks import CA_CERTIFICATE, LOOPBACK, read_certificate
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file, write_new
+from fedpriv.operate.checks import CA_CERTIFICATE, LOOPBACK, read_certificate
 
 CA_KEY = "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.crt", "server.key"

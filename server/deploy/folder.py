@@ -17,13 +17,13 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from fedpriv import config
-from fedpriv.deployment import keys
-from fedpriv.deployment.checks import CA_CERTIFICATE
-from fedpriv.deployment.command_line import read_settings, validated
-from fedpriv.deployment.flower import CONNECTION, flwr
-from fedpriv.deployment.keys import Kind
 from fedpriv.errors import InputError
 from fedpriv.files import new_folder, replace_file
+from fedpriv.operate.checks import CA_CERTIFICATE
+from fedpriv.operate.command_line import read_settings, validated
+from fedpriv.operate.flower import CONNECTION, flwr
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.keys import Kind
 from server.deploy import certificates
 
 DEFAULT_PORT = 9093

@@ -56,8 +56,8 @@ from flwr.supercore.tls import validate_and_resolve_root_certificates
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fedpriv import errors
-from fedpriv.deployment.approvals import install, is_approved
-from fedpriv.deployment.processes import Kept, end_with_parent
+from fedpriv.operate.approvals import install, is_approved
+from fedpriv.operate.processes import Kept, end_with_parent
 from server.deploy.folder import Coordinator
 
 log = logging.getLogger("flwr")
@@ -71,7 +71,7 @@ NODE_REQUESTS = frozenset(key for key in PROTOBUF_REQUEST_TYPES if key[1].starts
 # Each ends with the process that started it. A server app takes `server` from its bundle, so nothing of it here.
 _SUPEREXEC = f"from {__package__}.guarded_superlink import superexec; superexec()"
 _SERVERAPP = (
-    "from fedpriv.deployment.processes import end_with_parent; end_with_parent(); "
+    "from fedpriv.operate.processes import end_with_parent; end_with_parent(); "
     "from flwr.superlink.cli import flwr_serverapp; flwr_serverapp()"
 )
 

@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedpriv import adapters, config
+from fedpriv import config
 from fedpriv.apps import FLOWER_APP
-from fedpriv.deployment import approvals, joining, keys
-from fedpriv.deployment.command_line import validated
-from fedpriv.deployment.flower import CONNECTION
-from fedpriv.deployment.joining import Application, Invitation, Member, Roster
-from fedpriv.deployment.keys import NODE, VAULT, Kind, fingerprint
 from fedpriv.errors import FlowerError, InputError
 from fedpriv.files import replace_file
+from fedpriv.learning import adapters
+from fedpriv.operate import approvals, joining
+from fedpriv.operate.command_line import validated
+from fedpriv.operate.flower import CONNECTION
+from fedpriv.operate.joining import Application, Invitation, Member, Roster
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.keys import NODE, VAULT, Kind, fingerprint
 from server.deploy.folder import Coordinator
 
 # What Flower answers to who registers a key again, and to who takes out a node that is out.

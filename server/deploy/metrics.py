@@ -35,7 +35,7 @@ def write(coordinator: Coordinator, num_online: Callable[[], int | None], say: C
     """
     if not coordinator.metrics:
         return
-    from fedpriv.deployment import metrics  # where there are none, nothing of Prometheus is loaded
+    from fedpriv.operate import metrics  # where there are none, nothing of Prometheus is loaded
 
     sources = [
         metrics.Measured("SuperLink", lambda: _superlink(coordinator, num_online())),
@@ -49,7 +49,7 @@ def write(coordinator: Coordinator, num_online: Callable[[], int | None], say: C
 
 def _superlink(coordinator: Coordinator, num_online: int | None) -> Iterator[Metric]:
     """The SuperLink as this machine sees it, and its nodes."""
-    from fedpriv.deployment.metrics import gauge
+    from fedpriv.operate.metrics import gauge
 
     try:
         socket.create_connection((coordinator.local_host, coordinator.port), timeout=_CONNECT_SECONDS).close()
@@ -67,7 +67,7 @@ def _superlink(coordinator: Coordinator, num_online: int | None) -> Iterator[Met
 
 def _newest_run(runs: Path) -> Iterator[Metric]:
     """The run that began last; nothing before its first row."""
-    from fedpriv.deployment.metrics import counter, gauge
+    from fedpriv.operate.metrics import counter, gauge
 
     begun = [path.parent for path in runs.glob(f"*/{files.CLIENTS}")]
     if not begun:
@@ -93,7 +93,7 @@ def _newest_run(runs: Path) -> Iterator[Metric]:
 
 def _accounts(folder: RunFolder, run: RunStatus) -> Iterator[Metric]:
     """Every client's spending on the run's view, and what its budget, or the run's target, leaves."""
-    from fedpriv.deployment.metrics import gauge
+    from fedpriv.operate.metrics import gauge
 
     limits = dict(enumerate(run.budget_epsilon))
     # A target bounds the run, and what an earlier one has spent is no part of it.

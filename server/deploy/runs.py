@@ -17,15 +17,15 @@ import tomli_w
 
 from fedpriv import config as configuration
 from fedpriv.apps import FLOWER_APP
-from fedpriv.deployment import approvals
-from fedpriv.deployment.flower import (
+from fedpriv.errors import FlowerError
+from fedpriv.operate import approvals
+from fedpriv.operate.flower import (
     CONNECTION,
     environment,
     plain,
     program_folder,
 )
-from fedpriv.deployment.processes import signals_handled_by
-from fedpriv.errors import FlowerError
+from fedpriv.operate.processes import signals_handled_by
 from fedpriv.runs.files import CONFIG, SUMMARY, is_finished, run_folder_of
 from fedpriv.runs.show import check_installed
 from server.deploy.folder import Coordinator

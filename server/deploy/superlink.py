@@ -16,7 +16,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from fedpriv.apps import CHECKOUT, FLOWER_APP
-from fedpriv.deployment.checks import (
+from fedpriv.errors import FlowerError, InputError
+from fedpriv.operate.checks import (
     Check,
     check_disk,
     check_port_free,
@@ -25,18 +26,17 @@ from fedpriv.deployment.checks import (
     check_server,
     check_tls,
 )
-from fedpriv.deployment.command_line import Unit, unit_name
-from fedpriv.deployment.flower import (
+from fedpriv.operate.command_line import Unit, unit_name
+from fedpriv.operate.flower import (
     CONNECTION,
     environment,
     python_path,
     run_and_explain,
 )
-from fedpriv.deployment.keys import VAULT
-from fedpriv.deployment.logs import Log
-from fedpriv.deployment.processes import only_start
-from fedpriv.deployment.users import owner_of
-from fedpriv.errors import FlowerError, InputError
+from fedpriv.operate.logs import Log
+from fedpriv.operate.processes import only_start
+from fedpriv.privacy.ledger.keys import VAULT
+from fedpriv.privacy.ledger.users import owner_of
 from server.deploy import certificates, metrics
 from server.deploy.folder import Coordinator
 

@@ -11,12 +11,12 @@ import numpy as np
 import safetensors.numpy
 
 from fedpriv.errors import StoreError
-from fedpriv.variants import folders
-from fedpriv.variants.blocks import Tensors, layout_of
-from fedpriv.variants.composition import History
-from fedpriv.variants.folders import Described
-from fedpriv.variants.kept import VariantFolders
-from fedpriv.variants.store import Store
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.blocks import Tensors, layout_of
+from fedpriv.models.variants.composition import History
+from fedpriv.models.variants.folders import Described
+from fedpriv.models.variants.kept import VariantFolders
+from fedpriv.models.variants.store import Store
 from simulations.benchmarks._dedup_process import digest
 
 NUM_ADAPTERS = 50

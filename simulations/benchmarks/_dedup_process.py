@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedpriv.errors import InputError, StoreError
-from fedpriv.variants.blocks import BlockLayout
-from fedpriv.variants.store import Store
+from fedpriv.models.variants.blocks import BlockLayout
+from fedpriv.models.variants.store import Store
 from simulations.benchmarks._bounded_memory import (
     Group,
     bound,

@@ -15,21 +15,23 @@ from unittest import mock
 # {part: MODULE:ATTRIBUTE of the functions whose time it is}. What runs within another part counts for itself alone.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "start": (
-        "fedpriv.training.workbench:load_model",
-        "fedpriv.data.federated:load",
+        "fedpriv.learning.training.workbench:load_model",
+        "fedpriv.learning.data.federated:load",
         "ray:init",
         "ray:shutdown",
     ),
-    "tokenizing": ("fedpriv.training.workbench:tokenize",),
-    "cache filling": ("fedpriv.training._caches:PrefixCache._keep",),
+    "tokenizing": ("fedpriv.learning.training.workbench:tokenize",),
+    "cache filling": ("fedpriv.learning.training._caches:PrefixCache._keep",),
     "steps": (
         "simulations.engines.federation:execute_stacked",
-        "fedpriv.vault.answer:execute_one_by_one",
+        "fedpriv.holder.vault.answer:execute_one_by_one",
         "simulations.engines.ray_actors:RayExecutor.__call__",
     ),
-    "evaluation": ("fedpriv.training.workbench:Workbench.evaluate",),
+    "evaluation": ("fedpriv.learning.training.workbench:Workbench.evaluate",),
     "aggregation": ("server.strategy:RuleStrategy._close_round",),
-    "ledger": tuple(f"fedpriv.ledger.ledger:Ledger.{name}" for name in ("__init__", "charge", "release", "store")),
+    "ledger": tuple(
+        f"fedpriv.privacy.ledger.ledger:Ledger.{name}" for name in ("__init__", "charge", "release", "store")
+    ),
     "messages": ("server.strategy:RuleStrategy._charged_messages", "server.round:Round.collect"),
     "tables": ("server.strategy:RuleStrategy._report",),
     "checkpoints": ("server.checkpoint:write",),

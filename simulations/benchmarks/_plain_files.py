@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedpriv.errors import InputError
-from fedpriv.variants.blocks import TensorSpec
+from fedpriv.models.variants.blocks import TensorSpec
 
 _DTYPES = {
     **{

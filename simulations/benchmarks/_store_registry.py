@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedpriv.errors import InputError
-from fedpriv.variants import Manifest
-from fedpriv.variants.blocks import BlockLayout, TensorSpec
-from fedpriv.variants.cache import BoundedCache, CacheStatistics, NoRoomError
-from fedpriv.variants.store import Store
+from fedpriv.models.variants import Manifest
+from fedpriv.models.variants.blocks import BlockLayout, TensorSpec
+from fedpriv.models.variants.cache import BoundedCache, CacheStatistics, NoRoomError
+from fedpriv.models.variants.store import Store
 
 
 class StoreRegistry:

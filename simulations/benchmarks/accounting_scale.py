@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.composition.law import Accountant
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.many_clients import epsilons
-from fedpriv.accounting.views import default_delta
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.law import Accountant
+from fedpriv.privacy.accounting.many_clients import epsilons
+from fedpriv.privacy.accounting.views import default_delta
 
 BATCH, NOISE_MULTIPLIER, WORKERS = 64, 1.0, 2
 TARGETS: dict[Accountant, float] = {"rdp": 1.0, "pld": 60.0}

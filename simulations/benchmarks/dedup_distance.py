@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpriv.dedup.distance import nearest
+from fedpriv.models.dedup.distance import nearest
 
 TARGET_SECONDS, TARGET_BYTES = 60.0, 2 * 10**9
 

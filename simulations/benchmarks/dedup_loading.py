@@ -50,11 +50,11 @@ from numpy.typing import NDArray
 from transformers import BertConfig, BertModel
 
 from fedpriv import texts
-from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.errors import InputError, StoreError
-from fedpriv.variants import folders
-from fedpriv.variants.blocks import BlockLayout, layout_of
-from fedpriv.variants.store import Store
+from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.blocks import BlockLayout, layout_of
+from fedpriv.models.variants.store import Store
 from simulations.benchmarks import _adapter_readers
 from simulations.benchmarks._bounded_memory import kind_of, read_speed, temporary_group
 from simulations.benchmarks._dedup_process import ARMS, Arm, ArmFigures, ArmJob, Workload, digest, in_a_process

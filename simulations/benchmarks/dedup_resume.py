@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from fedpriv.errors import InputError, StoreError
-from fedpriv.variants.store import Store
+from fedpriv.models.variants.store import Store
 
 TARGET_SECONDS = 180.0
 

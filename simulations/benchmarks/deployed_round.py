@@ -29,9 +29,9 @@ from typing import Any
 
 import psutil
 
-from fedpriv.adapters import BUNDLED_ENCODER
 from fedpriv.config import ON_NODES
-from fedpriv.data import hospital
+from fedpriv.learning.adapters import BUNDLED_ENCODER
+from fedpriv.learning.data import hospital
 from simulations.sites import DeployedFederation, Service, wait_until
 
 # Of three nodes.
@@ -48,7 +48,7 @@ _KINDS = {
     "approved_supernode": "SuperNode",
     "flwr_serverapp()": "ServerApp",
     "guarded_superlink": "SuperLink",
-    "fedpriv.vault": "vault",
+    "fedpriv.holder.vault": "vault",
     "clients.deploy": "kit",
     "server.deploy": "kit",
 }

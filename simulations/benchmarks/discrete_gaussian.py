@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
-from fedpriv.mechanisms.sources import SecureSource
+from fedpriv.privacy.mechanisms.registry import MECHANISMS, NoiseRequest
+from fedpriv.privacy.mechanisms.sources import SecureSource
 
 TARGET = 3.0
 

@@ -28,14 +28,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from fedpriv.adapters import LoraSettings, attach, load_base, read
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Records, collate
-from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
-from fedpriv.training import PoissonSampler, in_format, predictions
-from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.stacked import local_update
+from fedpriv.learning.adapters import LoraSettings, attach, load_base, read
+from fedpriv.learning.data.records import Records, collate
+from fedpriv.learning.training import PoissonSampler, in_format, predictions
+from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.stacked import local_update
+from fedpriv.privacy.mechanisms.sources import RandomSource, SecureSource, SeededSource
 
 BATCH, TOKENS, CLASSES = 8, 32, 8
 # Steps of one local update, and of one turn of every arm.

@@ -41,7 +41,7 @@ from flwr.simulation import run_simulation
 
 from clients.app import app as client_app
 from fedpriv.config import RunConfig, Scalar, parse, to_flower
-from fedpriv.data import hospital
+from fedpriv.learning.data import hospital
 from server.app import make_app
 from server.observer import LogObserver
 from simulations.benchmarks import _parts

@@ -32,7 +32,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
-from fedpriv.data.records import Records
+from fedpriv.learning.data.records import Records
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
 
@@ -99,8 +99,8 @@ def own_apps(num_clients: int, rounds: int) -> float:
     """Seconds of fedpriv's own apps on the in-process grid, from registration to the report, with empty training."""
     from clients.app import app as client_app
     from fedpriv.config import parse
-    from fedpriv.training.local_update import ClientUpdate, UpdateTask, planned_event
-    from fedpriv.training.workbench import workbench
+    from fedpriv.learning.training.local_update import ClientUpdate, UpdateTask, planned_event
+    from fedpriv.learning.training.workbench import workbench
     from server.app import make_app
     from server.observer import LogObserver
     from simulations.engines import federation

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedpriv.data import read_table
-from fedpriv.integral import (
+from fedpriv.learning.data import read_table
+from fedpriv.methods.integral import (
     HIDDEN,
     OPTIMIZERS,
     Indices,
@@ -36,7 +36,7 @@ from fedpriv.integral import (
     to_vector,
     train_stacked,
 )
-from fedpriv.integral.tabular import prepare
+from fedpriv.methods.integral.tabular import prepare
 
 TARGET = 10.0
 JUDGED = ("dnn-1", "dnn-3", "dnn-4")

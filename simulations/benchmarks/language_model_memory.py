@@ -36,14 +36,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fedpriv.adapters import LoraSettings, attach, freeze, quiet_transformers, read
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Records
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.plan.memory import MemorySetting, memory_plan
-from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.stacked import local_update
+from fedpriv.learning.adapters import LoraSettings, attach, freeze, quiet_transformers, read
+from fedpriv.learning.data.records import Records
+from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.stacked import local_update
+from fedpriv.privacy.mechanisms.sources import SeededSource
+from fedpriv.runs.plan.memory import MemorySetting, memory_plan
 from simulations.benchmarks.dp_step import FixedBatches, peak_during
 
 TARGETS = ("q_proj", "v_proj")

@@ -25,11 +25,11 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from fedpriv.adapters import BUNDLED_ENCODER, load_base
-from fedpriv.data import hospital
-from fedpriv.variants.blocks import Tensors, layout_of
-from fedpriv.variants.lossless import Reference, best_reference, sample
-from fedpriv.variants.store import Store
+from fedpriv.learning.adapters import BUNDLED_ENCODER, load_base
+from fedpriv.learning.data import hospital
+from fedpriv.models.variants.blocks import Tensors, layout_of
+from fedpriv.models.variants.lossless import Reference, best_reference, sample
+from fedpriv.models.variants.store import Store
 from simulations.benchmarks.dedup_resume import make_run
 
 ADAPTERS = "adapters"

@@ -24,14 +24,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from fedpriv.adapters import BUNDLED_LANGUAGE_MODEL
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Records
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training import PoissonSampler, TrainingModel
-from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.stacked import local_update
-from fedpriv.training.workbench import load_model
+from fedpriv.learning.adapters import BUNDLED_LANGUAGE_MODEL
+from fedpriv.learning.data.records import Records
+from fedpriv.learning.training import PoissonSampler, TrainingModel
+from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
+from fedpriv.learning.training.stacked import local_update
+from fedpriv.learning.training.workbench import load_model
+from fedpriv.privacy.mechanisms.sources import SeededSource
 
 CLASSES = 8
 # So many rounds that the caches pay off.

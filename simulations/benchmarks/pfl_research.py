@@ -32,8 +32,8 @@ import logging
 import numpy as np
 
 from fedpriv.config import parse
-from fedpriv.data.records import Records
-from fedpriv.training.workbench import workbench
+from fedpriv.learning.data.records import Records
+from fedpriv.learning.training.workbench import workbench
 from server.observer import LogObserver
 from simulations.benchmarks.registered_clients import WORDS, peak_memory, write_records
 from simulations.engines import federation

@@ -14,8 +14,8 @@ import json
 import statistics
 import time
 
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.stacked import local_update
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.stacked import local_update
 from simulations.benchmarks.stacked_clients import STEPS, make_model, make_records, make_tasks
 
 RECORDS = make_records(0)

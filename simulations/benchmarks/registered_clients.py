@@ -28,9 +28,9 @@ from typing import Any
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig, parse
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.privacy.accounting.recipe import LearningRate
 from fedpriv.runs import RoundRow
 from server.observer import LogObserver, RunProgress
 from simulations.engines import federation

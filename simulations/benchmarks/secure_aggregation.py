@@ -20,7 +20,7 @@ from statistics import median
 
 import numpy as np
 
-from fedpriv.secure_aggregation import Identity, Participant, Session, Terms, make_identity, server, smallest_threshold
+from fedpriv.holder.sums import Identity, Participant, Session, Terms, make_identity, server, smallest_threshold
 
 GOAL_CLIENTS = 5
 BYTES_TARGET = 3.0

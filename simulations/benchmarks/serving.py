@@ -27,15 +27,15 @@ from typing import Any, Literal
 import torch
 from peft import get_peft_model_state_dict
 
-from fedpriv import adapters
-from fedpriv.adapters import load_base, lora
 from fedpriv.config import parse, to_toml
-from fedpriv.serving.requests import Classified, Classify, EngineLimits, Event, Generate, Piece
-from fedpriv.serving.scheduler import Scheduler
-from fedpriv.serving.sources import find, load
-from fedpriv.training.workbench import load_model
-from fedpriv.variants import folders
-from fedpriv.variants.composition import History
+from fedpriv.learning import adapters
+from fedpriv.learning.adapters import load_base, lora
+from fedpriv.learning.training.workbench import load_model
+from fedpriv.models.serving.requests import Classified, Classify, EngineLimits, Event, Generate, Piece
+from fedpriv.models.serving.scheduler import Scheduler
+from fedpriv.models.serving.sources import find, load
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.composition import History
 
 MINILM = "all-MiniLM-L6-v2"
 LABELS = ("a", "b", "c", "d")

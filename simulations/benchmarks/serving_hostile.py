@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.errors import InputError
-from fedpriv.serving.http.tokens import add_new
+from fedpriv.models.serving.http.tokens import add_new
 from server.deploy.certificates import make_ca, make_server_certificate
 from simulations.benchmarks.serving import MINILM, make_run
 

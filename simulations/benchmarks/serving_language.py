@@ -33,11 +33,11 @@ from typing import Any, Literal
 
 import torch
 
-from fedpriv.adapters import load_tokenizer
-from fedpriv.publishing import gguf_files, saved
-from fedpriv.serving.requests import EngineLimits, Generate, Piece
-from fedpriv.serving.scheduler import Scheduler
-from fedpriv.serving.sources import find, load
+from fedpriv.learning.adapters import load_tokenizer
+from fedpriv.models.publishing import gguf_files, saved
+from fedpriv.models.serving.requests import EngineLimits, Generate, Piece
+from fedpriv.models.serving.scheduler import Scheduler
+from fedpriv.models.serving.sources import find, load
 from simulations.benchmarks.serving import WORDS, answer_all, make_run, plain_peft
 
 SMOLLM = "SmolLM2-135M-Instruct"

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fedpriv.serving.requests import Classified
+from fedpriv.models.serving.requests import Classified
 from simulations.benchmarks.serving import (
     MINILM,
     ServingQuery,

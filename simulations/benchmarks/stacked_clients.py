@@ -21,14 +21,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from fedpriv.adapters import LoraSettings, attach, load_base, read
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Records
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training import PoissonSampler
-from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.stacked import execute_one_by_one, execute_stacked
+from fedpriv.learning.adapters import LoraSettings, attach, load_base, read
+from fedpriv.learning.data.records import Records
+from fedpriv.learning.training import PoissonSampler
+from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.stacked import execute_one_by_one, execute_stacked
+from fedpriv.privacy.mechanisms.sources import SeededSource
 from simulations.tiny_bert import make_tiny_bert
 
 BATCH, TOKENS, RECORDS, STEPS = 8, 32, 80, 2

@@ -13,11 +13,11 @@ from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.errors import InputError
+from fedpriv.learning.training.local_update import ClientUpdate, Execute, TrainedModel, UpdateTask
+from fedpriv.learning.training.progress import FEATURES, READING, TRAINING, unfailing
+from fedpriv.learning.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
+from fedpriv.learning.training.workbench import forget_changed, workbench
 from fedpriv.runs.show import check_installed
-from fedpriv.training.local_update import ClientUpdate, Execute, TrainedModel, UpdateTask
-from fedpriv.training.progress import FEATURES, READING, TRAINING, unfailing
-from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
-from fedpriv.training.workbench import forget_changed, workbench
 from server.app import make_app
 from server.checkpoint import with_base_dtype
 from server.observer import Follow, Observer, RunProgress

@@ -10,8 +10,8 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from clients.node import failed, prepare, reply
-from fedpriv.training.local_update import Execute
-from fedpriv.vault.answer import Prepared
+from fedpriv.holder.vault.answer import Prepared
+from fedpriv.learning.training.local_update import Execute
 from simulations.engines.flower_private import Run, empty_run, set_message_id
 
 TRAIN = "train"

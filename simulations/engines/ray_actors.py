@@ -17,17 +17,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fedpriv.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
 from fedpriv.apps import CHECKOUT
 from fedpriv.config import RunConfig
-from fedpriv.data.records import RecordSet
 from fedpriv.errors import InputError, first_line
-from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
-from fedpriv.secure_aggregation.grid import ClientGrid
-from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
-from fedpriv.training.progress import TRAINING, Tell, silent, unfailing
-from fedpriv.training.stacked import execute_stacked
-from fedpriv.training.workbench import load_model, workbench
+from fedpriv.learning.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
+from fedpriv.learning.data.records import RecordSet
+from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
+from fedpriv.learning.training.progress import TRAINING, Tell, silent, unfailing
+from fedpriv.learning.training.stacked import execute_stacked
+from fedpriv.learning.training.workbench import load_model, workbench
+from fedpriv.privacy.mechanisms.grid import ClientGrid
+from fedpriv.privacy.mechanisms.sources import RandomSource, SecureSource, SeededSource
 
 # Between two questions how far the actors are.
 _PAUSE_SECONDS = 0.5

@@ -15,13 +15,13 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-from fedpriv.accounting.accountants import PrivacySpent, epsilon_of
-from fedpriv.accounting.calibration import calibrate, noise_multiplier_for
-from fedpriv.accounting.events import Event
-from fedpriv.accounting.views import Release, num_readers, smallest_aggregate_scales
-from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
-from fedpriv.secure_aggregation import smallest_threshold
-from fedpriv.secure_aggregation.grid import largest_number_included, sum_grid
+from fedpriv.holder.sums import smallest_threshold
+from fedpriv.privacy.accounting.accountants import PrivacySpent, epsilon_of
+from fedpriv.privacy.accounting.calibration import calibrate, noise_multiplier_for
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.accounting.views import Release, num_readers, smallest_aggregate_scales
+from fedpriv.privacy.mechanisms.grid import largest_number_included, sum_grid
+from fedpriv.privacy.mechanisms.registry import MECHANISMS, NoiseRequest
 
 SAMPLING_PROBABILITY, NUM_STEPS, DELTA = 0.256, 30, 1e-5
 TARGET = 2.0

@@ -11,10 +11,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.views import default_delta
-from fedpriv.data import read_table
-from fedpriv.integral import (
+from fedpriv.learning.data import read_table
+from fedpriv.methods.integral import (
     HIDDEN,
     PrivateSchedule,
     TrainingSchedule,
@@ -24,7 +22,7 @@ from fedpriv.integral import (
     train_privately,
     train_stacked,
 )
-from fedpriv.integral.attack import (
+from fedpriv.methods.integral.attack import (
     AttackPlan,
     Game,
     attack_table,
@@ -34,9 +32,11 @@ from fedpriv.integral.attack import (
     recommended_mean,
     trainer,
 )
-from fedpriv.integral.procedure import Data, SelectionSettings, evaluate, recommend
-from fedpriv.integral.tabular import Scaling, prepare
-from fedpriv.mechanisms.sources import SeededSource
+from fedpriv.methods.integral.procedure import Data, SelectionSettings, evaluate, recommend
+from fedpriv.methods.integral.tabular import Scaling, prepare
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.views import default_delta
+from fedpriv.privacy.mechanisms.sources import SeededSource
 from simulations.studies.harness import Line
 
 EPSILON = 0.05

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedpriv.accounting.recipe import START_SHARE, WeightedClients, learning_rate, start_noise_multiplier
 from fedpriv.config import RunConfig, parse
-from fedpriv.data import TextData
-from fedpriv.data.records import Records
 from fedpriv.errors import InputError
+from fedpriv.learning.data import TextData
+from fedpriv.learning.data.records import Records
+from fedpriv.learning.training import Body, baselines
+from fedpriv.learning.training.noise_plan import calibrated, derived_learning_rate
+from fedpriv.learning.training.workbench import Workbench, workbench
+from fedpriv.privacy.accounting.recipe import START_SHARE, WeightedClients, learning_rate, start_noise_multiplier
 from fedpriv.runs import files
-from fedpriv.training import Body, baselines
-from fedpriv.training.noise_plan import calibrated, derived_learning_rate
-from fedpriv.training.workbench import Workbench, workbench
 from simulations.studies import corpora
 from simulations.studies.corpora import CORPORA
 from simulations.studies.federations import federated, results_of, run_federations

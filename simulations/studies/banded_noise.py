@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.signal import lfilter
 
-from fedpriv.accounting import noise_multiplier_for
+from fedpriv.privacy.accounting import noise_multiplier_for
 from simulations.studies.harness import parser, table
 
 SCHEDULES = ((1 / 16, 48), (1 / 16, 320), (1 / 8, 40), (1 / 4, 40))

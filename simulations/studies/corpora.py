@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedpriv.data import hospital
 from fedpriv.errors import InputError
+from fedpriv.learning.data import hospital
 
 TEST_FRACTION = 0.2
 

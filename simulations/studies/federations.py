@@ -18,17 +18,17 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from fedpriv.accounting.recipe import LearningRate
-from fedpriv.adapters import B_SUFFIX, INNER_SUFFIX
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Item
 from fedpriv.files import replaced_file
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.learning.adapters import B_SUFFIX, INNER_SUFFIX
+from fedpriv.learning.data.records import Item
+from fedpriv.learning.training import Body, FeatureCache
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.privacy.accounting.recipe import LearningRate
 from fedpriv.runs import RoundRow, RunFolder
 from fedpriv.runs.show import run_name
-from fedpriv.training import Body, FeatureCache
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.workbench import workbench
 from server.observer import RunProgress
 from simulations.engines import federation
 from simulations.studies.corpora import missing_file

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from math import sqrt
 from pathlib import Path
 
-from fedpriv.accounting.lmo.parameters import LmoParameters
-from fedpriv.lmo import Budget
-from fedpriv.lmo.comparison import compare, reductions, sizes
+from fedpriv.methods.lmo import Budget
+from fedpriv.methods.lmo.comparison import compare, reductions, sizes
+from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
 from fedpriv.runs import environment
 from simulations.studies.federations import run_sweep
 from simulations.studies.harness import Line, append, fill, lines, parser, software, table

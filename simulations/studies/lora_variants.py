@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from fedpriv import adapters
 from fedpriv import config as configuration
-from fedpriv.data.records import collate
-from fedpriv.dedup.validation import proof_records
-from fedpriv.training.workbench import Workbench, workbench
-from fedpriv.variants.outcomes import utilities
-from fedpriv.variants.store import Store
+from fedpriv.learning import adapters
+from fedpriv.learning.data.records import collate
+from fedpriv.learning.training.workbench import Workbench, workbench
+from fedpriv.models.dedup.validation import proof_records
+from fedpriv.models.variants.outcomes import utilities
+from fedpriv.models.variants.store import Store
 from simulations.studies.dedup.check import TOLERANCE, Description, epsilon
 from simulations.studies.harness import parser, table
 

@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.dedup.algorithms import ALGORITHMS, BlockSearchResult, Positions
+from fedpriv.models.dedup.algorithms import ALGORITHMS, BlockSearchResult, Positions
 from simulations.studies.harness import parser, table
 
 NUM_RECORDS = 600

@@ -26,7 +26,7 @@ import pandas as pd
 import torch
 
 from fedpriv.config import RunConfig, parse
-from fedpriv.data import hospital
+from fedpriv.learning.data import hospital
 from simulations.studies.corpora import QUESTION_TYPES, TEST_FRACTION
 from simulations.studies.federations import run_federations
 from simulations.studies.harness import (

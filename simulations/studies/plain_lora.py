@@ -26,10 +26,10 @@ from sklearn.linear_model import LogisticRegression
 
 from fedpriv import config as configuration
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Item, usable
-from fedpriv.training import log_perplexity_change
-from fedpriv.training.evaluation import choices_of, evaluate
-from fedpriv.training.workbench import Workbench, workbench
+from fedpriv.learning.data.records import Item, usable
+from fedpriv.learning.training import log_perplexity_change
+from fedpriv.learning.training.evaluation import choices_of, evaluate
+from fedpriv.learning.training.workbench import Workbench, workbench
 from simulations.studies.harness import Line, lines, parser, run_missing
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fedpriv.config import RunConfig, parse
-from fedpriv.training.workbench import workbench
+from fedpriv.learning.training.workbench import workbench
 from simulations.studies import _colluders as colluders
 from simulations.studies import corpora
 from simulations.studies._utility_cells import DELTA, SEEDS

@@ -18,10 +18,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedpriv.errors import InputError
-from fedpriv.plan import preflight
+from fedpriv.models.variants import stored_in
 from fedpriv.runs import RoundRow, files, marked_alive, read_rows
 from fedpriv.runs.figures import format_bound
 from fedpriv.runs.files import write_json
+from fedpriv.runs.plan import preflight
 from fedpriv.runs.show import PageWriter, SweepTeller, run_name, sweep_page, tracked, tracker_of
 from simulations.sweeps.plan import Metric, PlannedRun, Sweep, metric_of
 
@@ -87,7 +88,7 @@ def _teller(planned: Sweep, out: Path) -> SweepTeller:
     """Tells the sweep's tracker of it."""
     names = {run.key: run_name(run.varied) for run in planned.runs}
     tracker, keys = tracker_of(planned.track), list(planned.keys)
-    return SweepTeller(tracker, planned.track, out, title=planned.title, keys=keys, names=names)
+    return SweepTeller(tracker, planned.track, out, title=planned.title, keys=keys, names=names, stored_in=stored_in)
 
 
 def _written(planned: Sweep, out: Path, errors: dict[str, str]) -> FinishedSweep:

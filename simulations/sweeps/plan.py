@@ -14,7 +14,7 @@ from typing import Any
 
 from fedpriv import config as configuration
 from fedpriv.config import RunConfig, SweepPoint, Track
-from fedpriv.data import federated
+from fedpriv.learning.data import federated
 from fedpriv.runs.show import check_installed
 
 # The largest batch size that follows the smallest client.

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import Event, group
-from fedpriv.accounting.many_clients import cost_of_person
 from fedpriv.config import Fact, RunConfig
-from fedpriv.data.federated import holdings
 from fedpriv.errors import InputError
 from fedpriv.files import replaced_file
-from fedpriv.ledger import reader
+from fedpriv.learning.data.federated import holdings
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import Event, group
+from fedpriv.privacy.accounting.many_clients import cost_of_person
+from fedpriv.privacy.ledger import reader
 from fedpriv.runs import LANGUAGE_KEYS, files
 from fedpriv.runs.figures import format_epsilon
 from fedpriv.runs.files import LEDGER, read_config

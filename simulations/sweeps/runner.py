@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from fedpriv.accounting.recipe import LearningRate
 from fedpriv.config import RunConfig
-from fedpriv.data.digests import DataDigests
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.learning.data.digests import DataDigests
+from fedpriv.learning.training.workbench import forget_changed, workbench
+from fedpriv.privacy.accounting.recipe import LearningRate
 from fedpriv.runs import RoundRow, files, refuse_second
-from fedpriv.training.workbench import forget_changed, workbench
 from server.observer import RunProgress
 from simulations.engines import federation, ray_actors
 from simulations.sweeps.plan import PlannedRun, Sweep

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.training.workbench import load_model
+from fedpriv.learning.training.workbench import load_model
 from tests.adversary import models
 from tests.adversary.nodes import run_config
 from tests.adversary.questions import COUPLED

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedpriv.deployment import keys
-from fedpriv.ledger import verify_evidence
-from fedpriv.ledger._head import EMPTY_CHAIN
-from fedpriv.ledger.verify_evidence import RATES, VIEWS, Findings, epsilon_of, risk_of, seen_by, spent_of
+from fedpriv.privacy.ledger import keys, verify_evidence
+from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN
+from fedpriv.privacy.ledger.verify_evidence import RATES, VIEWS, Findings, epsilon_of, risk_of, seen_by, spent_of
 
 Object = dict[str, Any]
 

@@ -16,22 +16,21 @@ import numpy as np
 import tomli_w
 from torch import Tensor
 
-from fedpriv import protocol
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.views import default_delta
-from fedpriv.adapters._locations import model_digest
 from fedpriv.config import ON_NODES, RunConfig, Scalar, parse, to_flower
-from fedpriv.deployment import keys
-from fedpriv.ledger.entries import CHARGED
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import reading
-from fedpriv.training import workbench as workbench_module
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.vault import frames
-from fedpriv.vault.answer import answer
-from fedpriv.vault.frames import FrameError, Request, Response
-from fedpriv.vault.holder import Holder
-from fedpriv.vault.settings import FILE, ApprovedModel, VaultSettings, models_text
+from fedpriv.holder.vault.answer import answer
+from fedpriv.holder.vault.holder import Holder
+from fedpriv.holder.vault.settings import FILE, ApprovedModel, VaultSettings, models_text
+from fedpriv.holder.wire import frames, protocol
+from fedpriv.holder.wire.frames import FrameError, Request, Response
+from fedpriv.learning.adapters._locations import model_digest
+from fedpriv.learning.training import workbench as workbench_module
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.views import default_delta
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.entries import CHARGED
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading
 from tests.tiny import LABELS
 from tests.vaults import UNTIMED
 

@@ -10,11 +10,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedpriv import protocol
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.views import Release
-from fedpriv.aggregation._cmfl import pack_signs
-from fedpriv.vault import frames
+from fedpriv.holder.wire import frames, protocol
+from fedpriv.learning.aggregation._cmfl import pack_signs
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.views import Release
 from tests.adversary.exchanges import PERSONS, ROWS, Exchange
 from tests.adversary.nodes import Question, Row, registering, run_config, training
 from tests.tiny import LABELS, WORDS

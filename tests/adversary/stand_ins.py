@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedpriv.accounting.events import Event
-from fedpriv.data.records import Item
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
-from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource, Words
-from fedpriv.training._sampling import PoissonSampler
-from fedpriv.training.model import TrainingModel
+from fedpriv.learning.data.records import Item
+from fedpriv.learning.training._sampling import PoissonSampler
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.mechanisms.registry import MECHANISMS, NoiseRequest
+from fedpriv.privacy.mechanisms.sources import RandomSource, SecureSource, SeededSource, Words
 
 
 class Killed(BaseException):

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from fedpriv.accounting.accountants import epsilon_of, stays_within
-from fedpriv.accounting.events import Event, SubsampledGaussian
-from fedpriv.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter
-from fedpriv.accounting.views import Release
-from fedpriv.ledger.entries import Key
-from fedpriv.vault import _charging
+from fedpriv.holder.vault import _charging
+from fedpriv.privacy.accounting.accountants import epsilon_of, stays_within
+from fedpriv.privacy.accounting.events import Event, SubsampledGaussian
+from fedpriv.privacy.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import Key
 from tests.adversary.adaptive import Ask, delta_of
 
 DELTA = 1e-5

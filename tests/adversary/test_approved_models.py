@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from fedpriv.adapters import load_base, model_digest, model_state
 from fedpriv.config import to_flower
 from fedpriv.errors import InputError
-from fedpriv.training import workbench
-from fedpriv.vault import frames
-from fedpriv.vault.holder import Holder, bench_of, run_of
+from fedpriv.holder.vault.holder import Holder, bench_of, run_of
+from fedpriv.holder.wire import frames
+from fedpriv.learning.adapters import load_base, model_digest, model_state
+from fedpriv.learning.training import workbench
 from tests.adversary import models
 from tests.adversary.nodes import ask, make_node, num_charges, registering, run_config, training
 from tests.tiny import LABELS
@@ -162,7 +162,7 @@ def test_a_base_that_brings_an_adapter_is_refused_since_that_may_name_anything(t
 
 
 def test_a_tokenizer_alone_is_read_from_the_same_files(tiny_bert, tmp_path):
-    from fedpriv.adapters import load_tokenizer
+    from fedpriv.learning.adapters import load_tokenizer
 
     folder = models.with_words(tiny_bert, tmp_path / "model")
     edit(folder / "tokenizer_config.json", tokenizer_file="/root/.cache/t.json", special_tokens_map_file="old/s.json")

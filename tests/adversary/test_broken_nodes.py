@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from fedpriv.data import federated
-from fedpriv.data.persons import some_of
-from fedpriv.data.records import collate, num_tokens
 from fedpriv.errors import InputError
-from fedpriv.training import clipping, stacked
-from fedpriv.training._sampling import PoissonSampler
-from fedpriv.training.model import TrainingModel
-from fedpriv.vault import _charging, _records, answer, holder
+from fedpriv.holder.vault import _charging, _records, answer, holder
+from fedpriv.learning.data import federated
+from fedpriv.learning.data.persons import some_of
+from fedpriv.learning.data.records import collate, num_tokens
+from fedpriv.learning.training import clipping, stacked
+from fedpriv.learning.training._sampling import PoissonSampler
+from fedpriv.learning.training.model import TrainingModel
 from tests.adversary.exchanges import play
 from tests.adversary.questions import ATTACKS
 

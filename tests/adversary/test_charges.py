@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from fedpriv.vault import frames
+from fedpriv.holder.wire import frames
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import (
     ask,

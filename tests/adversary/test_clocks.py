@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from fedpriv import protocol
 from fedpriv.config import to_flower
-from fedpriv.training.private_evaluation import EvaluationSpec
-from fedpriv.vault import frames
-from fedpriv.vault._closing import Closing
-from fedpriv.vault._service import Worker
-from fedpriv.vault.frames import Request
-from fedpriv.vault.settings import FILE
+from fedpriv.holder.vault._closing import Closing
+from fedpriv.holder.vault._service import Worker
+from fedpriv.holder.vault.settings import FILE
+from fedpriv.holder.wire import frames, protocol
+from fedpriv.holder.wire.frames import Request
+from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from tests.adversary.nodes import Question, make_node, run_config, training
 from tests.tiny import LABELS, WORDS
 
-# Every day, tests/vault/test_reply_times.py shows on a clock of its own when a reply leaves.
+# Every day, tests/holder/vault/test_reply_times.py shows on a clock of its own when a reply leaves.
 pytestmark = pytest.mark.slow
 
 # All are cut to one length. Jane's file is thick.

@@ -18,16 +18,13 @@ import numpy as np
 import psutil
 import pytest
 
-from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
-from fedpriv.ledger.reader import reading
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.workbench import workbench
-from fedpriv.training.workers import side_by_side
-from fedpriv.vault import _service
-from fedpriv.vault._closing import Closing
-from fedpriv.vault._service import Worker, run_worker
-from fedpriv.vault.frames import (
+from fedpriv.holder.vault import _service
+from fedpriv.holder.vault._closing import Closing
+from fedpriv.holder.vault._service import Worker, run_worker
+from fedpriv.holder.vault.settings import VaultSettings
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import (
     REGISTER,
     TRAIN,
     Request,
@@ -38,10 +35,13 @@ from fedpriv.vault.frames import (
     receive,
     unpack_response,
 )
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.learning.training.workers import side_by_side
+from fedpriv.privacy.ledger.reader import reading
+from tests.holder.vault.running import Running
 from tests.marks import slow
 from tests.tiny import LABELS, WORDS
-from tests.vault.running import Running
 from tests.vaults import make_vault, write_records
 
 REPLY_SECONDS = 1.0
@@ -196,8 +196,8 @@ def holds(pid: int, text: str) -> bool:
 
 def run_out_of_memory(connection, folder) -> None:
     """A vault's child in which no memory is left for passes of records; for synthetic ones there was."""
-    from fedpriv.training.model import TrainingModel
-    from fedpriv.vault import _records
+    from fedpriv.holder.vault import _records
+    from fedpriv.learning.training.model import TrainingModel
 
     of_release = _records.of_release
 

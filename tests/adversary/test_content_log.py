@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fedpriv.errors import LedgerError
-from fedpriv.ledger.entries import CHANGED
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.vault import frames
+from fedpriv.holder.wire import frames
+from fedpriv.privacy.ledger.entries import CHANGED
+from fedpriv.privacy.ledger.ledger import Ledger
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import ask, make_node, register_data, restart, run_config, training, write_rows
 from tests.adversary.stand_ins import StandIns, Sum, standing_in

@@ -17,24 +17,24 @@ from typing import Any
 
 import pytest
 
-from fedpriv import protocol
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.risk import risk_of
-from fedpriv.accounting.views import Release
-from fedpriv.deployment import keys
-from fedpriv.ledger.entries import Charge, DataSet, Key
-from fedpriv.ledger.evidence import Exhibit, write_evidence
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import reading
-from fedpriv.ledger.statement import spending
-from fedpriv.protocol import Registration
-from fedpriv.vault._charging import charge
+from fedpriv.holder.vault._charging import charge
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.risk import risk_of
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.entries import Charge, DataSet, Key
+from fedpriv.privacy.ledger.evidence import Exhibit, write_evidence
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading
+from fedpriv.privacy.ledger.statement import spending
 from tests.adversary import forgeries
 from tests.adversary.forgeries import Forgery, forged
-from tests.ledger.test_evidence import failures, packed, unpacked, verified
-from tests.ledger.test_recovery import DELTA, Node
 from tests.marks import slow
+from tests.privacy.ledger.test_evidence import failures, packed, unpacked, verified
+from tests.privacy.ledger.test_recovery import DELTA, Node
 
 Files = dict[str, bytes]
 

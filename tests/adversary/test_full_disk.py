@@ -24,10 +24,11 @@ import numpy as np
 import pytest
 
 from fedpriv import files
-from fedpriv.vault import _disk, _ring, _service, frames
-from fedpriv.vault.answer import answer
-from fedpriv.vault.frames import Request, Response
-from fedpriv.vault.holder import Holder
+from fedpriv.holder.vault import _disk, _ring, _service
+from fedpriv.holder.vault.answer import answer
+from fedpriv.holder.vault.holder import Holder
+from fedpriv.holder.wire import frames
+from fedpriv.holder.wire.frames import Request, Response
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import (
     Node,

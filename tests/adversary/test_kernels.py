@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedpriv.adapters import LoraSettings, attach, read
-from fedpriv.adapters._arithmetic import Adapter, Merged, Product
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Records
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training import private_evaluation, stacked
-from fedpriv.training._caches import input_of
-from fedpriv.training._sampling import PoissonSampler
-from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.model import TrainingModel
+from fedpriv.learning.adapters import LoraSettings, attach, read
+from fedpriv.learning.adapters._arithmetic import Adapter, Merged, Product
+from fedpriv.learning.data.records import Records
+from fedpriv.learning.training import private_evaluation, stacked
+from fedpriv.learning.training._caches import input_of
+from fedpriv.learning.training._sampling import PoissonSampler
+from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.adversary.stand_ins import KERNELS, coupled_by
 from tests.architectures import random_base
 

@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting import filters
-from fedpriv.accounting.accountants import delta_of
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.filters import GaussianFilter, RenyiFilter
-from fedpriv.accounting.risk import risk_of
-from fedpriv.accounting.views import PlannedView, Release
-from fedpriv.ledger import reading, statement_text
-from fedpriv.ledger.entries import DataSet, Key
-from fedpriv.ledger.evidence import Exhibit, write_evidence
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.statement import enforcement
+from fedpriv.holder.vault import NodePolicy, RetiredError, charge
+from fedpriv.privacy.accounting import filters
+from fedpriv.privacy.accounting.accountants import delta_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.filters import GaussianFilter, RenyiFilter
+from fedpriv.privacy.accounting.risk import risk_of
+from fedpriv.privacy.accounting.views import PlannedView, Release
+from fedpriv.privacy.ledger import reading, statement_text
+from fedpriv.privacy.ledger.entries import DataSet, Key
+from fedpriv.privacy.ledger.evidence import Exhibit, write_evidence
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.statement import enforcement
 from fedpriv.texts import percent_up
-from fedpriv.vault import NodePolicy, RetiredError, charge
 from tests.cli.command_line import as_json, fedpriv
-from tests.ledger.test_evidence import failures, verified
+from tests.privacy.ledger.test_evidence import failures, verified
 
 DELTA, LARGE, SMALL = 1e-5, 8.0, 1.0
 QUIET = SubsampledGaussian(noise_multiplier=40.0, sampling_probability=1.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from fedpriv.training import workbench
+from fedpriv.learning.training import workbench
 from tests.adversary.exchanges import Exchange, play
 from tests.adversary.questions import ATTACKS, exchanges, exchanges_with_persons
 from tests.adversary.stand_ins import coupled_by

@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from fedpriv import protocol
 from fedpriv.config import RunConfig, to_flower
-from fedpriv.training.private_evaluation import EvaluationSpec
-from fedpriv.vault import _reply_times, frames
+from fedpriv.holder.vault import _reply_times
+from fedpriv.holder.wire import frames, protocol
+from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import (
     Question,

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting import epsilon_of
 from fedpriv.errors import InputError
-from fedpriv.flower import UpdateMod
-from fedpriv.ledger.receipts import ReceiptLog
-from fedpriv.vault.frames import FAILED, REFUSED, RETIRED
+from fedpriv.holder.flower import UpdateMod
+from fedpriv.holder.wire.frames import FAILED, REFUSED, RETIRED
+from fedpriv.privacy.accounting import epsilon_of
+from fedpriv.privacy.ledger.receipts import ReceiptLog
 from tests.cli.command_line import as_json
-from tests.flower.nodes import START, Node
+from tests.holder.flower.nodes import START, Node
 
 BUDGET = 3.0
 LEDGER = ("ledger.sqlite", "ledger.sqlite.head")

@@ -13,18 +13,17 @@ import tomli_w
 from flwr.app import ArrayRecord, Message
 
 from clients.pipe import message_of, request_of
-from fedpriv import protocol
 from fedpriv.config import RunConfig, to_flower
-from fedpriv.deployment import keys
 from fedpriv.errors import TooFewClientsError
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import reading, verify_with_head
-from fedpriv.ledger.receipts import Receipt, ReceiptLog, from_text
-from fedpriv.vault import frames
-from fedpriv.vault.answer import answer
-from fedpriv.vault.holder import Holder
-from fedpriv.vault.rollback import ReceiptWatch
-from fedpriv.vault.settings import FILE
+from fedpriv.holder.vault.answer import answer
+from fedpriv.holder.vault.holder import Holder
+from fedpriv.holder.vault.rollback import ReceiptWatch
+from fedpriv.holder.vault.settings import FILE
+from fedpriv.holder.wire import frames, protocol
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading, verify_with_head
+from fedpriv.privacy.ledger.receipts import Receipt, ReceiptLog, from_text
 from server.bookkeeping import Books
 from server.registration import register_nodes
 from server.round import Receipts

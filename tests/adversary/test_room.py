@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from fedpriv.training import _caches as caches
-from fedpriv.training import stacked
+from fedpriv.learning.training import _caches as caches
+from fedpriv.learning.training import stacked
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import ask, make_node, num_charges, restart, run_config, training
 from tests.adversary.stand_ins import StandIns, largest_excess, standing_in

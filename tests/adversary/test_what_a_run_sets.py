@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import pytest
 
-from fedpriv import protocol
 from fedpriv.config import ON_NODES, RunConfig, parse, to_flower
-from fedpriv.ledger.reader import reading
-from fedpriv.training import private_evaluation
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.private_evaluation import EvaluationSpec
-from fedpriv.training.workbench import Workbench, forget
-from fedpriv.vault import frames
-from fedpriv.vault.answer import answer
-from fedpriv.vault.frames import Request
-from fedpriv.vault.holder import Holder, bench_of, run_of
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.holder.vault.answer import answer
+from fedpriv.holder.vault.holder import Holder, bench_of, run_of
+from fedpriv.holder.vault.settings import VaultSettings
+from fedpriv.holder.wire import frames, protocol
+from fedpriv.holder.wire.frames import Request
+from fedpriv.learning.training import private_evaluation
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.private_evaluation import EvaluationSpec
+from fedpriv.learning.training.workbench import Workbench, forget
+from fedpriv.privacy.ledger.reader import reading
 from tests.chats import chat_model
 from tests.vaults import make_vault, write_records
 

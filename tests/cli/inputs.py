@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.views import Release
-from fedpriv.ledger.entries import Charge, Key
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.variants import folders
-from fedpriv.variants.composition import History
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.composition import History
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import Charge, Key
+from fedpriv.privacy.ledger.ledger import Ledger
 from tests.stores import described, uploads
 
 ACCOUNT = ["account", "--noise-multiplier", "2", "--sampling-probability", "0.05", "--steps", "40", "--delta", "1e-5"]
@@ -22,7 +22,7 @@ STUDY = '''
 
 import numpy as np
 
-from fedpriv.dedup.validation import PrivateRecords
+from fedpriv.models.dedup.validation import PrivateRecords
 
 RNG = np.random.default_rng(1)
 TRUTH = RNG.normal(size=8192).astype(np.float32)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.risk import risk_of
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.risk import risk_of
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import ACCOUNT
 

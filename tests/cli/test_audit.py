@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from fedpriv.audit._bounds import one_run_audit
+from fedpriv.methods.audit._bounds import one_run_audit
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import write_csv
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import safetensors.numpy
 
-from fedpriv.accounting.events import PureEpsilon
-from fedpriv.dedup.distance import nearest
-from fedpriv.ledger.ledger import Ledger
+from fedpriv.models.dedup.distance import nearest
+from fedpriv.privacy.accounting.events import PureEpsilon
+from fedpriv.privacy.ledger.ledger import Ledger
 from tests.cli.command_line import as_json, fedpriv, loading
 from tests.cli.inputs import write_study
 from tests.foreign import planted
@@ -93,7 +93,7 @@ def test_interrupted_it_says_how_to_go_on_and_goes_on(study, tmp_path):
     command = ["dedup", "run", "variants", tmp_path / "store", *RUN]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(AlgorithmStopped, "calls", 0)
-        patched.setattr("fedpriv.dedup._blocks.nearest", AlgorithmStopped())
+        patched.setattr("fedpriv.models.dedup._blocks.nearest", AlgorithmStopped())
         out, err = fedpriv(*command, folder=study, code=130)
     assert out == ""
     assert err.splitlines()[-1] == "interrupted: 2 of 3 variants are stored; the same command goes on from there"

@@ -21,15 +21,15 @@ import safetensors.numpy
 import typer
 
 from fedpriv import __version__
-from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.cli.main import app
-from fedpriv.deployment import keys
-from fedpriv.ledger.receipts import Receipt, ReceiptLog
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.receipts import Receipt, ReceiptLog
 from fedpriv.runs import marked_alive
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import write_begun_run, write_csv, write_ledger, write_plain_table, write_study
-from tests.publishing.runs import finished
-from tests.reports.conftest import write_finished_run
+from tests.models.publishing.runs import finished
+from tests.runs.show.conftest import write_finished_run
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ EXAMPLES = {
 }
 
 
-# It ends when it is told to; tests/serving starts it and reads the object that it prints.
+# It ends when it is told to; tests/models/serving starts it and reads the object that it prints.
 STAYS = {"serve run"}
 
 

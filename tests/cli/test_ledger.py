@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting import filters
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.filters import RenyiFilter
-from fedpriv.accounting.risk import risk_of
-from fedpriv.accounting.views import Release
-from fedpriv.ledger.entries import Charge, Key
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import reading
+from fedpriv.privacy.accounting import filters
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.filters import RenyiFilter
+from fedpriv.privacy.accounting.risk import risk_of
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import Charge, Key
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading
 from fedpriv.texts import percent_up
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import write_ledger

@@ -11,14 +11,14 @@ import dp_accounting
 import pytest
 from dp_accounting import pld
 
-from fedpriv.aggregation import head_of
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
-from fedpriv.plan import budget
-from fedpriv.plan.budget import Setting
-from fedpriv.training.noise_plan import _num_lora_values, calibrated, with_learning_rates
-from fedpriv.training.schedule import RunSchedule
-from fedpriv.training.workbench import workbench
+from fedpriv.learning.aggregation import head_of
+from fedpriv.learning.training.noise_plan import _num_lora_values, calibrated, with_learning_rates
+from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.runs.plan import budget
+from fedpriv.runs.plan.budget import Setting
 from tests.cli.command_line import as_json, fedpriv
 from tests.marks import slow
 
@@ -325,5 +325,5 @@ def test_values_out_of_range_are_refused_by_name(wrong):
 
 
 def test_without_a_speed_it_is_timed_on_the_default_model(monkeypatch):
-    monkeypatch.setattr("fedpriv.training.workbench.records_per_second", lambda: 42.0)
+    monkeypatch.setattr("fedpriv.learning.training.workbench.records_per_second", lambda: 42.0)
     assert as_json("plan", "--records", 100, "--epsilon", 2, "--train", "head")["records_per_second"] == 42.0

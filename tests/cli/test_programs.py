@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from fedpriv import apps
 from fedpriv.cli.main import app, main
-from fedpriv.deployment import approvals
 from fedpriv.errors import InputError
+from fedpriv.operate import approvals
 
 COMMANDS = {
     "run": "--resume",

@@ -10,9 +10,9 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from clients.app import app
 from clients.node import TRUST_KEY, TRUST_VARIABLE
-from fedpriv import protocol
 from fedpriv.config import parse, to_flower
-from fedpriv.vault.frames import FAILED, REFUSED
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import FAILED, REFUSED
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 

@@ -12,19 +12,19 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from clients import node as node_keys
 from clients.node import answered, prepare, reply
-from fedpriv import protocol
-from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import parse, to_flower
 from fedpriv.files import Journal
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import reading, verify_with_head
-from fedpriv.training import workbench as workbench_module
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.stacked import execute_one_by_one
-from fedpriv.training.workbench import workbench
-from fedpriv.vault import _charging, refused
-from fedpriv.vault.frames import FAILED, REFUSED, REGISTER, RETIRED
-from fedpriv.vault.settings import NodeLimits
+from fedpriv.holder.vault import _charging, refused
+from fedpriv.holder.vault.settings import NodeLimits
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import FAILED, REFUSED, REGISTER, RETIRED
+from fedpriv.learning.training import workbench as workbench_module
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.stacked import execute_one_by_one
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading, verify_with_head
 from tests.wire import record, tensors_of
 
 pytestmark = pytest.mark.usefixtures("as_a_task")

@@ -11,16 +11,16 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from clients import node
 from clients.app import app
-from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
-from fedpriv.deployment import keys
 from fedpriv.errors import InputError
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.stacked import execute_one_by_one
-from fedpriv.vault.frames import REFUSED
-from fedpriv.vault.holder import bench_of, run_of
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.holder.vault.holder import bench_of, run_of
+from fedpriv.holder.vault.settings import VaultSettings
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import REFUSED
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.stacked import execute_one_by_one
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.ledger import Ledger
 from tests.tiny import LABELS
 from tests.vaults import make_vault, write_records
 from tests.wire import record

@@ -7,17 +7,17 @@ import json
 import pytest
 import torch
 
-from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
-from fedpriv.data.chat import RESPONSE_MASK, ChatFormat
-from fedpriv.ledger.reader import reading
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.workbench import forget, load_model
-from fedpriv.vault import _records, answer
-from fedpriv.vault._tokens import TokenFile
-from fedpriv.vault.frames import REFUSED, Request
-from fedpriv.vault.holder import Holder, bench_of, run_of
+from fedpriv.holder.vault import _records, answer
+from fedpriv.holder.vault._tokens import TokenFile
+from fedpriv.holder.vault.holder import Holder, bench_of, run_of
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import REFUSED, Request
+from fedpriv.learning.data.chat import RESPONSE_MASK, ChatFormat
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.workbench import forget, load_model
+from fedpriv.privacy.ledger.reader import reading
+from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.chats import chat_model
 from tests.vaults import make_vault, write_records
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from fedpriv.config import KEYS, Fact, RunConfig
-from fedpriv.plan.budget import Setting, lora_choice
-from fedpriv.training.noise_plan import calibrated
-from fedpriv.training.workbench import _key
+from fedpriv.learning.training.noise_plan import calibrated
+from fedpriv.learning.training.workbench import _key
+from fedpriv.runs.plan.budget import Setting, lora_choice
 
 # Neither data nor model depend on these, so runs that differ in them alone share both.
 SHARED = """

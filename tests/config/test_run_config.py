@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.aggregation.rules import RULES
 from fedpriv.config import (
     BY_RECIPE,
     KEYS,
@@ -21,6 +20,7 @@ from fedpriv.config import (
     to_toml,
 )
 from fedpriv.errors import InputError
+from fedpriv.learning.aggregation.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 

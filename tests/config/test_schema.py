@@ -10,7 +10,7 @@ import pytest
 
 from fedpriv.config import KEYS, RunConfig, parse, schema, schema_tables, to_toml
 from fedpriv.config._schema import groups
-from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.privacy.mechanisms.registry import MECHANISMS
 from tests.config.test_run_config import BAD, CHANGED
 
 ROOT = Path(__file__).resolve().parents[2]

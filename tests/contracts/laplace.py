@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from dp_accounting import pld
 
-from fedpriv.accounting.composition.law import Event, Unit, check_non_negative
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.sources import laplace_from_words, on_grid
+from fedpriv.privacy.accounting.law import Event, Unit, check_non_negative
+from fedpriv.privacy.mechanisms.sources import laplace_from_words, on_grid
 
 
 @dataclass(frozen=True, kw_only=True)

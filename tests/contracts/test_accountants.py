@@ -12,8 +12,8 @@ import pytest
 from dp_accounting import pld, rdp
 from scipy import optimize, stats
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
 
 DELTA = 1e-5
 
@@ -164,8 +164,8 @@ def test_a_release_that_samples_nobody_costs_nothing_even_without_noise(accounta
 def test_a_fresh_process_stays_silent_and_without_log_handlers():
     code = """
 import logging
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian as Event
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian as Event
 for q, z in ((0.16, 0.891), (0.5, 0.3), (1e-8, 1.0)):
     for accountant in ("pld", "rdp"):
         epsilon_of([Event(noise_multiplier=z, sampling_probability=q, count=7)], 1e-5, accountant)

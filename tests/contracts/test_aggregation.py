@@ -10,13 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.adapters._arithmetic import A_SUFFIX, B_SUFFIX, INNER_SUFFIX, as_one_adapter, difference, factors_of
-from fedpriv.aggregation._cmfl import pack_signs, relevance, threshold, unpack_signs
-from fedpriv.aggregation._fedavg import GlobalModel
-from fedpriv.aggregation._flora import fresh_start
-from fedpriv.aggregation._t_fedavg import ternary_codes
-from fedpriv.aggregation.rules import RULES
-from fedpriv.aggregation.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_step
+from fedpriv.learning.adapters._arithmetic import (
+    A_SUFFIX,
+    B_SUFFIX,
+    INNER_SUFFIX,
+    as_one_adapter,
+    difference,
+    factors_of,
+)
+from fedpriv.learning.aggregation._cmfl import pack_signs, relevance, threshold, unpack_signs
+from fedpriv.learning.aggregation._fedavg import GlobalModel
+from fedpriv.learning.aggregation._flora import fresh_start
+from fedpriv.learning.aggregation._t_fedavg import ternary_codes
+from fedpriv.learning.aggregation.rules import RULES
+from fedpriv.learning.aggregation.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_step
 
 LAYERS = {"m.query": (7, 5), "m.value": (6, 9)}  # name: (out, in)
 EXACT = ("fedex-lora", "flora")

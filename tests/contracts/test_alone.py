@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from fedpriv.adapters import LoraSettings, attach, load_base
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training import local_update as updates
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.stacked import execute_one_by_one, execute_stacked
+from fedpriv.learning.adapters import LoraSettings, attach, load_base
+from fedpriv.learning.training import local_update as updates
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.stacked import execute_one_by_one, execute_stacked
+from fedpriv.privacy.mechanisms.sources import SeededSource
+from tests.learning.training.test_local_update import make_task
 from tests.tiny import move, random_records, tiny_causal
-from tests.training.test_local_update import make_task
 
 WAYS = {
     "all": {},

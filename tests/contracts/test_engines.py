@@ -17,19 +17,19 @@ import pandas as pd
 import pytest
 import torch
 
-from fedpriv.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
-from fedpriv.adapters import read
-from fedpriv.adapters._arithmetic import A_SUFFIX, B_SUFFIX, Product, factors_of
-from fedpriv.aggregation.rules import RULES
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.sources import SecureSource, SeededSource
-from fedpriv.training._sampling import PoissonSampler
-from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.progress import TRAINING
-from fedpriv.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
-from fedpriv.training.workbench import workbench
+from fedpriv.learning.adapters import read
+from fedpriv.learning.adapters._arithmetic import A_SUFFIX, B_SUFFIX, Product, factors_of
+from fedpriv.learning.aggregation.rules import RULES
+from fedpriv.learning.training._sampling import PoissonSampler
+from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.progress import TRAINING
+from fedpriv.learning.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.privacy.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
+from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
 from server.observer import LogObserver
 from simulations.engines import federation, ray_actors
 from simulations.engines.ray_actors import RayExecutor

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
-from fedpriv.ledger.entries import CHARGED
-from fedpriv.ledger.reader import reading
-from fedpriv.secure_aggregation import _wire
-from fedpriv.vault import _summed
+from fedpriv.holder.sums import _wire
+from fedpriv.holder.vault import _summed
+from fedpriv.privacy.ledger.entries import CHARGED
+from fedpriv.privacy.ledger.reader import reading
 from server.observer import LogObserver
 from server.sums import SecureSums
 from simulations.engines import federation

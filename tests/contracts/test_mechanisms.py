@@ -14,22 +14,22 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpriv.accounting.accountants import ORDERS, epsilon_of
-from fedpriv.accounting.calibration import calibrate
-from fedpriv.accounting.events import EVENTS, from_json, group, to_json
-from fedpriv.accounting.lmo.distribution import Columns
-from fedpriv.accounting.lmo.parameters import LmoParameters
-from fedpriv.accounting.views import Release
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
-from fedpriv.ledger.entries import Key
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
-from fedpriv.mechanisms.sources import SecureSource, SeededSource
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.noise_plan import calibrated
-from fedpriv.training.workbench import workbench
-from fedpriv.vault import _charging, _guard
+from fedpriv.holder.vault import _charging, _guard
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.noise_plan import calibrated
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.privacy.accounting.accountants import ORDERS, epsilon_of
+from fedpriv.privacy.accounting.calibration import calibrate
+from fedpriv.privacy.accounting.events import EVENTS, from_json, group, to_json
+from fedpriv.privacy.accounting.lmo_distribution import Columns
+from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import Key
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.mechanisms.registry import MECHANISMS, NoiseRequest
+from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.contracts.laplace import Laplace, SubsampledLaplace
@@ -240,7 +240,8 @@ def test_equal_events_are_grouped_and_compose_with_other_mechanisms(name):
     assert max(epsilon(event), epsilon(other)) <= total <= epsilon(event) + epsilon(other) + math.log(1 / DELTA)
 
 
-# Every day tests/accounting/test_calibration.py calibrates LMO noise, and tests/server/test_lmo_run.py that of a run.
+# Every day tests/privacy/accounting/test_calibration.py calibrates LMO noise, and
+# tests/server/test_lmo_run.py that of a run.
 without_lmo_every_day = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "lmo" else []) for name in EXAMPLES], indirect=True
 )

@@ -12,11 +12,11 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import ServerApp
 
-from fedpriv import protocol
 from fedpriv.config import parse
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.workbench import workbench
-from fedpriv.wire import unpacked
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.carrier import unpacked
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.workbench import workbench
 from server.exchange import records_of, wire_bytes
 from server.registration import register_nodes
 

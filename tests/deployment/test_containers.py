@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedpriv.data import hospital
+from fedpriv.learning.data import hospital
 from simulations.sites import ROOT, read_ledger
 
 DOCKERFILE = ROOT / "docs" / "Dockerfile"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from clients.deploy.folder import _split_address
-from fedpriv.deployment import flower
 from fedpriv.errors import FlowerError, InputError
+from fedpriv.operate import flower
 from server.deploy.folder import _join_address
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _OUTER = """
 import os, sys
 from pathlib import Path
-from fedpriv.deployment.flower import _run_in_foreground
+from fedpriv.operate.flower import _run_in_foreground
 say = lambda line: print(line, flush=True)
 sys.exit(_run_in_foreground([sys.executable, "-c", sys.argv[1]], variables=os.environ, folder=Path("."), on_line=say))
 """

@@ -14,14 +14,14 @@ import pytest
 
 from clients.deploy.folder import Node
 from clients.deploy.supernode import running_vault
-from fedpriv import protocol
 from fedpriv.config import ON_NODES, parse, to_flower
-from fedpriv.deployment.logs import Log
 from fedpriv.files import FLOOR_BYTES
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.workbench import workbench
-from fedpriv.vault.frames import REGISTER, TRAIN, Request, Response, ask
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.holder.vault.settings import VaultSettings
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import REGISTER, TRAIN, Request, Response, ask
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.operate.logs import Log
 from simulations.sites import wait_until
 from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault, write_records

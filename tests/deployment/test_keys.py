@@ -9,8 +9,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from fedpriv.deployment import keys
 from fedpriv.errors import InputError
+from fedpriv.privacy.ledger import keys
 
 
 @pytest.fixture(params=[keys.NODE, keys.VAULT])

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.deployment
 # process of one task, is called as it is.
 OF_A_NODE = {
     "kit": f"-m {CLIENT} start",
-    "vault": "-m fedpriv.vault",
+    "vault": "-m fedpriv.holder.vault",
     "worker": "spawn_main",
     "SuperNode": "-m clients.deploy.approved_supernode",
     "SuperExec": "superexec()",

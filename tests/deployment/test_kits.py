@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.deployment import keys
+from fedpriv.privacy.ledger import keys
 from simulations.sites import CLIENT, SERVER, Service, free_port, kit
 
 pytestmark = pytest.mark.deployment

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from fedpriv.deployment import logs
-from fedpriv.deployment.logs import Log
+from fedpriv.operate import logs
+from fedpriv.operate.logs import Log
 
 
 def test_a_line_gets_its_time_and_a_blank_one_is_left_out():

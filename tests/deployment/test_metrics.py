@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from fedpriv.deployment import metrics
-from fedpriv.deployment.metrics import Measured, gauge
 from fedpriv.errors import InputError
+from fedpriv.operate import metrics
+from fedpriv.operate.metrics import Measured, gauge
 from simulations.sites import wait_until
 from tests.monitoring import EXAMPLES, MTIME, ROOT, exported, firing, names, rules
 

@@ -16,16 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedpriv.deployment import processes
-from fedpriv.deployment.processes import Kept, only_start
 from fedpriv.errors import FlowerError, InputError
+from fedpriv.operate import processes
+from fedpriv.operate.processes import Kept, only_start
 from simulations.sites import ROOT, wait_until
 
 # A `start` with a child that starts another, neither of which cares about it.
 _START = """
 import os, subprocess, sys, time
 from pathlib import Path
-from fedpriv.deployment.processes import only_start
+from fedpriv.operate.processes import only_start
 child = "import subprocess; print(subprocess.Popen(['sleep', '100']).pid, flush=True); import time; time.sleep(100)"
 with only_start(Path(sys.argv[1]), {os.geteuid()}, print) as mark:
     process = subprocess.Popen([sys.executable, "-c", child], env={**os.environ, **mark}, stdout=subprocess.PIPE)
@@ -34,7 +34,7 @@ with only_start(Path(sys.argv[1]), {os.geteuid()}, print) as mark:
 """
 _ENDS_WITH_PARENT = """
 import signal, sys, time
-from fedpriv.deployment import processes
+from fedpriv.operate import processes
 processes._GRACE_SECONDS = 0.2
 if sys.argv[1] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from fedpriv.deployment.flower import environment
+from fedpriv.operate.flower import environment
 from simulations.sites import CLIENT, SERVER, Service, free_port, kit, wait_until
 
 ELSEWHERE = "127.0.0.2"

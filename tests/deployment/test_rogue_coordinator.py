@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.deployment.approvals import bundle_digest
+from fedpriv.operate.approvals import bundle_digest
 from simulations.sites import ROOT
 from tests.deployment.conftest import NUM_NODES
 

@@ -13,8 +13,8 @@ import pandas as pd
 import psutil
 import pytest
 
-from fedpriv.deployment.approvals import bundle_digest
-from fedpriv.ledger.entries import Entry
+from fedpriv.operate.approvals import bundle_digest
+from fedpriv.privacy.ledger.entries import Entry
 from simulations.sites import CLIENT, ROOT, DeployedFederation, Service, kit, read_ledger, wait_until
 from tests.deployment.conftest import QUICK, holdings
 
@@ -51,7 +51,7 @@ class Summing(DeployedFederation):
     def kill_vault(self, client: int) -> None:
         """Kill -9 the vault; its child, which holds the sessions, ends with it, and the kit starts another."""
         for process in psutil.Process(self.services[f"node-{client}"].process.pid).children():
-            if "fedpriv.vault" in process.cmdline():
+            if "fedpriv.holder.vault" in process.cmdline():
                 process.kill()
 
     def kill_worker(self, client: int) -> None:
@@ -150,7 +150,8 @@ def test_with_all_needed_a_death_ends_the_run_by_name_and_the_resumed_run_pays_f
     assert statuses(out, 2) == dict.fromkeys(site.nodes, "ok")
 
 
-# tests/vault/test_summed.py and tests/server/test_sums.py lose nodes at each exchange; the test above ends a process.
+# tests/holder/vault/test_summed.py and tests/server/test_sums.py lose nodes at each exchange; the test above ends
+# a process.
 @pytest.mark.nightly
 @pytest.mark.parametrize("site", [4], indirect=True)
 def test_with_three_survivors_needed_each_round_goes_on_without_the_dead(site, summed_run, tmp_path):

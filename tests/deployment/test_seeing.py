@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.deployment import metrics
-from fedpriv.ledger import reader, statement
+from fedpriv.operate import metrics
+from fedpriv.privacy.ledger import reader, statement
 from fedpriv.runs import RunFolder, spent_on_view, status_of
 from fedpriv.runs.show._terminal import state_of
 from simulations.sites import DeployedFederation, wait_until

@@ -16,9 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedpriv.data import hospital
-from fedpriv.deployment import joining, keys
-from fedpriv.vault.settings import FILE
+from fedpriv.holder.vault.settings import FILE
+from fedpriv.learning.data import hospital
+from fedpriv.operate import joining
+from fedpriv.privacy.ledger import keys
 from simulations.sites import ROOT, free_port, read_ledger, wait_until
 
 pytestmark = pytest.mark.deployment

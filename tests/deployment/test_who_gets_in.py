@@ -22,9 +22,10 @@ import pytest
 import tomli_w
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
-from fedpriv.deployment import approvals, joining, keys
-from fedpriv.deployment.checks import check_tls
-from fedpriv.deployment.flower import environment, program_folder
+from fedpriv.operate import approvals, joining
+from fedpriv.operate.checks import check_tls
+from fedpriv.operate.flower import environment, program_folder
+from fedpriv.privacy.ledger import keys
 from server.deploy import superlink
 from server.deploy.certificates import make_ca, make_server_certificate
 from server.deploy.folder import Coordinator
@@ -291,8 +292,8 @@ def test_a_node_with_another_version_takes_no_part(hospitals, corpus_run, tmp_pa
     other.mkdir()
     for package in ("clients", "fedpriv"):
         shutil.copytree(ROOT / package, other / package, ignore=shutil.ignore_patterns("__pycache__"))
-    init = other / "fedpriv" / "__init__.py"
-    init.write_text(init.read_text().replace('__version__ = "', '__version__ = "9.'))
+    texts = other / "fedpriv" / "texts.py"
+    texts.write_text(texts.read_text().replace('VERSION = "', 'VERSION = "9.'))
     hospitals.services["node-1"].stop()
     hospitals.start_node(1, checkout=other)
     hospitals.wait_for_nodes(NUM_NODES)

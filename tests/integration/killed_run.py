@@ -22,19 +22,19 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from clients import node
 from clients import node as node_keys
-from fedpriv import protocol
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import from_json
-from fedpriv.accounting.views import Release, rho_bar
-from fedpriv.aggregation._fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse, to_flower
-from fedpriv.ledger.entries import CHARGED, RELEASED
-from fedpriv.ledger.holders import path_of
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import reading, verify_with_head
-from fedpriv.training.local_update import UpdateSpec, planned_event
-from fedpriv.training.stacked import execute_one_by_one
-from fedpriv.training.workbench import workbench
+from fedpriv.holder.wire import protocol
+from fedpriv.learning.aggregation._fedavg import weights_by_size
+from fedpriv.learning.training.local_update import UpdateSpec, planned_event
+from fedpriv.learning.training.stacked import execute_one_by_one
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import from_json
+from fedpriv.privacy.accounting.views import Release, rho_bar
+from fedpriv.privacy.ledger.entries import CHARGED, RELEASED
+from fedpriv.privacy.ledger.holders import path_of
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading, verify_with_head
 from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.engines.flower_private import task_identity

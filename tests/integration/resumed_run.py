@@ -28,13 +28,13 @@ import torch
 from safetensors.torch import load_file
 
 from fedpriv.config import RunConfig, parse
-from fedpriv.ledger.entries import CHARGED, RELEASED, Entry
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import reading
+from fedpriv.holder.vault import _charging
+from fedpriv.privacy.ledger.entries import CHARGED, RELEASED, Entry
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._status import status_of
 from fedpriv.runs._writer import RunWriter
-from fedpriv.vault import _charging
 from server import checkpoint, registry
 from server.bookkeeping import Books
 from server.observer import LogObserver

@@ -10,7 +10,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import nn
 from torch.nn import functional as F
 
-from fedpriv.training import OwnModel
+from fedpriv.learning.training import OwnModel
 from simulations import run
 
 ENDS = (0, 300, 800, 1600, 2600, 4000)  # of the holders' digits; 500 are for the test, and 500 are public

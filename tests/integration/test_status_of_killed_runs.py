@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from fedpriv.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._status import status_of
 

@@ -12,18 +12,18 @@ import pytest
 from rich.console import Console
 
 import fedpriv
-from fedpriv.publishing import card
-from fedpriv.publishing.saved import find
+from fedpriv.models.publishing import card
+from fedpriv.models.publishing.saved import find
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs.figures import EVERY_PAGE, FIGURES, Figure, figures
 from fedpriv.runs.show._report_page import write_report
 from fedpriv.runs.show._tracker import Place
 from fedpriv.runs.show._tracking import RunTeller
 from simulations.display import TerminalObserver
-from tests.publishing.runs import finished
-from tests.reports.conftest import write_finished_run
+from tests.models.publishing.runs import finished
+from tests.runs.show.conftest import write_finished_run
+from tests.runs.show.tracking.test_told import Recorded
 from tests.runs.written import WriteRun, shown, status
-from tests.tracking.test_told import Recorded
 
 NEW = Figure(
     "letters_a_round",

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedpriv.aggregation._fedavg import GlobalModel
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.learning.aggregation._fedavg import GlobalModel
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._rows import ClientRow, RoundRow
 from fedpriv.runs._status import RunStatus, status_of
@@ -87,7 +87,7 @@ def write_checkpoint(folder: Path, round_: int, retired: Mapping[int, str], skip
         model=model,
         uploads={},
     )
-    RunWriter(folder).write_registrations(registrations())
+    RunWriter(folder).write_registrations({each.client: vars(each) for each in registrations()})
     checkpoint.write(folder, made)
 
 

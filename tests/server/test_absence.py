@@ -10,14 +10,14 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
-from fedpriv import protocol
-from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.config import parse
-from fedpriv.deployment import keys
 from fedpriv.errors import TooFewClientsError
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import reading
-from fedpriv.protocol import Registration, UploadRelease
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.protocol import Registration, UploadRelease
+from fedpriv.learning.aggregation._fedavg import GlobalModel
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading
 from server import app
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint

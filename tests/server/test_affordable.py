@@ -9,11 +9,11 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 
-from fedpriv import protocol
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.protocol import Registration
-from fedpriv.vault.frames import REFUSED
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import REFUSED
+from fedpriv.holder.wire.protocol import Registration
 from server.affordable import check_affordable
 from server.costs import RoundCosts
 from server.observer import LogObserver

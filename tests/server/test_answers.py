@@ -16,16 +16,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import fedpriv.adapters
-from fedpriv.adapter_variants import AdapterEvaluator
+import fedpriv.learning.adapters
 from fedpriv.config import parse
-from fedpriv.dedup.validation import proof_records
 from fedpriv.errors import InputError
+from fedpriv.learning.training.evaluation import rouge_l
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
+from fedpriv.models.dedup.validation import proof_records
+from fedpriv.models.variants import folders
 from fedpriv.runs import RunFolder
 from fedpriv.runs import _rows as rows
-from fedpriv.training.evaluation import rouge_l
-from fedpriv.training.workbench import workbench
-from fedpriv.variants import folders
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.cli.command_line import as_json
@@ -106,7 +106,7 @@ def test_samples_are_the_first_distinct_prompts_with_what_the_saved_models_answe
     tokenizer = AutoTokenizer.from_pretrained(values["model"])
     assert [s.prompt for s in found] == [tokenizer.decode(list(prompt)) for prompt in list(prompts)[:9]]
     assert len(test) > len(prompts) > 9
-    trained = fedpriv.adapters.load(values["model"], finished / "variants" / "global")
+    trained = fedpriv.learning.adapters.load(values["model"], finished / "variants" / "global")
     for sample in found:
         tokens = tokenizer(sample.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         for model, text in ((trained, sample.private), (trained.get_base_model(), sample.untrained)):
@@ -173,7 +173,7 @@ def test_answers_stand_side_by_side_to_questions_by_which_nothing_was_chosen(fin
     prompts = dict.fromkeys(tuple(tokens[place][:PROMPT_TOKENS].tolist()) for place in proof_records(len(tokens)))
     tokenizer = AutoTokenizer.from_pretrained(values["model"])
     assert [each.prompt for each in found] == [tokenizer.decode(list(prompt)) for prompt in list(prompts)[:5]]
-    model = fedpriv.adapters.load(values["model"], finished / "variants" / "global")
+    model = fedpriv.learning.adapters.load(values["model"], finished / "variants" / "global")
     for each in found:
         asked = tokenizer(each.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         for text, context in ((each.before, torch.no_grad()), (each.after, model.disable_adapter())):
@@ -244,7 +244,7 @@ def test_a_run_that_stops_early_is_judged_by_its_last_model(finished, values, tm
 
 
 def test_without_the_package_for_scores_the_error_says_what_to_install(values, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedpriv.training.evaluation.find_spec", lambda name: None)
+    monkeypatch.setattr("fedpriv.learning.training.evaluation.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"rouge-score, which is not installed; pip install fedpriv\[llm\], or use 0"):
         run(values, tmp_path / "out")
     assert not (tmp_path / "out").exists()

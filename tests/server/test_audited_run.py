@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from clients.node import holder_of
-from fedpriv.accounting import SubsampledGaussian, epsilon_of
-from fedpriv.adapters import lora
-from fedpriv.audit import black_box
-from fedpriv.audit.black_box import audit_of, registration, run_scores
-from fedpriv.audit.canaries import audited
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
+from fedpriv.holder.vault._charging import RefusedError
+from fedpriv.holder.vault.holder import run_of
+from fedpriv.learning.adapters import lora
+from fedpriv.learning.training.canaries import audited
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.methods.audit import black_box
+from fedpriv.methods.audit.black_box import audit_of, registration, run_scores
+from fedpriv.privacy.accounting import SubsampledGaussian, epsilon_of
 from fedpriv.runs import RunWriter
-from fedpriv.training.workbench import workbench
-from fedpriv.vault._charging import RefusedError
-from fedpriv.vault.holder import run_of
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.cli.command_line import as_json

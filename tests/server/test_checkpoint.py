@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fedpriv.adapters._arithmetic import Product
-from fedpriv.aggregation._fedavg import GlobalModel
 from fedpriv.config import BY_RECIPE, parse, read
 from fedpriv.errors import InputError
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.learning.adapters._arithmetic import Product
+from fedpriv.learning.aggregation._fedavg import GlobalModel
+from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs import _presence as presence
 from fedpriv.runs import files
 from server import checkpoint

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.views import Release
 from fedpriv.config import parse
-from fedpriv.ledger.entries import Key
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import Key
+from fedpriv.privacy.ledger.ledger import Ledger
 from server.bookkeeping import Books
 from server.costs import EarlierCharges
 

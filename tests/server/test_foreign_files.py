@@ -6,8 +6,8 @@ import pytest
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
+from fedpriv.models.variants.store import Store
 from fedpriv.runs import RunWriter, files
-from fedpriv.variants.store import Store
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.foreign import linked, planted

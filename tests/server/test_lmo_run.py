@@ -9,19 +9,19 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledLmo
-from fedpriv.accounting.lmo.parameters import LmoParameters
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
-from fedpriv.ledger import statement
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import reading
-from fedpriv.training.local_update import UpdateSpec, planned_event
-from fedpriv.training.noise_plan import calibrated
-from fedpriv.training.workbench import workbench
-from fedpriv.vault import _charging, _guard
-from fedpriv.vault.settings import NodeLimits
+from fedpriv.holder.vault import _charging, _guard
+from fedpriv.holder.vault.settings import NodeLimits
+from fedpriv.learning.training.local_update import UpdateSpec, planned_event
+from fedpriv.learning.training.noise_plan import calibrated
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledLmo
+from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
+from fedpriv.privacy.ledger import statement
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading
 from server.observer import LogObserver
 from simulations.engines import federation
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fedpriv.config import RunConfig, parse
-from fedpriv.deployment.flower import _run_in_foreground
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.operate.flower import _run_in_foreground
 from fedpriv.texts import holder_label
-from fedpriv.training.local_update import UpdateSpec
 from server.bookkeeping import announce_budgets
 from server.observer import LogObserver
 from tests.runs.written import SIZES, client_row, registrations, round_row

@@ -11,12 +11,12 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
-from fedpriv import protocol
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.adapters.codecs import CODECS
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.protocol import UploadRelease
-from fedpriv.wire import unpacked
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.carrier import unpacked
+from fedpriv.holder.wire.protocol import UploadRelease
+from fedpriv.learning.adapters.codecs import CODECS
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.server.test_strategy import ADAPTER, SIZES, ask, make_strategy
 from tests.wire import carried, record
 

@@ -24,18 +24,18 @@ from flwr.app import ArrayRecord, Context, Message
 
 from clients.app import app as client_app
 from clients.node import BUDGET_KEY, LEDGER_KEY
-from fedpriv import protocol
-from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import RunConfig, parse
-from fedpriv.ledger.entries import CHARGED, RELEASED, Entry
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import reading
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.carrier import unpacked
+from fedpriv.learning.training.evaluation import Evaluation
+from fedpriv.learning.training.local_update import ClientUpdate, UpdateTask, planned_event
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.ledger.entries import CHARGED, RELEASED, Entry
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading
 from fedpriv.runs._rows import ClientRow, RoundRow
 from fedpriv.runs._writer import RunWriter
-from fedpriv.training.evaluation import Evaluation
-from fedpriv.training.local_update import ClientUpdate, UpdateTask, planned_event
-from fedpriv.training.workbench import workbench
-from fedpriv.wire import unpacked
 from server import exchange
 from server.bookkeeping import Books
 from server.registration import register_nodes

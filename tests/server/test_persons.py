@@ -12,23 +12,23 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.risk import risk_of
 from fedpriv.config import parse
-from fedpriv.data import load
 from fedpriv.errors import InputError
-from fedpriv.ledger.statement import statement_text
+from fedpriv.learning.data import load
+from fedpriv.models.serving.http.cards import Cards
+from fedpriv.models.variants import folders
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.risk import risk_of
+from fedpriv.privacy.ledger.statement import statement_text
 from fedpriv.runs import RunFolder
 from fedpriv.runs.figures import figures
 from fedpriv.runs.show._progress_page import RunPage, Timing
 from fedpriv.runs.show._terminal import show_status
-from fedpriv.serving.http.cards import Cards
-from fedpriv.variants import folders
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.cli.command_line import as_json
-from tests.ledger.test_evidence import verified
+from tests.privacy.ledger.test_evidence import verified
 from tests.tiny import with_persons
 
 Z_EVALUATION = 4.0
@@ -191,7 +191,7 @@ def test_there_are_as_many_clients_as_a_person_has_holders(shared, tmp_path):
         run(shared, tmp_path / "run", holders_per_person=4)
 
 
-# Every day tests/ledger/test_evidence.py holds the verifier's sum over a person's holders against ours.
+# Every day tests/privacy/ledger/test_evidence.py holds the verifier's sum over a person's holders against ours.
 @pytest.mark.slow
 def test_the_evidence_of_persons_at_several_clients_is_confirmed_and_a_smaller_figure_is_not(shared, tmp_path):
     folder, bundle = tmp_path / "run", tmp_path / "run.zip"

@@ -9,14 +9,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.adapter_variants import AdapterEvaluator
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
-from fedpriv.ledger.reader import reading, verify_with_head
-from fedpriv.training.private_evaluation import count
-from fedpriv.training.workbench import workbench
+from fedpriv.learning.training.private_evaluation import count
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.ledger.reader import reading, verify_with_head
 from server import checkpoint
 from server.observer import LogObserver
 from simulations.engines import federation

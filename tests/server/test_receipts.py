@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedpriv import protocol
-from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.config import parse
-from fedpriv.deployment import keys
 from fedpriv.errors import LedgerError
-from fedpriv.ledger.receipts import Receipt, ReceiptLog, from_text
-from fedpriv.protocol import Registration, UploadRelease
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.protocol import Registration, UploadRelease
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.receipts import Receipt, ReceiptLog, from_text
 from server.round import Receipts
 
 pytestmark = pytest.mark.usefixtures("as_a_task")

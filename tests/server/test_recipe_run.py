@@ -17,18 +17,18 @@ from safetensors.torch import load_file
 
 from clients import node
 from clients import node as node_keys
-from fedpriv import protocol
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.config import parse, read, to_flower
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import reading
-from fedpriv.protocol import Registration
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.learning.training import noise_plan
+from fedpriv.learning.training.noise_plan import calibrated, derived_learning_rate, with_learning_rates
+from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading
 from fedpriv.runs import files
-from fedpriv.training import noise_plan
-from fedpriv.training.noise_plan import calibrated, derived_learning_rate, with_learning_rates
-from fedpriv.training.schedule import RunSchedule
-from fedpriv.training.workbench import workbench
 from server import checkpoint
 from server.bookkeeping import Books
 from server.observer import LogObserver, described

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedpriv.adapters._arithmetic import factors_of, non_lora_tensors
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.variants import folders
+from fedpriv.learning.adapters._arithmetic import factors_of, non_lora_tensors
+from fedpriv.models.variants import folders
 from server.observer import LogObserver
 from simulations.engines import federation
 

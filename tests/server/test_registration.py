@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 
-from fedpriv import protocol
-from fedpriv.deployment import keys
 from fedpriv.errors import InputError
-from fedpriv.protocol import Registration
-from fedpriv.secure_aggregation import Participant
+from fedpriv.holder.sums import Participant
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.privacy.ledger import keys
 from server.registration import read_registration, register_nodes
 
 pytestmark = pytest.mark.usefixtures("as_a_task")

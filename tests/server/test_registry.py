@@ -13,24 +13,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.adapter_variants import AdapterEvaluator
-from fedpriv.adapters import load
-from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
-from fedpriv.dedup.planning import cost_of
-from fedpriv.dedup.validation import proof_records
 from fedpriv.errors import InputError
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.runs._folder import RunFolder
+from fedpriv.learning.adapters import load
+from fedpriv.learning.aggregation.rules import RULES
+from fedpriv.learning.training.evaluation import evaluate
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
+from fedpriv.models.dedup.planning import cost_of
+from fedpriv.models.dedup.validation import proof_records
+from fedpriv.models.variants import folders, stored_in
+from fedpriv.models.variants.kept import remove
+from fedpriv.models.variants.store import Store
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs._writer import RunWriter
 from fedpriv.runs.show._report_page import write_report
-from fedpriv.training.evaluation import evaluate
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.workbench import workbench
-from fedpriv.variants import folders
-from fedpriv.variants.kept import remove
-from fedpriv.variants.store import Store
 from server import registry
 from server.observer import LogObserver
 from simulations.engines import federation
@@ -139,7 +138,7 @@ def test_a_run_stores_without_loss_what_nothing_validates(small_run, tmp_path, r
             assert {k: v.tobytes() for k, v in store.tensors(name).items()} == {
                 k: v.tobytes() for k, v in given.items()
             }
-    stored, page = RunFolder(folder).stored, (folder / "report.html").read_text()
+    stored, page = stored_in(folder), (folder / "report.html").read_text()
     assert stored.lossless
     assert all(outcome["epsilon_before"] == outcome["epsilon_after"] for outcome in stored.outcomes)
     for text in ("are in <code>store/</code> without loss", "its own values", "the base once, a store without loss"):
@@ -154,7 +153,7 @@ def test_without_deduplication_the_command_line_does_it_later(small_run, tmp_pat
     options = ["--block-size", "16", "-o", "min_batch=2", "--fairness", "outcome"]
     done = as_json("dedup", "run", folder / "variants", folder / "store", *options)
     assert {outcome["name"] for outcome in done["variants"]} == {"global", "round-1", "round-2"}
-    assert "Stored variants" in write_report(folder).read_text()
+    assert "Stored variants" in write_report(folder, stored_in(folder)).read_text()
 
 
 # The evaluator refuses fed-sb by name: tests/simulations/test_rules.py.

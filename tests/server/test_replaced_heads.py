@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import fedpriv.adapters
-from fedpriv.adapter_variants import AdapterEvaluator
+import fedpriv.learning.adapters
 from fedpriv.config import parse
-from fedpriv.data.records import collate
-from fedpriv.dedup.validation import proof_records
-from fedpriv.training.workbench import workbench
-from fedpriv.variants.store import Store
+from fedpriv.learning.data.records import collate
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
+from fedpriv.models.dedup.validation import proof_records
+from fedpriv.models.variants.store import Store
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests import architectures
@@ -46,11 +46,11 @@ def test_the_saved_adapter_gives_the_runs_logits_and_accuracy(finished):
     config, folder = finished
     bench = workbench(config)
     tensors = load_file(folder / "variants" / "global" / "adapter_model.safetensors")
-    fedpriv.adapters.write(bench.model.peft_model, tensors)
+    fedpriv.learning.adapters.write(bench.model.peft_model, tensors)
     batch = collate(bench.test.items())
     labels = batch.pop("labels")
     with torch.no_grad():
-        loaded = fedpriv.adapters.load(config.model, folder / "variants" / "global")(**batch).logits
+        loaded = fedpriv.learning.adapters.load(config.model, folder / "variants" / "global")(**batch).logits
         assert torch.equal(loaded, bench.model.peft_model(**batch).logits)
     accuracy = float((loaded.argmax(dim=1) == labels).float().mean())
     assert accuracy == pytest.approx(json.loads((folder / "summary.json").read_text())["accuracy"])

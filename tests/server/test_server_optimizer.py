@@ -7,8 +7,8 @@ import pytest
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.ledger.reader import reading
-from fedpriv.plan.preflight import objections_to_aggregate
+from fedpriv.privacy.ledger.reader import reading
+from fedpriv.runs.plan.preflight import objections_to_aggregate
 from server.observer import LogObserver
 from simulations.engines import federation
 

@@ -9,7 +9,7 @@ import pytest
 
 from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
-from fedpriv.ledger.reader import reading
+from fedpriv.privacy.ledger.reader import reading
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._status import status_of
 from simulations.engines import federation

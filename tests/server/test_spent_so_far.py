@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import RunConfig, parse
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.protocol import Registration
-from fedpriv.training.noise_plan import calibrated
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.learning.training.noise_plan import calibrated
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.ledger.ledger import Ledger
 from server.bookkeeping import Books
 
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}

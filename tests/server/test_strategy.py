@@ -11,14 +11,14 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
-from fedpriv import protocol
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.protocol import Registration, UploadRelease
-from fedpriv.training.evaluation import Evaluation
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.protocol import Registration, UploadRelease
+from fedpriv.learning.training.evaluation import Evaluation
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.ledger.ledger import Ledger
 from server.bookkeeping import Books
 from server.exchange import MalformedError, read_reply
 from server.strategy import RuleStrategy

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedpriv.adapters.pooling import BIAS_SCALE
-from fedpriv.aggregation import _head_start as head_start
 from fedpriv.config import RunConfig, parse
-from fedpriv.mechanisms.registry import MECHANISMS
+from fedpriv.learning.adapters.pooling import BIAS_SCALE
+from fedpriv.learning.aggregation import _head_start as head_start
+from fedpriv.learning.training.local_update import UpdateSpec, trained_names
+from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.learning.training.summing import grid_of
+from fedpriv.privacy.mechanisms import grid
+from fedpriv.privacy.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files
-from fedpriv.secure_aggregation import grid
-from fedpriv.training.local_update import UpdateSpec, trained_names
-from fedpriv.training.schedule import RunSchedule
-from fedpriv.training.summing import grid_of
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.tiny import LABELS, write_table

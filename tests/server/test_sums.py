@@ -10,19 +10,19 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
-from fedpriv import protocol
 from fedpriv.config import parse
 from fedpriv.errors import InputError, TooFewClientsError
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.reader import reading
-from fedpriv.mechanisms.discrete_gaussian import integers
-from fedpriv.plan.preflight import check_clients
-from fedpriv.protocol import Registration
-from fedpriv.secure_aggregation import TooFewError, make_identity
-from fedpriv.training._coordinates import Coordinates
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.summing import mean_of_sum
-from fedpriv.vault import _summed
+from fedpriv.holder.sums import TooFewError, make_identity
+from fedpriv.holder.vault import _summed
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.protocol import Registration
+from fedpriv.learning.training._coordinates import Coordinates
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.summing import mean_of_sum
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading
+from fedpriv.privacy.mechanisms.discrete_gaussian import integers
+from fedpriv.runs.plan.preflight import check_clients
 from server.bookkeeping import Books
 from server.observer import LogObserver
 from server.round import client_rows

@@ -14,12 +14,12 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
-from fedpriv import protocol
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import TooFewClientsError
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.protocol import Registration, UploadRelease
-from fedpriv.training.evaluation import Evaluation
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.protocol import Registration, UploadRelease
+from fedpriv.learning.training.evaluation import Evaluation
+from fedpriv.privacy.ledger.ledger import Ledger
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
 from tests.marks import slow

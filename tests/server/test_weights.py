@@ -8,14 +8,14 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from fedpriv import protocol
-from fedpriv.aggregation._fedavg import weights_by_size
 from fedpriv.config import RunConfig, parse
-from fedpriv.protocol import Registration, UploadRelease
-from fedpriv.secure_aggregation import make_identity
-from fedpriv.training.noise_plan import view_scale
-from fedpriv.training.schedule import RunSchedule
-from fedpriv.training.summing import client_masses, record_weights
+from fedpriv.holder.sums import make_identity
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.protocol import Registration, UploadRelease
+from fedpriv.learning.aggregation._fedavg import weights_by_size
+from fedpriv.learning.training.noise_plan import view_scale
+from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.learning.training.summing import client_masses, record_weights
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
 from tests.wire import record

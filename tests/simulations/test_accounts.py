@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.ledger.holders import path_of
-from fedpriv.ledger.reader import reading
-from fedpriv.ledger.statement import statement
-from fedpriv.training import workbench
+from fedpriv.learning.training import workbench
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.ledger.holders import path_of
+from fedpriv.privacy.ledger.reader import reading
+from fedpriv.privacy.ledger.statement import statement
 from simulations.engines import federation
 from tests.notes import Notes
 from tests.tiny import LABELS

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.training.workbench import Workbench
+from fedpriv.learning.training.workbench import Workbench
 from simulations.benchmarks import _parts
-from tests.serving.running import needs_nginx
+from tests.models.serving.running import needs_nginx
 
 FOLDER = Path(__file__).resolve().parents[2] / "simulations" / "benchmarks"
 NAMES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))

@@ -9,11 +9,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from fedpriv.accounting.accountants import epsilon_of
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.ledger.holders import path_of
-from fedpriv.ledger.reader import reading, verify_with_head
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.ledger.holders import path_of
+from fedpriv.privacy.ledger.reader import reading, verify_with_head
 from simulations.engines import federation
 from tests.notes import Notes
 from tests.tiny import write_table

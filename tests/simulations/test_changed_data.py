@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fedpriv.config import parse, read
 from fedpriv.errors import InputError
-from fedpriv.training import workbench
+from fedpriv.learning.training import workbench
 from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.sweeps import plan

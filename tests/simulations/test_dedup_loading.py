@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from fedpriv.errors import InputError, StoreError
-from fedpriv.variants.blocks import layout_of
-from fedpriv.variants.store import Store
+from fedpriv.models.variants.blocks import layout_of
+from fedpriv.models.variants.store import Store
 from simulations.benchmarks import _bounded_memory
 from simulations.benchmarks import dedup_loading as measuring
 from simulations.benchmarks._bounded_memory import drop, num_cached_pages, read_speed, temporary_group

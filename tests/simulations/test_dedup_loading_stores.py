@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from fedpriv.variants import folders
-from fedpriv.variants.blocks import layout_of
-from fedpriv.variants.composition import History
-from fedpriv.variants.store import Store
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.blocks import layout_of
+from fedpriv.models.variants.composition import History
+from fedpriv.models.variants.store import Store
 from tests.cli.command_line import as_json, fedpriv, loading
 from tests.stores import EVENT, damage_index, described
 

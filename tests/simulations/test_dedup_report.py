@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from fedpriv.errors import InputError
-from fedpriv.variants.store import Store
+from fedpriv.models.variants.store import Store
 from simulations.benchmarks.dedup_loading import Arm, LoadingReport
 from simulations.studies.dedup import serving
 from simulations.studies.dedup.cells import BY_L, IN_STEPS, cells

@@ -16,11 +16,11 @@ from scipy import stats
 from torch import nn
 from torch.nn import functional as F
 
-from fedpriv.accounting.events import SubsampledGaussian
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.variants import folders
-from fedpriv.variants.store import Store
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.store import Store
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.mechanisms.sources import SeededSource
 from simulations.studies.dedup import check, data, run, scenarios, train
 from simulations.studies.dedup.cells import IN_STEPS, cells
 from simulations.studies.dedup.data import IMAGE_SIZES

@@ -12,13 +12,13 @@ from flwr.serverapp.strategy import FedAvg
 
 from clients.app import app as client_app
 from clients.node import TRUST_KEY
-from fedpriv import protocol
 from fedpriv.config import parse, to_flower
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.training.stacked import execute_one_by_one
-from fedpriv.training.workbench import workbench
-from fedpriv.vault.frames import FAILED, REFUSED
-from fedpriv.wire import unpacked
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.carrier import unpacked
+from fedpriv.holder.wire.frames import FAILED, REFUSED
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.stacked import execute_one_by_one
+from fedpriv.learning.training.workbench import workbench
 from simulations.engines import grid as grid_module
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid

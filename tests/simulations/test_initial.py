@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedpriv.config import parse, read
-from fedpriv.plan import preflight
+from fedpriv.runs.plan import preflight
 from server.observer import LogObserver
 from simulations import initial
 from simulations.__main__ import app

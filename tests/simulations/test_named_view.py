@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.adapters.lora import trainable
 from fedpriv.errors import InputError
-from fedpriv.variants.blocks import layout_of
-from fedpriv.variants.store import Store
+from fedpriv.learning.adapters.lora import trainable
+from fedpriv.models.variants.blocks import layout_of
+from fedpriv.models.variants.store import Store
 from simulations.benchmarks._store_registry import StoreRegistry, named_view
 
 

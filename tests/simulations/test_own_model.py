@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedpriv.config import Fact, RunConfig, checked, parse
-from fedpriv.data.tensors import TensorRecords, tensor_records
 from fedpriv.errors import InputError
-from fedpriv.mechanisms import SeededSource
-from fedpriv.publishing.saved import find
-from fedpriv.training import OwnModel, UpdateSpec
-from fedpriv.training.local_update import UpdateTask
-from fedpriv.training.own_federation import OwnFederation, OwnWorkbench
-from fedpriv.training.stacked import execute_one_by_one, execute_stacked
+from fedpriv.learning.data.tensors import TensorRecords, tensor_records
+from fedpriv.learning.training import OwnModel, UpdateSpec
+from fedpriv.learning.training.local_update import UpdateTask
+from fedpriv.learning.training.own_federation import OwnFederation, OwnWorkbench
+from fedpriv.learning.training.stacked import execute_one_by_one, execute_stacked
+from fedpriv.models.publishing.saved import find
+from fedpriv.privacy.mechanisms import SeededSource
 from server import checkpoint
 from simulations import run, sweep
 

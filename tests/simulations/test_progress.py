@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from fedpriv.config import parse
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.progress import FEATURES, READING, TESTING, TRAINING, silent
-from fedpriv.training.workbench import forget, workbench
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.progress import FEATURES, READING, TESTING, TRAINING, silent
+from fedpriv.learning.training.workbench import forget, workbench
 from server import observer as observers
 from server.exchange import Exchange
 from server.observer import LogObserver, RunProgress, answers

@@ -17,17 +17,17 @@ from transformers import AutoModelForSequenceClassification
 
 import fedpriv
 from clients import node
-from fedpriv import protocol
-from fedpriv.adapter_variants import AdapterEvaluator
-from fedpriv.adapters._arithmetic import INNER_SUFFIX
-from fedpriv.adapters._inner import OUTER_SUFFIX
-from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
-from fedpriv.data.records import tokenize
 from fedpriv.errors import InputError
-from fedpriv.training.evaluation import evaluate
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.workbench import workbench
+from fedpriv.holder.wire import protocol
+from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX
+from fedpriv.learning.adapters._inner import OUTER_SUFFIX
+from fedpriv.learning.aggregation.rules import RULES
+from fedpriv.learning.data.records import tokenize
+from fedpriv.learning.training.evaluation import evaluate
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.wire import record, tensors_of
@@ -69,7 +69,7 @@ def test_saved_global_model_gives_the_accuracy_that_the_server_saw(small_run, tr
     test = tokenize(bench.data.test, bench.base.tokenizer, label_names=bench.data.label_names, max_length=64)
     losses = pd.read_csv(folder / "rounds.csv").test_loss
 
-    loaded = fedpriv.adapters.load(str(small_run["model"]), folder / "variants" / "global")
+    loaded = fedpriv.learning.adapters.load(str(small_run["model"]), folder / "variants" / "global")
     loaded.requires_grad_(False)
     for name, parameter in loaded.named_parameters():
         parameter.requires_grad_(".modules_to_save." in name or "lora_" in name or "ln_tuning_layers" in name)

@@ -21,17 +21,17 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-import fedpriv.adapters
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.risk import risk_of
-from fedpriv.aggregation._fedavg import GlobalModel
+import fedpriv.learning.adapters
 from fedpriv.config import BY_RECIPE, parse
-from fedpriv.data.records import tokenize
 from fedpriv.errors import InputError
-from fedpriv.training.evaluation import evaluate
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.workbench import workbench
+from fedpriv.learning.aggregation._fedavg import GlobalModel
+from fedpriv.learning.data.records import tokenize
+from fedpriv.learning.training.evaluation import evaluate
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.risk import risk_of
 from server.observer import LogObserver
 from server.summary import unmoved_tensors
 from simulations.engines import federation
@@ -136,7 +136,7 @@ def test_comparison_has_no_noise_and_infinite_epsilon(finished):
 
 
 def test_bytes_are_those_of_the_adapters(finished):
-    adapter = fedpriv.adapters.read(workbench_of(finished).model.peft_model)
+    adapter = fedpriv.learning.adapters.read(workbench_of(finished).model.peft_model)
     floats = 4 * sum(tensor.numel() for tensor in adapter.values())
     clients = pd.read_csv(finished / "clients.csv")
     assert (clients.bytes_up >= floats).all()
@@ -156,7 +156,7 @@ def test_saved_adapter_loads_in_peft_and_reproduces_the_accuracy(finished, small
         plain = PeftModel.from_pretrained(base, directory)
     bench = workbench_of(finished)
     assert get_peft_model_state_dict(plain).keys() == bench.initial.keys()
-    loaded = fedpriv.adapters.load(str(small_run["model"]), directory).eval()
+    loaded = fedpriv.learning.adapters.load(str(small_run["model"]), directory).eval()
     for name, parameter in loaded.named_parameters():
         parameter.requires_grad_("lora_" in name or ".modules_to_save." in name)
     test = tokenize(bench.data.test, bench.base.tokenizer, label_names=bench.data.label_names, max_length=64)
@@ -243,7 +243,7 @@ def test_causal_models_run_and_reload(small_run, tmp_path, tiny_bert, kind, task
     if task == "CAUSAL_LM":
         assert summary(finished)["chance_accuracy"] == pytest.approx(1 / 21)
         assert summary(finished)["accuracy"] > summary(finished)["accuracy_initial"]
-    loaded = fedpriv.adapters.load(str(folder), finished / "variants" / "global")
+    loaded = fedpriv.learning.adapters.load(str(folder), finished / "variants" / "global")
     saved = get_peft_model_state_dict(loaded)
     assert saved.keys() == workbench_of(finished).initial.keys()
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.training.workbench import forget
+from fedpriv.learning.training.workbench import forget
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
 from simulations.studies import _colluders as colluders
 from simulations.studies import corpora
 from simulations.studies import secure_aggregation as tables

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpriv.errors import InputError
-from fedpriv.variants.blocks import layout_of
-from fedpriv.variants.store import Store
+from fedpriv.models.variants.blocks import layout_of
+from fedpriv.models.variants.store import Store
 from simulations.benchmarks._store_registry import (
     StoreRegistry,
     _distinct_bytes,

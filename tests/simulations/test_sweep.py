@@ -22,7 +22,7 @@ from rich.console import Console
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.ledger.reader import reading
+from fedpriv.privacy.ledger.reader import reading
 from fedpriv.runs import files
 from fedpriv.runs.files import write_json
 from simulations.sweeps import plots, result

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedpriv.adapters._arithmetic import Adapter, factors_of
-from fedpriv.aggregation._fedavg import GlobalModel
-from fedpriv.aggregation._fedsvd import rebased
-from fedpriv.aggregation.rules import RULES
 from fedpriv.config import parse
+from fedpriv.learning.adapters._arithmetic import Adapter, factors_of
+from fedpriv.learning.aggregation._fedavg import GlobalModel
+from fedpriv.learning.aggregation._fedsvd import rebased
+from fedpriv.learning.aggregation.rules import RULES
 from server.observer import LogObserver
 from server.strategy import RuleStrategy
 from simulations.engines import federation

@@ -9,8 +9,8 @@ import torch
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.training._caches import Body
-from fedpriv.training.workbench import forget, workbench
+from fedpriv.learning.training._caches import Body
+from fedpriv.learning.training.workbench import forget, workbench
 from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.studies import _utility_cells as run

@@ -8,16 +8,16 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpriv.accounting.views import aggregate_scale
-from fedpriv.adapters import LoraSettings, attach, load_base, read
-from fedpriv.aggregation._fedavg import weighted_average, weights_by_size
 from fedpriv.config import parse
-from fedpriv.data.records import Records
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.stacked import local_update
-from fedpriv.training.summing import client_masses, record_weights
+from fedpriv.learning.adapters import LoraSettings, attach, load_base, read
+from fedpriv.learning.aggregation._fedavg import weighted_average, weights_by_size
+from fedpriv.learning.data.records import Records
+from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.stacked import local_update
+from fedpriv.learning.training.summing import client_masses, record_weights
+from fedpriv.privacy.accounting.views import aggregate_scale
+from fedpriv.privacy.mechanisms.sources import SeededSource
 
 SIZES = {0: 20, 1: 45, 2: 400}
 # With more than 10,000 values, the accepted range of the variance at this false-alarm rate is at most +-7 %; the wrong

@@ -8,16 +8,16 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpriv.accounting.lmo.distribution import Columns
-from fedpriv.accounting.lmo.parameters import LmoParameters
-from fedpriv.adapters import LoraSettings, attach, load_base, read
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Records
-from fedpriv.mechanisms.sources import SecureSource, SeededSource
-from fedpriv.training._sampling import PoissonSampler
-from fedpriv.training.local_update import UpdateSpec, UpdateTask
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.stacked import local_update
+from fedpriv.learning.adapters import LoraSettings, attach, load_base, read
+from fedpriv.learning.data.records import Records
+from fedpriv.learning.training._sampling import PoissonSampler
+from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.stacked import local_update
+from fedpriv.privacy.accounting.lmo_distribution import Columns
+from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
+from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
 
 # The smallest tensor, a bias of 3, gives 3 * 200 = 600 values; at this false-alarm rate the accepted range of the
 # variance is about +-29%, while scales of 2/3 and 3/2 change it by -56% and +125%.

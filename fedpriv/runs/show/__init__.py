@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fedpriv.runs.show._tables import accuracy_table as accuracy_table
     from fedpriv.runs.show._tables import changes as changes
     from fedpriv.runs.show._tables import client_table as client_table
-    from fedpriv.runs.show._tables import closing_table as closing_table
     from fedpriv.runs.show._tables import joining_table as joining_table
     from fedpriv.runs.show._tables import language_table as language_table
     from fedpriv.runs.show._tables import views_text as views_text

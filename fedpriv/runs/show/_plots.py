@@ -22,7 +22,7 @@ from matplotlib.colors import to_rgba, to_rgba_array
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from fedpriv.accounting.views import View
+from fedpriv.privacy.accounting.views import View
 from fedpriv.runs.figures import INFINITY, format_bound, format_bytes, format_number, format_percent
 from fedpriv.texts import percent_up
 
@@ -395,7 +395,7 @@ def epsilon_lines(clients: pd.DataFrame, rounds: pd.DataFrame, view: View) -> pd
     Args:
         clients: round, client, status and epsilon_<view>; one row per client and round.
         rounds: round, which becomes the index.
-        view: see `fedpriv.accounting.views`.
+        view: see `fedpriv.privacy.accounting.views`.
 
     Returns:
         A column per client; beyond MAX_LINES clients the highest, the 90% and 10% quantiles and the median.

@@ -21,8 +21,8 @@ from typing import Any, cast
 
 import pandas as pd
 
-from fedpriv.accounting.views import View
 from fedpriv.files import replace_file
+from fedpriv.privacy.accounting.views import View
 from fedpriv.runs import RunFolder, RunStatus, files, resume_command, spent_on_view, status_of
 from fedpriv.runs.figures import figures, format_bound, format_delta, format_epsilon
 from fedpriv.runs.show import _plots

@@ -14,8 +14,8 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fedpriv.accounting.views import View, readers_label
 from fedpriv.files import replace_file
+from fedpriv.privacy.accounting.views import View, readers_label
 from fedpriv.runs import RunFolder, account_parts, files, parse_epsilon
 from fedpriv.runs.figures import (
     audit_bound,
@@ -35,7 +35,7 @@ from fedpriv.runs.figures import (
 )
 from fedpriv.runs.show import _plots
 from fedpriv.runs.show import _tables as tables
-from fedpriv.runs.show._tables import TextTable, accuracies_to_beat
+from fedpriv.runs.show._tables import Stored, TextTable, accuracies_to_beat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Panel:
     table: TextTable
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, stored: Stored | None = None) -> Path:
     """Write `report.html` into the folder of a finished run, from the files in it, and return its path.
 
     The page loads no script, font, picture or style from elsewhere. The same folder gives the same bytes. The file is
@@ -57,23 +57,29 @@ def write_report(run_dir: Path) -> Path:
     Args:
         run_dir: holds config.toml, environment.json, rounds.csv, clients.csv, summary.json and, after a
             comparison run, comparison/ with rounds.csv and summary.json.
+        stored: the run's deduplicated variants, if it has any.
 
     Raises:
         InputError: one line that names the missing or wrong file, column or key, and what would be right.
     """
-    page = render(RunFolder(run_dir))
+    page = render(RunFolder(run_dir), stored)
     path = run_dir / files.REPORT
     replace_file(path, page.encode(), mode=None)
     return path
 
 
 def render(
-    run: RunFolder, *, config: Mapping[str, Any] | None = None, environment: Mapping[str, Any] | None = None
+    run: RunFolder,
+    stored: Stored | None = None,
+    *,
+    config: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
 ) -> str:
     """The page of a finished run as HTML. All text from the run is escaped; only the plots are markup.
 
     Args:
         run: its folder.
+        stored: its deduplicated variants, if it has any.
         config, environment: that the page tells; None for all that the folder holds.
 
     Raises:
@@ -117,9 +123,8 @@ def render(
             audit_curve_bound=audit_curve_bound(summary.get("audit")),
             audit_claim=_audit_claim(summary.get("audit")),
             recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
-            stored_variants=tables.variant_table(run.stored) if run.stored else None,
-            stored_answers=tables.stored_answer_table(run.stored_answers) if run.stored else None,
-            stored_sizes=tables.size_table(run.stored, summary.get("base_model_bytes")) if run.stored else None,
+            stored=stored,
+            stored_answers=tables.stored_answer_table(run.stored_answers) if stored else None,
             spread=tables.spread_table(summary["clients"], view=summary["privacy_view"]),
             clients=tables.client_table(
                 summary["clients"], accountant, view=summary["privacy_view"], unit=summary.get("unit")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
-from fedpriv.accounting.views import VIEWS, View
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.ledger.statement import entries_frame
+from fedpriv.privacy.accounting.views import VIEWS, View
+from fedpriv.privacy.ledger.statement import entries_frame
 from fedpriv.runs import ClientRow, RoundRow, RunFolder, column_types, files, parse_epsilon
 from fedpriv.runs.figures import MISSING, counts_next_tokens, figures, format_epsilon, format_percent
 from fedpriv.runs.show._tables import TextTable, accuracies_to_beat, accuracy_table, client_table, language_table

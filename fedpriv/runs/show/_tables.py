@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fedpriv.runs import Sample, StoredAnswer, account_parts, parse_epsilon
+from fedpriv.runs import Sample, StoredAnswer, account_parts
 from fedpriv.runs.figures import (
     MISSING,
     asked_first,
@@ -21,12 +21,9 @@ from fedpriv.runs.figures import (
     of_this_run,
 )
 from fedpriv.texts import holder_label, of_whom, what_is_counted
-from fedpriv.variants.outcomes import is_accuracy, perplexity, utilities
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from fedpriv.runs import StoredVariants
 
 
 # A table of more clients helps nobody; all of them are in summary.json.
@@ -41,6 +38,32 @@ class TextTable:
     caption: str
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+
+class Stored(Protocol):
+    """The deduplicated variants of a run, as `fedpriv.models.variants.stored_in` reads them."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether all are stored without loss."""
+
+    @property
+    def num_validations(self) -> int:
+        """The number of validations, over all variants."""
+
+    def variant_table(self) -> TextTable:
+        """A row for each variant, before and after deduplication."""
+
+    def size_table(self, base_bytes: int | None) -> TextTable:
+        """The bytes of all variants in each way of storing them."""
+
+
+ReadStored = Callable[[Path], Stored | None]
+"""Reads the deduplicated variants of a run's folder; None without any."""
+
+
+def nothing_stored(run_dir: Path) -> None:
+    """There are no deduplicated variants."""
 
 
 def format_range(values: pd.Series) -> str:
@@ -379,119 +402,6 @@ def views_text(
         if (epsilon := epsilons.get(name)) is not None
     ]
     return own + ", ".join(texts)
-
-
-_MOST_NAMES = 4
-
-
-def variant_table(stored: StoredVariants) -> TextTable:
-    """A row for each variant, before and after deduplication."""
-    shared = ("values of", "restored from") if stored.lossless else ("blocks of", "replaced")
-    measure = "accuracy" if all(map(is_accuracy, stored.outcomes)) else "perplexity"
-    headers = ("variant", *shared, measure, "then", "at most lost", "ε", "then", "by basic", "δ")
-    rows = tuple(
-        (
-            outcome["name"],
-            _others(outcome["bases"]),
-            "its own values" if stored.lossless else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
-            *_utilities(outcome),
-            _limit(outcome.get("loss_limit")),
-            format_bound(outcome["epsilon_before"]),
-            format_bound(outcome["epsilon_after"]),
-            format_bound(outcome["epsilons"].get("basic")),
-            format_delta(outcome["delta"]),
-        )
-        for outcome in stored.outcomes
-    )
-    return TextTable(
-        caption="Per variant, before and after deduplication; ε at the row's δ", headers=headers, rows=rows
-    )
-
-
-def _others(names: Sequence[str]) -> str:
-    """Some names, or how many there are."""
-    return (", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} others") or MISSING
-
-
-def size_table(stored: StoredVariants, base_bytes: int | None) -> TextTable:
-    """The bytes of all variants: as whole models, as adapters next to their base, and as they are stored.
-
-    Args:
-        stored: the variants.
-        base_bytes: size of the frozen model that they are adapters of; None if the run did not record it.
-    """
-    num_variants, logical, shared = len(stored.outcomes), stored.bytes_logical, stored.bytes_stored
-    ways: dict[str, int | None] = {
-        "a whole model for each": None if base_bytes is None else num_variants * base_bytes + logical,
-        "the base once, an adapter for each": None if base_bytes is None else base_bytes + logical,
-        f"the base once, {stored.way}": None if base_bytes is None else base_bytes + shared,
-        "the adapters alone": logical,
-        f"the adapters alone, {stored.way}": shared,
-    }
-    rows = tuple((way, format_bytes(size)) for way, size in ways.items())
-    return TextTable(caption=f"What {num_variants} variants take", headers=("stored as", "bytes"), rows=rows)
-
-
-def closing_table(stored: StoredVariants, base_bytes: int | None) -> TextTable:
-    """The savings of deduplication and their cost, in a few rows.
-
-    Args:
-        stored: the variants.
-        base_bytes: size of the frozen model that they are adapters of; None if the run did not record it.
-    """
-    num, logical, shared = len(stored.outcomes), stored.bytes_logical, stored.bytes_stored
-    sizes = [("adapters", logical, shared, "")]
-    if base_bytes is not None:
-        sizes.append(("whole models", num * base_bytes + logical, base_bytes + shared, ", the base once"))
-    rows: list[tuple[str, ...]] = [
-        (way, format_bytes(before), format_bytes(after), f"{before / after:.3g} times smaller{how}")
-        for way, before, after, how in sizes
-    ]
-    fall = _largest_fall(stored.outcomes)
-    if stored.lossless:
-        fall = *fall[:3], "none fell"
-    rows += [_largest_rise(stored.outcomes), fall]
-    return TextTable(caption=f"{num} variants in {stored.way}", headers=("", "before", "after", ""), rows=tuple(rows))
-
-
-def _largest_rise(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The row of the variant whose epsilon rose most; one without a bound before has none to lose."""
-
-    def rise(outcome: Mapping[str, Any]) -> float:
-        before, after = (parse_epsilon(outcome[key]) for key in ("epsilon_before", "epsilon_after"))
-        return 0.0 if math.isinf(before) else after - before
-
-    name, most = "largest rise of ε", max(outcomes, key=rise)
-    if rise(most) <= 0:
-        return name, MISSING, MISSING, "none rose"
-    before, after = (format_bound(most[key]) for key in ("epsilon_before", "epsilon_after"))
-    return name, before, after, f"{most['name']}, δ {format_delta(most['delta'])}"
-
-
-def _largest_fall(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The row of the variant whose accuracy fell most."""
-    losses = [(found[0] - found[1], each) for each in outcomes if (found := utilities(each))]
-    measured = [(lost, each) for lost, each in losses if math.isfinite(lost)]
-    if not measured:
-        return "largest fall of accuracy", MISSING, MISSING, "not measured: validated privately"
-    lost, most = max(measured, key=itemgetter(0))
-    name = "largest fall of accuracy" if is_accuracy(most) else "largest rise of perplexity"
-    if lost <= 0:
-        return name, MISSING, MISSING, "none fell" if is_accuracy(most) else "none rose"
-    return name, *_utilities(most), most["name"]
-
-
-def _limit(loss: float | None) -> str:
-    return MISSING if loss is None else format_bound(max(0.0, loss))
-
-
-def _utilities(outcome: Mapping[str, Any]) -> tuple[str, str]:
-    """Accuracy or perplexity before and after."""
-    found = utilities(outcome)
-    if found is None:
-        return MISSING, MISSING
-    texts = [format_percent(each) if is_accuracy(outcome) else f"{perplexity(each):.2f}" for each in found]
-    return texts[0], texts[1]
 
 
 def accuracies_to_beat(summary: Mapping[str, Any]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, cast
 from fedpriv.config import Fact, RunConfig, Track
 from fedpriv.errors import InputError
 from fedpriv.runs.figures import ShownFigure
+from fedpriv.runs.show._tables import ReadStored, nothing_stored
 
 Ending = Literal["finished", "failed"]
 
@@ -34,6 +35,7 @@ class Place:
         sweep_folder: of that sweep.
         parent: the sweep's own id, in trackers that have one.
         home: where a tracker keeps files of its own unless it is told otherwise; None for where the run was started.
+        stored_in: reads the deduplicated variants of the run.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Place:
     sweep_folder: Path | None = None
     parent: str | None = None
     home: Path | None = None
+    stored_in: ReadStored = nothing_stored
 
 
 class TrackedRun(Protocol):

@@ -27,6 +27,7 @@ from fedpriv.runs import ClientRow, RoundRow, RunFolder, column_types, files, is
 from fedpriv.runs.figures import figures
 from fedpriv.runs.show import _tracker
 from fedpriv.runs.show._share import Share
+from fedpriv.runs.show._tables import ReadStored, nothing_stored
 from fedpriv.runs.show._tracker import Ending, Place, TrackedRun, Tracker, tracker_of
 
 # How long a tracker may take after the run, for what is still to be sent; and after one that failed.
@@ -123,13 +124,15 @@ def tracked(
 
 
 def tracked_run(
-    folder: Path, config: MachineSection, notice: Callable[[str], None]
+    folder: Path, config: MachineSection, notice: Callable[[str], None], stored_in: ReadStored
 ) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """`tracked` of a run's folder, as its `track` says.
 
     Flower runs the coordinator in a folder of its own, so files of a tracker go next to the run there.
     """
-    place = Place(name=folder.name, folder=folder, home=folder.parent if config.engine == "flower" else None)
+    place = Place(
+        name=folder.name, folder=folder, home=folder.parent if config.engine == "flower" else None, stored_in=stored_in
+    )
     return tracked(config.track, folder, lambda: RunTeller(tracker_of(config.track), config.track, place), notice)
 
 
@@ -231,7 +234,7 @@ class RunTeller:
             )
         final = _tracker.final_figures(look.summary, figures(look, "tracker"))
         run.log_final(final, _tracker.facts(look.summary), self._position.round)
-        _send(run, lambda into: stage_run(self._folder, into))
+        _send(run, lambda into: stage_run(self._folder, into, self._place.stored_in))
         run.end("finished")
         self._keep(replace(self._position, finished=True))
 
@@ -251,13 +254,22 @@ class SweepTeller:
         title: of the sweep.
         keys: what varies.
         names: {folder of a run: what it is called}.
+        stored_in: reads the deduplicated variants of a run's folder.
     """
 
     def __init__(
-        self, tracker: Tracker, name: str, folder: Path, *, title: str, keys: Sequence[str], names: Mapping[str, str]
+        self,
+        tracker: Tracker,
+        name: str,
+        folder: Path,
+        *,
+        title: str,
+        keys: Sequence[str],
+        names: Mapping[str, str],
+        stored_in: ReadStored = nothing_stored,
     ) -> None:
         self._tracker, self._name, self._folder = tracker, name, folder
-        self._title, self._keys, self._names = title, keys, names
+        self._title, self._keys, self._names, self._stored_in = title, keys, names, stored_in
         self._run: TrackedRun | None = None
         self._is_open = False
 
@@ -285,6 +297,7 @@ class SweepTeller:
             sweep=self._title,
             sweep_folder=self._folder,
             parent=self._run.id if self._run else None,
+            stored_in=self._stored_in,
         )
         try:
             RunTeller(self._tracker, self._name, place, once=True)("finished" if is_written else "failed")
@@ -329,7 +342,7 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json", "fedpriv.js
 GLOBAL = "global"
 
 
-def stage_run(run_folder: Path, into: Path) -> None:
+def stage_run(run_folder: Path, into: Path, stored_in: ReadStored) -> None:
     """Write configuration, report and global adapter of a finished run into an empty folder.
 
     Raises:
@@ -340,7 +353,7 @@ def stage_run(run_folder: Path, into: Path) -> None:
     run = RunFolder(run_folder).checked()
     told = _tracker.configuration(run.config)
     (into / files.CONFIG).write_text(tomli_w.dumps(told), encoding="utf-8")
-    report = render(run, config=told, environment=_tracker.versions(run.environment))
+    report = render(run, stored_in(run_folder), config=told, environment=_tracker.versions(run.environment))
     (into / files.REPORT).write_text(report, encoding="utf-8")
     adapter = run_folder / files.VARIANTS / GLOBAL
     if not adapter.is_dir():

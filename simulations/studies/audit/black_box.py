@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from fedpriv.accounting import SubsampledGaussian
-from fedpriv.audit import (
+from fedpriv.config import parse
+from fedpriv.learning.training.canaries import audited
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.methods.audit import (
     audit_power,
     calibrated_scores,
     one_run_audit,
 )
-from fedpriv.audit.black_box import record_losses
-from fedpriv.audit.canaries import audited
-from fedpriv.config import parse
-from fedpriv.training.workbench import workbench
+from fedpriv.methods.audit.black_box import record_losses
+from fedpriv.privacy.accounting import SubsampledGaussian
 from server import checkpoint
 from simulations.engines import federation
 from simulations.studies.federations import SilentObserver

@@ -25,18 +25,18 @@ import torch
 from scipy import linalg, stats
 from torch import Tensor, nn
 
-from fedpriv.accounting.composition.law import Array
-from fedpriv.accounting.events import Event
-from fedpriv.accounting.sensitivity import clipping_parts, sensitivity_factor
-from fedpriv.adapters import Adapter
 from fedpriv.config import RunConfig
-from fedpriv.data.records import Item, Records
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.sources import RandomSource, SecureSource, SeededSource
-from fedpriv.training.local_update import UpdateSpec, UpdateTask, planned_event
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.per_sample import TrainableLayer
-from fedpriv.training.stacked import stacked_updates
+from fedpriv.learning.adapters import Adapter
+from fedpriv.learning.data.records import Item, Records
+from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask, planned_event
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.per_sample import TrainableLayer
+from fedpriv.learning.training.stacked import stacked_updates
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.accounting.law import Array
+from fedpriv.privacy.accounting.sensitivity import clipping_parts, sensitivity_factor
+from fedpriv.privacy.mechanisms.sources import RandomSource, SecureSource, SeededSource
 
 _RECORDS_AT_ONCE = 1024
 A, B, HEAD = "canary.lora_A.weight", "canary.lora_B.weight", "canary.head.weight"

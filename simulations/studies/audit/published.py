@@ -14,33 +14,33 @@ from typing import Any
 
 import numpy as np
 
-from fedpriv.accounting import noise_multiplier_for
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.composition.law import Array
-from fedpriv.accounting.events import Event, group
-from fedpriv.adapter_variants import AdapterEvaluator
-from fedpriv.adapters import Adapter, as_tensor, difference, lora, norm
-from fedpriv.aggregation import weighted_average, weights_by_size
-from fedpriv.audit import calibrated_scores, lira_scores, loss_scores, membership, plot_roc, rmia_scores
-from fedpriv.audit.black_box import record_losses
-from fedpriv.audit.canaries import audited
 from fedpriv.config import parse
-from fedpriv.data.records import Records
-from fedpriv.dedup import DedupSettings, deduplicate
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.serving.requests import EngineLimits, Failed, Generate, Piece
-from fedpriv.serving.scheduler import Scheduler
-from fedpriv.serving.sources import find, load
-from fedpriv.training import PoissonSampler
-from fedpriv.training.evaluation import evaluate
-from fedpriv.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
-from fedpriv.training.model import TrainingModel
-from fedpriv.training.stacked import execute_stacked
-from fedpriv.training.workbench import Workbench, workbench
-from fedpriv.variants import folders
-from fedpriv.variants.composition import History
-from fedpriv.variants.folders import Described
-from fedpriv.variants.store import Store
+from fedpriv.learning.adapters import Adapter, as_tensor, difference, lora, norm
+from fedpriv.learning.aggregation import weighted_average, weights_by_size
+from fedpriv.learning.data.records import Records
+from fedpriv.learning.training import PoissonSampler
+from fedpriv.learning.training.canaries import audited
+from fedpriv.learning.training.evaluation import evaluate
+from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.stacked import execute_stacked
+from fedpriv.learning.training.workbench import Workbench, workbench
+from fedpriv.methods.audit import calibrated_scores, lira_scores, loss_scores, membership, plot_roc, rmia_scores
+from fedpriv.methods.audit.black_box import record_losses
+from fedpriv.models.dedup import DedupSettings, deduplicate
+from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
+from fedpriv.models.serving.requests import EngineLimits, Failed, Generate, Piece
+from fedpriv.models.serving.scheduler import Scheduler
+from fedpriv.models.serving.sources import find, load
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.composition import History
+from fedpriv.models.variants.folders import Described
+from fedpriv.models.variants.store import Store
+from fedpriv.privacy.accounting import noise_multiplier_for
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import Event, group
+from fedpriv.privacy.accounting.law import Array
+from fedpriv.privacy.mechanisms.sources import SeededSource
 from simulations.benchmarks.serving import answer_all
 from simulations.engines import federation
 from simulations.studies.audit.harness import update_spec

@@ -20,17 +20,17 @@ import torch
 from scipy import special
 from torch import Tensor
 
-from fedpriv.accounting import trade_off
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.events import Event
-from fedpriv.accounting.lmo.parameters import LmoParameters, UniformPart
-from fedpriv.audit import f_dp, inclusions, ladder, num_correct, one_run_audit, one_run_epsilon
-from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
-from fedpriv.mechanisms.sources import RandomSource
-from fedpriv.training import PoissonSampler, stacked
-from fedpriv.training.clipping import Parts, add_clipped, clip_unit, clipped_rows
-from fedpriv.training.local_update import planned_event
+from fedpriv.learning.training import PoissonSampler, stacked
+from fedpriv.learning.training.clipping import Parts, add_clipped, clip_unit, clipped_rows
+from fedpriv.learning.training.local_update import planned_event
+from fedpriv.methods.audit import f_dp, inclusions, ladder, num_correct, one_run_audit, one_run_epsilon
+from fedpriv.privacy.accounting import trade_off
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.calibration import noise_multiplier_for
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.accounting.lmo_parameters import LmoParameters, UniformPart
+from fedpriv.privacy.mechanisms.registry import MECHANISMS, NoiseRequest
+from fedpriv.privacy.mechanisms.sources import RandomSource
 from simulations.studies.audit import harness
 from simulations.studies.audit.harness import (
     HEAD,

@@ -19,17 +19,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedpriv.accounting import epsilon_of, noise_multiplier_for
-from fedpriv.accounting.composition.law import Event
-from fedpriv.accounting.views import View, aggregate_scale
-from fedpriv.adapters import Adapter
-from fedpriv.audit import many_runs_schedule_epsilon
 from fedpriv.config import RunConfig, parse
-from fedpriv.data.records import Records
-from fedpriv.ledger.reader import reading
+from fedpriv.learning.adapters import Adapter
+from fedpriv.learning.data.records import Records
+from fedpriv.learning.training.local_update import ClientUpdate, Execute, UpdateTask
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.methods.audit import many_runs_schedule_epsilon
+from fedpriv.privacy.accounting import epsilon_of, noise_multiplier_for
+from fedpriv.privacy.accounting.law import Event
+from fedpriv.privacy.accounting.views import View, aggregate_scale
+from fedpriv.privacy.ledger.reader import reading
 from fedpriv.runs.files import LEDGER
-from fedpriv.training.local_update import ClientUpdate, Execute, UpdateTask
-from fedpriv.training.workbench import workbench
 from simulations.engines import federation
 from simulations.studies.federations import SilentObserver
 from simulations.studies.harness import Line

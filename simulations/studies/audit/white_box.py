@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.accounting.composition.law import Array
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.views import Release
-from fedpriv.audit import inclusions, ladder, num_correct, one_run_audit, one_run_epsilon
-from fedpriv.audit.f_dp import schedule_epsilon
+from fedpriv.methods.audit import inclusions, ladder, num_correct, one_run_audit, one_run_epsilon
+from fedpriv.methods.audit.f_dp import schedule_epsilon
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.calibration import noise_multiplier_for
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.law import Array
+from fedpriv.privacy.accounting.views import Release
 from simulations.studies.audit.harness import (
     A,
     B,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedpriv.dedup import Strategy
+from fedpriv.models.dedup import Strategy
 from simulations.studies.dedup.data import Split
 from simulations.studies.dedup.scenarios import FIFTY, Scenario
 
@@ -68,7 +68,7 @@ class DedupCell:
         search: a key of `SEARCH_OF_ROW`.
         block_size: values in a block.
         split: the records that it is validated on; `tuning` chooses settings of the study and nothing else.
-        saliency, aggregation, metric, strategy: see `fedpriv.dedup.planning.DedupSettings`.
+        saliency, aggregation, metric, strategy: see `fedpriv.models.dedup.planning.DedupSettings`.
         max_distance: the same.
         epsilon_bound, utility_bound: for every variant; None takes the scenario's.
         ordered: whether the order of utilities is kept too, which tightens the utility bounds.

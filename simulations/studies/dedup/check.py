@@ -22,9 +22,9 @@ import torch
 from dp_accounting import pld
 from numpy.typing import NDArray
 
-from fedpriv.dedup.validation import proof_records
 from fedpriv.errors import InputError
-from fedpriv.variants.store import Store
+from fedpriv.models.dedup.validation import proof_records
+from fedpriv.models.variants.store import Store
 from simulations.studies.dedup.data import Split, records
 from simulations.studies.dedup.networks import network
 from simulations.studies.dedup.report.results import CHECK

@@ -23,9 +23,9 @@ from sklearn.datasets import load_digits
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from fedpriv.data import hospital
 from fedpriv.errors import InputError
 from fedpriv.files import replaced_file
+from fedpriv.learning.data import hospital
 from simulations.studies.dedup.networks import EMBEDDING, FROZEN_LAYERS, SIDE, Architecture, encoder
 from simulations.studies.dedup.records import StudyRecords, TokenRecords, Vectors
 

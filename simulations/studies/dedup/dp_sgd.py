@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedpriv.accounting.events import Event
-from fedpriv.mechanisms.registry import MECHANISMS, NoiseRequest
-from fedpriv.mechanisms.sources import RandomSource
-from fedpriv.training import PoissonSampler
+from fedpriv.learning.training import PoissonSampler
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.mechanisms.registry import MECHANISMS, NoiseRequest
+from fedpriv.privacy.mechanisms.sources import RandomSource
 from simulations.studies.dedup.networks import AddedPlaces
 from simulations.studies.dedup.records import Pass, StudyRecords
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fedpriv.adapters import BUNDLED_ENCODER, BaseModel, load_base, pooling
+from fedpriv.learning.adapters import BUNDLED_ENCODER, BaseModel, load_base, pooling
 
 Architecture = Literal["perceptron", "vit", "resnet", "vit-large", "minilm"]
 

@@ -13,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedpriv.dedup.pipeline import deduplicate
-from fedpriv.dedup.planning import DedupSettings
-from fedpriv.dedup.saliency import Saliency, measure
-from fedpriv.dedup.validation import PrivateQueries, PrivateRecords, Utilities, Utility
-from fedpriv.dedup.work import Outcome
 from fedpriv.errors import InputError
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.variants import folders
-from fedpriv.variants.blocks import layout_of
-from fedpriv.variants.folders import Described
-from fedpriv.variants.store import Store
+from fedpriv.models.dedup.pipeline import deduplicate
+from fedpriv.models.dedup.planning import DedupSettings
+from fedpriv.models.dedup.saliency import Saliency, measure
+from fedpriv.models.dedup.validation import PrivateQueries, PrivateRecords, Utilities, Utility
+from fedpriv.models.dedup.work import Outcome
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.blocks import layout_of
+from fedpriv.models.variants.folders import Described
+from fedpriv.models.variants.store import Store
+from fedpriv.privacy.mechanisms.sources import SeededSource
 from simulations.studies.dedup.cells import SEARCH_OF_ROW, DedupCell, cells
 from simulations.studies.dedup.data import Split, Task, records
 from simulations.studies.dedup.dp_sgd import losses

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from fedpriv.accounting.calibration import noise_multiplier_for
-from fedpriv.dedup import MAX_DISTANCE, Fairness
+from fedpriv.models.dedup import MAX_DISTANCE, Fairness
+from fedpriv.privacy.accounting.calibration import noise_multiplier_for
 from simulations.studies.dedup.data import NUM_PUBLIC, Split, Task, source
 from simulations.studies.dedup.dp_sgd import DpSgdSchedule
 from simulations.studies.dedup.networks import Architecture
@@ -77,7 +77,7 @@ class Scenario:
         validation_epsilon: of a target's private validation, which keeps every target within its epsilon bound.
         fairness: `outcome` where the epsilons differ by less than the base's epsilon.
         block_size: values in a block.
-        max_distance: see `fedpriv.dedup.planning.DedupSettings`.
+        max_distance: see `fedpriv.models.dedup.planning.DedupSettings`.
         parts: the scenarios that it is the union of, whose bounds their models keep.
     """
 

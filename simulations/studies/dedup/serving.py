@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from fedpriv.errors import InputError
-from fedpriv.variants.blocks import layout_of
-from fedpriv.variants.store import Store
+from fedpriv.models.variants.blocks import layout_of
+from fedpriv.models.variants.store import Store
 from simulations.benchmarks.dedup_loading import KINDS, LoadingReport, Workload, bench, restore_all
 from simulations.studies.dedup.cells import cells
 from simulations.studies.dedup.data import records

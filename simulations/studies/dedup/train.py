@@ -23,13 +23,13 @@ import safetensors.numpy
 import torch
 from torch import Tensor, nn
 
-from fedpriv.accounting.events import Event
 from fedpriv.errors import InputError
 from fedpriv.files import replaced_file
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.variants import folders
-from fedpriv.variants.composition import History, Upload
-from fedpriv.variants.folders import Described
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.composition import History, Upload
+from fedpriv.models.variants.folders import Described
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.mechanisms.sources import SeededSource
 from simulations.studies.dedup.data import TEXT_SIZES, Split, Task, is_text, prepare, records
 from simulations.studies.dedup.dp_sgd import train_privately, train_publicly
 from simulations.studies.dedup.networks import load, network, to_arrays

@@ -10,8 +10,8 @@ import tomli_w
 
 from clients.deploy import folder
 from clients.deploy.folder import Made, Node
-from fedpriv.deployment import joining
 from fedpriv.errors import InputError
+from fedpriv.operate import joining
 from server.deploy import certificates
 from simulations.sites import free_port
 from tests.bundles import bundled_once

@@ -21,7 +21,7 @@ from flwr.supernode.runtime.run_clientapp import run_clientapp
 from flwr.supernode.servicer.runtime import runtime_handlers
 
 from clients.deploy import approved_supernode
-from fedpriv.deployment.approvals import approved, is_approved
+from fedpriv.operate.approvals import approved, is_approved
 from simulations.sites import ROOT
 from tests.bundles import FILES, bundle, held, plant, task_input
 
@@ -187,5 +187,5 @@ def test_each_task_has_a_process_with_flower_and_nothing_of_the_bundle_imported(
         assert report["arguments"]["token"] == "secret"
         assert "secret" not in report["command"]
         modules = set(report["modules"])
-        assert {"flwr.supernode.runtime.run_clientapp", "fedpriv.vault.frames"} <= modules
+        assert {"flwr.supernode.runtime.run_clientapp", "fedpriv.holder.wire.frames"} <= modules
         assert not {name for name in modules if name.split(".")[0] in ("clients", "server", "torch")}

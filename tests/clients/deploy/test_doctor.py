@@ -12,18 +12,18 @@ from clients.deploy import doctor, separate_users, supernode
 from clients.deploy.__main__ import app
 from clients.deploy.admission import approve_model
 from clients.deploy.folder import Node
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.views import Release
-from fedpriv.deployment import approvals
-from fedpriv.deployment.users import User
 from fedpriv.errors import InputError
-from fedpriv.ledger._head import head_path
-from fedpriv.ledger.entries import Key
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.receipts import ReceiptLog
-from fedpriv.vault._charging import NodePolicy, charge
-from fedpriv.vault.rollback import ReceiptWatch
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.holder.vault._charging import NodePolicy, charge
+from fedpriv.holder.vault.rollback import ReceiptWatch
+from fedpriv.holder.vault.settings import VaultSettings
+from fedpriv.operate import approvals
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import Key
+from fedpriv.privacy.ledger.head_file import head_path
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.receipts import ReceiptLog
+from fedpriv.privacy.ledger.users import User
 from server.deploy import certificates
 from simulations.sites import free_port, run_in_process
 from tests.cli.command_line import fedpriv

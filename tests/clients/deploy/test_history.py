@@ -10,12 +10,12 @@ import pytest
 from clients.deploy import doctor
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
-from fedpriv.deployment.checks import Check
-from fedpriv.ledger import history
-from fedpriv.vault.frames import REGISTER, Request, ask
+from fedpriv.holder.vault import history
+from fedpriv.holder.wire.frames import REGISTER, Request, ask
+from fedpriv.operate.checks import Check
 from simulations.sites import run_in_process
 from tests.clients.deploy.conftest import heard
-from tests.vault.running import Running
+from tests.holder.vault.running import Running
 
 DIGEST = "9c" * 32
 

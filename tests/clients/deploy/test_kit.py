@@ -19,10 +19,11 @@ from flwr.common.config import parse_config_args
 from clients.deploy import admission, supernode
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
-from fedpriv.adapters import model_digest
-from fedpriv.deployment import approvals, joining, keys
 from fedpriv.errors import FlowerError, InputError
-from fedpriv.vault.settings import NodeLimits, read_models
+from fedpriv.holder.vault.settings import NodeLimits, read_models
+from fedpriv.learning.adapters import model_digest
+from fedpriv.operate import approvals, joining
+from fedpriv.privacy.ledger import keys
 from server.deploy import certificates
 from simulations.sites import run_in_process
 from tests.clients.deploy.conftest import heard

@@ -15,12 +15,12 @@ import pytest
 from clients.deploy import metrics
 from clients.deploy.folder import Node
 from clients.deploy.supernode import units
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.views import Release
-from fedpriv.deployment.metrics import Measured
-from fedpriv.ledger.entries import Charge, Key
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.vault._disk import BEYOND
+from fedpriv.holder.vault._disk import BEYOND
+from fedpriv.operate.metrics import Measured
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import Charge, Key
+from fedpriv.privacy.ledger.ledger import Ledger
 from server.deploy import certificates
 from simulations.sites import wait_until
 from tests import monitoring

@@ -11,7 +11,7 @@ import pytest
 from clients.deploy.__main__ import app
 from clients.deploy.admission import approve_model
 from fedpriv.errors import InputError
-from fedpriv.vault.settings import approved_model, is_unchanged_model, read_models
+from fedpriv.holder.vault.settings import approved_model, is_unchanged_model, read_models
 from simulations.sites import run_in_process
 
 

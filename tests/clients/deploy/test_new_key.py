@@ -10,16 +10,17 @@ import pytest
 from clients.deploy import doctor
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.views import Release
-from fedpriv.deployment import joining, keys
-from fedpriv.ledger._head import head_path
-from fedpriv.ledger.entries import Key
-from fedpriv.ledger.reader import reading
-from fedpriv.ledger.receipts import ReceiptLog, chains_of
-from fedpriv.vault._charging import charge, registered_data_set
-from fedpriv.vault.holder import Holder
-from fedpriv.vault.rollback import ReceiptWatch
+from fedpriv.holder.vault._charging import charge, registered_data_set
+from fedpriv.holder.vault.holder import Holder
+from fedpriv.holder.vault.rollback import ReceiptWatch
+from fedpriv.operate import joining
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.entries import Key
+from fedpriv.privacy.ledger.head_file import head_path
+from fedpriv.privacy.ledger.reader import reading
+from fedpriv.privacy.ledger.receipts import ReceiptLog, chains_of
 from simulations.sites import run_in_process
 from tests.cli.command_line import fedpriv
 

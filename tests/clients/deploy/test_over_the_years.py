@@ -13,16 +13,16 @@ from clients.deploy import doctor
 from clients.deploy.__main__ import app
 from clients.deploy.admission import approve_model
 from clients.deploy.folder import Node
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.ledger.entries import CHARGED, Entry
-from fedpriv.ledger.reader import reading, verify_with_head
-from fedpriv.mechanisms.sources import SeededSource
-from fedpriv.training.workbench import load_model
-from fedpriv.vault import answer
-from fedpriv.vault._tokens import TokenFile
-from fedpriv.vault.frames import REFUSED
-from fedpriv.vault.holder import Holder
-from fedpriv.vault.rollback import ReceiptWatch
+from fedpriv.holder.vault import answer
+from fedpriv.holder.vault._tokens import TokenFile
+from fedpriv.holder.vault.holder import Holder
+from fedpriv.holder.vault.rollback import ReceiptWatch
+from fedpriv.holder.wire.frames import REFUSED
+from fedpriv.learning.training.workbench import load_model
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.ledger.entries import CHARGED, Entry
+from fedpriv.privacy.ledger.reader import reading, verify_with_head
+from fedpriv.privacy.mechanisms.sources import SeededSource
 from simulations.sites import run_in_process
 from tests.adversary.nodes import Answer, Question, ask, registering, restart, run_config, training
 from tests.tiny import LABELS, WORDS
@@ -180,7 +180,7 @@ def test_a_person_in_both_data_sets_pays_at_most_the_sum_of_both_budgets(site):
 @pytest.fixture
 def alike(monkeypatch, site) -> Callable[[str], Site]:
     """Makes nodes whose keys and ids are the same, so that whatever differs in what leaves them is their records'."""
-    monkeypatch.setattr("fedpriv.ledger.ledger.secrets.token_hex", lambda _: "d" * 32)
+    monkeypatch.setattr("fedpriv.privacy.ledger.ledger.secrets.token_hex", lambda _: "d" * 32)
     monkeypatch.setattr(ReceiptWatch, "sign", lambda _, chain: chain.newest)
     keys: list[bytes] = []
 

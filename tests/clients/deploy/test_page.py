@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from fedpriv.config import RunConfig
-from fedpriv.training.local_update import UpdateSpec
-from fedpriv.vault.settings import NodeLimits
+from fedpriv.holder.vault.settings import NodeLimits
+from fedpriv.learning.training.local_update import UpdateSpec
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "who_decides.md").read_text()
 DECIDERS = {

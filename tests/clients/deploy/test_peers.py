@@ -14,9 +14,9 @@ import typer
 from clients.deploy import doctor
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
-from fedpriv.deployment import keys
 from fedpriv.errors import InputError
-from fedpriv.vault.settings import approved_peers
+from fedpriv.holder.vault.settings import approved_peers
+from fedpriv.privacy.ledger import keys
 from simulations.sites import run_in_process
 
 

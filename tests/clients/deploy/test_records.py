@@ -13,10 +13,10 @@ from clients.deploy import __main__ as kit
 from clients.deploy import records
 from clients.deploy.folder import Node
 from fedpriv.config import ON_NODES, parse
-from fedpriv.data.federated import load_own
 from fedpriv.errors import InputError
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.vault.settings import VaultSettings
+from fedpriv.holder.vault.settings import VaultSettings
+from fedpriv.learning.data.federated import load_own
+from fedpriv.privacy.ledger.ledger import Ledger
 from simulations.sites import run_in_process
 from tests.clients.deploy.conftest import heard
 from tests.tiny import LABELS

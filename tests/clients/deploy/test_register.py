@@ -13,18 +13,18 @@ from typer.testing import CliRunner
 from clients.deploy import doctor
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
-from fedpriv.accounting.accountants import epsilon_of
-from fedpriv.accounting.events import SubsampledGaussian
-from fedpriv.accounting.filters import CommittedPlan, CommittedPlans, RenyiFilter, to_json
-from fedpriv.accounting.views import Release
 from fedpriv.cli.main import app as fedpriv
 from fedpriv.errors import InputError
-from fedpriv.ledger import reader, statement
-from fedpriv.ledger.entries import Charge, Key
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.plan import budget
-from fedpriv.vault import _charging
-from fedpriv.vault.holder import Holder
+from fedpriv.holder.vault import _charging
+from fedpriv.holder.vault.holder import Holder
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.filters import CommittedPlan, CommittedPlans, RenyiFilter, to_json
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger import reader, statement
+from fedpriv.privacy.ledger.entries import Charge, Key
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.runs.plan import budget
 from server.costs import RoundCosts
 from tests.tiny import with_persons
 

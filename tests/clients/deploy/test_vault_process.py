@@ -43,7 +43,7 @@ class Lines:
 
 def vault_of(node: Node) -> psutil.Process | None:
     """The vault's process, not the child that it keeps."""
-    wanted = ["fedpriv.vault", "--with-parent", str(node.folder)]
+    wanted = ["fedpriv.holder.vault", "--with-parent", str(node.folder)]
     children = psutil.Process().children(recursive=True)
     return next((child for child in children if child.is_running() and child.cmdline()[-3:] == wanted), None)
 
@@ -110,7 +110,7 @@ def test_a_signal_between_vault_and_supernode_ends_the_vault_too(node):
     for line in kit.stdout:
         if READY in line:
             break
-    vaults = [child for child in psutil.Process(kit.pid).children() if "fedpriv.vault" in child.cmdline()]
+    vaults = [child for child in psutil.Process(kit.pid).children() if "fedpriv.holder.vault" in child.cmdline()]
     assert len(vaults) == 1
     kit.send_signal(signal.SIGTERM)
     kit.communicate(timeout=60)

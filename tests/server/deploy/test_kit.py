@@ -19,8 +19,8 @@ import tomli_w
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
 from fedpriv.config import parse, to_toml
-from fedpriv.deployment.checks import check_tls
 from fedpriv.errors import FlowerError, InputError
+from fedpriv.operate.checks import check_tls
 from server.deploy import certificates, folder, membership, runs, superlink
 from server.deploy.folder import Coordinator
 from tests.bundles import bundle

@@ -12,9 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from fedpriv.adapters import model_digest
-from fedpriv.deployment import approvals, joining, keys
 from fedpriv.errors import FlowerError, InputError
+from fedpriv.learning.adapters import model_digest
+from fedpriv.operate import approvals, joining
+from fedpriv.privacy.ledger import keys
 from server.deploy import folder as coordinator_folder
 from server.deploy import membership, superlink
 from server.deploy.folder import Coordinator

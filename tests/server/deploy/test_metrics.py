@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.config import parse
-from fedpriv.deployment.metrics import Measured
+from fedpriv.operate.metrics import Measured
 from fedpriv.runs import RunWriter, marked_alive
 from server.deploy import certificates, folder, metrics
 from server.deploy.folder import Coordinator
@@ -38,7 +38,7 @@ def newest(coordinator: Coordinator) -> Samples:
 
 def write(coordinator: Coordinator, name: str, rounds: int, **config: object) -> Path:
     writer = RunWriter.created(coordinator.runs / name, parse({"rounds": 10, "round_seconds": 60.0, **config}))
-    writer.write_registrations(registrations())
+    writer.write_registrations({each.client: vars(each) for each in registrations()})
     for round_ in range(rounds + 1):
         refused = ("refused", "noise_multiplier = 0.1: below") if round_ == rounds else ("ok", "")
         clients = [client_row(round_, c, *(refused if c == 1 else ("ok", ""))) for c in SIZES] if round_ else []

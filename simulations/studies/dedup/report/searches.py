@@ -7,7 +7,7 @@ from statistics import mean
 
 from scipy.stats import binomtest
 
-from fedpriv.dedup.validation import CONFIDENCE
+from fedpriv.models.dedup.validation import CONFIDENCE
 from simulations.studies.dedup.cells import MCTS_ITERATIONS
 from simulations.studies.dedup.report import paper
 from simulations.studies.dedup.report.results import (

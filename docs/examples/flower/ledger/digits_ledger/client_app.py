@@ -7,7 +7,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 
 from digits_ledger import task
-from fedpriv.flower import Account, LedgerMod, local_dp_event
+from fedpriv.holder.flower import Account, LedgerMod, local_dp_event
 
 # The operator's choices, in no message and in no run's configuration.
 LEDGERS = Path.home() / "ledgers"

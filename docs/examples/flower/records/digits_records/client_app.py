@@ -8,10 +8,10 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from digits_records import task
-from fedpriv.accounting import SubsampledGaussian
-from fedpriv.flower import Account, LedgerMod
-from fedpriv.mechanisms import SecureSource
-from fedpriv.training import PoissonSampler, noised_sum, per_sample_gradients, trainable_layers
+from fedpriv.holder.flower import Account, LedgerMod
+from fedpriv.learning.training import PoissonSampler, noised_sum, per_sample_gradients, trainable_layers
+from fedpriv.privacy.accounting import SubsampledGaussian
+from fedpriv.privacy.mechanisms import SecureSource
 
 # The operator's choices, in no message and in no run's configuration.
 LEDGERS = Path.home() / "ledgers"

@@ -6,7 +6,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from digits_updates import task
-from fedpriv.flower import Account, UpdateMod
+from fedpriv.holder.flower import Account, UpdateMod
 
 # The operator's choices, in no message and in no run's configuration.
 LEDGERS = Path.home() / "ledgers"

@@ -1,0 +1,217 @@
+"""The guard refuses instructions that would not protect a data holder as its own policy says."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fedpriv.errors import InputError
+from fedpriv.holder.vault._charging import NodePolicy, RefusedError
+from fedpriv.holder.vault.settings import NodeLimits
+from fedpriv.holder.wire.protocol import Broadcast
+from fedpriv.learning.adapters.codecs import CODECS
+from fedpriv.learning.training.local_update import (
+    COUNTS,
+    OBJECTIVES,
+    OPTIMIZERS,
+    QUANTIZATIONS,
+    TRAINED_PARTS,
+    UpdateSpec,
+)
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
+from fedpriv.privacy.mechanisms.registry import MECHANISMS
+
+# Accountants take a larger one for this, and near the largest float an upload would overflow after its charge.
+_LARGEST_NOISE_MULTIPLIER = 1e6
+
+# Of a gradient's part before it is clipped. A larger one would only let this part crowd out the others.
+_LARGEST_BIAS_SCALE = 100.0
+
+
+def check_instruction(
+    spec: UpdateSpec, policy: NodePolicy, *, noise_source: str, num_registered: int, has_labels: bool = True
+) -> None:
+    """Refuse an instruction that would not protect the holder's records, or that they do not suit.
+
+    Raises:
+        RefusedError: one line with the name, the value and what would be right.
+    """
+    if spec.clipping not in CLIPPING_RULES:
+        raise RefusedError(f"clipping = {spec.clipping!r}: must be one of {', '.join(CLIPPING_RULES)}")
+    if spec.noise_on not in NOISE_TARGETS:
+        raise RefusedError(f"noise_on = {spec.noise_on!r}: must be one of {', '.join(NOISE_TARGETS)}")
+    if not (math.isfinite(spec.clip_norm) and spec.clip_norm > 0):
+        raise RefusedError(f"clip_norm = {spec.clip_norm}: must be finite and > 0")
+    if not 0 <= spec.noise_multiplier <= _LARGEST_NOISE_MULTIPLIER:
+        raise RefusedError(
+            f"noise_multiplier = {spec.noise_multiplier}: must lie in [0, {_LARGEST_NOISE_MULTIPLIER:g}]"
+        )
+    _check_mechanism(spec)
+    if spec.local_steps < 1:
+        raise RefusedError(f"local_steps = {spec.local_steps}: must be >= 1")
+    if not 0 <= spec.sampling_probability <= 1:
+        raise RefusedError(f"sampling_probability = {spec.sampling_probability}: must lie in [0, 1]")
+    if not spec.sampling_probability and not 1 <= spec.batch_size <= num_registered:
+        raise RefusedError(f"batch_size = {spec.batch_size}: must lie in 1..{num_registered}")
+    for name, known in (("trains", TRAINED_PARTS), ("objective", OBJECTIVES)):
+        if (named := getattr(spec, name)) not in known:
+            raise RefusedError(f"{name} = {named!r}: must be one of {', '.join(known)}")
+    if spec.objective == "class-sums" and not has_labels:
+        raise RefusedError("objective = 'class-sums': needs records with labels; this node's have none")
+    if not 0 < spec.bias_scale <= _LARGEST_BIAS_SCALE:
+        raise RefusedError(f"bias_scale = {spec.bias_scale}: must be > 0 and at most {_LARGEST_BIAS_SCALE:g}")
+    for name in ("learning_rate", "weight_decay"):
+        value = getattr(spec, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise RefusedError(f"{name} = {value}: must be finite and >= 0")
+    if not 0 <= spec.lora_learning_rate < math.inf:
+        raise RefusedError(f"lora_learning_rate = {spec.lora_learning_rate}: must be finite and >= 0")
+    if spec.learning_rate == 0:
+        raise RefusedError("learning_rate = 0: must be > 0")
+    if spec.optimizer not in OPTIMIZERS:
+        raise RefusedError(f"optimizer = {spec.optimizer!r}: must be one of {', '.join(OPTIMIZERS)}")
+    if spec.codec not in CODECS:
+        raise RefusedError(f"codec = {spec.codec!r}: must be one of {', '.join(CODECS)}")
+    if spec.quantization not in QUANTIZATIONS:
+        raise RefusedError(f"quantization = {spec.quantization!r}: must be one of {', '.join(QUANTIZATIONS)}")
+    if not 0 <= spec.relevance_threshold <= 1:
+        raise RefusedError(f"relevance_threshold = {spec.relevance_threshold}: must lie in [0, 1]")
+    if policy.ledger is None and not policy.allow_unrecorded:
+        raise RefusedError("ledger: this node has none, and releases nothing that it cannot record")
+    if policy.allow_not_private:
+        return
+    if spec.noise_multiplier == 0:
+        raise RefusedError("noise_multiplier = 0: this node releases nothing without noise")
+    if caveat := MECHANISMS[spec.mechanism].caveat(spec.mechanism_parameters):
+        raise RefusedError(f"mechanism_parameters: their cost is no privacy guarantee ({caveat}); this node needs one")
+    if noise_source != "secure":
+        raise RefusedError(f"noise source = {noise_source}: this node releases nothing with seeded noise")
+
+
+def _check_mechanism(spec: UpdateSpec) -> None:
+    try:
+        MECHANISMS.checked_parameters(spec.mechanism, spec.mechanism_parameters, spec.noise_multiplier)
+    except InputError as error:
+        raise RefusedError(str(error)) from None
+
+
+def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: NodeLimits | None) -> None:
+    """Refuse an instruction that is less private than the data holder agreed to.
+
+    Args:
+        spec: the update that the coordinator asks for.
+        event: what it would cost, on the view of the node's budget.
+        round_: the run's round, from 1.
+        limits: of the node; None checks the round alone.
+
+    Raises:
+        RefusedError: one line with the name, the value and the limit.
+    """
+    if not 1 <= round_ <= spec.num_rounds:
+        raise RefusedError(f"round = {round_}: must lie in 1..{spec.num_rounds}, the run's rounds")
+    if limits is None:
+        return
+    noise, probability = event.effective_noise_multiplier, event.sampling_probability
+    if noise < limits.min_effective_noise_multiplier:
+        minimum = limits.min_effective_noise_multiplier
+        raise RefusedError(f"noise_multiplier: its effective value {noise:g} is below this node's minimum {minimum:g}")
+    if noise > limits.max_effective_noise_multiplier:
+        maximum = limits.max_effective_noise_multiplier
+        raise RefusedError(f"noise_multiplier: its effective value {noise:g} is above this node's maximum {maximum:g}")
+    if event.unit != "client" and probability > limits.max_sampling_probability:
+        maximum = limits.max_sampling_probability
+        raise RefusedError(f"sampling_probability: its value {probability:g} is above this node's maximum {maximum:g}")
+    if spec.clip_norm < limits.min_clip_norm:
+        raise RefusedError(f"clip_norm = {spec.clip_norm:g}: below this node's minimum {limits.min_clip_norm:g}")
+    for name, value, maximum in (
+        ("local_steps", spec.local_steps, limits.max_local_steps),
+        ("num_rounds", spec.num_rounds, limits.max_rounds),
+        ("clip_norm", spec.clip_norm, limits.max_clip_norm),
+        ("learning_rate", spec.learning_rate, limits.max_learning_rate),
+        ("lora_learning_rate", spec.lora_learning_rate, limits.max_learning_rate),
+        ("weight_decay", spec.weight_decay, limits.max_learning_rate),
+    ):
+        if value > maximum:
+            raise RefusedError(f"{name} = {value:g}: above this node's maximum {maximum:g}")
+
+
+def check_evaluation(spec: UpdateSpec, round_: int, policy: NodePolicy, *, noise_source: str) -> None:
+    """Refuse an evaluation that would not protect the holder's records as its policy says.
+
+    Records are not sampled for it, so `max_sampling_probability` does not apply.
+
+    Args:
+        spec: of the evaluation that the coordinator asks for.
+        round_: that it names, from 1.
+        policy: of the node.
+        noise_source: `secure` or `seeded`.
+
+    Raises:
+        RefusedError: one line with the name, the value and what would be right.
+    """
+    noise, limits = spec.noise_multiplier, policy.limits
+    if not 0 < noise <= _LARGEST_NOISE_MULTIPLIER:
+        raise RefusedError(
+            f"evaluation_noise_multiplier = {noise}: must be > 0 and at most {_LARGEST_NOISE_MULTIPLIER:g}"
+        )
+    if round_ < 1:
+        raise RefusedError(f"round = {round_}: must be >= 1")
+    if policy.ledger is None and not policy.allow_unrecorded:
+        raise RefusedError("ledger: this node has none, and releases nothing that it cannot record")
+    if limits is not None and noise < limits.min_effective_noise_multiplier:
+        minimum = limits.min_effective_noise_multiplier
+        raise RefusedError(f"evaluation_noise_multiplier = {noise:g}: below this node's minimum {minimum:g}")
+    if limits is not None and noise > limits.max_effective_noise_multiplier:
+        maximum = limits.max_effective_noise_multiplier
+        raise RefusedError(f"evaluation_noise_multiplier = {noise:g}: above this node's maximum {maximum:g}")
+    if not policy.allow_not_private and noise_source != "secure":
+        raise RefusedError(f"noise source = {noise_source}: this node releases nothing with seeded noise")
+
+
+def check_unit(spec: UpdateSpec, *, most: int) -> None:
+    """Refuse an update or evaluation of another unit than the holder's, or of more records of a person.
+
+    Args:
+        spec: that the coordinator asks for.
+        most: records of a person that may count; 0 where the unit is the record.
+
+    Raises:
+        RefusedError: one line with the value and what would be right.
+    """
+    asked = spec.max_records_per_person
+    if bool(asked) != bool(most):
+        unit = "person" if most else "record"
+        raise RefusedError(f"max_records_per_person = {asked}: does not suit this node, whose unit is the {unit}")
+    if not 0 <= asked <= most:
+        raise RefusedError(
+            f"max_records_per_person = {asked}: must lie in 1..{most}, which this node keeps of a person"
+        )
+    if asked and spec.objective != COUNTS and (spec.noise_on != "gradients" or spec.clipping == "batch"):
+        raise RefusedError(
+            f"noise_on = {spec.noise_on!r}, clipping = {spec.clipping!r}: protect no person; use gradients, and a rule "
+            "other than batch"
+        )
+
+
+def check_broadcast(broadcast: Broadcast, limits: NodeLimits | None) -> None:
+    """Refuse tensors of the server that are not finite, or larger than the data holder agreed to.
+
+    Args:
+        broadcast: what the server sent.
+        limits: of the node; None checks nothing.
+
+    Raises:
+        RefusedError: one line with the part, and the limit.
+    """
+    if limits is None:
+        return
+    if any(tensor.dtype != torch.float32 for tensor in broadcast.adapter.values()):
+        raise RefusedError("adapter: must be float32")
+    for part, tensors in broadcast.tensors().items():
+        for tensor in tensors.values():
+            if not torch.isfinite(tensor).all():
+                raise RefusedError(f"{part}: holds NaN or infinity")
+            if tensor.numel() and float(tensor.abs().max()) > limits.max_broadcast_value:
+                raise RefusedError(f"{part}: holds a value above this node's maximum {limits.max_broadcast_value:g}")

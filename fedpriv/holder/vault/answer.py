@@ -1,0 +1,417 @@
+"""A node's answer to a request: what is public first, then the charge, and only then the records.
+
+Every byte that leaves is a function of public inputs and of what the node's ledger has paid for. So whatever can be
+refused, is refused before the charge and without the records; from the charge on there is always an upload, which is
+noise alone where the records could not be used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedpriv.config import RunConfig
+from fedpriv.files import Journal, trace_without_message
+from fedpriv.holder.vault import _charging, _records, _reply_times, _summed
+from fedpriv.holder.vault._affordable import afford
+from fedpriv.holder.vault._charging import AlreadyReleasedError, NodePolicy, RefusedError, refused
+from fedpriv.holder.vault._guard import check_broadcast, check_evaluation, check_instruction, check_limits, check_unit
+from fedpriv.holder.vault._summed import Part
+from fedpriv.holder.vault.holder import Holder, NodeHolder, RecordsToRead, bench_of, run_of
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import (
+    ADVERTISE,
+    AFFORD,
+    CHECK,
+    CONFIRM,
+    EVALUATE,
+    REGISTER,
+    REVEAL,
+    SHARE,
+    TRAIN,
+    Request,
+    Response,
+)
+from fedpriv.holder.wire.protocol import Broadcast, EvaluationRelease, UploadRelease
+from fedpriv.learning.adapters import Adapter, difference
+from fedpriv.learning.aggregation import is_irrelevant
+from fedpriv.learning.training import PoissonSampler, private_evaluation
+from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
+from fedpriv.learning.training.private_evaluation import NoisedCounts
+from fedpriv.learning.training.stacked import execute_one_by_one
+from fedpriv.learning.training.workbench import Workbench
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import NOT_READ, Key
+from fedpriv.privacy.mechanisms.sources import RandomSource, SecureSource, SeededSource
+
+log = logging.getLogger(__name__)
+
+_secure = SecureSource()
+
+
+class _Decoded(NamedTuple):
+    """The parts of a request for a release.
+
+    Attributes:
+        key: of its charge and of the stored reply.
+        spec: of the update; that of an evaluation has the objective `counts`.
+        broadcast: the model that it starts from.
+        part: of an update in a sum; None where the server sees what is released.
+    """
+
+    key: Key
+    spec: UpdateSpec
+    broadcast: Broadcast
+    part: Part | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """A release that was checked and charged: all that its execution and its reply need.
+
+    Attributes:
+        task: to execute; without records where the charge may not touch them, or they are yet to be read.
+        reading: the records that are yet to be read; None if there are none.
+        decoded: from the request.
+        request: as it came.
+        holder: of the node.
+        config: of the run, as the node carries it out.
+        bench: model and records of the node.
+        receipt: of the charge, as text; empty if the request did not ask for it.
+        room: for all that is written after the charge, until it is closed.
+    """
+
+    task: UpdateTask
+    reading: RecordsToRead | None
+    decoded: _Decoded
+    request: Request
+    holder: Holder
+    config: RunConfig
+    bench: Workbench
+    receipt: str
+    room: ExitStack
+
+
+def answer(request: Request, holder: Holder) -> Response:
+    """The node's answer; this function raises nothing."""
+    try:
+        holder.room.check()
+        if request.kind not in _ANSWERS:
+            raise RefusedError(f"kind = {request.kind!r}: must be one of {', '.join(_ANSWERS)}")
+        return _ANSWERS[request.kind](request, holder)
+    except Exception as error:  # its text must not leave the node
+        return _refused(error, request, holder)
+
+
+def _release(request: Request, holder: Holder) -> Response:
+    """The release of one local update or evaluation."""
+    prepared = _charged(request, holder) if holder.apart else prepare(request, holder)
+    if isinstance(prepared, Response):
+        return prepared
+    if holder.apart and prepared.reading:
+        return settle(prepared, holder.apart(prepared.bench, prepared.task, prepared.reading, prepared.room))
+    return settle(prepared, execute_one_by_one(prepared.bench.model, [prepared.task])[0])
+
+
+def prepare(request: Request, holder: Holder) -> Prepared | Response:
+    """The release that a request asks for, checked and charged; or the response if there is nothing to execute.
+
+    Whatever is refused was decided by public inputs: where records are the node's own, they are read after the charge,
+    and a failure to read them is no failure of the release. A request that was answered before gets the stored answer.
+
+    Args:
+        request: for an update, of steps or class sums, or for an evaluation.
+        holder: of the node.
+    """
+    charged = _charged(request, holder)
+    if isinstance(charged, Response) or charged.reading is None:
+        return charged
+    try:
+        data = _records.of_release(charged.reading, charged.bench, holder)
+    except Exception as error:  # as for an update that fails
+        return _refused(error, request, holder)
+    return replace(charged, task=replace(charged.task, data=data), reading=None)
+
+
+def _charged(request: Request, holder: Holder) -> Prepared | Response:
+    """`prepare`, but that the records are yet to be read."""
+    try:
+        return _prepared(request, holder)
+    except AlreadyReleasedError as released:
+        _journal(request, holder, "sent_again")
+        return _response(request.kind, released.content)
+    except Exception as error:  # its text must not leave the node
+        return _refused(error, request, holder)
+
+
+def settle(prepared: Prepared, update: ClientUpdate | Exception) -> Response:
+    """The release, once its reply is stored; noise alone if it failed after it was charged.
+
+    Args:
+        prepared: by `prepare`.
+        update: what became of its task.
+    """
+    request, holder = prepared.request, prepared.holder
+    try:
+        if isinstance(update, Exception):
+            if holder.policy.allow_not_private:
+                return _refused(update, request, holder)
+            log.error("failed, so the release is noise alone: %s", trace_without_message(update))
+            update = _noise_alone(prepared)
+        content = _content(prepared, update)
+        prepared.room.close()
+        if holder.policy.ledger is not None:
+            note = (prepared.bench.content_note or NOT_READ) if isinstance(holder, NodeHolder) else None
+            content = _charging.store_reply(holder.policy, prepared.decoded.key, update.event, content, note)
+        _journal(request, holder, "released")
+        return _response(request.kind, content)
+    except Exception as error:  # the release must not leave, and neither must the error's text
+        _journal(request, holder, "withheld")  # of the length of `released`
+        return refused(error, Journal(None))
+
+
+_ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
+    REGISTER: _records.register,
+    TRAIN: _release,
+    EVALUATE: _release,
+    AFFORD: afford,
+    ADVERTISE: _summed.advertise,
+    SHARE: _summed.share,
+    CHECK: _summed.check,
+    CONFIRM: _summed.confirm,
+    REVEAL: _summed.reveal,
+}
+
+
+def _prepared(request: Request, holder: Holder) -> Prepared:
+    """See `_charged`.
+
+    Raises:
+        AlreadyReleasedError: the request was answered before.
+        RefusedError: the guard does not allow it.
+        LedgerError: the node's ledger cannot be used.
+        Exception: the request is malformed, or its rehearsal fails.
+    """
+    config = run_of(request.run_config, holder)
+    bench = bench_of(config, holder)
+    client, evaluates = holder.partition(bench.num_clients), request.kind == EVALUATE
+    decoded = (_evaluation if evaluates else _instruction)(request, config, holder, client, bench.initial)
+    key, spec, broadcast, part = decoded
+    data_set, num_registered = _records.registered(config, bench, holder)
+    sampler, release = _checked(decoded, request.kind, config, bench, holder.policy, num_registered)
+    reply = None  # which leaves at once, unless the records are the node's own
+    if isinstance(holder, NodeHolder) and data_set is not None:
+        reply = _reply_times.of_release(spec, broadcast, sampler, config, bench, holder, data_set)
+    room = holder.room.reserve_reply(sum(tensor.nbytes for tensor in broadcast.adapter.values()))
+    is_new, receipt = _charging.charge(
+        holder.policy,
+        key,
+        release,
+        data_set,
+        noise_source=config.noise_source,
+        shown=str(request.fields.get(protocol.RECEIPT, "")),
+    )
+    # The last step before any record is touched. From here on until T has passed, nothing may leave.
+    holder.before_records(reply.seconds if reply else 0.0)
+    if is_new:
+        recorded = data_set is not None
+        holder.journal.write("charged", run=key.run, round=key.round, recorded=recorded, receipt=receipt)
+    # In a simulation, which protects nobody, a resumed run computes again, so that it stays equal to the bit.
+    may_read = is_new or config.simulate
+    if reply and may_read:
+        _reply_times.charged(reply, bench)
+    reading = RecordsToRead(
+        config=config, data_set=data_set, aside=evaluates, may_begin=reply is None or reply.is_first
+    )
+    task = UpdateTask(
+        adapter=broadcast.adapter,
+        merged=broadcast.merged,
+        data=bench.no_records,
+        spec=spec,
+        round=key.round,
+        sampler=sampler,
+        noise=_source(config, client, key.round, "evaluation" if evaluates else "noise"),
+        grid=part.grid if part else None,
+    )
+    return Prepared(
+        task=task,
+        reading=reading if may_read else None,
+        decoded=decoded,
+        request=request,
+        holder=holder,
+        config=config,
+        bench=bench,
+        receipt=receipt,
+        room=room,
+    )
+
+
+def _checked(
+    decoded: _Decoded, kind: str, config: RunConfig, bench: Workbench, policy: NodePolicy, num_registered: int
+) -> tuple[PoissonSampler, Release]:
+    """Check with public inputs alone what is asked; the sampler of its records, and the release that is charged.
+
+    Raises:
+        RefusedError: the guard does not allow it.
+        ValueError: the model that was sent does not fit.
+    """
+    key, spec, broadcast, part = decoded
+    check_unit(spec, most=config.most_of_a_person)
+    if part and part.num_records != num_registered:
+        raise RefusedError(f"terms: num_records = {part.num_records}: this node registered {num_registered}")
+    if kind == EVALUATE:
+        check_evaluation(spec, key.round, policy, noise_source=config.noise_source)
+    else:
+        check_instruction(
+            spec,
+            policy,
+            noise_source=config.noise_source,
+            num_registered=num_registered,
+            has_labels=bool(bench.label_names),
+        )
+    coins, choices = (_source(config, int(key.client), key.round, purpose) for purpose in ("inclusion", "choices"))
+    sampler = spec.sampler(num_registered, coins, choices)
+    if kind != EVALUATE:  # what a release costs can depend on how many values it has
+        check_broadcast(broadcast, policy.limits)
+        bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
+        bench.model.check_merged(broadcast.merged)
+    event = planned_event(spec, sampler.sampling_probability, broadcast.adapter, part.grid if part else None)
+    # A node knows of no other noise than its own, but under the terms that its peers have signed.
+    release = part.release(event) if part else Release(event=event, rho_bar=1.0)
+    if kind == EVALUATE:
+        if config.secure_aggregation:  # counts go to the server one by one, so they cost the same on every view
+            release = replace(release, aggregate_scale=1.0)
+        check_broadcast(broadcast, policy.limits)
+        private_evaluation.check_fits(bench.model, broadcast.adapter, broadcast.merged)
+    else:
+        check_limits(spec, release.charged_on(policy.budget_view), key.round, policy.limits)
+    return sampler, release
+
+
+def _refused(error: Exception, request: Request, holder: Holder) -> Response:
+    """`refused`, noted in the node's journal."""
+    return refused(error, holder.journal, **_named(request))
+
+
+def _journal(request: Request, holder: Holder, event: str) -> None:
+    """Note an event with the run and the round, where the request names them."""
+    holder.journal.write(event, **_named(request))
+
+
+def _named(request: Request) -> dict[str, str | int]:
+    return {name: value for name in ("run", "round") if isinstance(value := request.fields.get(name), (str, int))}
+
+
+def _instruction(request: Request, config: RunConfig, holder: Holder, client: int, initial: Adapter) -> _Decoded:
+    """The update that a train request asks for."""
+    run, round_, spec = protocol.unpack_instruction(UpdateSpec, request.fields)
+    broadcast = protocol.unpack_broadcast(_tensors(request), spec, initial)
+    digest = protocol.request_digest(broadcast, spec)
+    part = None
+    # Without terms the server is to see the upload itself, as it may ask for in any run: that is charged in full.
+    if config.secure_aggregation and protocol.TERMS in request.fields:
+        part = _summed.part_of(request, config, holder, client, spec=spec, digest=digest, adapter=broadcast.adapter)
+    if part and (part.terms.run, part.terms.round) != (run, round_):
+        raise RefusedError(f"terms: run, round = {part.terms.run}, {part.terms.round}: are not those of the request")
+    key = _key(config, client, run, round_, f"{digest} {part.digest}" if part else digest)
+    return _Decoded(key, spec, broadcast, part)
+
+
+def _evaluation(request: Request, config: RunConfig, _holder: Holder, client: int, _initial: Adapter) -> _Decoded:
+    """The evaluation that a request asks for, whose counts are part of no sum."""
+    run, round_, spec = protocol.unpack_instruction(private_evaluation.EvaluationSpec, request.fields)
+    broadcast = protocol.unpack_model(_tensors(request))
+    key = _key(config, client, run, round_, protocol.request_digest(broadcast, spec))
+    return _Decoded(key, spec.update, broadcast, None)
+
+
+def _key(config: RunConfig, client: int, run: str, round_: int, digest: str) -> Key:
+    """The key of a release, which depends on all that the release does, except the data and the noise."""
+    model = json.dumps(config.values_of_release, sort_keys=True)
+    request = hashlib.sha256(f"{digest} {model}".encode()).hexdigest()
+    return Key(run=run, client=str(client), round=round_, request=request)
+
+
+def _tensors(request: Request) -> dict[str, dict[str, Tensor]]:
+    """The arrays of a request as tensors, which share their memory where it may be written."""
+    return {
+        record: {name: torch.from_numpy(a if a.flags.writeable else a.copy()) for name, a in arrays.items()}
+        for record, arrays in request.arrays.items()
+    }
+
+
+def _noise_alone(prepared: Prepared) -> ClientUpdate:
+    """The result for a charge whose task failed: what an empty set of records would have given."""
+    bench = prepared.bench
+    if prepared.request.kind != EVALUATE:
+        bench.forget_records()  # the next reply's time does not tell what this update has left undone
+    (update,) = execute_one_by_one(bench.model, [replace(prepared.task, data=bench.no_records)])
+    if isinstance(update, Exception):
+        raise update
+    return update
+
+
+def _content(prepared: Prepared, update: ClientUpdate) -> bytes:
+    """The reply to a release that was executed, as it is stored."""
+    (key, spec, broadcast, part), round_ = prepared.decoded, prepared.task.round
+    if prepared.request.kind == EVALUATE:
+        assert update.noised is not None, "counts are what was noised"
+        counts = NoisedCounts.of(update.noised)
+        return protocol.pack_reply(
+            EvaluationRelease(round=round_, event=update.event, counts=counts, receipt=prepared.receipt)
+        )
+    silent = part is None and _is_irrelevant(update.adapter, broadcast, spec, round_)
+    if part is not None:
+        arrays = {protocol.SUM: part.vector(update)}
+    elif silent:
+        arrays = {}
+    else:
+        rounding = _source(prepared.config, int(key.client), round_, "rounding")
+        arrays = protocol.pack_upload(update.adapter, broadcast, spec, prepared.bench.initial, rounding)
+    release = UploadRelease(
+        round=round_,
+        event=update.event,
+        num_records=update.num_records,
+        silent=silent,
+        receipt=prepared.receipt,
+    )
+    return protocol.pack_reply(release, arrays)
+
+
+def _is_irrelevant(adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, round_: int) -> bool:
+    """Whether the update points away from the federation's last step; before the first step no update does."""
+    if not broadcast.signs or not spec.relevance_threshold:
+        return False
+    update = difference(adapter, broadcast.adapter)
+    return is_irrelevant(update, broadcast.signs, start=spec.relevance_threshold, round_=round_)
+
+
+def _response(kind: str, content: bytes) -> Response:
+    """The response that a stored reply holds.
+
+    Args:
+        kind: of the request.
+        content: as `_content` packs it.
+    """
+    if kind == EVALUATE:
+        counts, _ = protocol.unpack_reply(protocol.EvaluationRelease, content)
+        return Response(record=protocol.RELEASE, fields=protocol.pack(counts))
+    release, arrays = protocol.unpack_reply(protocol.UploadRelease, content)
+    return Response(
+        record=protocol.RELEASE,
+        fields=protocol.pack(release),
+        # In an order of their own: safetensors returns them in a random one.
+        arrays={name: arrays[name].numpy() for name in sorted(arrays)},
+    )
+
+
+def _source(config: RunConfig, client: int, round_: int, purpose: str) -> RandomSource:
+    return SeededSource(config.seed, client, round_, purpose) if config.simulate else _secure

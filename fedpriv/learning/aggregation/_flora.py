@@ -1,0 +1,52 @@
+"""Stacking instead of averaging: the global model is the exact sum over clients, whose ranks may differ.
+
+Under differential privacy the products contain the noise of both factors, and their cross term is averaged as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from fedpriv.learning.adapters import A_SUFFIX, B_SUFFIX, Adapter, add_products, factors_of, non_lora_tensors
+from fedpriv.learning.aggregation._fedavg import GlobalModel, weighted_average
+
+
+def flora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:
+    """The products sum_k w_k B_k A_k, of any ranks, added to the frozen weights; the heads are averaged.
+
+    Clients start each round with a fresh adapter whose product is zero, from `fresh_start`.
+
+    Source: Wang et al. 2024 (FLoRA), Eqs. 5 and 6.
+    """
+    heads = weighted_average([non_lora_tensors(upload) for upload in uploads], weights)
+    products = [factors_of(upload) for upload in uploads]
+    terms = {
+        name: [(weight * own[name][0], own[name][1]) for own, weight in zip(products, weights, strict=True)]
+        for name in products[0]
+    }
+    return replace(model, adapter={**model.adapter, **heads}, merged=add_products(model.merged, terms))
+
+
+def fresh_start(model: GlobalModel, *, rank: int, seed: int, round_: int) -> Adapter:
+    """The adapter with which a client of this rank starts a round: A drawn afresh as peft does, B zero, and the head.
+
+    Args:
+        model: before the round.
+        rank: r_k >= 1.
+        seed: of the run; nothing private depends on it.
+        round_: from 1.
+    """
+    adapter = non_lora_tensors(model.adapter)
+    generator = np.random.default_rng((seed, round_))
+    for name, (left, right) in factors_of(model.initial).items():
+        # What torch's kaiming_uniform_ with a = sqrt(5), which peft calls, amounts to: uniform within 1 / sqrt(in).
+        bound = 1 / math.sqrt(right.shape[1])
+        rows = generator.uniform(-bound, bound, size=(rank, right.shape[1]))
+        adapter[name + A_SUFFIX] = torch.from_numpy(rows).float()
+        adapter[name + B_SUFFIX] = torch.zeros(left.shape[0], rank)
+    return {name: adapter[name] for name in model.adapter}

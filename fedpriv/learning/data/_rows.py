@@ -1,0 +1,227 @@
+"""The rows of a table's file, each read on its own: no row decides how, or whether, another is read.
+
+A row is one line of a CSV, TSV or JSONL file, or one row of a Parquet file. Whatever it holds, it ends where its line
+ends: if a quoted field could go on over lines, one open quote would take the rows that follow. So a file with line
+breaks within its fields is written again, by `write_lines`, before a run or a node reads it.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from fedpriv.config import Encoding, Separator
+from fedpriv.errors import InputError, first_line, is_memory_failure
+from fedpriv.learning.data._layout import SEPARATORS, LayoutError, decoded, misfit, names_of, separator_of
+from fedpriv.texts import visible
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+"""{ending of a file's name: the format of its table}."""
+
+Row = Mapping[str, object]
+"""{column: value}."""
+
+Place = tuple[int, Callable[[], Row]]
+"""The number of a row's line, or of the row itself, from 1, and what reads it; it may raise anything."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of an open file.
+
+    Attributes:
+        places: of the rows that are not blank.
+        names: of the columns; empty where every row names its own.
+        separator: of a CSV file; None of any other.
+    """
+
+    places: Iterator[Place]
+    names: tuple[str, ...] = ()
+    separator: Separator | None = None
+
+
+def suffix_of(path: Path) -> str:
+    """The ending of a file's name before a possible `.gz`, in lower case."""
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
+
+
+def unit_of(path: Path) -> str:
+    """The part of a file that is a row of its table, by its name."""
+    return "row" if suffix_of(path) == ".parquet" else "line"
+
+
+@contextmanager
+def opened(
+    source: str,
+    *,
+    key: str = "data",
+    separator: Separator = "auto",
+    encoding: Encoding = "utf-8",
+    columns: Sequence[str] = (),
+    spans: bool = False,
+) -> Iterator[Rows]:
+    """The rows of a file, possibly gzipped.
+
+    Args:
+        source: a path.
+        key: the configuration key to name in errors.
+        separator: of a CSV file; with `auto` its header decides, and a TSV file has tabs.
+        encoding: of a CSV or JSONL file.
+        columns: of a Parquet file that are read, if it has them; empty reads all.
+        spans: whether a quoted field may go on over lines, and a JSON file may be one list.
+
+    Raises:
+        InputError: for what no row decides: there is no such file, its format is unknown, it is damaged as a whole, or
+            memory is used up.
+    """
+    path = Path(source).expanduser()
+    suffix = suffix_of(path)
+    if not path.is_file():
+        raise InputError(f"{key} = {source!r}: no such file")
+    if suffix not in FORMATS:
+        raise InputError(f"{key} = {source!r}: unknown format; use {', '.join(FORMATS)}, gzip allowed")
+    try:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            if suffix == ".parquet":
+                yield _from_parquet(file, columns)
+            elif FORMATS[suffix] == "csv":
+                asked: Separator = "tab" if separator == "auto" and suffix == ".tsv" else separator
+                yield _separated(_lines(file, spans=spans), asked, encoding)
+            else:
+                yield Rows(_objects(file, encoding, spans=spans))
+    except InputError:
+        raise
+    except LayoutError as error:
+        raise InputError(f"{key} = {source!r}: {error}") from None
+    except Exception as error:  # the libraries raise errors of many types
+        raise InputError(f"{key} = {source!r}: cannot be read ({first_line(error)})") from None
+
+
+def require_columns(names: Collection[str], asked: Iterable[tuple[str, str]], source: str) -> None:
+    """Refuse a table that lacks one of the (configuration key, column) pairs; an empty column is not asked for.
+
+    Raises:
+        InputError: names the key, the column, and those that are there.
+    """
+    for key, column in asked:
+        if column and column not in names:
+            raise InputError(
+                f"{key} = {column!r}: {source} has no such column; it has {', '.join(map(visible, names))}"
+            )
+
+
+def unreadable(error: Exception, where: str) -> str:
+    """Why one row cannot be read, in one line.
+
+    Args:
+        error: that its reader raised.
+        where: its place, such as `line 7`.
+
+    Raises:
+        Exception: the error, if memory is used up, which says nothing of this row.
+    """
+    if is_memory_failure(error):
+        raise error
+    if isinstance(error, LayoutError):
+        return str(error)
+    return (
+        f"{where}: has no {error}" if isinstance(error, KeyError) else f"{where}: cannot be read ({first_line(error)})"
+    )
+
+
+def _lines(file: IO[bytes] | gzip.GzipFile, *, spans: bool = False) -> Iterator[tuple[int, bytes]]:
+    """The numbers, from 1, and bytes of the lines that are not blank; with `spans` of lines whose quotes are closed."""
+    start, held = 1, b""
+    for number, line in enumerate(file, 1):
+        held += line
+        if not (spans and held.count(b'"') % 2):
+            if held.strip():
+                yield start, held
+            start, held = number + 1, b""
+    if held.strip():
+        yield start, held
+
+
+def _objects(file: IO[bytes] | gzip.GzipFile, encoding: Encoding, *, spans: bool) -> Iterator[Place]:
+    if spans and file.read(1) == b"[":
+        values = json.loads(b"[" + file.read())
+        return ((number, partial(_checked, value)) for number, value in enumerate(values, 1))
+    file.seek(0)
+    return ((number, partial(_object, line, encoding, number)) for number, line in _lines(file))
+
+
+def _object(line: bytes, encoding: Encoding, number: int) -> Row:
+    # A byte order mark is dropped wherever it stands: a line before the first must not change the first.
+    return _checked(json.loads(decoded(line, encoding, line=number)))
+
+
+def _checked(value: object) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError("is not a JSON object")
+    return value
+
+
+def _separated(lines: Iterator[tuple[int, bytes]], asked: Separator, encoding: Encoding) -> Rows:
+    number, first = next(lines, (1, b""))
+    header = decoded(first, encoding, line=number)
+    # The header alone decides: no row decides how another is read.
+    separator = separator_of(header, asked)
+    names = names_of(_fields(header, separator, number), number) if header else ()
+
+    def row(line: bytes, number: int) -> Row:
+        fields = _fields(decoded(line, encoding, line=number), separator, number)
+        if len(fields) != len(names):
+            raise LayoutError(misfit(fields, names, number, separator))
+        # Values as written: NA is a name, and 007 differs from 7; only an empty field is missing.
+        return {name: field or None for name, field in zip(names, fields, strict=True)}
+
+    return Rows(((number, partial(row, line, number)) for number, line in lines), names, separator)
+
+
+def _fields(line: str, separator: Separator, number: int) -> list[str]:
+    try:
+        (fields,) = csv.reader([line.rstrip("\r\n")], delimiter=SEPARATORS[separator], strict=True)
+    except csv.Error as error:
+        is_open = "unexpected end" in str(error)
+        reason = "a quote opens here and is not closed" if is_open else f"cannot be read ({error})"
+        raise LayoutError(
+            f"line {number}: {reason}; within quotes, write a quote twice, and if fields go on over several lines, "
+            "write the file again with `fedpriv data lines`"
+        ) from None
+    return fields
+
+
+def _from_parquet(file: IO[bytes] | gzip.GzipFile, columns: Sequence[str]) -> Rows:
+    # Deferred: most runs and nodes read no Parquet file.
+    from datasets import Features
+    from pyarrow.parquet import ParquetFile
+
+    parquet = ParquetFile(file)
+    names = tuple(parquet.schema_arrow.names)
+    read = [name for name in dict.fromkeys(columns or names) if name in names]
+    table = parquet.read(columns=read)
+    features = Features.from_arrow_schema(table.schema)
+    return Rows(((row + 1, partial(_values, table, features, row)) for row in range(len(table))), names)
+
+
+def _values(table: pa.Table, features: datasets.Features, row: int) -> Row:
+    # One value at a time: a column is converted as a whole, or not at all.
+    return {name: named(features[name], table[name][row].as_py()) for name in table.column_names}
+
+
+def named(feature: Any, value: Any) -> object:
+    """The name of a class, or the value itself."""
+    from datasets import ClassLabel
+
+    return feature.int2str(value) if isinstance(feature, ClassLabel) and value is not None else value

@@ -1,0 +1,208 @@
+"""Tables of records, from a CSV, JSONL or Parquet file, or from the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedpriv.config import DataSection, Encoding, RunConfig, Separator
+from fedpriv.errors import InputError, first_line
+from fedpriv.files import new_file
+from fedpriv.learning.adapters import hub_problem, quiet_hub
+from fedpriv.learning.data._layout import is_decimal_comma
+from fedpriv.learning.data._rows import FORMATS, named, opened, require_columns, suffix_of, unit_of, unreadable
+from fedpriv.learning.data._text import TextData, as_text, from_messages, response_of
+
+
+@dataclass(frozen=True)
+class Table:
+    """The records of a file or of a data set on the Hub, and how the file was read.
+
+    Attributes:
+        source: as it was asked for.
+        columns: {name: [records] values}; the names of classes, and None where a value is missing.
+        lines: the line at which each record begins, from 1; empty where records are no lines.
+        separator: of a CSV file; None of any other.
+        lacking: {column: the first place without it} where records name their own columns.
+    """
+
+    source: str
+    columns: Mapping[str, Sequence[Any]]
+    lines: Sequence[int] = ()
+    separator: Separator | None = None
+    lacking: Mapping[str, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    @property
+    def decimal_commas(self) -> list[str]:
+        """The columns of numbers that are written with a decimal comma."""
+        if self.separator is None or self.separator == "comma":
+            return []
+        return [name for name, values in self.columns.items() if is_decimal_comma(values)]
+
+    def names_of(self, column: str) -> list[str | None]:
+        """[records] the values of a column as texts, such as names of labels; None where one is missing."""
+        return [None if value is None else str(value) for value in self.columns[column]]
+
+    def require(self, columns: Sequence[tuple[str, str]]) -> None:
+        """Refuse a table that lacks one of the (configuration key, column) pairs; an empty column name is skipped."""
+        require_columns(self.columns, columns, self.source)
+        for key, column in columns:
+            if column and column in self.lacking:
+                raise InputError(f"{key} = {column!r}: {self.lacking[column]} of {self.source} has no such column")
+
+
+def read_table(
+    source: str,
+    *,
+    key: str = "data",
+    separator: Separator = "auto",
+    encoding: Encoding = "utf-8",
+    spans: bool = False,
+) -> Table:
+    """The records of a file, possibly gzipped, or of the train split of a data set on the Hub.
+
+    A file is read as a node reads its own, so what a simulation accepts a node accepts too; but here every record must
+    be readable. No copy of a private file is made.
+
+    Args:
+        source: a path, or a name on the Hub; `name:split` selects another split.
+        key: the configuration key to name in errors.
+        separator: of a CSV file; with `auto` its header decides, and a TSV file has tabs.
+        encoding: of a CSV or JSONL file.
+        spans: whether a quoted field may go on over lines, and a JSON file may be one list.
+
+    Raises:
+        InputError: there is no such file or data set, its format is unknown, it is empty, or a record is unreadable.
+    """
+    path = Path(source).expanduser()
+    if not path.is_file() and not (suffix_of(path) in FORMATS or path.is_absolute() or path.exists()):
+        return Table(source, _from_hub(source, key))
+    columns: dict[str, list[object]] = {}
+    lacking: dict[str, str] = {}
+    places: list[int] = []
+    unit = unit_of(path)
+    with opened(source, key=key, separator=separator, encoding=encoding, spans=spans) as rows:
+        for place, row in rows.places:
+            try:
+                values = row()
+            except Exception as error:
+                raise InputError(f"{key} = {source!r}: {unreadable(error, f'{unit} {place}')}") from None
+            for name in values:
+                if name not in columns:
+                    columns[name] = [None] * len(places)
+                    if places:
+                        lacking[name] = f"{unit} {places[0]}"
+            for name, column in columns.items():
+                if name not in values:
+                    lacking.setdefault(name, f"{unit} {place}")
+                column.append(values.get(name))
+            places.append(place)
+    if not places:
+        raise InputError(f"{key} = {source!r}: holds no records")
+    return Table(source, columns, places if unit == "line" else (), rows.separator, lacking)
+
+
+def write_lines(source: str, path: Path, *, separator: Separator = "auto", encoding: Encoding = "utf-8") -> int:
+    """Write the records of a table to a JSONL file, one a line; how many there are.
+
+    Args:
+        source: a file whose quoted fields may go on over lines, or a data set on the Hub.
+        path: of a new file, which its user alone may read.
+        separator: of the file, as for `read_table`.
+        encoding: as there.
+
+    Raises:
+        InputError: the table cannot be read, or the path is taken.
+    """
+    table = read_table(source, key="file", separator=separator, encoding=encoding, spans=True)
+    try:
+        with new_file(path, mode=0o600) as file:
+            for values in zip(*table.columns.values(), strict=True):
+                file.write(f"{json.dumps(dict(zip(table.columns, values, strict=True)), default=str)}\n".encode())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+    return len(table)
+
+
+def _from_hub(source: str, key: str) -> dict[str, list[object]]:
+    import datasets  # deferred: most runs and nodes read no such table
+
+    name, _, split = source.partition(":")
+    if problem := hub_problem(name, "dataset"):
+        raise InputError(f"{key} = {source!r}: neither a file nor a data set on the Hub ({problem})")
+    try:
+        with quiet_hub():
+            table = datasets.load_dataset(name, split=split or "train")
+    except Exception as error:  # the library raises errors of many types
+        reason = first_line(error)
+        raise InputError(f"{key} = {source!r}: neither a file nor a data set on the Hub ({reason})") from None
+    return {
+        name: [named(feature, value) for value in table.with_format("arrow")[name].to_pylist()]
+        for name, feature in table.features.items()
+    }
+
+
+def release_memory() -> None:
+    """Give back what tables that are no longer used took: their library keeps it for further ones."""
+    if "pyarrow" in sys.modules:
+        import pyarrow as pa
+
+        pa.default_memory_pool().release_unused()
+
+
+def to_text(table: Table, config: RunConfig) -> TextData:
+    """The texts and labels of the configured columns; a missing text counts as empty.
+
+    Raises:
+        InputError: a column of texts holds lists.
+    """
+    if config.instructs:
+        prompts, responses = zip(*instructions(table, config), strict=True) if len(table) else ((), ())
+        return TextData(texts=prompts, labels=(), pairs=responses)
+    return TextData(
+        texts=_texts(table, config, "text_column"),
+        labels=tuple(map(str, table.names_of(config.label_column))) if config.task == "SEQ_CLS" else (),
+        pairs=_texts(table, config, "text_pair_column") if config.text_pair_column else None,
+    )
+
+
+def instructions(table: Table, config: DataSection) -> list[tuple[str, str]]:
+    """[records] what was said, and the response; both empty for a chat without one, or with one that is not allowed.
+
+    Raises:
+        InputError: a column of texts holds lists.
+    """
+    if config.messages_column:
+        chats = [_chat(value) for value in table.columns[config.messages_column]]
+    else:
+        prompts = _texts(table, config, "prompt_column")
+        chats = list(zip(prompts, _texts(table, config, "response_column"), strict=True))
+    allowed = [response_of(response, labels=config.labels, answers=config.answers) for _, response in chats]
+    return [
+        ("", "") if response is None else (prompt, response)
+        for (prompt, _), response in zip(chats, allowed, strict=True)
+    ]
+
+
+def _chat(value: object) -> tuple[str, str]:
+    """The prompt and the response of one record's messages, both empty if it has none."""
+    try:
+        return from_messages(value)
+    except (ValueError, RecursionError):
+        return "", ""
+
+
+def _texts(table: Table, config: DataSection, key: str) -> tuple[str, ...]:
+    """The texts of the column that a configuration key names."""
+    column = getattr(config, key)
+    try:
+        return tuple(map(as_text, table.columns[column]))
+    except ValueError as error:
+        raise InputError(f"{key} = {column!r}: {error}") from None

@@ -1,0 +1,211 @@
+"""Texts of a federation's records: one set for each client, and the server's test set; and records of instruction data.
+
+A record of instruction data is a prompt and the response to it, read from the columns of a table. The response is a
+text. So is the prompt: with `prompt_column` it is as it stands; with `messages_column` it is the JSON of the chat turns
+before the response, which `turns_of` reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedpriv.config import Encoding, Separator
+from fedpriv.learning.data._rows import unit_of
+
+
+@dataclass(frozen=True, slots=True)
+class TextData:
+    """Texts of one holder.
+
+    Attributes:
+        texts: one for each record; in instruction data, what was said before the response.
+        labels: the name of each record's label; empty for causal models.
+        pairs: the second text of each record for tasks on text pairs, or its response in instruction data; else None.
+        persons: the name of the person that each record is about; None where the unit is the record. It is not shown,
+            since a ledger's notes of a content are about the records, whoever they are about.
+    """
+
+    texts: tuple[str, ...]
+    labels: tuple[str, ...]
+    pairs: tuple[str, ...] | None = None
+    persons: tuple[str, ...] | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def num_units(self) -> int:
+        """The number of what is protected and registered: persons, or records where these are the unit."""
+        return len(self) if self.persons is None else len(set(self.persons))
+
+    @property
+    def content(self) -> bytes:
+        """The records as bytes, equal for equal records alone."""
+        return json.dumps([self.texts, self.labels, self.pairs]).encode()
+
+    def part(self, indices: Sequence[int]) -> TextData:
+        """The records with the given indices."""
+
+        def chosen(column: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(column[index] for index in indices)
+
+        return TextData(
+            texts=chosen(self.texts),
+            labels=chosen(self.labels) if self.labels else (),
+            pairs=None if self.pairs is None else chosen(self.pairs),
+            persons=None if self.persons is None else chosen(self.persons),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """The place of a node's records. Only the node's own configuration decides this, never that of a run.
+
+    Attributes:
+        data: a file; `fedpriv.learning.data._rows` says what is a record of it.
+        text_column: column with the text.
+        text_pair_column: column with the second text; empty for tasks on single texts.
+        label_column: column with the label; empty for causal models.
+        prompt_column, response_column: columns of instruction data; with them, or with messages_column, the three
+            above do not matter.
+        messages_column: column with lists of chat messages.
+        person_column: column that says whom a record is about; empty where the unit is the record.
+        most_of_a_person: at most so many records of a person are kept, by a secret of the node.
+        separator: of a CSV file; with `auto` its header decides, and a TSV file has tabs.
+        encoding: of a CSV or JSONL file.
+    """
+
+    data: str
+    text_column: str = "text"
+    text_pair_column: str = ""
+    label_column: str = "label"
+    prompt_column: str = ""
+    response_column: str = ""
+    messages_column: str = ""
+    person_column: str = ""
+    most_of_a_person: int = 8
+    separator: Separator = "auto"
+    encoding: Encoding = "utf-8"
+
+    @property
+    def instructs(self) -> bool:
+        """Whether records are prompts with responses."""
+        return bool(self.prompt_column or self.messages_column)
+
+    @property
+    def unit(self) -> str:
+        """The part of the file that is a record: a row of a Parquet file, a line of any other."""
+        return unit_of(Path(self.data))
+
+    @property
+    def columns(self) -> list[tuple[str, str]]:
+        """(setting, name) of the columns that the file must have."""
+        plain, instructions = (
+            ("text_column", "text_pair_column", "label_column"),
+            ("prompt_column", "response_column", "messages_column"),
+        )
+        read = (*(instructions if self.instructs else plain), "person_column")
+        return [(key, column) for key in read if (column := getattr(self, key))]
+
+
+@dataclass(frozen=True)
+class FederatedData:
+    """The part of a federation's data that this process has.
+
+    Attributes:
+        clients: the training records of each client, by partition id. With `data = on-nodes` a node has its own
+            records only, and the server none.
+        client_names: for display, in the same order.
+        test: the server's own test set; empty on a node with its own records.
+        label_names: the classes, in the order of their indices; empty for causal models.
+        test_holders: the client whose record each test record is, by partition id, -1 for a stranger's; empty where
+            holders are not known by a column.
+        warnings: likely mistakes in the table, a line each. They tell of records, so they are for the terminal of those
+            who hold the table, and never for a run's folder or a log.
+    """
+
+    clients: tuple[TextData, ...]
+    client_names: tuple[str, ...]
+    test: TextData
+    label_names: tuple[str, ...]
+    test_holders: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+
+Turn = tuple[str, str]
+"""(role, text); a role is one of `ROLES`."""
+
+ROLES = ("system", "user", "assistant")
+"""The roles of turns. A template writes them between its own special tokens, so a record may bring no other."""
+
+
+def from_messages(value: object) -> tuple[str, str]:
+    """The turns before the response, as JSON, and the response: the last assistant turn. Later turns are left out.
+
+    Args:
+        value: a list of {"role": ..., "content": ...}, or its JSON. A content is a text, or a list of parts
+            {"type": "text", "text": ...}.
+
+    Raises:
+        ValueError: it is no such list, has another role, or no assistant turn that answers another.
+    """
+    turns = _turns(json.loads(value) if isinstance(value, str) else value)
+    last = max((index for index, (role, _) in enumerate(turns) if role == "assistant"), default=0)
+    if last == 0:
+        raise ValueError("has no assistant turn after another turn")
+    return json.dumps(turns[:last]), turns[last][1]
+
+
+def turns_of(text: str) -> tuple[Turn, ...]:
+    """The turns before a response, as `from_messages` wrote them."""
+    return tuple((role, content) for role, content in json.loads(text))
+
+
+def as_text(value: object) -> str:
+    """A value of a column as a text; a missing one is empty.
+
+    Raises:
+        ValueError: it is a list or a mapping, whose Python code no model should learn.
+    """
+    if isinstance(value, (list, tuple, Mapping)):
+        raise ValueError("holds a list, not a text; chat messages go into messages_column")
+    return "" if value is None else str(value)
+
+
+def response_of(value: str, *, labels: Sequence[str], answers: Sequence[str]) -> str | None:
+    """The response of a record by what its response column holds; None for one that is to be left out.
+
+    Args:
+        value: a label, if there are labels; else the response.
+        labels: the classes, in the order of their answers; empty if the column holds the answers.
+        answers: the allowed responses; empty allows any.
+    """
+    if not answers:
+        return value
+    return dict(zip(labels or answers, answers, strict=True)).get(value)
+
+
+def _turns(value: object) -> list[Turn]:
+    """The messages as turns, checked."""
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("is no list of messages")
+    turns = []
+    for message in value:
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            raise ValueError(f"has a message whose role is none of {', '.join(ROLES)}")
+        turns.append((str(message["role"]), _content(message.get("content"))))
+    return turns
+
+
+def _content(value: object) -> str:
+    """The text of a message."""
+    if isinstance(value, (list, tuple)):
+        if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
+            raise ValueError("has a message with a part that is no text")
+        return "".join(_content(part.get("text")) for part in value)
+    if not isinstance(value, str):
+        raise ValueError("has a message without text")
+    return value

@@ -1,0 +1,49 @@
+"""Local training: Poisson samples, exact per-sample gradients, clipping, and the update that a client uploads.
+
+>>> import torch
+>>> from fedpriv.learning.training import clipped_rows, per_sample_gradients, trainable_layers
+>>> model = torch.nn.Linear(2, 1, bias=False)
+>>> records, targets = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 0.0, 0.0])
+>>> gradients, losses = per_sample_gradients(
+...     trainable_layers(model), lambda: (model(records).squeeze(1) - targets).square()
+... )
+>>> gradients["weight"].shape, losses.shape
+(torch.Size([3, 1, 2]), torch.Size([3]))
+>>> rows = clipped_rows(gradients["weight"].flatten(1), clip_norm=0.01, parts=[slice(0, 2)])
+>>> bool((rows.norm(dim=1) <= 0.01).all())
+True
+"""
+
+from typing import TYPE_CHECKING
+
+from fedpriv.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from fedpriv.learning.training._admission import in_format as in_format
+    from fedpriv.learning.training._caches import Body as Body
+    from fedpriv.learning.training._caches import FeatureCache as FeatureCache
+    from fedpriv.learning.training._caches import find_prefix as find_prefix
+    from fedpriv.learning.training._decoding import Tokens as Tokens
+    from fedpriv.learning.training._decoding import ends_of_turn as ends_of_turn
+    from fedpriv.learning.training._decoding import greedy_answers as greedy_answers
+    from fedpriv.learning.training._decoding import with_adapter as with_adapter
+    from fedpriv.learning.training._live_bytes import peak_of_pass as peak_of_pass
+    from fedpriv.learning.training._losses import predictions as predictions
+    from fedpriv.learning.training._passes import batches as batches
+    from fedpriv.learning.training._sampling import PoissonSampler as PoissonSampler
+    from fedpriv.learning.training.clipping import clipped_rows as clipped_rows
+    from fedpriv.learning.training.evaluation import class_figures as class_figures
+    from fedpriv.learning.training.evaluation import log_perplexity_change as log_perplexity_change
+    from fedpriv.learning.training.evaluation import mean_estimate as mean_estimate
+    from fedpriv.learning.training.evaluation import require_rouge as require_rouge
+    from fedpriv.learning.training.evaluation import rouge_l as rouge_l
+    from fedpriv.learning.training.local_update import UpdateSpec as UpdateSpec
+    from fedpriv.learning.training.model import TrainingModel as TrainingModel
+    from fedpriv.learning.training.own_models import OwnModel as OwnModel
+    from fedpriv.learning.training.own_models import private_step as private_step
+    from fedpriv.learning.training.per_sample import per_sample_gradients as per_sample_gradients
+    from fedpriv.learning.training.per_sample import trainable_layers as trainable_layers
+    from fedpriv.learning.training.summing import noised_sum as noised_sum
+    from fedpriv.learning.training.whole_updates import UpdateNoise as UpdateNoise
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

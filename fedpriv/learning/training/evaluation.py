@@ -1,0 +1,397 @@
+"""Accuracy, loss, confusion matrix, perplexity and generated answers of a model on a set of records.
+
+Classification may be put to a language model as a question: it is then tested on the records with each of the allowed
+answers, and gives the likeliest one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedpriv.errors import InputError
+from fedpriv.learning.data.chat import RESPONSE_MASK
+from fedpriv.learning.data.records import Item, Records, num_tokens, usable
+from fedpriv.learning.training._decoding import TOKENS_OF_A_PASS, Tokens, prompt_and_response
+from fedpriv.learning.training._losses import predictions
+from fedpriv.learning.training._passes import batches
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.progress import TESTING
+
+Confusion = tuple[tuple[int, ...], ...]
+
+
+def confusion_matrix(labels: npt.ArrayLike, predicted: npt.ArrayLike, num_classes: int) -> Confusion:
+    """The number of records by class: a row for each true class, a column for each predicted one.
+
+    Args:
+        labels: true classes in [0, num_classes), [records].
+        predicted: classes in [0, num_classes), [records].
+        num_classes: >= 1.
+    """
+    cells = num_classes * np.asarray(labels, dtype=np.int64) + np.asarray(predicted, dtype=np.int64)
+    counts = np.bincount(cells, minlength=num_classes**2).reshape(num_classes, num_classes)
+    return tuple(map(tuple, counts.tolist()))
+
+
+def macro_f1(confusion: Sequence[Sequence[int]]) -> float:
+    """The mean F1 score of the classes that occur among the records or the predictions, in [0, 1].
+
+    F1 of a class is 2 TP / (2 TP + FP + FN). Classes that occur in neither have none and do not count.
+
+    Args:
+        confusion: of at least one record.
+    """
+    counts = np.asarray(confusion, dtype=np.float64)
+    occurrences = counts.sum(axis=0) + counts.sum(axis=1)
+    occurring = occurrences > 0
+    return float((2 * counts.diagonal()[occurring] / occurrences[occurring]).mean())
+
+
+def majority_share(confusion: Sequence[Sequence[int]]) -> float:
+    """The share of the largest true class: the accuracy of always predicting it.
+
+    Args:
+        confusion: of at least one record.
+    """
+    sizes = np.asarray(confusion).sum(axis=1)
+    return float(sizes.max() / sizes.sum())
+
+
+def class_figures(confusion: Confusion | None) -> dict[str, float | None]:
+    """{key of summary.json: what it says of a confusion matrix}; None for all of them without a matrix."""
+    figures = {
+        "majority_accuracy": majority_share,
+        "accuracy_standard_error": accuracy_standard_error,
+        "macro_f1": macro_f1,
+    }
+    return {name: figure(confusion) if confusion else None for name, figure in figures.items()}
+
+
+def accuracy_of(confusion: Sequence[Sequence[int]]) -> float:
+    """The share of records whose predicted class is the true one, in [0, 1].
+
+    Args:
+        confusion: of at least one record.
+    """
+    counts = np.asarray(confusion)
+    return float(counts.trace() / counts.sum())
+
+
+def accuracy_standard_error(confusion: Sequence[Sequence[int]]) -> float:
+    """sqrt(a (1 - a) / n): what the choice of the n test records adds to the accuracy a, whatever was trained."""
+    accuracy = accuracy_of(confusion)
+    return math.sqrt(accuracy * (1 - accuracy) / np.asarray(confusion).sum())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenLosses:
+    """The losses of a causal model on each record of a test set.
+
+    Attributes:
+        sums: float64 [records], minus the log-likelihood of a record's targets, in nats.
+        counts: int64 [records], its targets: the tokens of the response, or all but the first of a bare text.
+    """
+
+    sums: npt.NDArray[np.float64]
+    counts: npt.NDArray[np.int64]
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(the mean over all targets, each counting the same), >= 1; None if no record has any."""
+        total = int(self.counts.sum())
+        if not total:
+            return None
+        mean = float(self.sums.sum()) / total
+        return math.exp(mean) if mean < math.log(np.finfo(np.float64).max) else math.inf  # NaN, too, becomes inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanEstimate:
+    """A mean over records and its standard error, for the choice of the records alone; None for fewer than two."""
+
+    mean: float
+    standard_error: float | None
+
+
+def log_perplexity_change(before: TokenLosses, after: TokenLosses) -> MeanEstimate | None:
+    """The logarithm of the second perplexity over the first, below 0 if the second is better; None without targets.
+
+    It is r = sum d_i / sum n_i, of differences d_i of the records' sums and their counts n_i. What varies is the choice
+    of the m records, so by the delta method its variance is m / (m - 1) sum (d_i - r n_i)^2 / (sum n_i)^2.
+
+    Args:
+        before: of records in an order.
+        after: of the same records in the same order.
+
+    Raises:
+        ValueError: the records are not the same.
+
+    Source: Cochran 1977, section 6.4.
+    """
+    if not np.array_equal(before.counts, after.counts):
+        raise ValueError("before, after: have other numbers of targets, so they are not of the same records")
+    total = int(after.counts.sum())
+    if not total:
+        return None
+    differences = after.sums - before.sums
+    ratio = float(differences.sum()) / total
+    return MeanEstimate(mean=ratio, standard_error=_root_of_sum(differences - ratio * after.counts, total))
+
+
+def mean_estimate(values: npt.NDArray[np.float64]) -> MeanEstimate:
+    """The mean of values, and its standard error.
+
+    Args:
+        values: [records], at least one.
+    """
+    mean = float(values.mean())
+    return MeanEstimate(mean=mean, standard_error=_root_of_sum(values - mean, len(values)))
+
+
+def _root_of_sum(residuals: npt.NDArray[np.float64], total: int) -> float | None:
+    """sqrt(m / (m - 1) sum of squares) / total; None for fewer than two."""
+    num = len(residuals)
+    return math.sqrt(num / (num - 1) * float((residuals**2).sum())) / total if num > 1 else None
+
+
+def require_rouge(num_answers: int) -> None:
+    """Refuse to score answers where the package for it is missing.
+
+    Raises:
+        InputError: it is; says how to install it.
+    """
+    if find_spec("rouge_score") is None:
+        raise InputError(
+            f"generated_answers = {num_answers}: scoring answers needs rouge-score, which is not installed; "
+            "pip install fedpriv[llm], or use 0"
+        )
+
+
+def rouge_l(references: Sequence[str], answers: Sequence[str]) -> npt.NDArray[np.float64]:
+    """The F1 of each answer's longest common subsequence of words with its reference, in [0, 1], [answers].
+
+    Words are runs of the letters a to z, in lower case, and digits; they are not stemmed.
+
+    Source: Lin 2004, section 3.1.
+    """
+    from rouge_score.rouge_scorer import RougeScorer  # deferred: only runs that generate answers need it
+
+    scorer = RougeScorer(["rougeL"], use_stemmer=False)
+    pairs = zip(references, answers, strict=True)
+    return np.array([scorer.score(reference, answer)["rougeL"].fmeasure for reference, answer in pairs], dtype=float)
+
+
+_RECORDS_PER_PASS = 64
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over records.
+
+    Attributes:
+        accuracy: share of correct classes, answers or next tokens, in [0, 1].
+        loss: cross-entropy in nats.
+        confusion: records by true class (row) and predicted class (column), of a classifier or among allowed answers.
+        right: bool [records], the records whose class a classifier finds; None for causal models.
+        tokens: of causal models, record by record; None for classifiers.
+    """
+
+    accuracy: float
+    loss: float
+    confusion: Confusion | None = field(default=None, repr=False)
+    right: npt.NDArray[np.bool_] | None = field(default=None, repr=False, compare=False)
+    tokens: TokenLosses | None = field(default=None, repr=False)
+
+    @property
+    def perplexity(self) -> float | None:
+        """The perplexity over all targets; None for classifiers and without targets."""
+        return self.tokens.perplexity if self.tokens else None
+
+
+def passes_by_length(items: Sequence[Item]) -> Iterator[list[int]]:
+    """The positions of the records in passes without much padding, of a bounded number of records and tokens."""
+    lengths = [num_tokens(item) for item in items]
+    return batches(lengths, lambda tokens: min(_RECORDS_PER_PASS, TOKENS_OF_A_PASS // tokens))
+
+
+@torch.no_grad()
+def evaluate(
+    model: TrainingModel, records: Records, *, keep_features: bool = False, choices: Choices | None = None
+) -> Evaluation:
+    """The quality of the model, with its current adapter, on the records; the states of its prefix cache are used.
+
+    Args:
+        model: with an adapter.
+        records: public ones.
+        keep_features: whether what the head reads is kept for evaluations with the same A and B: those of other ones
+            are faster without, by a third on a CPU.
+        choices: the same records with the allowed answers, one of which a causal model is to find; None counts its next
+            tokens.
+
+    Raises:
+        ValueError: there are no records that a model can read.
+    """
+    items = list(filter(usable, records.items()))
+    if not items:
+        raise ValueError("evaluation needs at least one record")
+    if not len(records.labels):
+        return _of_causal_model(model, items, choices)
+    hits = losses = 0.0
+    right = np.zeros(len(records), dtype=np.bool_)
+    labels: list[int] = []
+    predicted: list[int] = []
+    num_classes = 0
+    for positions in passes_by_length(items):
+        indices = [items[position][1] for position in positions]
+        if keep_features:
+            logits, batch = model.evaluation_logits(records, indices)
+        else:
+            logits, batch = model.logits(records.items(indices), cached=True)
+        predicted_well = predictions(logits, batch)
+        losses += float(predicted_well.losses.double().sum())
+        hits += float(predicted_well.hits.double().sum())
+        right[indices] = predicted_well.hits.cpu().numpy() > 0
+        num_classes = logits.shape[-1]
+        labels += batch["labels"].tolist()
+        predicted += logits.argmax(dim=-1).tolist()
+        model.tell(TESTING, len(labels), len(items))
+    return Evaluation(
+        accuracy=hits / len(items),
+        loss=losses / len(items),
+        confusion=confusion_matrix(labels, predicted, num_classes),
+        right=right,
+    )
+
+
+def _of_causal_model(model: TrainingModel, items: list[Item], choices: Choices | None) -> Evaluation:
+    tokens, hits = _token_losses(model, items)
+    confusion = _confusion_of(model, choices) if choices else None
+    return Evaluation(
+        accuracy=accuracy_of(confusion) if confusion else float(hits.mean()),
+        loss=float((tokens.sums / np.maximum(tokens.counts, 1)).mean()),
+        confusion=confusion,
+        tokens=tokens,
+    )
+
+
+def _token_losses(model: TrainingModel, items: Sequence[Item]) -> tuple[TokenLosses, npt.NDArray[np.float64]]:
+    """The records' losses, and the share of their targets that are the most likely tokens, [records]."""
+    sums, hits = np.zeros(len(items)), np.zeros(len(items))
+    counts = np.zeros(len(items), dtype=np.int64)
+    num_tested = 0
+    for positions in passes_by_length(items):
+        found = model.predictions([items[position] for position in positions], cached=True)
+        counts[positions] = found.num_targets.cpu().numpy()
+        sums[positions] = (found.losses.double() * found.num_targets).cpu().numpy()
+        hits[positions] = found.hits.cpu().numpy()
+        num_tested += len(positions)
+        model.tell(TESTING, num_tested, len(items))
+    return TokenLosses(sums=sums, counts=counts), hits
+
+
+@torch.no_grad()
+def _log_likelihoods(model: TrainingModel, choices: Choices) -> npt.NDArray[np.float64]:
+    """The logarithm of each answer's probability after each prompt, in nats, [records, answers].
+
+    It is the sum over the answer's tokens, its end of turn included, and not divided by their number: the
+    probabilities of all texts add up to 1, so that they can be compared.
+
+    Args:
+        model: a causal one, with its adapter; the states of its prefix cache are used.
+        choices: each answer of at least one token.
+    """
+    return -np.stack([_token_losses(model, records.items())[0].sums for records in choices.records], axis=1)
+
+
+def _confusion_of(model: TrainingModel, choices: Choices) -> Confusion:
+    """Records by their own answer (row) and the one that the model finds most likely (column)."""
+    likeliest = _log_likelihoods(model, choices).argmax(axis=1)
+    return confusion_matrix(choices.truth, likeliest, len(choices.records))
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choices:
+    """The test records whose response is one of the allowed answers.
+
+    Attributes:
+        records: a set for each allowed answer: the prompts, all with this response and its end of turn.
+        truth: index of each record's own answer.
+    """
+
+    records: tuple[Records, ...]
+    truth: tuple[int, ...]
+
+
+def choices_of(records: Records, tokenizer: Any, answers: Sequence[str]) -> Choices:
+    """The records as questions with the allowed answers; records with another response are left out, which is logged.
+
+    Args:
+        records: with a mask of their responses.
+        tokenizer: of the records.
+        answers: at least one.
+
+    Raises:
+        InputError: no record's response is an allowed answer.
+    """
+    pairs = [pair for item in records.items() if usable(item) and all(pair := prompt_and_response(item))]
+    tokens = _answer_tokens(tokenizer, answers, [response for _, response in pairs])
+    index = {answer.strip(): position for position, answer in enumerate(answers)}
+    texts = [text_of(tokenizer, response) for _, response in pairs]
+    known = [(prompt, index[text]) for (prompt, _), text in zip(pairs, texts, strict=True) if text in index]
+    if not known:
+        raise InputError(f"answers = {', '.join(answers)}: no test record has one of them as its response")
+    if len(known) < len(records):
+        log.warning(
+            "%d of %d test records have no allowed answer and do not count", len(records) - len(known), len(records)
+        )
+    prompts, truth = zip(*known, strict=True)
+    return Choices(records=tuple(_with_answer(prompts, answer, records.pad_token_id) for answer in tokens), truth=truth)
+
+
+def _with_answer(prompts: Sequence[Tokens], answer: Tokens, pad_token_id: int) -> Records:
+    """The prompts with this answer as their response."""
+    features = {
+        "input_ids": tuple(torch.tensor((*prompt, *answer)) for prompt in prompts),
+        RESPONSE_MASK: tuple(torch.tensor([0] * len(prompt) + [1] * len(answer)) for prompt in prompts),
+    }
+    return Records(features, torch.tensor([], dtype=torch.int64), pad_token_id)
+
+
+def _answer_tokens(tokenizer: Any, answers: Sequence[str], responses: Sequence[Tokens]) -> tuple[Tokens, ...]:
+    """The tokens of each answer as a response: as a record has them, or else encoded alone and ended like the others.
+
+    Args:
+        tokenizer: of the responses.
+        answers: texts.
+        responses: tokens of the records' responses, with what ends them.
+    """
+    known: dict[str, Tokens] = {}
+    for response in responses:
+        known.setdefault(text_of(tokenizer, response), response)
+    special = set(tokenizer.all_special_ids)
+    end = next((response[_first_of_end(response, special) :] for response in responses), ())
+    encoded = (tuple(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers)
+    return tuple(known.get(answer.strip(), (*alone, *end)) for answer, alone in zip(answers, encoded, strict=True))
+
+
+def _first_of_end(response: Tokens, special: set[int]) -> int:
+    """Position of the first special token, from which on a response only ends."""
+    return next((position for position, token in enumerate(response) if token in special), len(response))
+
+
+def text_of(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of tokens without special ones and outer white space."""
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
+    return text.strip()

@@ -1,0 +1,342 @@
+"""Exact per-sample gradients of every trainable layer from one forward and one backward pass.
+
+Every trainable leaf `nn.Linear` is hooked: its input x and the gradient g of its output give the gradient of record n
+as the sum over tokens of g x^T. For an `nn.Embedding` x is the token's row of the identity, so g is added to the row
+that the token names. Autograd computes gradients of outputs only, so the frozen base costs as much as in plain LoRA
+training, and no weight gradient of the whole batch is ever formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedpriv.learning.adapters import INNER_SUFFIX
+from fedpriv.learning.training._recomputation import Run, recomputing
+
+PerSample = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TrainableLayer:
+    """A trainable leaf layer and the names of its parameters.
+
+    Attributes:
+        module: the layer.
+        weight: name of the weight; None if it is frozen.
+        bias: name of the bias; None if there is none or it is frozen.
+    """
+
+    module: nn.Linear | nn.Embedding
+    weight: str | None
+    bias: str | None
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """{parameter name: parameter} of those that are trained."""
+        named = zip((self.weight, self.bias), self.weight_and_bias, strict=True)
+        return {name: parameter for name, parameter in named if name is not None and parameter is not None}
+
+    @property
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """Both, trained or frozen; None if there is no bias."""
+        return self.module.weight, self.module.bias if isinstance(self.module, nn.Linear) else None
+
+
+def trainable_layers(
+    model: nn.Module, kinds: Sequence[type[nn.Linear | nn.Embedding]] = (nn.Linear,)
+) -> dict[str, TrainableLayer]:
+    """The trainable layers of a model, by module name.
+
+    Args:
+        model: a peft model, or any module whose trainable leaves are of the kinds.
+        kinds: of layers that may be trained. An embedding may be tied to layers that a model does not show, so one who
+            admits it must compare the gradients with those of autograd.
+
+    Raises:
+        ValueError: a trainable parameter does not support per-sample gradients (names it), is an untied output
+            embedding, or more than one adapter is active.
+    """
+    active = getattr(model, "active_adapters", ["default"])
+    if len(active) != 1:
+        raise ValueError(f"adapters {', '.join(active)} are active: per-sample gradients need exactly one")
+    _refuse_output_embeddings(model)
+    owners = {
+        id(parameter): (name, module)
+        for name, module in model.named_modules()
+        for parameter in module.parameters(recurse=False)
+    }
+    layers: dict[str, TrainableLayer] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        name, module = owners[id(parameter)]
+        if type(module) not in kinds:
+            raise ValueError(
+                f"{names[id(parameter)]}: a trainable parameter of a {type(module).__name__}, which has no per-sample "
+                f"gradient here; freeze it, and train {' and '.join(kind.__name__ for kind in kinds)} layers, such as "
+                "LoRA and a linear head"
+            )
+        if isinstance(module, nn.Embedding):
+            _refuse_coupling_options(name, module)
+        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError(
+                f"{name}: has hooks or a forward pass of its own, which its per-sample gradient would miss"
+            )
+        layers[name] = TrainableLayer(
+            module=module,
+            weight=names[id(module.weight)] if module.weight.requires_grad else None,
+            bias=names[id(bias)]
+            if (bias := getattr(module, "bias", None)) is not None and bias.requires_grad
+            else None,
+        )
+    return layers
+
+
+def _refuse_coupling_options(name: str, module: nn.Embedding) -> None:
+    """Refuse options by which one record's tokens change the rows or the gradients of others."""
+    for option in ("max_norm", "scale_grad_by_freq"):
+        value = getattr(module, option)
+        if value:
+            raise ValueError(f"{name}: {option} = {value} lets a record's tokens change those of others; leave it out")
+
+
+def _refuse_output_embeddings(model: nn.Module) -> None:
+    """Refuse a trainable lm_head: peft would copy it, untie it from the input embeddings, and train the wrong model."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    if head is not None and any(parameter.requires_grad for parameter in head.parameters()):
+        raise ValueError("modules_to_save = lm_head: it is tied to the input embeddings; leave it frozen")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The parameters of several clients whose records share one pass of the frozen base.
+
+    Attributes:
+        parameters: {parameter name: [clients, *shape]}.
+        owners: int64 [batch], the client of each record.
+    """
+
+    parameters: Mapping[str, Tensor]
+    owners: Tensor
+
+
+_Activations = dict[str, tuple[Tensor, Tensor]]
+"""{module name: (input, output)} of one forward pass, or of one layer that is run again."""
+
+
+@contextmanager
+def recorded(
+    layers: Mapping[str, TrainableLayer], stack: Stack | None, wanted: Collection[str] = ()
+) -> Iterator[_Activations]:
+    """Within this context each record uses its own client's parameters, and the wanted layers are recorded.
+
+    Args:
+        layers: from `trainable_layers`.
+        stack: the parameters of each record's client; None uses the model's own.
+        wanted: names of the layers whose gradients are wanted.
+    """
+    activations: _Activations = {}
+
+    def forward_of(name: str, layer: TrainableLayer) -> Callable[[Tensor], Tensor]:
+        plain: Callable[..., Tensor] = type(layer.module).forward
+        block = _block_of(layer, stack)
+
+        def forward(x: Tensor) -> Tensor:
+            x = x if block is None else x[..., : block[1]]
+            output = plain(layer.module, x) if stack is None else _stacked(name, layer, x, stack)
+            # Without gradients it is the first run of a layer that is run again.
+            if name in wanted and torch.is_grad_enabled():
+                # The parameters need no gradient of their own: only that of the output is computed.
+                output = output if output.requires_grad else output.requires_grad_()
+                if name in activations:
+                    raise ValueError(f"{name}: called twice in one forward pass, so its gradients would mix")
+                activations[name] = (x.detach(), output)
+            return output if block is None else F.pad(output, (0, layer.module.weight.shape[0] - block[0]))
+
+        return forward
+
+    # A pass may be tried within another one: what that has set is put back below.
+    before = [(layer.module, vars(layer.module).get("forward")) for layer in layers.values()]
+    for name, layer in layers.items():
+        vars(layer.module)["forward"] = forward_of(name, layer)
+    try:
+        yield activations
+    finally:
+        for module, forward in before:
+            if forward is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward
+
+
+def _block_of(layer: TrainableLayer, stack: Stack | None) -> tuple[int, int] | None:
+    """(rows, columns) of the leading block of the layer's R that the clients train; None where they train all of it."""
+    if stack is None or layer.weight is None or not layer.weight.endswith(INNER_SUFFIX):
+        return None
+    _, rows, columns = stack.parameters[layer.weight].shape
+    return None if (rows, columns) == tuple(layer.module.weight.shape) else (rows, columns)
+
+
+def _stacked(name: str, layer: TrainableLayer, x: Tensor, stack: Stack) -> Tensor:
+    """The layer's output with each record's own parameters, in float32 whatever precision the base uses."""
+    if len(x) != len(stack.owners):
+        raise ValueError(f"{name}: its input's first dimension is {len(x)}, not the batch's {len(stack.owners)}")
+    fixed, fixed_bias = layer.weight_and_bias
+    weight = fixed.unsqueeze(0) if layer.weight is None else stack.parameters[layer.weight]
+    bias = fixed_bias.unsqueeze(0) if fixed_bias is not None else None
+    bias = bias if layer.bias is None else stack.parameters[layer.bias]
+    if isinstance(layer.module, nn.Embedding):
+        return weight[(stack.owners if len(weight) > 1 else 0 * stack.owners).view(-1, *[1] * (x.dim() - 1)), x]
+    return _linear(x.to(weight.dtype), weight, bias, stack.owners)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, owners: Tensor) -> Tensor:
+    """The linear layer on x [batch, ..., in], with weight [clients or 1, out, in] and bias [clients or 1, out]."""
+    if len(weight) == 1 and (bias is None or len(bias) == 1):
+        return F.linear(x, weight[0], bias[0] if bias is not None else None)
+    flat = x.reshape(len(x), -1, x.shape[-1])
+    own = weight[owners] if len(weight) > 1 else weight.expand(len(x), -1, -1)
+    output = flat @ own.transpose(1, 2)
+    if bias is not None:
+        output = output + (bias[owners] if len(bias) > 1 else bias).unsqueeze(1)
+    return output.reshape(*x.shape[:-1], output.shape[-1])
+
+
+def per_sample_gradients(
+    layers: Mapping[str, TrainableLayer],
+    losses: Callable[[], Tensor],
+    stack: Stack | None = None,
+    *,
+    trained: Collection[str] | None = None,
+    recomputed: Sequence[nn.Module] = (),
+) -> tuple[PerSample, Tensor]:
+    """The gradient of every record's loss with respect to every trained parameter.
+
+    Args:
+        layers: from `trainable_layers`.
+        losses: runs the forward pass and returns one loss per record, float [batch], batch >= 1; no record's loss may
+            depend on another record.
+        stack: the parameters of each record's client; None uses the model's own.
+        trained: names of the parameters whose gradients are wanted; None for all of the layers'.
+        recomputed: blocks of the model, in their order, that keep their inputs alone and run again in the backward
+            pass: less memory, more time, the same bits.
+
+    Returns:
+        {parameter name: [batch, *parameter shape]}, and the losses, detached.
+
+    Raises:
+        ValueError: a layer is called twice, or its input is not [batch, ..., features].
+    """
+    names = {name for layer in layers.values() for name in (layer.weight, layer.bias) if name}
+    wanted = layers if trained is None or names <= set(trained) else _only(layers, trained)
+    blocks = _from_first_wanted(recomputed, wanted)
+    anchor = torch.zeros((), requires_grad=True)
+    collected = _Collected(wanted)
+
+    def backward(run: Run, hidden: Tensor, gradient: Tensor) -> Tensor | None:
+        activations.clear()
+        output = run(hidden)
+        of_input = collected.collect(activations, output, gradient, [hidden] if hidden.requires_grad else [])
+        activations.clear()
+        return of_input[0] if of_input else None
+
+    with (
+        recorded(layers, stack, wanted) as activations,
+        recomputing(blocks, anchor, backward) if blocks else nullcontext(),
+    ):
+        values = losses()
+        collected.num = len(values)
+        collected.collect(dict(activations), values.sum(), None, [anchor] if blocks else [])
+    result = collected.gradients
+    for layer in wanted.values():  # a layer that the pass did not use has zero gradient
+        for key, parameter in layer.parameters.items():
+            if key not in result:
+                shape = parameter.shape if stack is None else stack.parameters[key].shape[1:]
+                result[key] = parameter.new_zeros((collected.num, *shape))
+    return result, values.detach()
+
+
+@dataclass
+class _Collected:
+    """Per-sample gradients as the backward pass comes to them.
+
+    Attributes:
+        layers: whose gradients are wanted.
+        num: rows of the pass.
+        gradients: {parameter name: [rows, *parameter shape]}.
+    """
+
+    layers: Mapping[str, TrainableLayer]
+    num: int = 0
+    gradients: PerSample = field(default_factory=dict)
+
+    def collect(
+        self, activations: _Activations, value: Tensor, upstream: Tensor | None, others: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Collect the gradients of the layers that were recorded on the way to a value; return the other tensors'."""
+        for name, (inputs, _) in activations.items():
+            if inputs.shape[0] != self.num:
+                raise ValueError(
+                    f"{name}: its input's first dimension is {inputs.shape[0]}, not the batch's {self.num}"
+                )
+        outputs = [output for _, output in activations.values()]
+        gradients = torch.autograd.grad(value, [*outputs, *others], upstream, allow_unused=True)
+        for (name, (inputs, output)), gradient in zip(activations.items(), gradients, strict=False):
+            g = torch.zeros_like(output) if gradient is None else gradient
+            found = _layer_gradients(self.layers[name], inputs, g)
+            if not found.keys().isdisjoint(self.gradients):
+                raise ValueError(f"{name}: called twice in one forward pass, so its gradients would mix")
+            self.gradients.update(found)
+        return gradients[len(outputs) :]
+
+
+def _from_first_wanted(blocks: Sequence[nn.Module], wanted: Mapping[str, TrainableLayer]) -> Sequence[nn.Module]:
+    """The blocks from the first one with a wanted layer on: nothing before it has a gradient."""
+    modules = {layer.module for layer in wanted.values()}
+    for index, block in enumerate(blocks):
+        if not modules.isdisjoint(block.modules()):
+            return blocks[index:]
+    return ()
+
+
+def _only(layers: Mapping[str, TrainableLayer], trained: Collection[str]) -> dict[str, TrainableLayer]:
+    """The layers with a trained parameter, without the names of the others."""
+    chosen = {
+        name: replace(
+            layer,
+            weight=layer.weight if layer.weight in trained else None,
+            bias=layer.bias if layer.bias in trained else None,
+        )
+        for name, layer in layers.items()
+    }
+    return {name: layer for name, layer in chosen.items() if layer.weight or layer.bias}
+
+
+def _layer_gradients(layer: TrainableLayer, x: Tensor, g: Tensor) -> PerSample:
+    """Per-sample gradients of one layer from its input [batch, ..., in], or tokens, and that of its output, g."""
+    g = g.reshape(len(g), -1, g.shape[-1])
+    if isinstance(layer.module, nn.Embedding):
+        return {name: _row_gradients(layer.module, x.reshape(len(x), -1), g) for name in layer.parameters}
+    x = x.to(g.dtype).reshape(len(x), -1, x.shape[-1])
+    result = {}
+    if layer.weight is not None:
+        result[layer.weight] = torch.bmm(g.transpose(1, 2), x)
+    if layer.bias is not None:
+        result[layer.bias] = g.sum(dim=1)
+    return result
+
+
+def _row_gradients(module: nn.Embedding, tokens: Tensor, g: Tensor) -> Tensor:
+    """[batch, rows, width] The sum of g [batch, tokens, width] over the tokens [batch, tokens] that name each row."""
+    if module.padding_idx is not None:
+        g = g * (tokens != module.padding_idx).unsqueeze(2)
+    total = g.new_zeros((len(tokens), module.num_embeddings, module.embedding_dim))
+    return total.scatter_add_(1, tokens.unsqueeze(2).expand_as(g), g)  # raises where a token is out of range

@@ -1,0 +1,210 @@
+"""How often a model is right on a holder's records, as two noised counts: the only evaluation on private data."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fedpriv.config import RunConfig
+from fedpriv.errors import is_memory_failure
+from fedpriv.learning.adapters import Adapter, Merged, lora
+from fedpriv.learning.data.records import Records, RecordSet, num_tokens, usable
+from fedpriv.learning.training import local_update
+from fedpriv.learning.training._isolation import finite, raising_failures, refusing
+from fedpriv.learning.training.local_update import ClientUpdate, TrainedModel, UpdateSpec, UpdateTask, noise_request
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.workers import shared, side_by_side
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.mechanisms.registry import MECHANISMS
+from fedpriv.privacy.mechanisms.sources import RandomSource
+
+# Shares of correct tokens are rounded to multiples of 2^-20. Sums of up to 2^32 records are then exact in float64, so
+# that no sum's rounding adds to what one record changes.
+_STEPS = 2**20
+
+NO_COUNTS = torch.zeros(2, dtype=torch.float64)
+"""The counts of no records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSpec:
+    """The evaluation that the server asks of a client.
+
+    Attributes:
+        noise_multiplier: z >= 0, the standard deviation of the noise on each count.
+        max_records_per_person: m, at most how many records of a person count; 0 where the unit is the record.
+    """
+
+    noise_multiplier: float
+    max_records_per_person: int = 0
+
+    @property
+    def update(self) -> UpdateSpec:
+        """The evaluation as an update."""
+        return UpdateSpec.counts(self.noise_multiplier, self.max_records_per_person)
+
+    @staticmethod
+    def of(config: RunConfig) -> EvaluationSpec | None:
+        """The evaluation that a run's configuration asks for; None if it asks for none."""
+        z = config.evaluation_noise_multiplier
+        if z is None:
+            return None
+        return EvaluationSpec(noise_multiplier=z, max_records_per_person=config.most_of_a_person)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisedCounts:
+    """A client's answer: the numbers of records on which the model was right and wrong, both with noise."""
+
+    hits: float
+    misses: float
+
+    @staticmethod
+    def of(sums: Tensor) -> NoisedCounts:
+        """The counts in a result of `noised`, [2]."""
+        hits, misses = sums.tolist()
+        return NoisedCounts(hits=hits, misses=misses)
+
+
+def planned_event(spec: EvaluationSpec) -> Event:
+    """The event of one evaluation, which a holder pays for; see `UpdateSpec.counts`.
+
+    Raises:
+        ValueError: noise_multiplier is out of range.
+    """
+    return local_update.planned_event(spec.update, 1.0, {})
+
+
+def check_fits(model: TrainedModel, adapter: Adapter, merged: Merged) -> None:
+    """Refuse an adapter that does not have the model's tensors, or additions to frozen weights that do not fit.
+
+    Raises:
+        ValueError: names what does not fit.
+    """
+    for name in adapter.keys() | model.parameters.keys():
+        shapes = [tuple(tensors[name].shape) if name in tensors else None for tensors in (adapter, model.parameters)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"adapter: {name} has shape {shapes[0]}, the model's is {shapes[1]}")
+    model.check_merged(merged)
+
+
+def counted(model: TrainedModel, task: UpdateTask) -> ClientUpdate:
+    """The noised counts of a task whose objective is `counts`, as its `noised` values; its adapter is the broadcast.
+
+    Without records it is noise alone, and the model is not touched.
+
+    Raises:
+        ValueError: the task does not fit, as `planned_event` and `check_fits` say, which belong before the charge.
+    """
+    planned = local_update.planned_event(task.spec, task.sampler.sampling_probability, {})
+    exact = count(model, task.adapter, task.merged, task.data, _counted_together(task)) if len(task.data) else NO_COUNTS
+    sums, event = noised(exact, task.spec, task.noise)
+    if event != planned:
+        raise RuntimeError(f"the evaluation cost {event}, but {planned} was planned and charged")
+    return ClientUpdate(adapter=task.adapter, event=event, num_records=task.sampler.num_registered, noised=sums)
+
+
+def _counted_together(task: UpdateTask) -> list[list[int]] | None:
+    """The records that count of each person, as units; None where the unit is the record."""
+    most, records = task.spec.max_records_per_person, cast("Records", task.data)  # persons are known of these alone
+    return task.sampler.some_of_each(records, range(records.num_units), most) if most else None
+
+
+def count(
+    model: TrainedModel,
+    adapter: Adapter,
+    merged: Merged,
+    records: RecordSet,
+    units: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
+    """The exact (hits, misses), float64 [2].
+
+    Guarantee: each unit adds the mean of its records' pairs, which depends on them and the model alone. A record is
+    computed in a pass of its own, and if that fails, its pair is zero.
+
+    Args:
+        model: takes on the adapter.
+        adapter: that is evaluated.
+        merged: what aggregation has added to the frozen weights.
+        records: of the holder, set aside for evaluation.
+        units: the records of each unit, by their indices; None takes each record by itself.
+
+    Raises:
+        ValueError: as `check_fits`, which belongs before the charge.
+    """
+    model.merge(merged)
+    lora.write_parameters(model.parameters, adapter)
+    units = [[index] for index in range(len(records))] if units is None else units
+    counts = shared(max(1, model.num_workers), len(NO_COUNTS), dtype=torch.float64)
+
+    def add(number: int, worker: int) -> None:
+        unit = units[number]
+        pairs = torch.stack([_contribution(model, item) for item in records.items(unit)])
+        # Down to the grid, so that the sums stay exact, and the pair no longer than its records' pairs.
+        counts[worker] += (pairs.sum(dim=0) * _STEPS / len(unit)).floor() / _STEPS
+
+    side_by_side(add, len(units), model.num_workers)
+    return counts.sum(dim=0)
+
+
+@torch.no_grad()
+def rehearse(model: TrainingModel, adapter: Adapter, merged: Merged, records: Records) -> float:
+    """Evaluate synthetic records, so that what no record causes fails before anything is charged.
+
+    Returns the seconds that the longest of them takes.
+
+    Args:
+        model, adapter, merged: as for `count`.
+        records: synthetic ones, of which one of each length is evaluated.
+
+    Raises:
+        InputError: an evaluation fails, or a loss is not finite; names the type of the model.
+    """
+    model.merge(merged)
+    lora.write_parameters(model.parameters, adapter)
+    by_length = {num_tokens(item): item for item in records.items()}
+    with refusing(model.peft_model.config.model_type), raising_failures(also_of_numbers=True):
+        for item in by_length.values():
+            finite(model.predictions([item], cached=False).losses)
+    begin = time.perf_counter()
+    _share(model, [by_length[max(by_length)]])  # again, when nothing is new
+    return time.perf_counter() - begin
+
+
+def noised(counts: Tensor, spec: UpdateSpec, source: RandomSource) -> tuple[Tensor, Event]:
+    """The counts with Gaussian noise, float64 [2], and the event that pays for them.
+
+    Args:
+        counts: float64 [2], from `count`.
+        spec: of `UpdateSpec.counts`.
+        source: of the noise.
+    """
+    request = noise_request(spec, [spec.sampling_probability], len(counts), num_parts=1)
+    sums, (event,) = MECHANISMS.named(spec.mechanism).add_noise(counts.unsqueeze(0), request, [source])
+    return sums[0], event
+
+
+@torch.no_grad()
+def _contribution(model: TrainedModel, item: tuple[RecordSet, int]) -> Tensor:
+    """(h, 1 - h) of one record, float64 [2]; zeros if it cannot be evaluated."""
+    try:
+        share = _share(model, [item]) if usable(item) else math.nan
+    except Exception as error:  # whatever it is, one record must not decide whether the others count
+        if is_memory_failure(error):  # which says nothing of this record
+            raise
+        share = math.nan
+    if not 0 <= share <= 1:
+        return NO_COUNTS
+    share = round(share * _STEPS) / _STEPS
+    return torch.tensor([share, 1 - share], dtype=torch.float64)
+
+
+def _share(model: TrainedModel, items: Sequence[tuple[RecordSet, int]]) -> float:
+    """The first record's share of correct predictions."""
+    return float(model.predictions(items, cached=False).hits[0])

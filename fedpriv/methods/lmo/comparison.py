@@ -1,0 +1,246 @@
+"""LMO noise compared with Gaussian and Laplace noise of the same cost, and plots of it (Figures 6, 7 and 10 to 15)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy import stats
+
+from fedpriv.methods.lmo._budget import Budget, cost, fitted, laplace
+from fedpriv.methods.lmo.search import PARTS, Objective, PartName, SearchSpace, search
+from fedpriv.privacy.accounting.calibration import noise_multiplier_for
+from fedpriv.privacy.accounting.lmo_distribution import Columns
+from fedpriv.privacy.accounting.lmo_parameters import Combination, LmoParameters
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+EPSILONS = (0.3, 0.7, 2.0, 3.0)
+
+# Average reduction of the noise's absolute value against Gaussian noise: Yang et al., Figure 6.
+_PAPER_REDUCTION = {0.3: 0.9513, 0.7: 0.9219, 2.0: 0.8771, 3.0: 0.8731}
+
+Record = dict[str, Any]
+
+
+def compare(
+    budget: Budget,
+    *,
+    epsilons: Sequence[float] = EPSILONS,
+    dimensions: Sequence[int] = (1,),
+    combination: Combination = "linear",
+    objective: Objective = "usefulness",
+    ablations: bool = False,
+    seed: int = 0,
+) -> list[Record]:
+    """A record for every epsilon, dimension and kind of noise; all noises of one epsilon and dimension cost the same.
+
+    Noise is `gaussian`, `laplace` or `lmo`. The last is searched under the scalar curve; in larger dimensions it has
+    the same shape at the scale that the sound curve allows there. All costs are computed by rdp. The columns are
+    `variance`, `entropy` (nats), `mean_absolute` and `median_absolute` in units of the clip norm, and the reduction of
+    the last two against the Gaussian. `epsilon_at_dimension` is the cost of the scalar noise in the largest dimension.
+
+    Args:
+        budget: delta, steps, sampling and sensitivity; its epsilon and dimension are not used.
+        epsilons: costs at which noises are compared, > 0.
+        dimensions: of the noised vectors; 1 is a scalar, as in the paper.
+        combination: of the parts of u.
+        objective: of the search; the tolerance of `usefulness` is the sensitivity.
+        ablations: search every choice of one, two and three parts instead of only all three.
+        seed: of the search.
+    """
+    choices = _part_choices() if ablations else [PARTS]
+    records: list[Record] = []
+    for epsilon in epsilons:
+        scalar = replace(budget, epsilon=epsilon, dimension=1, accounting="sound")
+        shapes = {}
+        for parts in choices:
+            space = SearchSpace(combination=combination, parts=parts)
+            found = search(space, scalar, objective=objective, tolerance=budget.sensitivity, seed=seed)
+            shapes["+".join(parts)] = found.parameters
+        for dimension in dimensions:
+            records += _at_dimension(replace(scalar, dimension=dimension), shapes, max(dimensions))
+    return records
+
+
+def _part_choices() -> list[tuple[PartName, ...]]:
+    """All choices of one, two and three parts."""
+    return [choice for num in range(1, len(PARTS) + 1) for choice in combinations(PARTS, num)]
+
+
+def reductions(records: Sequence[Record], sensitivity: float = 1.0) -> list[Record]:
+    """The reduction of mean absolute noise on a scalar against Gaussian noise, next to what the paper reports.
+
+    For every epsilon: `paper`, None if it has no figure; `laplace` and `lmo` (all three parts) of the same cost;
+    `staircase`, the largest reduction of any noise that is epsilon-DP at delta 0. The columns `..._classical` compare
+    with Gaussian noise of standard deviation sqrt(2 log(1.25 / delta)) / epsilon, which is larger and, for
+    epsilon > 1, gives no guarantee.
+
+    Args:
+        records: of `compare`, for a single release of a scalar, at all epsilons.
+        sensitivity: for which they were computed.
+    """
+    rows = []
+    for epsilon in dict.fromkeys(record["epsilon"] for record in records):
+        scalar = [record for record in records if (record["epsilon"], record["dimension"]) == (epsilon, 1)]
+        noises = {r["noise"]: r for r in scalar if r["noise"] != "lmo" or r["parts"] == "+".join(PARTS)}
+        stddev = sensitivity * math.sqrt(2 * math.log(1.25 / scalar[0]["delta"])) / epsilon
+        means = {name: noises[name]["mean_absolute"] for name in ("laplace", "lmo")}
+        means["staircase"] = sensitivity * _least_mean_absolute(epsilon)
+        row: Record = {"epsilon": epsilon, "paper": _PAPER_REDUCTION.get(epsilon)}
+        row |= {name: 1 - mean / noises["gaussian"]["mean_absolute"] for name, mean in means.items()}
+        classical = _gaussian_sizes(stddev)["mean_absolute"]
+        rows.append(row | {f"{name}_classical": 1 - mean / classical for name, mean in means.items()})
+    return rows
+
+
+def _least_mean_absolute(epsilon: float) -> float:
+    """The least mean absolute value of any epsilon-DP noise on a scalar of sensitivity 1: the staircase mechanism's.
+
+    Source: Geng and Viswanath 2014, Theorem 3: e^(epsilon / 2) / (e^epsilon - 1).
+    """
+    return math.exp(epsilon / 2) / math.expm1(epsilon)
+
+
+def _at_dimension(budget: Budget, shapes: dict[str, LmoParameters], largest: int) -> Iterator[Record]:
+    multiplier = noise_multiplier_for(
+        budget.epsilon,
+        budget.delta,
+        sampling_probability=budget.sampling_probability,
+        steps=budget.steps,
+        scale=1 / budget.sensitivity,
+        accountant="rdp",
+    )
+    gaussian = _gaussian_sizes(multiplier)
+    common = {"epsilon": budget.epsilon, "delta": budget.delta, "dimension": budget.dimension}
+    yield common | {"noise": "gaussian", "parts": None, **gaussian, "noise_multiplier": multiplier}
+    noises = {("laplace", ""): laplace(budget)}
+    for parts, shape in shapes.items():
+        noises["lmo", parts] = shape if budget.dimension == 1 else fitted(shape, budget)
+    for (name, parts), parameters in noises.items():
+        record = common | {"noise": name, "parts": parts or None, **sizes(parameters)}
+        for size in ("mean_absolute", "median_absolute"):
+            record[f"{size}_reduction"] = 1 - record[size] / gaussian[size]
+        if budget.dimension == 1 and largest > 1:
+            record["epsilon_at_dimension"] = cost(parameters, replace(budget, dimension=largest))
+        yield record | {"parameters": parameters.to_dict()}
+
+
+def sizes(parameters: LmoParameters) -> Record:
+    """Variance, entropy, and mean and median absolute value of LMO noise, in units of the clip norm; may be inf."""
+    candidates = Columns.of(parameters)
+    return {
+        "variance": float(candidates.variance),
+        "entropy": candidates.entropy,
+        "mean_absolute": float(candidates.mean_absolute),
+        "median_absolute": float(candidates.quantile(0.75)),
+    }
+
+
+def _gaussian_sizes(stddev: float) -> Record:
+    """The same for Gaussian noise."""
+    return {
+        "variance": stddev**2,
+        "entropy": 0.5 * math.log(2 * math.pi * math.e * stddev**2),
+        "mean_absolute": math.sqrt(2 / math.pi) * stddev,
+        "median_absolute": float(stats.norm.ppf(0.75)) * stddev,
+    }
+
+
+# Laplace noise is drawn wide and pale, so that it stays visible under LMO noise where the two coincide.
+_STYLES: dict[str, Any] = {"gaussian": {}, "laplace": {"linewidth": 6, "alpha": 0.35}, "lmo": {}}
+
+_SHARES = np.linspace(0.002, 0.998, 400)
+
+
+def write_plots(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Write the plots and return their files: noise sizes (Figure 6), variance and entropy (7), and any ablations.
+
+    Args:
+        records: from `comparison.compare`; with ablations they also give Figures 10 to 15.
+        folder: created if missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = {"lmo-amplitude.png": _amplitudes(records), "lmo-variance-entropy.png": _against_epsilon(records)}
+    if len({record["parts"] for record in records if record["noise"] == "lmo"}) > 1:
+        figures["lmo-ablations.png"] = _ablations(records)
+    for name, figure in figures.items():
+        figure.savefig(folder / name, dpi=110, metadata={"Software": None})
+    return [folder / name for name in figures]
+
+
+def _figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches."""
+    from matplotlib.figure import Figure  # deferred: a search draws nothing
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _amplitudes(records: Sequence[Record]) -> Figure:
+    """Quantiles of the absolute value of scalar noise, one panel for each epsilon."""
+    scalar = [record for record in records if record["dimension"] == min(r["dimension"] for r in records)]
+    epsilons = sorted({record["epsilon"] for record in scalar})
+    figure = _figure(3.2 * len(epsilons), 3.2)
+    for index, epsilon in enumerate(epsilons):
+        axes = figure.add_subplot(1, len(epsilons), index + 1)
+        for record in _main(scalar, epsilon):
+            axes.plot(_SHARES, _size_quantiles(record), label=record["noise"], **_STYLES[record["noise"]])
+        axes.set(title=f"epsilon {epsilon:g}", yscale="log", xlabel="share of the noise")
+        axes.set_ylabel("size at most, clip norms" if index == 0 else "")
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _against_epsilon(records: Sequence[Record]) -> Figure:
+    """Variance and entropy over epsilon, in every dimension."""
+    figure = _figure(9, 3.4)
+    dimensions = sorted({record["dimension"] for record in records})
+    epsilons = sorted({record["epsilon"] for record in records})
+    for index, column in enumerate(("variance", "entropy")):
+        axes = figure.add_subplot(1, 2, index + 1)
+        for dimension, style in zip(dimensions, ("-", "--", ":"), strict=False):
+            selected = [record for record in records if record["dimension"] == dimension]
+            lines = zip(*(_main(selected, epsilon) for epsilon in epsilons), strict=True)
+            for colour, line in enumerate(lines):
+                values = [record[column] for record in line]
+                label = f"{line[0]['noise']}, dimension {dimension}"
+                options = {"color": f"C{colour}", "label": label} | _STYLES[line[0]["noise"]]
+                axes.plot(epsilons, values, style, marker="o", ms=3, **options)
+        axes.set(xlabel="epsilon", ylabel=column, yscale="log" if column == "variance" else "linear")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _ablations(records: Sequence[Record]) -> Figure:
+    """Median absolute value of scalar noise by the parts of u, one group of bars for each epsilon."""
+    scalar = [record for record in records if record["dimension"] == 1 and record["noise"] == "lmo"]
+    epsilons = sorted({record["epsilon"] for record in scalar})
+    names = list(dict.fromkeys(record["parts"] for record in scalar))
+    figure = _figure(10, 3.6)
+    axes = figure.add_subplot()
+    for index, name in enumerate(names):
+        heights = [r["median_absolute"] for e in epsilons for r in scalar if (r["epsilon"], r["parts"]) == (e, name)]
+        axes.bar(np.arange(len(epsilons)) + 0.8 * index / len(names), heights, 0.8 / len(names), label=name)
+    axes.set_xticks(np.arange(len(epsilons)) + 0.35, [f"epsilon {epsilon:g}" for epsilon in epsilons])
+    axes.set(ylabel="median size, clip norms", yscale="log")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _main(records: Sequence[Record], epsilon: float) -> list[Record]:
+    """Gaussian noise, Laplace noise, and the LMO noise with the most parts, in this order."""
+    selected = [record for record in records if record["epsilon"] == epsilon]
+    lmo = max((r for r in selected if r["noise"] == "lmo"), key=lambda r: r["parts"].count("+"))
+    return [next(r for r in selected if r["noise"] == name) for name in ("gaussian", "laplace")] + [lmo]
+
+
+def _size_quantiles(record: Record) -> np.ndarray[Any, np.dtype[np.float64]]:
+    if record["noise"] == "gaussian":
+        return np.asarray(record["noise_multiplier"] * stats.norm.ppf((1 + _SHARES) / 2))
+    return Columns.of(LmoParameters.from_dict(record["parameters"])).quantile((1 + _SHARES) / 2)

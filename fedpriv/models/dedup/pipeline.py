@@ -1,0 +1,222 @@
+"""Deduplication of variants: choose who may share with whom, and store what validation accepts.
+
+An interrupted deduplication goes on if the store was filled in the same way: every manifest keeps two digests, one of
+the plan, which is known before any model is loaded, and one of how its variants were validated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedpriv.errors import InputError
+from fedpriv.files import is_free
+from fedpriv.models.dedup._blocks import store_by_blocks
+from fedpriv.models.dedup._lossless import store_without_loss
+from fedpriv.models.dedup.algorithms import LOSSLESS
+from fedpriv.models.dedup.planning import DedupSettings, check_options
+from fedpriv.models.dedup.validation import CONFIDENCE, Evaluator, PrivateQueries, Tensors
+from fedpriv.models.dedup.work import Evaluators, Observer, Outcome, Work
+from fedpriv.models.variants.blocks import BlockLayout, check_has_blocks, layout_of
+from fedpriv.models.variants.folders import Described, to_json
+from fedpriv.models.variants.store import Store
+from fedpriv.privacy.accounting import events
+
+
+def deduplicate(
+    variants: Sequence[Described],
+    read_tensors: Callable[[str], Tensors],
+    evaluators: Evaluators,
+    store: Store,
+    settings: DedupSettings,
+    *,
+    private: PrivateQueries | None = None,
+    evaluation: str = "",
+    observer: Observer | None = None,
+) -> list[Outcome]:
+    """Store all variants; each takes as many blocks of others as validation accepts.
+
+    Or all of them without loss, and then nothing is validated.
+
+    Blocks are runs of values, whatever tensor they come from, so variants of different architectures may share them.
+
+    Guarantee: a variant is restored, bit for bit, as its validator accepted it, or else as the original; its epsilon,
+    private validation included, stays within its limit. Every base is stored before the variants that use it. Private
+    records are charged for a variant before they are first used for it.
+
+    An interrupted call can be repeated with the same arguments: what is stored stays, and the rest follows as if
+    nothing had happened, except that private records are charged once more for the target that was under way. Its
+    epsilon then counts both charges; if its limit has no room for them, it stays as it is.
+
+    Args:
+        variants: to be stored; those that are in the store already were stored by a call with the same arguments.
+        read_tensors: gives the tensors of a variant by name.
+        evaluators: one for each variant; see `Evaluator`. Without loss they measure utilities that are not known, and
+            may be missing.
+        store: open for writing.
+        settings: see `DedupSettings`.
+        private: how private validation records are queried; required if, and only if, an evaluator's are private.
+        evaluation: what else decides a validation, such as the evaluator's name and seed; compared with that of
+            variants that are stored already.
+        observer: is told how far it is.
+
+    Returns:
+        One for each variant: first those that stay as they are, then the others, each after its bases.
+
+    Raises:
+        InputError: the algorithm or an option is unknown, a variant has no evaluator or cannot share with its bases,
+            or a name is taken by a variant that was stored in another way.
+        StoreError: the store cannot be written.
+        ValueError: `private` is given without private records, or missing for private records.
+    """
+    check_options(settings)
+    names = [variant.name for variant in variants]
+    missing = [name for name in names if name not in evaluators]
+    if missing and settings.algorithm != LOSSLESS:
+        raise InputError(f"evaluators: none for variant {missing[0]!r}; each variant needs one")
+    own = {name: evaluators[name] for name in names if name in evaluators}
+    if (private is None) != all(each.private is None for each in own.values()):
+        raise ValueError("private: must be given where an evaluator's records are private, and only there")
+    if hidden := [name for name, each in own.items() if each.private is not None and each.utility != "accuracy"]:
+        raise InputError(
+            f"evaluators: that of {hidden[0]!r} has likelihoods of private records; give accuracy for these"
+        )
+    layouts, plan = _layouts_and_plan(variants, read_tensors, settings)
+    digests = {PLAN: plan, VALIDATION: validation_digest(own, private, evaluation)}
+    work = Work(
+        variants={variant.name: variant for variant in variants},
+        layouts=layouts,
+        read_tensors=read_tensors,
+        evaluators=own,
+        store=store,
+        settings=settings,
+        private=private,
+        digests=digests,
+        stored={name: Outcome.of(fields) for name, fields in _stored_outcomes(store, layouts, digests).items()},
+        observer=observer,
+    ).with_measured_utilities()
+    return store_without_loss(work) if settings.algorithm == LOSSLESS else store_by_blocks(work)
+
+
+def check(
+    variants: Sequence[Described],
+    read_tensors: Callable[[str], Tensors],
+    store: Path,
+    settings: DedupSettings,
+    *,
+    validation: str | None = None,
+) -> None:
+    """Refuse what `deduplicate` would refuse, as far as it can be known before any model is loaded.
+
+    Args:
+        variants: see `deduplicate`.
+        read_tensors: see `deduplicate`.
+        store: its folder, which may be missing.
+        settings: see `DedupSettings`.
+        validation: the digest of how they are validated, if that is known; see `validation_digest`.
+
+    Raises:
+        InputError: the algorithm or an option is unknown, the variants share no blocks of this size, or the store holds
+            some from another plan or validation.
+        StoreError: another process is writing to the store, or it is damaged.
+    """
+    check_options(settings)
+    layouts, digest = _layouts_and_plan(variants, read_tensors, settings)
+    for name, layout in layouts.items() if settings.algorithm != LOSSLESS else ():
+        check_has_blocks(name, layout)
+    if not is_free(store):
+        digests: Mapping[str, str] = {PLAN: digest} | ({VALIDATION: validation} if validation else {})
+        with Store(store) as opened:
+            _stored_outcomes(opened, layouts, digests)
+
+
+# The way in which bounds are proven: its confidence, and a number that grows whenever the way is another.
+_PROOF = (CONFIDENCE, 1)
+
+PLAN, VALIDATION = "plan", "validation"
+"""The keys of the two digests in a manifest's provenance."""
+
+
+def _layouts_and_plan(
+    variants: Sequence[Described], read_tensors: Callable[[str], Tensors], settings: DedupSettings
+) -> tuple[dict[str, BlockLayout], str]:
+    """The layout of each variant, and the digest of the plan: settings, descriptions and values. Reads all tensors."""
+    layouts, values = {}, {}
+    for variant in variants:
+        tensors = read_tensors(variant.name)
+        layouts[variant.name] = layout_of(tensors, settings.block_size)
+        values[variant.name] = _digest_of_values(tensors)
+    described = sorted((to_json(variant) for variant in variants), key=lambda fields: fields["name"])
+    return layouts, _digest({"settings": asdict(settings), "variants": described, "values": values})
+
+
+def validation_digest(evaluators: Evaluators, private: PrivateQueries | None, evaluation: str) -> str:
+    """The digest of how variants are validated.
+
+    Args:
+        evaluators: {variant: its evaluator}.
+        private: how private records are queried.
+        evaluation: what else decides a validation, such as the name of the evaluator.
+    """
+    fields = {name: _of_evaluator(each, private) for name, each in evaluators.items()}
+    return _digest({"evaluators": fields, "evaluation": evaluation})
+
+
+def _of_evaluator(evaluator: Evaluator, private: PrivateQueries | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "num_records": evaluator.num_records,
+        "utility": evaluator.utility,
+        "proof": _PROOF,
+    }
+    if private and (records := evaluator.private):
+        saliency = events.to_json(records.saliency) if records.saliency else None
+        fields |= {"data_set": records.data_set, "delta": records.delta, "saliency": saliency}
+        fields |= {"epsilon": private.epsilon, "noise": private.source.name}
+    return fields
+
+
+def _stored_outcomes(
+    store: Store, layouts: Mapping[str, BlockLayout], digests: Mapping[str, str]
+) -> dict[str, Mapping[str, Any]]:
+    """{variant that an earlier attempt stored: its outcome}.
+
+    Args:
+        store: of that attempt, or a new one.
+        layouts: of all variants of this one.
+        digests: of this attempt, as far as they are known, under their names in a provenance.
+
+    Raises:
+        InputError: one of the variants was stored in another way, or the store has other blocks.
+    """
+    for name, layout in layouts.items():
+        store.check_blocks(name, layout)
+    found = {name: store.manifest(name).provenance for name in store.names if name in layouts}
+    for name, provenance in found.items():
+        if not digests.items() <= provenance.items():
+            raise InputError(
+                f"store = {store.path}: holds {name!r} from other settings, variants or validation; "
+                f"repeat these to go on, `fedpriv dedup remove` it, or use another store"
+            )
+    return {name: provenance["outcome"] for name, provenance in found.items()}
+
+
+def _digest_of_values(tensors: Tensors) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(json.dumps([name, str(tensors[name].dtype), tensors[name].shape]).encode())
+        digest.update(np.ascontiguousarray(tensors[name]).tobytes())
+    return digest.hexdigest()
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=_plain).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else repr(value)

@@ -1,0 +1,236 @@
+"""The plan of a deduplication: its settings, which variant may share with which, and what that costs.
+
+Blocks: a variant takes them of its bases, which `fedpriv.models.dedup._base_selection` chooses by public metadata only.
+
+Charges: a validation on private records that was interrupted has been paid for, and the one who starts another may
+have seen how the first went. So the store keeps them, whatever became of each attempt, and a variant's epsilon counts
+all attempts at it, also those of before it was removed from the store.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedpriv.errors import InputError, StoreError
+from fedpriv.files import replace_file, sync_folder
+from fedpriv.models.dedup._base_selection import (
+    MAX_DISTANCE,
+    Candidate,
+    Fairness,
+    Selection,
+    Strategy,
+    select_bases,
+    worthwhile_bases,
+)
+from fedpriv.models.dedup.algorithms import LOSSLESS, algorithm
+from fedpriv.models.variants.composition import Guarantee, PublicationCost, publication_cost, smallest_deltas
+from fedpriv.models.variants.folders import Described
+from fedpriv.models.variants.store import CHARGES_FILE
+from fedpriv.privacy.accounting import events
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.accounting.law import Accountant
+
+
+@dataclass(frozen=True, kw_only=True)
+class DedupSettings:
+    """The settings of a deduplication.
+
+    Attributes:
+        block_size: values in a block, >= 1.
+        algorithm: name of the search algorithm.
+        options: of the search.
+        aggregation: of saliency over a block.
+        metric: used to find the nearest base block of each block.
+        strategy, fairness: of base selection.
+        max_distance: of metadata within a cluster of variants, whose bases are chosen among themselves first; 2 makes
+            one cluster of all, whatever their data, tags and architectures.
+        accountant: computes the epsilons that are compared with the bounds.
+    """
+
+    block_size: int = 1024
+    algorithm: str = "drd"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    aggregation: str = "l2"
+    metric: str = "l2"
+    strategy: Strategy = "single"
+    fairness: Fairness = "bounds"
+    max_distance: float = MAX_DISTANCE
+    accountant: Accountant = "pld"
+
+
+def check_options(settings: DedupSettings) -> None:
+    """Refuse an algorithm or an option that is unknown, or a value that it does not take, before anything is charged.
+
+    Raises:
+        InputError: names it.
+    """
+    if settings.algorithm == LOSSLESS:
+        if settings.options:
+            raise InputError(f"option = {min(settings.options)!r}: {LOSSLESS} has none")
+        return
+    search = algorithm(settings.algorithm)
+    parameters = inspect.signature(search).parameters
+    options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    if odd := sorted(set(settings.options) - set(options)):
+        raise InputError(f"option = {odd[0]!r}: {settings.algorithm} knows {', '.join(options)}")
+    search(0, lambda positions: False, **settings.options)  # a search of no blocks checks its options
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownUtility:
+    """The utility of a variant on its validation records.
+
+    Attributes:
+        value: as stated or measured; None counts as 0.
+        error: its standard error, by which the utilities of others must be less to be told apart.
+    """
+
+    value: float | None
+    error: float = 0.0
+
+
+def candidate(
+    variant: Described, accountant: Accountant = "pld", utilities: Mapping[str, KnownUtility] | None = None
+) -> Candidate:
+    """The variant as base selection needs it; without known utilities, with that which it states."""
+    guarantee = variant.guarantee(accountant)
+    known = (utilities or {}).get(variant.name, KnownUtility(value=variant.utility))
+    return Candidate(
+        name=variant.name,
+        architecture=variant.architecture,
+        data_sets=variant.history.data_sets,
+        epsilon=guarantee.epsilon,
+        delta=guarantee.delta,
+        utility=known.value or 0.0,
+        utility_error=known.error,
+        epsilon_bound=variant.epsilon_bound,
+        utility_bound=variant.utility_bound,
+        tags=variant.tags,
+    )
+
+
+def plan(
+    variants: Sequence[Described],
+    settings: DedupSettings,
+    attempts: Mapping[str, Sequence[ValidationCharge]] | None = None,
+    utilities: Mapping[str, KnownUtility] | None = None,
+) -> Selection:
+    """Plan who may take blocks of whom, by their joint cost; no weights are read.
+
+    The cost of a target with a base is the `publication_cost` of both, by the tightest composition that holds. Where
+    variants share releases, `multi` takes no more bases than are worthwhile.
+
+    Args:
+        variants: all variants that are stored together.
+        settings: see `DedupSettings`.
+        attempts: {variant: what validating it once is charged}, for those whose validation records are private.
+        utilities: {variant: what is known of its utility}; None for what each states.
+
+    Raises:
+        ValueError: two variants have one name, or one upload has two different events.
+    """
+    known = {variant.name: variant for variant in variants}
+
+    def cost(target: Candidate, bases: Sequence[Candidate]) -> Guarantee:
+        # Under `cross` a base may itself be a target, and then its own validation influenced its blocks.
+        validated = () if not bases else (target, *bases) if settings.strategy == "cross" else (target,)
+        charges = [charge for each in validated for charge in (attempts or {}).get(each.name, ())]
+        return cost_of([known[each.name] for each in (target, *bases)], settings.accountant, charges).guarantee
+
+    return select_bases(
+        [candidate(variant, settings.accountant, utilities) for variant in variants],
+        strategy=settings.strategy,
+        fairness=settings.fairness,
+        max_distance=settings.max_distance,
+        cost=cost,
+        most_bases=worthwhile_bases if _share_releases(variants) else None,
+    )
+
+
+def _share_releases(variants: Sequence[Described]) -> bool:
+    """Whether two variants descend from one upload: then bases cost hardly any epsilon, and bounds end no list."""
+    ancestors = [variant.history.ancestors or frozenset() for variant in variants]
+    return len(frozenset().union(*ancestors)) < sum(map(len, ancestors))
+
+
+def cost_of(
+    consulted: Sequence[Described], accountant: Accountant = "pld", charges: Iterable[ValidationCharge] = ()
+) -> PublicationCost:
+    """The cost of publishing anything computed from these variants and from answers that were charged.
+
+    Args:
+        consulted: the variants.
+        accountant: that composes events.
+        charges: for private validation, of any of the variants.
+    """
+    stated = [(id_, delta) for variant in consulted for id_, delta in variant.deltas.items()]
+    extra: dict[str, list[Event]] = {}
+    for charge in charges:
+        extra.setdefault(charge.data_set, []).append(charge.event)
+        stated.append((charge.data_set, charge.delta))
+    histories = [variant.history for variant in consulted]
+    return publication_cost(histories, smallest_deltas(stated), extra=extra, accountant=accountant)
+
+
+_CHARGES_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationCharge:
+    """One event that private records were charged for one variant.
+
+    Attributes:
+        name: of the variant.
+        data_set: id of the records' data set.
+        delta: at which the epsilon of this data set is stated.
+        event: what was charged.
+    """
+
+    name: str
+    data_set: str
+    delta: float
+    event: Event
+
+
+def read_charges(store: Path) -> list[ValidationCharge]:
+    """All charges for variants of the store, in the order in which they were made.
+
+    Args:
+        store: its folder.
+
+    Raises:
+        StoreError: their file is damaged.
+    """
+    path = store / CHARGES_FILE
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["version"] != _CHARGES_VERSION:
+            raise ValueError(f"version {content['version']}: this fedpriv reads version {_CHARGES_VERSION}")
+        return [
+            ValidationCharge(**{**values, "event": events.from_json(values["event"])}) for values in content["charges"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{path}: not a list of charges ({error}); use another store") from None
+
+
+def add_charges(store: Path, charges: Iterable[ValidationCharge]) -> None:
+    """Add charges, durably when this returns.
+
+    Args:
+        store: its folder, open for writing.
+        charges: made after those that are known.
+
+    Raises:
+        StoreError: their file is damaged.
+    """
+    known = [*read_charges(store), *charges]
+    rows = [{**asdict(charge), "event": events.to_json(charge.event)} for charge in known]
+    replace_file(store / CHARGES_FILE, json.dumps({"version": _CHARGES_VERSION, "charges": rows}).encode())
+    sync_folder(store / CHARGES_FILE)

@@ -1,0 +1,313 @@
+"""Measure how much each weight of a model matters, in one pass over a data set, and each block of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from fedpriv.errors import InputError
+from fedpriv.learning.training.summing import noised_sum
+from fedpriv.models.variants.blocks import BlockLayout
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.mechanisms.sources import RandomSource
+
+Batch = Mapping[str, Tensor]
+"""{input: [records, ...]}, such as `fedpriv.learning.data.records.collate` makes."""
+
+Loss = Callable[[nn.Module, Batch], Tensor]
+"""One loss for each record of a batch, float [records]."""
+
+Saliency = dict[str, npt.NDArray[np.float32]]
+"""{tensor name: [*the tensor's shape], >= 0}; only the order of the values is meaningful."""
+
+Measure = Callable[[nn.Module, Iterable[Batch], Loss], Saliency]
+
+
+def magnitude(model: nn.Module) -> Saliency:
+    """|W| for every parameter; needs no data."""
+    return {name: _array(parameter.detach().abs()) for name, parameter in model.named_parameters()}
+
+
+def wanda(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> Saliency:
+    """|W_ij| times the norm of input j for the weights of `nn.Linear`; magnitude for every other parameter.
+
+    The norm is the root mean square over all records and tokens, padding included, instead of the root of the sum:
+    this keeps the order within a layer, and keeps values comparable with the magnitudes of the other tensors,
+    regardless of the size of the data set.
+
+    Args:
+        model: run in evaluation mode.
+        batches: one pass over a data set, at least one record.
+        loss: runs the model; its values are not used.
+
+    Raises:
+        InputError: there are no records, or an activation is not finite.
+
+    Source: Sun et al. 2024a, equation 1.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    squares: dict[str, Tensor] = {}
+    rows: dict[str, int] = {}
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        name = names[id(module.weight)]
+        flat = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).double()
+        squares[name] = squares.get(name, 0) + flat.square().sum(dim=0)
+        rows[name] = rows.get(name, 0) + len(flat)
+
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    hooks = [module.register_forward_pre_hook(record) for module in linear]
+    try:
+        with _evaluation(model, ()), torch.no_grad():
+            num_records = sum(len(loss(model, batch)) for batch in batches)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    _check_records(num_records)
+    result = magnitude(model)
+    for name, total in squares.items():
+        result[name] = result[name] * _array((total / rows[name]).sqrt())
+    return _finite(result)
+
+
+def fisher(model: nn.Module, batches: Iterable[Batch], loss: Loss, names: Collection[str] | None = None) -> Saliency:
+    """The mean of squared per-sample gradients: the diagonal of the empirical Fisher information.
+
+    Args:
+        model: run in evaluation mode, one record at a time.
+        batches: one pass over a data set, at least one record.
+        loss: one loss for each record.
+        names: the parameters to consider, frozen or not; None for all.
+
+    Raises:
+        InputError: there are no records, a name is unknown, or a gradient is not finite.
+
+    Source: Liu et al. 2021.
+    """
+    return _mean(model, _records(batches), loss, names, torch.square)
+
+
+def gradient(model: nn.Module, batches: Iterable[Batch], loss: Loss, names: Collection[str] | None = None) -> Saliency:
+    """The absolute value of the gradient of the mean loss over all records, however they are batched.
+
+    Args:
+        model: run in evaluation mode.
+        batches: one pass over a data set, at least one record.
+        loss: one loss for each record.
+        names: the parameters to consider, frozen or not; None for all.
+
+    Raises:
+        InputError: there are no records, a name is unknown, or a gradient is not finite.
+
+    Source: Guan et al. 2025, section 4.3.3, "gradient magnitude".
+    """
+    return _mean(model, batches, loss, names, lambda of_batch: of_batch)
+
+
+def _mean(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss: Loss,
+    names: Collection[str] | None,
+    of_batch: Callable[[Tensor], Tensor],
+) -> Saliency:
+    """The absolute value of what a function of each batch's summed gradients is in the mean over all records."""
+    with _evaluation(model, names) as parameters:
+        totals = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+        num_records = 0
+        for batch in batches:
+            losses = loss(model, batch)
+            for name, value in _gradients(losses.sum(), parameters).items():
+                totals[name] += of_batch(value)
+            num_records += len(losses)
+    _check_records(num_records)
+    return _finite({name: _array(total.abs() / num_records) for name, total in totals.items()})
+
+
+def private_gradient(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss: Loss,
+    *,
+    clip_norm: float,
+    noise_multiplier: float,
+    source: RandomSource,
+    names: Collection[str] | None = None,
+) -> tuple[Saliency, Event]:
+    """The gradient saliency of private records, and the event that pays for it.
+
+    Guarantee: each record is passed alone, its gradient with respect to all considered parameters together is clipped
+    to norm C, and N(0, (z C)^2) is added to every value of the sum. Under add-or-remove adjacency this is one Gaussian
+    mechanism with noise multiplier z, as the event states; taking absolute values is post-processing. A per-sample
+    gradient with a value that is not finite counts as zero. The sum is not divided by the number of records, because
+    that would reveal the number.
+
+    Args:
+        model: computed from other data, or from these records under a charge of its own; run in evaluation mode.
+        batches: all records, each once; an empty data set gives noise alone.
+        loss: one loss for each record.
+        clip_norm: C, finite, > 0, gradient units.
+        noise_multiplier: z >= 0; 0 adds no noise, and the event costs infinity.
+        source: of the noise.
+        names: the parameters to consider, frozen or not; None for all. With fewer of them, each gets a larger share
+            of the clip norm.
+
+    Returns:
+        {tensor name: absolute value of the noised sum of clipped gradients}, and the event.
+
+    Raises:
+        InputError: a name is unknown.
+        ValueError: clip_norm or noise_multiplier is out of range.
+
+    Source: Guan et al. 2025, section 4.3.3; Abadi et al. 2016, Algorithm 1.
+    """
+    with _evaluation(model, names) as parameters:
+        sizes = [parameter.numel() for parameter in parameters.values()]
+        gradients = (_gradients(loss(model, record).sum(), parameters).values() for record in _records(batches))
+        noised, event = noised_sum(
+            (torch.cat([value.flatten().float() for value in each]).unsqueeze(0) for each in gradients),
+            next(iter(parameters.values())).new_empty(sum(sizes)),
+            clip_norm=clip_norm,
+            noise_multiplier=noise_multiplier,
+            sampling_probability=1.0,
+            source=source,
+        )
+        pieces = torch.split(noised.abs(), sizes)
+        values = zip(parameters.items(), pieces, strict=True)
+        return {name: _array(piece.view_as(parameter)) for (name, parameter), piece in values}, event
+
+
+MEASURES: dict[str, Measure] = {
+    "gradient": gradient,
+    "magnitude": lambda model, batches, loss: magnitude(model),
+    "wanda": wanda,
+    "fisher": fisher,
+}
+
+
+def measure(name: str) -> Measure:
+    """The saliency measure of this name.
+
+    Raises:
+        InputError: the name is unknown; the message lists those that are known.
+    """
+    if name not in MEASURES:
+        raise InputError(f"saliency = {name!r}: known are {', '.join(MEASURES)}")
+    return MEASURES[name]
+
+
+@contextmanager
+def _evaluation(model: nn.Module, names: Collection[str] | None) -> Iterator[dict[str, Tensor]]:
+    """The named parameters, the only ones that require gradients, in evaluation mode; restores both on exit."""
+    parameters = dict(model.named_parameters())
+    unknown = set(names or ()) - set(parameters)
+    if unknown:
+        raise InputError(f"parameter {min(unknown)!r}: the model has none of that name")
+    modes = {module: module.training for module in model.modules()}
+    needed = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    try:
+        model.eval()
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(names is None or name in names)
+        yield {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(needed[name])
+
+
+def _records(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Each record as a batch of its own, so that its gradient cannot depend on another record."""
+    for batch in batches:
+        for index in range(len(next(iter(batch.values())))):
+            yield {name: value[index : index + 1] for name, value in batch.items()}
+
+
+def _gradients(total: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradient of a scalar with respect to each parameter; zero if it does not depend on the parameter."""
+    values = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    pairs = zip(parameters.items(), values, strict=True)
+    return {name: torch.zeros_like(parameter) if value is None else value for (name, parameter), value in pairs}
+
+
+def _array(values: Tensor) -> npt.NDArray[np.float32]:
+    return values.detach().float().cpu().numpy()
+
+
+def _check_records(num_records: int) -> None:
+    if num_records == 0:
+        raise InputError("saliency: the data set holds no record")
+
+
+def _finite(saliency: Saliency) -> Saliency:
+    """The saliency, refused if a value is not finite, because sorting such values would be meaningless."""
+    for name, values in saliency.items():
+        if not np.isfinite(values).all():
+            raise InputError(f"saliency of {name}: not finite; the model's loss or activations overflow on this data")
+    return saliency
+
+
+# Functions of the absolute values of one block, float64 [values], values >= 1. Means instead of sums, so that a last
+# block that is mostly padding is judged by its own values.
+AGGREGATIONS: dict[str, Callable[[npt.NDArray[np.float64]], float]] = {
+    "l2": lambda values: float(np.sqrt(np.mean(np.square(values)))),
+    "l1": lambda values: float(np.mean(values)),
+    "linf": lambda values: float(np.max(values)),
+    "q75": lambda values: float(np.quantile(values, 0.75)),
+}
+
+
+def block_saliency(
+    blocks: npt.NDArray[np.floating], num_values: npt.NDArray[np.integer], aggregation: str = "l2"
+) -> npt.NDArray[np.float64]:
+    """The saliency of each block, float64 [blocks], over the values that are not padding.
+
+    Args:
+        blocks: [blocks, block size], saliencies cut into blocks like the weights; padding is at the end of a row.
+        num_values: [blocks], how many values of each row are not padding, in [1, block size].
+        aggregation: of absolute values: `l2` root mean square, `l1` mean, `linf` maximum, `q75` third quartile.
+
+    Raises:
+        InputError: the aggregation is unknown.
+        ValueError: num_values does not match the blocks.
+
+    Source: Guan et al. 2025, section 5.4.1 and Table 6.
+    """
+    if aggregation not in AGGREGATIONS:
+        raise InputError(f"aggregation = {aggregation!r}: known are {', '.join(AGGREGATIONS)}")
+    num_blocks, block_size = blocks.shape
+    if num_values.shape != (num_blocks,) or not ((num_values >= 1) & (num_values <= block_size)).all():
+        raise ValueError(f"num_values: must be {num_blocks} numbers in [1, {block_size}]")
+    aggregate = AGGREGATIONS[aggregation]
+    pairs = zip(blocks, num_values, strict=True)
+    return np.array([aggregate(np.abs(row[:num].astype(np.float64))) for row, num in pairs], dtype=np.float64)
+
+
+def by_block(saliency: Saliency, layout: BlockLayout, aggregation: str = "l2") -> npt.NDArray[np.float64]:
+    """The saliency of each block of a model with this layout, float64 [layout.num_blocks].
+
+    Args:
+        saliency: of at least the tensors that the layout cuts into blocks.
+        layout: of the model.
+        aggregation: as for `block_saliency`.
+
+    Raises:
+        InputError: the aggregation is unknown, or a tensor has no saliency of its shape.
+    """
+    result = np.zeros(layout.num_blocks)
+    shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
+    for name, positions in layout.blocked.items():
+        if name not in saliency or saliency[name].shape != shapes[name]:
+            raise InputError(f"tensor {name!r}: has no saliency of shape {list(shapes[name])}")
+        values = saliency[name].ravel()
+        num_values = np.full(len(positions), layout.block_size)
+        num_values[-1] -= len(positions) * layout.block_size - len(values)
+        blocks = np.pad(values, (0, layout.block_size - int(num_values[-1]))).reshape(len(positions), -1)
+        result[positions.start : positions.stop] = block_saliency(blocks, num_values, aggregation)
+    return result

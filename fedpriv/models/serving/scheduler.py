@@ -1,0 +1,222 @@
+"""A server's engine: requests of any thread, one thread that runs passes. It is what HTTP talks to."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from fedpriv.config import BaseFormat
+from fedpriv.models.serving import sources
+from fedpriv.models.serving._classification import Classification
+from fedpriv.models.serving._engine import SharedBase
+from fedpriv.models.serving._generation import Generation
+from fedpriv.models.serving._jobs import PassCounter, ServingJob, Waiting, tell
+from fedpriv.models.serving._texts import Tokenizing
+from fedpriv.models.serving.requests import (
+    BASE,
+    Classify,
+    Embed,
+    EngineLimits,
+    Event,
+    Failed,
+    Generate,
+    Request,
+    ServingError,
+    Statistics,
+    Tokens,
+    TooLongError,
+    UnknownVariantError,
+)
+from fedpriv.models.serving.sources import LoadedBase, Source, VariantMemory
+
+log = logging.getLogger(__name__)
+
+_CLOSED = "the server stopped before it had answered"
+
+
+def open_serving(
+    source: Path, *, memory_bytes: int, max_waiting: int, base_dtype: BaseFormat = "auto", model: str = ""
+) -> Scheduler:
+    """The variants in the folder of a run or in a store, ready to answer.
+
+    Args:
+        source: see `sources.find`.
+        memory_bytes: of the variants in memory.
+        max_waiting: requests that no pass has begun with.
+        base_dtype: of the frozen base; `auto` leaves it to the run's configuration.
+        model: the base, see `sources.find`.
+
+    Raises:
+        InputError, StoreError: the source cannot be served; see `sources.find` and `sources.load`.
+    """
+    found = sources.find(source, model=model)
+    if base_dtype != "auto":
+        found = replace(found, config=replace(found.config, base_dtype=base_dtype))
+    return Scheduler(found, sources.load(found), EngineLimits(memory_bytes=memory_bytes, waiting=max_waiting))
+
+
+class Scheduler:
+    """Answers requests for the variants of one model.
+
+    Args:
+        source: of the variants.
+        loaded: their base, which belongs to this scheduler from now on.
+        limits: of what it takes on.
+
+    Attributes:
+        names: of the variants, `global` first where there is one, and last `BASE`, unless a variant has that name or
+            the base can do nothing by itself.
+        has_base: whether `BASE` is among them and means the base.
+        task: what they do.
+        labels: of a classifier, in the order of its probabilities; none for a causal model.
+        embeds: whether they turn texts into vectors.
+        model_name: of the base.
+        origin: the folder that the variants are read from, for people.
+        max_tokens: that a prompt and its answer may have together, or a text to classify.
+        encode, encode_chat: the tokens of a text, and of a chat up to its answer; see `Tokenizing`.
+    """
+
+    def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits | None = None) -> None:
+        limits = limits or EngineLimits()
+        like = source.like
+        names = like.reading.encoder.names(loaded.tokenizer, pairs=False, max_length=like.reading.max_length)
+        base = SharedBase(loaded.model, has_types="token_type_ids" in names)
+        self._num_embeddings = base.num_embeddings
+        self.task, self.labels = like.task, like.labels
+        self.embeds = self.task == "SEQ_CLS" and base.embeds
+        readers = dict(source.readers)
+        self.has_base = BASE not in readers and (self.embeds or self.task == "CAUSAL_LM")
+        if self.has_base:
+            readers[BASE] = lambda _: base.no_variant
+        self.names = tuple(readers)
+        self.model_name, self.origin = like.model, source.origin
+        most = like.reading.max_length if self.task == "SEQ_CLS" else limits.cached_tokens
+        room = (most, base.most_positions, getattr(loaded.tokenizer, "model_max_length", None))
+        self.max_tokens = min(tokens for tokens in room if tokens is not None)
+        tokenizing = Tokenizing(
+            loaded.tokenizer, self.model_name, like.reading.chat, self.max_tokens, cuts=self.task == "SEQ_CLS"
+        )
+        self.encode, self.encode_chat = tokenizing.encode, tokenizing.encode_chat
+        self._memory = VariantMemory(readers, base.weights, limits.memory_bytes)
+        self._waiting = Waiting(limits.waiting)
+        self._counter = PassCounter(base, self._memory, self._waiting, limits)
+        self._desk: Classification | Generation = (
+            Classification(self._counter)
+            if self.task == "SEQ_CLS"
+            else Generation(self._counter, loaded.tokenizer, loaded.ends)
+        )
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="passes", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
+        """Put a request with those that wait; passes take up rows of all variants as they come.
+
+        Args:
+            request: for a model of the right task.
+            on_event: is told each event, in order, from the engine's thread; must return at once and raise nothing.
+
+        Raises, before it waits:
+            UnknownVariantError: there is no such variant.
+            TooLongError: it has more tokens than there is room for.
+            BusyError: the queue is full, or the engine is closed.
+            ServingError: a token or a text is none that the model reads, or a draw is not possible as asked.
+        """
+        # Looked up among known names alone: whatever a name holds, it never becomes a path.
+        if request.variant not in self.names:
+            raise UnknownVariantError(f"there is no variant {request.variant[:100]!r}")
+        if isinstance(request, Generate) != (self.task == "CAUSAL_LM"):
+            raise ServingError(f"model {self.model_name} does not {type(request).__name__.lower()}")
+        if isinstance(request, Embed) and not self.embeds:
+            raise ServingError(f"model {self.model_name} pools no text into one vector")
+        if isinstance(request, Classify) and request.variant == BASE and self.has_base:
+            raise ServingError("the base has no head that was trained for classes; ask it for embeddings")
+        texts = (request.prompt,) if isinstance(request, Generate) else request.texts
+        further = _checked(request) if isinstance(request, Generate) else 0
+        for text in texts:
+            self._check(text, further)
+        job = ServingJob(request=request, texts=texts, on_event=on_event)
+        self._waiting.add(job)
+        return Ticket(job, self._waiting)
+
+    def statistics(self) -> Statistics:
+        """At this moment."""
+        paged, passes = self._memory.statistics, self._counter
+        return Statistics(
+            num_waiting=self._waiting.num_new,
+            num_passes=passes.num_passes,
+            num_rows=passes.num_rows,
+            num_variants_of_passes=passes.num_variants,
+            hits=paged.hits,
+            misses=paged.misses,
+            bytes_in_memory=paged.bytes_in_memory,
+            bytes_read=paged.bytes_read,
+        )
+
+    def close(self) -> None:
+        """Give up what is under way and free the memory."""
+        self._is_closing.set()
+        self._waiting.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while not self._is_closing.is_set():
+            if self._desk.is_idle and not self._waiting.wait():
+                break
+            try:
+                self._desk.step()
+            except Exception:
+                log.exception("a step has failed; what was under way is given up")
+                self._desk.give_up(ServingError("the server failed"))
+        closed = ServingError(_CLOSED)
+        self._desk.give_up(closed)
+        while (job := self._waiting.take()) is not None:
+            tell(job, Failed(error=closed))
+        self._memory.clear()
+
+    def _check(self, text: Tokens, further: int) -> None:
+        if not text:
+            raise ServingError("a text or prompt has no token")
+        if len(text) + further > self.max_tokens:
+            answer = f" and {further} for the answer" if further else ""
+            raise TooLongError(f"more than {self.max_tokens} tokens: the text has {len(text)} or more{answer}")
+        if min(text) < 0 or max(text) >= self._num_embeddings:
+            raise ServingError(f"a token is none of the model's, which are 0 to {self._num_embeddings - 1}")
+
+
+class Ticket:
+    """A request under way."""
+
+    def __init__(self, job: ServingJob, waiting: Waiting) -> None:
+        self._job, self._waiting = job, waiting
+
+    def cancel(self) -> None:
+        """Give it up: nobody reads the answer. No event follows once this has returned, or one that is under way."""
+        self._job.over = True
+        self._waiting.remove(self._job)
+
+
+def _checked(request: Generate) -> int:
+    """The most tokens of the answer.
+
+    Raises:
+        ServingError: the request cannot be drawn as it says.
+    """
+    if request.max_new_tokens < 1:
+        raise ServingError(f"max_new_tokens = {request.max_new_tokens}: must be at least 1")
+    if not 0 <= request.temperature < float("inf"):
+        raise ServingError(f"temperature = {request.temperature}: must be at least 0")
+    if request.top_k < 0:
+        raise ServingError(f"top_k = {request.top_k}: must be at least 0")
+    if not 0 < request.top_p <= 1:
+        raise ServingError(f"top_p = {request.top_p}: must be above 0 and at most 1")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -2 <= getattr(request, name) <= 2:
+            raise ServingError(f"{name} = {getattr(request, name)}: must be at least -2 and at most 2")
+    if not 0 <= (request.num_alternatives or 0) <= 20:
+        raise ServingError(f"num_alternatives = {request.num_alternatives}: must be at least 0 and at most 20")
+    return request.max_new_tokens

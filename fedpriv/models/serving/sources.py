@@ -1,0 +1,285 @@
+"""Sources of variants and their base: the folder of a run, or a store of deduplicated variants.
+
+Variants are read into memory when they are asked for, and the least recently used ones are given up for others.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedpriv.config import RunConfig
+from fedpriv.errors import InputError, StoreError
+from fedpriv.learning.adapters import as_tensor, lora
+from fedpriv.learning.adapters.pooling import normalizes
+from fedpriv.learning.training import ends_of_turn
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.workbench import load_frozen, ready
+from fedpriv.models.publishing import saved
+from fedpriv.models.publishing.saved import GLOBAL, SavedVariant
+from fedpriv.models.serving._engine import Weights
+from fedpriv.models.serving.requests import DamagedVariantError, ServingError, UnknownVariantError
+from fedpriv.models.variants import is_store
+from fedpriv.models.variants.cache import BoundedCache, CacheStatistics, NoRoomError
+from fedpriv.models.variants.kept import VariantFolders, readers_of
+from fedpriv.models.variants.store import Store
+from fedpriv.runs import RunFolder, files
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Source:
+    """Variants of one model, none of them read yet.
+
+    Attributes:
+        like: the first that says how it is used; what it shares with the others is that of the model that is served.
+        config: of the run, for the device and the base's format.
+        readers: of each variant, by name, in the order in which they are listed.
+        origin: the folder that they are read from, for people.
+    """
+
+    like: SavedVariant
+    config: RunConfig
+    readers: Mapping[str, _Read]
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedBase:
+    """The frozen base, ready to run.
+
+    Attributes:
+        model: with an adapter like the variants'.
+        tokenizer: of transformers.
+        ends: tokens that end a causal model's answer.
+    """
+
+    model: TrainingModel
+    tokenizer: Any
+    ends: frozenset[int] = frozenset()
+
+
+def find(path: Path, *, model: str = "") -> Source:
+    """The variants in the folder of a finished run, or in a store of them.
+
+    A run's variants are read from its store if there is one, and those that it does not hold, or holds as they were
+    before the run was resumed, from their own files.
+
+    Args:
+        path: of the run's folder or of the store.
+        model: the base; empty for the one that the run, or else a variant, names.
+
+    Raises:
+        InputError: neither a run nor a store is there, or it holds no variant that can be served.
+        StoreError: the store is damaged as a whole.
+    """
+    if (path / files.CONFIG).is_file():
+        run, kept = path, readers_of(path / files.VARIANTS, path / files.STORE)
+        origin = _origin(run, kept)
+    elif is_store(path):
+        store = Store(path, read_only=True)
+        run, kept, origin = path.resolve().parent, dict.fromkeys(store.names, store), str(path)
+    else:
+        raise InputError(f"{path}: neither the folder of a run, with {files.CONFIG}, nor a store of variants")
+    names, folder = in_order(kept), RunFolder(run)
+    if not names:
+        raise InputError(f"{path}: holds no variant; give the folder of a finished run, or a store of variants")
+    like = _first(kept, names, folder, model)
+    if like.settings.get("peft_type") != "LORA":
+        raise InputError(f"{like.name}: whole weights, as of t-fedavg, do not share passes of a base; use predict")
+    if like.reading.pairs:
+        raise InputError(f"{like.name}: reads pairs of texts, which are not served; use predict")
+    # Requests are looked up among these names and nowhere else.
+    readers = {name: partial(_read, kept[name], name, folder, like) for name in names}
+    return Source(like=like, config=like.config or RunConfig(), readers=readers, origin=origin)
+
+
+def _origin(run: Path, kept: Mapping[str, VariantFolders | Store]) -> str:
+    num_own = sum(isinstance(reader, VariantFolders) for reader in kept.values())
+    origin = str(run / (files.VARIANTS if num_own == len(kept) else files.STORE))
+    if 0 < num_own < len(kept):
+        origin += f", and {num_own} that it does not hold, or holds as they were, from {run / files.VARIANTS}"
+    return origin
+
+
+def _first(
+    kept: Mapping[str, VariantFolders | Store], names: Sequence[str], run: RunFolder, model: str
+) -> SavedVariant:
+    """The first variant that says how it is used; the error of the last one if none does."""
+    for name in names:
+        try:
+            return saved.of(kept[name], name, run, model=model)
+        except (InputError, StoreError):
+            if name == names[-1]:
+                raise
+    raise AssertionError("a source has names")
+
+
+def load(source: Source) -> LoadedBase:
+    """The base of the variants, in the format of the run's configuration; no data are read.
+
+    Raises:
+        InputError: it cannot be loaded, or is not the one that the variants were trained on.
+    """
+    like = source.like
+    with saved.fitting(like):
+        normalize = normalizes(like.pooling)
+        base = load_frozen(source.config, like.model, task=like.task, labels=like.labels, normalize=normalize)
+        peft_model = lora.shaped(base, like.settings)
+    model = ready(source.config, peft_model)
+    ends: frozenset[int] = frozenset()
+    if like.task == "CAUSAL_LM":
+        chat = [(like.reading.chat.end(base.tokenizer),)] if like.reading.instructs else []
+        ends = ends_of_turn(model, base.tokenizer, chat)
+    return LoadedBase(model=model, tokenizer=base.tokenizer, ends=ends)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of variants, `global` first, and numbers in them as numbers."""
+
+    def key(name: str) -> tuple[bool, list[tuple[int, str]]]:
+        parts = re.findall(r"[0-9]+|[^0-9]+", name)
+        return name != GLOBAL, [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+    return sorted(names, key=key)
+
+
+def _shared(variant: SavedVariant) -> dict[str, Any]:
+    """The uses of a variant that all have in common which share a base and its tokenizer."""
+    settings = variant.settings
+    return {
+        "task": variant.task,
+        "labels": variant.labels,
+        "pooling": variant.pooling,
+        "reading": variant.reading,
+        "lora_alpha / r": f"{settings['lora_alpha'] / settings['r']:.6g}",
+        "base_weights": set(variant.convention["base_weights"].values()),
+    }
+
+
+def _read(
+    reader: VariantFolders | Store, name: str, run: RunFolder, like: SavedVariant, most_bytes: int
+) -> Mapping[str, Tensor]:
+    """The tensors of a variant, checked against their digests; see `_Read`.
+
+    Args:
+        reader: has it.
+        name: of the variant.
+        run: the folder of its run.
+        like: a variant whose uses this one must have.
+        most_bytes: of its tensors.
+
+    Raises:
+        ServingError: they take more memory than that.
+        Exception: they are not those that were described, or are used in another way than the others.
+    """
+    _check_room(name, reader.memory_bytes(name), most_bytes)
+    own, expected = _shared(saved.of(reader, name, run, model=like.model)), _shared(like)
+    if other := next((key for key in own if own[key] != expected[key]), None):
+        raise ValueError(f"its {other} = {own[other]} is not the served model's {expected[other]}")
+    tensors = reader.tensors(name)
+    for tensor, values in tensors.items():
+        if not np.isfinite(values).all():
+            raise ValueError(f"{tensor} holds values that are no numbers")
+    return {tensor: as_tensor(values) for tensor, values in tensors.items()}
+
+
+log = logging.getLogger(__name__)
+
+_Read = Callable[[int], Mapping[str, Tensor]]
+"""The tensors of a variant from the disk, given the most bytes that they may take: a small store may hold models of any
+size. Raises ServingError before it reads more, and any other exception if they are damaged."""
+
+
+class VariantMemory:
+    """Variants in bounded memory. Not thread-safe, except that `statistics` may be read from any thread.
+
+    A variant in use stays until everyone has given it back. Between its last use and the next it may go, and the one
+    that was asked for longest ago goes first.
+
+    Args:
+        readers: by the variant's name; names come from requests and are looked up here and nowhere else.
+        weights: turns a variant's name and tensors into what passes use; raises ValueError if they do not fit.
+        memory_bytes: of all variants in memory together.
+    """
+
+    def __init__(
+        self, readers: Mapping[str, _Read], weights: Callable[[str, Mapping[str, Tensor]], Weights], memory_bytes: int
+    ) -> None:
+        self._readers, self._weights, self._memory_bytes = readers, weights, memory_bytes
+        self._cache: BoundedCache[Weights] = BoundedCache(_bytes_of)
+        self._uses: Counter[str] = Counter()
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        """Counts of its work so far."""
+        return self._cache.statistics
+
+    def take(self, name: str, *, again: bool = False) -> Weights:
+        """A variant, which stays in memory until `give_back` was called as often as this.
+
+        Args:
+            name: of the variant.
+            again: whether the request has had it before, and is counted already.
+
+        Raises:
+            UnknownVariantError: there is none of this name.
+            DamagedVariantError: it is not as it was written.
+            ServingError: it needs more memory than there is for all.
+            NoRoomError: it needs more than the variants in use leave.
+        """
+        held, read = self._cache.get(name), 0
+        if held is None:
+            held = self._read(name)
+            read = held.num_bytes
+            self._make_room(held)
+        self._cache.keep(name, held, bytes_read=read, again=again)
+        self._uses[name] += 1
+        return held
+
+    def give_back(self, name: str) -> None:
+        """A use of a variant is over."""
+        self._uses[name] -= 1
+        if self._uses[name] <= 0:
+            del self._uses[name]
+
+    def clear(self) -> None:
+        """Free all variants."""
+        self._cache.clear()
+        self._uses.clear()
+
+    def _read(self, name: str) -> Weights:
+        if name not in self._readers:
+            raise UnknownVariantError(f"there is no variant {name!r}")
+        try:
+            return self._weights(name, self._readers[name](self._memory_bytes))
+        except ServingError:
+            raise
+        except Exception as error:  # a damaged file may raise anything in its reader
+            log.warning("variant %s is not served: %s", name, error)
+            raise DamagedVariantError(f"variant {name!r} is damaged and not served; the others are") from None
+
+    def _make_room(self, new: Weights) -> None:
+        _check_room(new.variant, new.num_bytes, self._memory_bytes)
+        in_use = _bytes_of([held for held in self._cache.held if held.variant in self._uses])
+        if in_use + new.num_bytes > self._memory_bytes:  # others would make room in vain
+            raise NoRoomError(new.variant)
+        left = self._memory_bytes - new.num_bytes
+        self._cache.make_room(lambda: new if _bytes_of(self._cache.held) <= left else None, in_use=self._uses)
+
+
+def _check_room(name: str, num_bytes: int, most_bytes: int) -> None:
+    if num_bytes > most_bytes:
+        raise ServingError(f"variant {name!r} needs {num_bytes} bytes, but the server has {most_bytes} for all")
+
+
+def _bytes_of(variants: Iterable[Weights]) -> int:
+    return sum(weights.num_bytes for weights in variants)

@@ -1,0 +1,339 @@
+"""The cost of a deduplicated variant, by the tightest of three compositions.
+
+`basic` adds epsilons (Guan et al. 2025, Theorem 4.1). `accountant` composes the variants' histories as events.
+`provenance` composes each release once, however many variants descend from it. docs/appendices/variant_cost.md shows
+why each of them holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Literal, TypeVar
+
+from fedpriv.privacy.accounting.accountants import check_delta, epsilon_of
+from fedpriv.privacy.accounting.events import Event, group
+from fedpriv.privacy.accounting.law import Accountant
+from fedpriv.privacy.accounting.many_clients import sets_of_holders
+from fedpriv.privacy.accounting.views import Release, View
+from fedpriv.privacy.ledger.entries import Key
+
+Method = Literal["basic", "accountant", "provenance"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guarantee:
+    """An (epsilon, delta)-DP guarantee."""
+
+    epsilon: float
+    delta: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """The claim that one model is (epsilon, delta)-DP on each of its data sets.
+
+    Attributes:
+        name: of the model; equal names mean the same model.
+        data_sets: ids of the data it was trained on; the data of two models overlap if they share an id.
+        epsilon: >= 0, may be infinite.
+        delta: in [0, 1].
+    """
+
+    name: str
+    data_sets: frozenset[str]
+    epsilon: float
+    delta: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upload:
+    """One release on one data set: a node of the release graph.
+
+    Attributes:
+        data_set: that it was computed from, and that pays for it.
+        run, round, request: identify the upload, as in the ledger's key.
+        event: what it costs.
+    """
+
+    data_set: str
+    run: str
+    round: int
+    event: Event
+    request: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, int, str]:
+        """Identifies the release."""
+        return self.data_set, self.run, self.round, self.request
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The sources of a consulted variant: its ancestors or, if these are unknown, its events.
+
+    Attributes:
+        name: of the variant; equal names mean the same variant.
+        ancestors: all uploads that it is a function of. The set is closed: it contains every upload that its members
+            were computed from, as in the results of `global_ancestors` and `client_ancestors`. None if unknown.
+        events: {data set: what training released}, for a variant whose ancestors are unknown.
+        holders: h >= 1, in how many of the data sets one person may have records.
+
+    Raises:
+        ValueError: both are given.
+    """
+
+    name: str
+    ancestors: frozenset[Upload] | None = None
+    events: Mapping[str, tuple[Event, ...]] = field(default_factory=dict)
+    holders: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ancestors is not None and self.events:
+            raise ValueError(f"variant {self.name}: its events follow from its ancestors; give one of the two")
+
+    @property
+    def data_sets(self) -> frozenset[str]:
+        """The data sets that the variant was computed from."""
+        return frozenset(self.events) | {upload.data_set for upload in self.ancestors or ()}
+
+    def events_on(self, data_sets: frozenset[str]) -> list[Event]:
+        """The variant's events on any of the data sets."""
+        return [event for id_ in sorted(data_sets) for event in self._by_data_set.get(id_, ())]
+
+    @cached_property
+    def _by_data_set(self) -> Mapping[str, Sequence[Event]]:
+        return self.events if self.ancestors is None else _by_data_set(self.ancestors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DataSetCost:
+    """The cost of publishing for the records of one data set.
+
+    Attributes:
+        data_sets: one id, or several that may share records or a person.
+        delta: at which every epsilon holds.
+        epsilons: {method: epsilon}, for the methods that hold.
+        used: the method with the smallest epsilon.
+    """
+
+    data_sets: tuple[str, ...]
+    delta: float
+    epsilons: Mapping[Method, float]
+    used: Method
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """The epsilon by the method used."""
+        return Guarantee(epsilon=self.epsilons[self.used], delta=self.delta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicationCost:
+    """The cost of publishing for every data set.
+
+    Attributes:
+        by_data_set: one for each, in the order of their ids.
+        refused: {method: why it does not hold}.
+    """
+
+    by_data_set: tuple[_DataSetCost, ...]
+    refused: Mapping[Method, str]
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """For every record of any data set: parallel composition over disjoint data takes maxima (Theorem 2.2)."""
+        guarantees = [cost.guarantee for cost in self.by_data_set]
+        return Guarantee(
+            epsilon=max((each.epsilon for each in guarantees), default=0.0),
+            delta=max((each.delta for each in guarantees), default=0.0),
+        )
+
+
+_Named = TypeVar("_Named", Claim, History)
+
+
+def basic(claims: Iterable[Claim]) -> Guarantee:
+    """The guarantee of anything computed from these models, by basic composition of their claims.
+
+    Each model counts once, models on the same data add up, and models on disjoint data give the maximum. Where data
+    overlap, each connected component of models adds up, and the largest sum counts.
+
+    Raises:
+        ValueError: two different claims for one name.
+
+    Source: Guan et al. 2025, Theorem 4.1 and its generalisation.
+    """
+    distinct = list(_by_name(claims).values())
+    sums = []
+    for data_sets in _merge_overlapping(claim.data_sets for claim in distinct):
+        component = [claim for claim in distinct if claim.data_sets & data_sets]
+        sums.append((math.fsum(c.epsilon for c in component), math.fsum(c.delta for c in component)))
+    epsilons, deltas = zip(*sums, strict=True) if sums else ((), ())
+    return Guarantee(epsilon=max(epsilons, default=0.0), delta=min(1.0, max(deltas, default=0.0)))
+
+
+def publication_cost(
+    consulted: Iterable[History],
+    deltas: Mapping[str, float],
+    *,
+    extra: Mapping[str, Sequence[Event]] | None = None,
+    overlapping: Iterable[frozenset[str]] = (),
+    accountant: Accountant = "pld",
+) -> PublicationCost:
+    """The cost, for each data set, of publishing anything computed from some or all of the variants.
+
+    Where a person may be in several, it is that of each set of so many data sets that may cost a person most.
+
+    Args:
+        consulted: every variant that had an influence: those published, their bases, and those that were only
+            compared, clustered or passed over.
+        deltas: {data set: in (0, 1)}, at which all methods are compared. `basic` divides it among the histories.
+        extra: {data set: further releases}: private validation, saliency on private data, private utilities.
+        overlapping: sets of ids that may share records; the events of all ids in a set count for each of them.
+        accountant: that composes events.
+
+    Raises:
+        ValueError: a data set has no delta, two different variants have one name, two different uploads have one key,
+            events have different units, or no accountant knows an event.
+    """
+    histories = list(_by_name(consulted).values())
+    extra = extra or {}
+    union, refusal = _union(histories)
+    union_events = _by_data_set(union)
+    ids = frozenset(extra).union(*(history.data_sets for history in histories))
+    costs = []
+    groups = _merge_overlapping([*(frozenset({id_}) for id_ in sorted(ids)), *(ids & each for each in overlapping)])
+    if (holders := max((history.holders for history in histories), default=1)) > 1 and ids:
+        # Which cost most is known of one composition, so the others say nothing of these sets.
+        known = union_events if refusal is None else {id_: events_on(id_, histories) for id_ in ids}
+        of_ids = {id_: [*known.get(id_, ()), *extra.get(id_, ())] for id_ in sorted(ids)}
+        groups = [frozenset(names) for names in sets_of_holders(of_ids, holders)] if len(groups) == len(ids) else [ids]
+    for merged in groups:
+        delta = _smallest_delta(merged, deltas)
+        extra_events = [event for id_ in sorted(merged) for event in extra.get(id_, ())]
+        parts = [part for part in [*(history.events_on(merged) for history in histories), extra_events] if part]
+        epsilons: dict[Method, float] = {}
+        if holders == 1:
+            epsilons["basic"] = _basic_epsilon(parts, delta, accountant)
+        if holders == 1 or refusal is not None:
+            epsilons["accountant"] = _epsilon([event for part in parts for event in part], delta, accountant)
+        if refusal is None:
+            released_once = [event for id_ in sorted(merged) for event in union_events.get(id_, ())]
+            epsilons["provenance"] = _epsilon([*released_once, *extra_events], delta, accountant)
+        used = min(epsilons, key=lambda method: epsilons[method])
+        costs.append(_DataSetCost(data_sets=tuple(sorted(merged)), delta=delta, epsilons=epsilons, used=used))
+    return PublicationCost(
+        by_data_set=tuple(sorted(costs, key=lambda cost: cost.data_sets)),
+        refused={} if refusal is None else {"provenance": refusal},
+    )
+
+
+def global_ancestors(
+    uploads: Iterable[Upload], run: str, round_: int, warm_start: frozenset[Upload] = frozenset()
+) -> frozenset[Upload]:
+    """The ancestors of a run's global model after a round: all uploads up to it, and those of its warm start."""
+    return warm_start | {upload for upload in uploads if upload.run == run and upload.round <= round_}
+
+
+def client_ancestors(
+    uploads: Iterable[Upload], run: str, round_: int, data_set: str, warm_start: frozenset[Upload] = frozenset()
+) -> frozenset[Upload]:
+    """The ancestors of a client's own variant of a round: all uploads of earlier rounds, and its own of this one."""
+    of_run = [upload for upload in uploads if upload.run == run]
+    own = {upload for upload in of_run if upload.round == round_ and upload.data_set == data_set}
+    return warm_start | own | {upload for upload in of_run if upload.round < round_}
+
+
+def uploads_of(data_set: str, charged: Iterable[tuple[Key, Release]], view: View = "local") -> list[Upload]:
+    """A data set's uploads from the result of `Ledger.releases_of`, each with its event on the view.
+
+    Raises:
+        ValueError: the view does not hold for one of them.
+    """
+    return [
+        Upload(data_set=data_set, run=key.run, round=key.round, request=key.request, event=release.seen_by(view))
+        for key, release in charged
+    ]
+
+
+def _merge_overlapping(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+    """The sets of ids, with those that overlap, directly or through others, merged; the results are disjoint."""
+    disjoint: list[frozenset[str]] = []
+    for ids in sets:
+        touching = [other for other in disjoint if other & ids]
+        disjoint = [other for other in disjoint if not other & ids]
+        if ids:
+            disjoint.append(ids.union(*touching))
+    return disjoint
+
+
+def _union(histories: Sequence[History]) -> tuple[frozenset[Upload], str | None]:
+    """All ancestors of all variants, each once; and the reason if they are not known."""
+    unknown = [history.name for history in histories if history.ancestors is None]
+    if unknown:
+        return frozenset(), f"the ancestors of {', '.join(sorted(unknown))} are unknown"
+    union = frozenset[Upload]().union(*(history.ancestors or () for history in histories))
+    if len({upload.key for upload in union}) < len(union):
+        raise ValueError("ancestors: two uploads of one data set, run, round and request cost different events")
+    return union, None
+
+
+def events_on(data_set: str, histories: Iterable[History]) -> list[Event]:
+    """All events of the histories on a data set, one that occurs in several of them as often."""
+    return [event for history in histories for event in history.events_on(frozenset({data_set}))]
+
+
+def _by_data_set(uploads: Iterable[Upload]) -> dict[str, list[Event]]:
+    events: dict[str, list[Event]] = {}
+    for upload in uploads:
+        events.setdefault(upload.data_set, []).append(upload.event)
+    return events
+
+
+def _epsilon(events: Iterable[Event], delta: float, accountant: Accountant) -> float:
+    """Epsilon of the composed events, cached: a federation has few distinct histories, but compares every pair."""
+    return _epsilon_of(frozenset(group(events)), delta, accountant)
+
+
+@lru_cache(maxsize=4096)
+def _epsilon_of(events: frozenset[Event], delta: float, accountant: Accountant) -> float:
+    return epsilon_of(events, delta, accountant).epsilon
+
+
+def _basic_epsilon(parts: Sequence[Sequence[Event]], delta: float, accountant: Accountant) -> float:
+    """Sum of the parts' epsilons; stated guarantees keep their deltas, the other parts share the rest of delta."""
+    stated = [part for part in parts if all(math.isfinite(event.max_loss) for event in part)]
+    others = [part for part in parts if part not in stated]
+    remaining_delta = delta - math.fsum(event.total_delta for part in stated for event in part)
+    # A rounding error in a sum of deltas does not count as an excess.
+    if remaining_delta < -1e-9 * delta or (others and remaining_delta <= 0):
+        return math.inf
+    epsilons = [event.max_loss for part in stated for event in part]
+    return math.fsum(epsilons + [_epsilon(part, remaining_delta / len(others), accountant) for part in others])
+
+
+def smallest_deltas(stated: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """{data set: the smallest of the deltas that are stated for it}."""
+    found: dict[str, float] = {}
+    for id_, delta in stated:
+        found[id_] = min(delta, found.get(id_, delta))
+    return found
+
+
+def _smallest_delta(group: frozenset[str], deltas: Mapping[str, float]) -> float:
+    if missing := sorted(group - set(deltas)):
+        raise ValueError(f"deltas: none for data set {missing[0]}; an epsilon without its delta means nothing")
+    delta = min(deltas[id_] for id_ in group)
+    check_delta(delta)
+    return delta
+
+
+def _by_name(given: Iterable[_Named]) -> dict[str, _Named]:
+    by_name: dict[str, _Named] = {}
+    for each in given:
+        if by_name.setdefault(each.name, each) != each:
+            raise ValueError(f"name = {each.name!r}: two different models have it")
+    return by_name

@@ -1,0 +1,259 @@
+"""Command lines of a deployment: the settings of a folder, errors and exit codes, and systemd units.
+
+Settings are a frozen dataclass stored as TOML. A unit is text, and takes from its service all that the service does not
+need.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic import ValidationError
+
+from fedpriv import config
+from fedpriv.errors import FlowerError, InputError, LedgerError
+from fedpriv.files import write_new
+from fedpriv.texts import VERSION, printable
+
+Settings = TypeVar("Settings")
+
+UnitFolder = Annotated[Path | None, typer.Option("--out", help="Folder for the files; without it they are printed.")]
+
+
+# What none of these services does. No PrivateDevices: a GPU is a device.
+_HARDENING = """\
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+ProtectSystem=strict
+ProtectHome=read-only
+PrivateTmp=yes
+PrivateMounts=yes
+ProtectClock=yes
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+ProtectProc=invisible
+LockPersonality=yes
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
+UMask=0077"""
+
+
+def read_settings(settings_type: type[Settings], path: Path, **extra: Any) -> Settings:
+    """The settings in a file.
+
+    Args:
+        settings_type: a pydantic dataclass.
+        path: TOML with its fields.
+        extra: fields that the file does not contain.
+
+    Raises:
+        InputError: the file is missing, or a key or value in it is wrong; one line that names it.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; make the folder with `init` first")
+    values = config.read(path)
+    check_version(path, values)
+    return validated(settings_type, values, prefix=f"{path}: ", **extra)
+
+
+def check_version(path: Path, values: Mapping[str, Any]) -> None:
+    """Refuse a file of another version than 1, which is that of a file that names none.
+
+    Raises:
+        InputError: names both.
+    """
+    if (version := values.get("version", 1)) != 1:
+        raise InputError(
+            f"{path}: is version {version!r}; this is fedpriv {VERSION}, which reads 1: use the fedpriv "
+            "that wrote it, or make it again"
+        )
+
+
+def validated(settings_type: type[Settings], values: Mapping[str, Any], *, prefix: str = "", **extra: Any) -> Settings:
+    """The settings with these values; error messages start with the prefix.
+
+    Raises:
+        InputError: a value is missing or wrong; one line that names it.
+    """
+    try:
+        return settings_type(**values, **extra)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":  # our own validators name key and value themselves
+            raise InputError(prefix + first["msg"].removeprefix("Value error, ")) from None
+        key = str(first["loc"][0])
+        value = f" = {values[key]!r}" if key in values else ""
+        if isinstance(values.get(key), dict):  # a section of the file
+            key = ".".join(map(str, first["loc"]))
+            value = "" if first["type"] == "missing" else f" = {first['input']!r}"
+        raise InputError(f"{prefix}{key}{value}: {first['msg'].lower()}") from None
+
+
+def run_command_line(app: typer.Typer, name: str) -> None:
+    """Run a command line: a user's mistake gives one line on stderr and exit code 2, any other failure exit code 1."""
+    try:
+        app(prog_name=name)
+    except ValueError as error:
+        typer.echo(f"error: {printable(error)}", err=True)
+        sys.exit(2)
+    except (FlowerError, LedgerError, OSError) as error:
+        typer.echo(f"error: {printable(error)}", err=True)
+        sys.exit(1)
+
+
+def compare(told: Collection[str], asked: Mapping[str, str], known: Collection[str] = ()) -> None:
+    """Refuse what people have not compared by telephone.
+
+    Without `told`, on a terminal, the person there is asked.
+
+    Args:
+        told: fingerprints as somebody has read them out.
+        asked: {who reads it out: fingerprint that is to be compared}.
+        known: other fingerprints that may be told.
+
+    Raises:
+        InputError: names what was not confirmed, or a fingerprint that stands for nothing here.
+    """
+    given = {text.strip().upper() for text in told}
+    if strange := given - {*asked.values(), *known}:
+        raise InputError(f"--fingerprint = {min(strange)}: nothing here has it; one may be forged, so ask again")
+    for who, own in asked.items():
+        if given or not sys.stdin.isatty():
+            if own not in given:
+                raise InputError(f"--fingerprint: let {who} read it to you; here it is {own}")
+        elif not typer.confirm(f"Does {who} read you {own}?"):
+            raise InputError(f"{who}: is not confirmed, so nothing is done; ask for the file again")
+
+
+def give_units(units: Sequence[Unit], out: Path | None) -> None:
+    """Print units, or write them and say how they are started.
+
+    Raises:
+        InputError: the folder does not exist, or holds a file of that name; nothing was written.
+    """
+    if out is None:
+        typer.echo(_shown_units(units), nl=False)
+        return
+    for path in _write_units(units, out):
+        typer.echo(f"wrote {path}")
+    typer.echo(f"next: systemctl daemon-reload && systemctl enable --now {' '.join(unit.name for unit in units)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A service in the foreground, restarted when it fails.
+
+    Attributes:
+        name: of the file, without `.service`.
+        description: one line.
+        command: absolute path of a program, and its arguments.
+        prepared_by: a command that root runs before each start; empty for none.
+        folder: to run it in.
+        user: whose process it is.
+        variables: its environment, besides what systemd gives.
+        writable: what it may write; the rest of the file system is read-only, or not seen.
+        read_only: what within that it may only read.
+        hidden: what it must not even read.
+        networked: whether it has any network; without, Unix sockets are all that it reaches.
+        after: further units to start first.
+    """
+
+    name: str
+    description: str
+    command: Sequence[str]
+    prepared_by: Sequence[str] = ()
+    folder: Path
+    user: str
+    variables: Mapping[str, str]
+    writable: Sequence[Path]
+    read_only: Sequence[Path] = ()
+    hidden: Sequence[Path] = ()
+    networked: bool = True
+    after: Sequence[str] = ()
+
+    def text(self) -> str:
+        """The unit's file.
+
+        Raises:
+            InputError: a path or a value holds a line break or another control character.
+        """
+        after = " ".join(["network-online.target" if self.networked else "local-fs.target", *self.after])
+        lines = [
+            *("[Unit]", f"Description={_escaped(self.description)}", f"After={after}"),
+            *(["Wants=network-online.target"] if self.networked else []),
+            *(f"Wants={name}" for name in self.after),
+            "# A service that waits for somebody, for its registration for instance, is never given up.",
+            "StartLimitIntervalSec=0",
+            *("", "[Service]", "Type=exec"),
+            *([f"ExecStartPre=+{_command_line(self.prepared_by)}"] if self.prepared_by else []),
+            f"ExecStart={_command_line(self.command)}",
+            f"WorkingDirectory={_escaped(str(self.folder))}",
+            f"User={_escaped(self.user)}",
+            *(f"Environment={_quoted(f'{name}={value}')}" for name, value in self.variables.items()),
+            *("Restart=on-failure", "RestartSec=10", "TimeoutStopSec=90", "KillMode=mixed"),
+            # What is left must see and say that memory ran out: systemd would end it first, and start it as if new.
+            *("OOMPolicy=continue", _HARDENING),
+            *([] if self.networked else ["PrivateNetwork=yes"]),
+            f"RestrictAddressFamilies=AF_UNIX{' AF_INET AF_INET6' if self.networked else ''}",
+            *(f"ReadWritePaths={_quoted(str(path))}" for path in self.writable),
+            *(f"ReadOnlyPaths={_quoted(str(path))}" for path in self.read_only),
+            *(f"InaccessiblePaths={_quoted(f'-{path}')}" for path in self.hidden),
+            *("", "[Install]", "WantedBy=multi-user.target", ""),
+        ]
+        return "\n".join(lines)
+
+
+def unit_name(service: str, folder: Path) -> str:
+    """The name of a service's unit for a folder: `fedpriv-superlink-federation`."""
+    return f"fedpriv-{service}-{re.sub(r'[^A-Za-z0-9_.]', '-', folder.absolute().name)}"
+
+
+def _write_units(units: Sequence[Unit], out: Path) -> list[Path]:
+    """Write each unit as NAME.service, none of them if one cannot be written.
+
+    Raises:
+        InputError: the folder does not exist, or holds a file of that name.
+    """
+    if not out.is_dir():
+        raise InputError(f"--out = {out}: no such folder")
+    files = {out / f"{unit.name}.service": unit.text().encode() for unit in units}
+    for path in files:
+        if path.exists():
+            raise InputError(f"{path}: exists; give another folder, or move it away first")
+    for path, content in files.items():
+        write_new(path, content)
+    return list(files)
+
+
+def _shown_units(units: Sequence[Unit]) -> str:
+    """The units one after the other, each under the name of its file."""
+    return "\n".join(f"# {unit.name}.service\n{unit.text()}" for unit in units)
+
+
+def _command_line(arguments: Sequence[str]) -> str:
+    return " ".join(_quoted(argument).replace("$", "$$") for argument in arguments)
+
+
+def _quoted(text: str) -> str:
+    escaped = _escaped(text).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _escaped(text: str) -> str:
+    if not text.isprintable():
+        raise InputError(f"{text!r}: holds a control character, which no unit can name")
+    return text.replace("%", "%%")

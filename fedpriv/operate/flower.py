@@ -1,0 +1,222 @@
+"""Flower's programs as a coordinator or data holder runs them: environment, child process, answers, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedpriv.errors import FlowerError
+from fedpriv.operate.checks import LOOPBACK
+from fedpriv.operate.processes import signals_handled_by, start_child
+from fedpriv.privacy.ledger.users import User
+
+CONNECTION = "federation"
+
+_ANSWER_SECONDS = 120.0
+
+# Flower colours its log, even where no terminal shows it.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+# Flower logs these codes; its processes themselves always exit with 1. See flwr/supercore/exit/exit_code.py, 1.41.
+_EXIT_CODE = re.compile(r"Exit Code: (\d+)")
+_EXIT_CODES: Mapping[int, str] = {
+    101: "the SuperLink's license is invalid",
+    104: "Flower does not know these arguments",
+    105: "state.db was written by another version of Flower; move it away and register the nodes again",
+    302: "the node's key is not an EC private key; make one with `init`",
+    303: "the node's key was given, but TLS is not enabled",
+    305: "no connection to the SuperLink, or it refused the node; is the node's public key registered there?",
+    600: "the address is invalid; it must be HOST:PORT",
+    604: "a given file does not exist",
+    605: "the server's certificate or key cannot be used",
+    606: "SuperLink and node have different versions of Flower",
+}
+
+_SHARE = 0.1
+
+
+def environment(home: Path, **extra: str) -> dict[str, str]:
+    """The environment of Flower's programs: this virtual environment first; no installing, update checks or telemetry.
+
+    Args:
+        home: Flower's own folder.
+        extra: further variables.
+    """
+    path = os.pathsep.join([str(program_folder()), os.environ.get("PATH", os.defpath)])
+    return {**os.environ, "PATH": path, **settings(home), **extra}
+
+
+def settings(home: Path) -> dict[str, str]:
+    """The variables that Flower's programs take from their environment alone.
+
+    They reach each other on this machine without a proxy, whatever the operator's is.
+    """
+    direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOOPBACK]))
+    return {
+        "NO_PROXY": direct,
+        "no_proxy": direct,  # of both, programs read the one or the other
+        "FLWR_HOME": str(home),
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_TELEMETRY_ENABLED": "0",
+    }
+
+
+def python_path(checkout: Path | None) -> dict[str, str]:
+    """The PYTHONPATH with which a program finds a checkout's modules first; none where there is no checkout."""
+    if checkout is None:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def program_folder() -> Path:
+    """The folder with the programs of this virtual environment."""
+    return Path(sys.executable).parent
+
+
+def flwr(home: Path, arguments: Sequence[str], *, folder: Path) -> dict[str, Any]:
+    """The answer of `flwr ARGUMENTS --format json`.
+
+    Args:
+        home: Flower's own folder, with its connections.
+        arguments: of flwr.
+        folder: to run it in.
+
+    Raises:
+        FlowerError: it reports a failure, or does not answer in time.
+    """
+    command = [str(program_folder() / "flwr"), *arguments, "--format", "json"]
+    # Rich wraps at the terminal's width, which would split a long reason.
+    variables = environment(home, COLUMNS="10000", NO_COLOR="1")
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=variables, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise FlowerError(f"flwr {arguments[0]}: no answer within {_ANSWER_SECONDS:g} s") from None
+    return _answer(done.stdout, done.stderr, arguments)
+
+
+def _answer(stdout: str, stderr: str, arguments: Sequence[str]) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = json.loads(stdout[stdout.index("{") :])
+    except ValueError:
+        raise FlowerError(f"flwr {arguments[0]}: {_one_line(stderr or stdout) or 'no answer'}") from None
+    if not answer.get("success"):
+        raise FlowerError(f"flwr {arguments[0]}: {_one_line(str(answer.get('error-message', answer)))}")
+    return answer
+
+
+def _run_in_foreground(
+    command: Sequence[str],
+    *,
+    variables: Mapping[str, str],
+    folder: Path,
+    on_line: Callable[[str], None],
+    user: User | None = None,
+) -> int:
+    """Run a command until it ends, and return its exit code; 128 + n if signal n ended it.
+
+    SIGINT and SIGTERM are forwarded to it; if one of these ends it, as intended, the exit code is 0. Its standard input
+    is a pipe, which closes if this process is killed.
+
+    Args:
+        command: program and arguments.
+        variables: its environment.
+        folder: to run it in.
+        on_line: receives each line of its output without colours, in a separate thread.
+        user: whose process it is; None stands for the user of this process.
+    """
+    forwarder = _SignalForwarder()
+    with signals_handled_by(forwarder):
+        child = start_child(command, folder=folder, variables=variables, user=user)
+        forwarder.forward_to(child)
+        relay = threading.Thread(target=_relay, args=(child, on_line), daemon=True)
+        relay.start()
+        code = child.wait()
+    # A process that outlives the child may hold the pipe open.
+    relay.join(timeout=2)
+    if -code in forwarder.received:
+        return 0
+    return code if code >= 0 else 128 - code
+
+
+def run_and_explain(
+    command: Sequence[str],
+    *,
+    variables: Mapping[str, str],
+    folder: Path,
+    on_line: Callable[[str], None],
+    user: User | None = None,
+) -> tuple[int, str]:
+    """Run one of Flower's programs as `_run_in_foreground` does; its exit code, and `: MEANING` if its log says why."""
+    reasons: list[int] = []
+
+    def noted(line: str) -> None:
+        on_line(line)
+        if (code := _logged_exit_code(line)) is not None:
+            reasons.append(code)
+
+    code = _run_in_foreground(command, variables=variables, folder=folder, on_line=noted, user=user)
+    return code, "".join(f": {_EXIT_CODES[reason]}" for reason in reasons[-1:] if reason in _EXIT_CODES)
+
+
+def plain(line: str) -> str:
+    """A line of Flower's log without colours."""
+    return _COLOUR.sub("", line)
+
+
+def _logged_exit_code(line: str) -> int | None:
+    """Flower's own exit code, if a line of its log states it."""
+    match = _EXIT_CODE.search(line)
+    return int(match[1]) if match else None
+
+
+def _relay(child: subprocess.Popen[str], on_line: Callable[[str], None]) -> None:
+    for line in child.stdout or ():
+        on_line(plain(line.rstrip("\n")))
+
+
+class _SignalForwarder:
+    """A signal handler that forwards signals to a child process, including those that arrive before it has started."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._child: subprocess.Popen[str] | None = None
+
+    def __call__(self, number: int, _: object) -> None:
+        self.received.append(number)
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def forward_to(self, child: subprocess.Popen[str]) -> None:
+        """Forward to this child the signals received so far and from now on."""
+        self._child = child
+        for number in self.received:
+            child.send_signal(number)
+
+
+def _one_line(text: str) -> str:
+    """The reason, without the lines in which flwr announces what it is about to do."""
+    lines = [line.strip() for line in text.splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith("Using SuperLink:") and line[-3:] != "...")
+
+
+def seconds_to_pause(waited: float, *, shortest: float, longest: float) -> float:
+    """Seconds until the next question: a tenth of the time already waited, within bounds.
+
+    What comes after a wait of t is therefore seen at 1.1 t or at t + `shortest`, unless `longest` cuts that short.
+
+    Args:
+        waited: seconds since the wait began, >= 0.
+        shortest: that a pause lasts, in seconds.
+        longest: the same; where the two conflict, it counts.
+    """
+    return min(longest, max(shortest, _SHARE * waited))

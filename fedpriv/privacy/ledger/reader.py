@@ -1,0 +1,204 @@
+"""Read-only access to a ledger, the verification of its chain of hashes, and the names of its data holders.
+
+The ledger knows the holders of a deployment by number alone; their names are in other files of its folder. Such a name
+is for display, may change, and is what a holder says of itself, so it has no place in a chain of entries that never
+change. Anyone who reads it here is told that the chain does not cover it. A simulation's holders are named by its data.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fedpriv.errors import InputError, LedgerError
+from fedpriv.privacy.ledger import head_file
+from fedpriv.privacy.ledger.entries import LATEST_VERSION, VERSION, DataSet, Entry, LedgerConnection
+from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[LedgerConnection]:
+    """A read-only connection to the ledger, which another process may be writing at the same time.
+
+    Raises:
+        LedgerError: the file does not exist, is damaged or has another version.
+    """
+    if not path.is_file():
+        raise LedgerError(f"{path}: no such ledger")
+    with as_ledger_errors(path):
+        db = _connect_to_read(path)
+        try:
+            yield db
+        finally:
+            db.close()
+
+
+def _connect_to_read(path: Path) -> LedgerConnection:
+    """A connection that never changes the ledger; SQLite may write its own files next to it if permitted."""
+    for options in ("mode=rw", "mode=ro&immutable=1"):
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, timeout=10, factory=LedgerConnection)
+        try:
+            db.execute("PRAGMA query_only = ON")
+            check_version(db, path)
+            return db
+        except sqlite3.OperationalError:
+            db.close()
+            if "immutable" in options:
+                raise
+        except BaseException:
+            db.close()
+            raise
+    raise AssertionError("unreachable")
+
+
+def verify(db: LedgerConnection, path: Path) -> Entry | None:
+    """The last entry of a ledger whose chain is intact from the first entry on; None if the ledger is empty.
+
+    Raises:
+        LedgerError: the chain is broken; names the first entry that was edited, moved or lost.
+    """
+    previous, last = EMPTY_CHAIN, None
+    with as_ledger_errors(path):
+        (quick_check,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if quick_check != "ok":
+            raise LedgerError(f"{path}: damaged: {' '.join(quick_check.split())}")
+        for number, entry in enumerate(db.entries(), start=1):
+            if entry.number != number:
+                raise LedgerError(f"{path}: broken chain: entry {number} is missing")
+            if entry.digest != entry.chained_digest(previous):
+                raise LedgerError(f"{path}: broken chain: entry {number} was changed after it was written")
+            previous, last = entry.digest, entry
+    return last
+
+
+def verify_with_head(db: LedgerConnection, path: Path) -> Entry | None:
+    """Like `verify`, and checks that PATH.head is there and names an entry of the chain.
+
+    Raises:
+        LedgerError: as for `verify` and `head.check`.
+    """
+    last = verify(db, path)
+    # Read after the entries: it may name one that was appended since, and the check looks that one up.
+    head_file.check(head_file.read_beside(path), db, path, last.number if last else 0)
+    return last
+
+
+def verify_without_head(db: LedgerConnection, path: Path) -> Entry | None:
+    """Like `verify`, for a ledger whose head is missing or unreadable.
+
+    Raises:
+        LedgerError: as for `verify`; or the ledger has a head.
+    """
+    last = verify(db, path)
+    head_file.check_missing(head_file.read_beside(path), db, path, last.number if last else 0)
+    return last
+
+
+def check_version(db: LedgerConnection, path: Path) -> int:
+    """The version of the file.
+
+    Raises:
+        LedgerError: this fedpriv does not read that version.
+    """
+    version: int = db.execute("PRAGMA user_version").fetchone()[0]
+    if not VERSION <= version <= LATEST_VERSION:
+        raise LedgerError(f"{path}: ledger version {version}: this fedpriv reads {VERSION} to {LATEST_VERSION}")
+    return version
+
+
+@contextmanager
+def as_ledger_errors(path: Path) -> Iterator[None]:
+    """Turn errors of SQLite and the file system into one-line `LedgerError`s; the caller has then released nothing."""
+    try:
+        yield
+    except sqlite3.IntegrityError as error:
+        raise LedgerError(f"{path}: charged or released before ({error})") from None
+    except (sqlite3.Error, OSError) as error:
+        text = str(error).lower()
+        if "readonly" in text or "read-only" in text or "permission denied" in text or "unable to open" in text:
+            reason = "cannot be written (read-only?)"
+        elif "full" in text or "disk i/o" in text or "no space" in text or "too large" in text:
+            reason = "the disk is full or fails"
+        elif "locked" in text:
+            reason = "another process is writing it"
+        elif "malformed" in text or "not a database" in text or "no such table" in text or "no such column" in text:
+            reason = "damaged: truncated, or no ledger at all"
+        else:
+            reason = "cannot be used"
+        raise LedgerError(f"{path}: {reason} ({error}); nothing is released") from None
+
+
+# Written by a run into its folder, and by the operator of a node into its own.
+REGISTRATIONS, CONFIG, NODE = "registrations.json", "config.toml", "vault.toml"
+LEDGER = "ledger.sqlite"
+_LONGEST_NAME = 100
+
+
+def holder_names(db: LedgerConnection, path: Path, run: Path | None) -> dict[str, str]:
+    """{id of a data set: its holder's name} for a ledger.
+
+    Args:
+        db: the ledger, open for reading.
+        path: of the ledger, in whose folder names are looked for without a run.
+        run: the folder of a run on this ledger, which knows them.
+
+    Raises:
+        InputError: the run's folder knows no names.
+    """
+    if run is not None and not (run / REGISTRATIONS).is_file():
+        raise InputError(f"run = {str(run)!r}: holds no {REGISTRATIONS}; give the folder that a run wrote")
+    return names_in(path.parent if run is None else run, db.data_sets())
+
+
+def limit_of(path: Path) -> tuple[str, float | None]:
+    """The view on which a ledger's budget or target is, and a node's budget; `local` and None where nothing says.
+
+    Args:
+        path: of the ledger; its folder is that of a node, or of a run.
+    """
+    folder = path.absolute().parent
+    node = _values(folder / NODE)
+    if path.name == LEDGER and node and not node.get("ledger_file"):
+        view, budget = node.get("budget_view"), node.get("budget_epsilon")
+        return _planned(view), float(budget) if isinstance(budget, (int, float)) else None
+    return _planned(_values(folder / CONFIG).get("privacy_view")), None
+
+
+def _planned(view: object) -> str:
+    return "aggregate" if view == "aggregate" else "local"
+
+
+def names_in(folder: Path, data_sets: list[DataSet]) -> dict[str, str]:
+    """{id of a data set: its holder's name}, as far as the folder knows; a file that cannot be read knows none.
+
+    Args:
+        folder: of a run, whose registrations name data sets; or of a node, whose ledger holds its own data alone.
+        data_sets: of the ledger.
+    """
+    found = dict(_registered(_values(folder / REGISTRATIONS)))
+    node = _values(folder / NODE)
+    for data_set in data_sets:
+        if data_set.id not in found and str(node.get("partition_id")) == data_set.client:
+            found[data_set.id] = node.get("name")
+    ids = {data_set.id for data_set in data_sets}
+    return {id_: name[:_LONGEST_NAME] for id_, name in found.items() if id_ in ids and isinstance(name, str) and name}
+
+
+def _registered(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for each in values.values():
+        if isinstance(each, dict) and isinstance(each.get("data_set"), str):
+            yield each["data_set"], each.get("name")
+
+
+def _values(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

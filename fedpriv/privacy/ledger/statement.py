@@ -1,0 +1,585 @@
+"""A ledger for human readers: what every data set has spent, and one page that a privacy officer can sign.
+
+For notebooks and scripts, the same as data frames and text. Nothing is stated unless the chain is found intact.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedpriv.errors import InputError
+from fedpriv.privacy.accounting import filters
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.calibration import rounds_within
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.accounting.filters import CommittedPlans, Rule
+from fedpriv.privacy.accounting.risk import Risk, risk_of
+from fedpriv.privacy.accounting.views import PlannedView, least_readers, readers_label
+from fedpriv.privacy.ledger import reader
+from fedpriv.privacy.ledger.entries import COLUMNS, DataSet, Entry, LedgerConnection
+from fedpriv.texts import counted, holder_label, printable, risk_in_figures, risk_in_words, what_is_counted
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ADJACENCY = {
+    "record": "one record of the client added or removed",
+    "person": "one person of the client, with all of their records there, added or removed",
+    "client": "the client's whole data, or one record of it, replaced",
+}
+
+_COVERS = (
+    "every upload charged in this ledger, whether or not it arrived, and everything computed from uploads: "
+    "global adapters, variants, the server's evaluations of them"
+)
+_SEVERAL = {
+    "record": "a person with several records here, or with records at other clients: for k of them epsilon is k times "
+    "as large, and delta k e^((k-1) epsilon) times",
+    "person": "what other clients release of a person with records there too",
+    "client": "what other clients release of a person with records there too",
+}
+_NEVER_COVERED = (
+    "releases that were not charged to this ledger",
+    "label sets, column choices and preprocessing derived from the records",
+    "metrics that the client chose to share",
+    "the fact that the client takes part, and its number of records",
+    "times, except those of a node with records of its own, whose replies leave at public times; and whatever an "
+    "observer of the client's machine sees",
+)
+
+ODOMETER = (
+    "epsilon so far is an odometer: it would hold if all these releases had been fixed in advance. Where a coordinator "
+    "chose them by what it saw, what is proven is what enforces the budget"
+)
+
+_NAME_NOTE = ", a name that it chose; the chain covers its number"
+
+_OLD_SUMS = (
+    "Some sums were charged as read by the server alone: earlier versions did not count that each participant reads "
+    "them too, and knows its own noise. Against a participant those cost up to what they cost on the local view."
+)
+
+_DELTA = "with so small a probability more may be learned than epsilon says"
+_ADVERSARY = (
+    "knows every other record, chose the model, the schedule and each request, sees all that is covered, and has any "
+    "amount of time"
+)
+_ASSUMED_OF_OTHERS = (
+    "On the local view nothing: not of the server, not of other holders. Of the holder's own machine: that it runs "
+    "this fedpriv unchanged and only models that its operator approved, and that AES is as good as random."
+)
+_ASKED = (
+    (
+        "Parameters, unit",
+        "NIST SP 800-226, top: see What is guaranteed. The smaller epsilon and delta, the more is hidden.",
+    ),
+    (
+        "Algorithms",
+        "NIST SP 800-226, middle: clipping and noise, whose sensitivity, accountants and floating-point "
+        "limits docs/privacy.md proves or names. Accuracy and bias are in a run's report.",
+    ),
+    (
+        "Exposure, security",
+        "NIST SP 800-226, base: whom you trust, side channels and who may read the records: "
+        "docs/privacy.md and docs/deployment.md. How the records were collected is outside of this page.",
+    ),
+    (
+        "Extraction",
+        "EDPB Opinion 28/2024: how likely is it that data of a person in the training are extracted from the "
+        "model? For the unit above, any outcome is at most e^epsilon times as likely as without it, but for delta.",
+    ),
+    (
+        "Queries",
+        "EDPB Opinion 28/2024: and that answers reveal them? The same bound, for any number of answers. What is "
+        "true of many people may still be inferred, of outsiders too; what the base model knew before is not bounded.",
+    ),
+    (
+        "Compliance",
+        "This page answers questions. It claims no compliance with any law or standard: whether a "
+        "likelihood is insignificant is for those who assess it, with tests beside proofs (fedpriv audit).",
+    ),
+)
+
+# Of the page, and of its left column.
+_COLUMNS, _LEFT = 80, 20
+
+# More of them are not counted.
+_MOST_ROUNDS = 100_000
+
+_RESTS_ON_OTHERS = (
+    "on the aggregate view: more participants, with the server or without it, than it is stated against; against those "
+    "the local view's epsilon is what remains"
+)
+
+
+def gaps(db: LedgerConnection) -> dict[str, list[dict[str, Any]]]:
+    """The events after which a ledger may not tell all: `adopted` and `recovered`, each a list.
+
+    At an adoption the operator alone vouches that no entry is missing: up to which entry, when and why. At a recovery
+    charges were taken over since the ledger had been restored: when, how many and why.
+    """
+    groups: dict[tuple[str, str, str], list[Entry]] = {}
+    for entry in db.recoveries():
+        groups.setdefault((entry.time, entry.data_set, json.loads(entry.note or "{}").get("reason", "")), []).append(
+            entry
+        )
+    recovered = [
+        {
+            "time": time,
+            "data_set": data_set,
+            "reason": reason,
+            "releases": sum(entry.event is not None for entry in found),
+            "known_in_full": all(entry.event is not None for entry in found),
+        }
+        for (time, data_set, reason), found in groups.items()
+    ]
+    adopted = [{"up_to_entry": entry.number - 1, "time": entry.time, "reason": entry.note} for entry in db.adoptions()]
+    return {"adopted": adopted, "recovered": recovered}
+
+
+def gap_lines(*, adopted: Sequence[dict[str, Any]] = (), recovered: Sequence[dict[str, Any]] = ()) -> list[str]:
+    """The gaps for a reader, one or two lines each."""
+    lines = [
+        f"NOT KNOWN TO BE COMPLETE up to entry {each['up_to_entry']}: the head was missing on {each['time'][:19]} UTC, "
+        f"and only the operator's word says that no entry is lost: {each['reason']}"
+        for each in adopted
+    ]
+    for each in recovered:
+        when = f"{each['time'][:19]} UTC: data set {each['data_set'][:12]}"
+        if each["releases"]:
+            lines.append(
+                f"RECOVERED on {when}: {each['releases']} releases that a restored copy of this ledger lacked were "
+                f"charged again: {each['reason']}"
+            )
+        if not each["known_in_full"]:
+            lines.append(
+                f"NOT KNOWN IN FULL since {when}: there were more releases, of which nobody knows the cost; it is at "
+                f"most the budget that the node kept, and nothing more is released: {each['reason']}"
+            )
+    return lines
+
+
+def enforcement(db: LedgerConnection, data_set: DataSet | None, epsilon: float | None, view: PlannedView) -> str:
+    """The rule that enforces the budget of a data set, and the share of it that is used, in words.
+
+    Args:
+        db: the ledger, open for reading.
+        data_set: of it.
+        epsilon: of the budget.
+        view: of the budget.
+
+    Raises:
+        ValueError: the ledger names a rule that this fedpriv does not know.
+    """
+    if data_set is None or epsilon is None:
+        return "nothing: there is no budget or no data set"
+    rule, used = enforced(db, data_set, epsilon, view)
+    largest = filters.largest_budget(db.bounds(data_set.id), view) or 0.0
+    proven = f"; proven is epsilon {largest:g}, the largest budget in force so far" if largest > epsilon else ""
+    return f"by {rule}, {used:.0%} of it used{proven}"
+
+
+def enforced(db: LedgerConnection, data_set: DataSet, epsilon: float, view: PlannedView) -> tuple[Rule, float]:
+    """The rule that enforces the budget of a data set, and the share of it that is used, >= 0.
+
+    Arguments and errors as for `enforcement`.
+    """
+    delta, history = data_set.delta_for_releases, db.releases(data_set.id)
+    rule = filters.rule_in_force(db.bounds(data_set.id), epsilon, delta)
+    return rule, rule.used([release.charged_on(view) for release in history], epsilon=epsilon, delta=delta)
+
+
+def spending(
+    db: LedgerConnection,
+    *,
+    names: Mapping[str, str] | None = None,
+    budget_epsilon: float | None = None,
+    view: PlannedView = "local",
+) -> list[dict[str, Any]]:
+    """The spending of each data set, in order of registration.
+
+    `epsilon_aggregate` is what a budget on that view counts: there, an upload that the server saw costs what it does
+    on the `local` one.
+
+    Args:
+        db: the ledger, open for reading.
+        names: {id of a data set: its holder's name}, where it is known.
+        budget_epsilon: if given, `remaining_rounds` is added: the rounds like the last one that this budget still
+            allows on the view. The risk of a data set with a filter is that of all that the largest budget lets pass,
+            this one or one that the ledger says was in force; without any, that of what was spent, by the filter's
+            own measure.
+        view: of the budget and of the risk.
+    """
+    known = names or {}
+    return [_spending(db, each, known.get(each.id), budget_epsilon, view) for each in db.data_sets()]
+
+
+def _spending(
+    db: LedgerConnection, data_set: DataSet, name: str | None, budget_epsilon: float | None, view: PlannedView
+) -> dict[str, Any]:
+    releases, runs = db.releases(data_set.id), db.runs(data_set.id)
+    units = {release.event.unit for release in releases}
+    if len(units) > 1:
+        raise InputError(f"data set {data_set.id}: has releases of different units, which have no common epsilon")
+    local = [release.event for release in releases]
+    # A node's own ledger knows no other client, so it has the `local` view only.
+    has_rho_view = any(release.rho_bar < 1 for release in releases)
+    costs = {"local": epsilon_of(local, data_set.delta)}
+    if has_rho_view:
+        costs["rho"] = epsilon_of([release.seen_by("rho") for release in releases], data_set.delta)
+    is_summed = any(release.aggregate_scale is not None for release in releases)
+    charged: dict[PlannedView, list[Event]] = {
+        "local": local,
+        "aggregate": [release.charged_on("aggregate") for release in releases],
+    }
+    costs["aggregate"] = epsilon_of(charged["aggregate"], data_set.delta) if is_summed else costs["local"]
+    # More was released than anyone can list, so no sum of what is listed may be stated.
+    is_known = db.is_known_in_full(data_set.id)
+    epsilons = {name: cost.epsilon if is_known else math.inf for name, cost in costs.items()}
+    result: dict[str, Any] = {
+        "client": data_set.client,
+        "name": name,
+        "data_set": data_set.id,
+        "num_records": data_set.num_records,
+        "delta": data_set.delta,
+        "runs": len(runs),
+        "rounds": sum(run.rounds for run in runs),
+        "epsilon_local": epsilons["local"],
+        "epsilon_rho": epsilons.get("rho"),
+        "epsilon_aggregate": epsilons["aggregate"],
+        "num_readers": least_readers(releases),
+        "upper_bound_only": any(cost.upper_bound_only for cost in costs.values()),
+        "unit": next(iter(units), "record"),
+        "is_guarantee": all(cost.is_guarantee for cost in costs.values()),
+        "caveats": sorted({event.caveat for event in local if event.caveat and event.sampling_probability > 0}),
+        "noise_source": ",".join(sorted({source for run in runs for source in run.noise_source.split(",")})),
+    }
+    notes = db.bounds(data_set.id)
+    rule, in_force = filters.rule_of(notes), filters.largest_budget(notes, view)
+    upto = "" if in_force is None else f" for epsilon {in_force:g}, the largest budget in force so far"
+    result["enforced_by"] = None if rule is None else f"{rule}{upto}"
+    if not is_known:
+        risk = Risk.none(result["unit"])
+    elif rule is None:
+        risk = risk_of(charged[view], data_set.delta)
+    else:
+        largest = max(budget_epsilon or 0.0, in_force or 0.0) or None
+        risk = rule.risk(charged[view], epsilon=largest, delta=data_set.delta_for_releases)
+    result |= risk.values
+    if budget_epsilon is not None and (rounds := remaining_rounds(db, data_set, budget_epsilon, view)) is not None:
+        result["remaining_rounds"] = rounds
+    return result
+
+
+def epsilon_spent(db: LedgerConnection, data_set: DataSet, view: PlannedView) -> float:
+    """The epsilon of all releases of a data set on a view, as `spending` has it; infinite if not all are known."""
+    if not db.is_known_in_full(data_set.id):
+        return math.inf
+    releases = db.releases(data_set.id)
+    return epsilon_of([release.charged_on(view) for release in releases], data_set.delta).epsilon
+
+
+def remaining_rounds(db: LedgerConnection, data_set: DataSet, epsilon: float, view: PlannedView) -> int | None:
+    """The rounds like the last one that a budget of a data set still allows; None before the first.
+
+    Arguments as for `enforcement`.
+    """
+    in_order = [release.charged_on(view) for release in db.releases_in_order(data_set.id)]
+    if not in_order:
+        return None
+    if not db.is_known_in_full(data_set.id):
+        return 0
+    event, before = in_order[-1], [release.charged_on(view) for release in db.releases(data_set.id)]
+    rule = filters.rule_of(db.bounds(data_set.id))
+    if rule is None:
+        return rounds_within(epsilon, data_set.delta, each_round=event, spent_before=before, at_most=_MOST_ROUNDS)
+    if isinstance(rule, CommittedPlans):
+        before = in_order
+    rounds = rule.remaining(before, event, epsilon=epsilon, delta=data_set.delta_for_releases)
+    return int(min(rounds, _MOST_ROUNDS))
+
+
+def statement(
+    db: LedgerConnection,
+    path: Path,
+    client: str,
+    *,
+    names: Mapping[str, str] | None = None,
+    view: PlannedView = "local",
+) -> list[dict[str, Any]]:
+    """A privacy statement for each data set of a client: what `render` formats and `--json` prints.
+
+    Args:
+        db: the ledger, open for reading.
+        path: of the ledger.
+        client, names: as for `of_client`.
+        view: `aggregate` also states what that view costs, and what it rests on.
+
+    Raises:
+        InputError: the ledger does not know the client, or several have the name.
+        LedgerError: the chain is broken, so nothing can be stated.
+    """
+    last = reader.verify_with_head(db, path)
+    names = names or {}
+    data_sets = of_client(db, path, client, names)
+    if last is None:
+        raise InputError(f"--client {printable(client)}: {path} has no entry")
+    pages = []
+    for data_set in data_sets:
+        cost, found = _spending(db, data_set, names.get(data_set.id), None, view), gaps(db)
+        runs = [asdict(run) for run in db.runs(data_set.id)]
+        seeded = "seeded" in cost["noise_source"]
+        pages.append(
+            cost
+            | {
+                "private": not seeded and cost["is_guarantee"],
+                "adjacency": ADJACENCY[cost["unit"]],
+                "covers": _COVERS,
+                "view": view,
+                "does_not_cover": [*not_covered(cost["unit"]), *([_RESTS_ON_OTHERS] if view == "aggregate" else [])],
+                "statements": _notes(db, data_set),
+                "run_list": runs,
+                "ledger": str(path),
+                "entries": last.number,
+                "head": last.digest,
+                "as_of": last.time,
+                "adopted": found["adopted"],
+                "recovered": [each for each in found["recovered"] if each["data_set"] == data_set.id],
+            }
+        )
+    return pages
+
+
+def adjacency_of(unit: str, holders: int = 1) -> str:
+    """The difference between neighbouring worlds, where a person may have records at so many clients."""
+    if holders > 1:
+        return f"one person, with all of their records at up to {holders} clients, added or removed"
+    return ADJACENCY.get(unit, "unknown")
+
+
+def not_covered(unit: str, holders: int = 1) -> list[str]:
+    """The sentences that say what no epsilon of this unit covers; of an unknown unit, as of records."""
+    if holders > 1:
+        return [f"what further clients release of a person with records at more than {holders}", *_NEVER_COVERED]
+    return [_SEVERAL.get(unit, _SEVERAL["record"]), *_NEVER_COVERED]
+
+
+def of_client(db: LedgerConnection, path: Path, client: str, names: Mapping[str, str] | None = None) -> list[DataSet]:
+    """The data sets of a client: as it is registered, or else of this name, or else of this number in any run.
+
+    A name that a holder chose never stands for another client, and neither does a number that several had.
+
+    Args:
+        db: the ledger, open for reading.
+        path: of the ledger.
+        client: what it is registered as, its name, or its number in runs.
+        names: {id of a data set: its holder's name}, where it is known.
+
+    Raises:
+        InputError: the ledger does not know the client, or several have the name or number.
+    """
+    registered, names = db.data_sets(), names or {}
+    ways = {
+        "client": [each for each in registered if each.client == client],
+        # As a terminal shows both.
+        "name": [each for each in registered if client and printable(names.get(each.id, "")) == printable(client)],
+        "number": db.charged_as(client),
+    }
+    way = next((way for way, found in ways.items() if found), "")
+    shown = ways.get(way, registered)
+    whose = {each.client for each in shown}
+    if way and len(whose) == 1:
+        return [each for each in registered if each.client in whose]
+    known = ", ".join(dict.fromkeys(label(each.client, names.get(each.id)) for each in shown)) or "nobody"
+    several = f"{len(whose)} of this {way}, " if way else ""
+    asked = "number" if all(each.isdigit() for each in whose) else "name"
+    raise InputError(f"--client {printable(client)}: {path} knows {several}{known}; give the {asked}")
+
+
+def render(page: Mapping[str, Any]) -> str:
+    """The statement as one page of plain text: a table of 80 columns, with an answer to each question."""
+    lines = ["PRIVACY STATEMENT", ""]
+    for heading, rows in _table(page).items():
+        lines += [heading.upper(), "-" * _COLUMNS] if heading else []
+        for question, answer in rows:
+            cells = textwrap.wrap(answer, _COLUMNS - _LEFT, break_long_words=False, break_on_hyphens=False)
+            lines += [f"{left:<{_LEFT}}{right}" for left, right in zip_longest([question], cells, fillvalue="")]
+        lines.append("")
+    lines += [f"Head of the chain of {page['entries']} entries, which was verified:", f"  {page['head']}"]
+    lines += ["Keep it, and check later that the ledger still holds it:"]
+    return "\n".join([*lines, f"  fedpriv ledger verify {page['ledger']} \\", f"    --head {page['head']}"])
+
+
+def _table(page: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """{heading: questions with their answers}."""
+    name = _NAME_NOTE if page["name"] and not _is_of(page["client"], page["name"]) else ""
+    size = f"{page['num_records']} {what_is_counted(page['unit'])}"
+    return {
+        "": [
+            ("Client", f"{label(page['client'], page['name'])}{name}"),
+            ("Data set", f"{page['data_set']}, {size} when it was registered"),
+            ("As of", page["as_of"]),
+            *(("Take note", warning) for warning in _warnings(page)),
+        ],
+        "What is guaranteed": [
+            ("Unit", f"a {page['unit']}"),
+            ("Neighbouring data", page["adjacency"]),
+            *_epsilons(page),
+            ("Risk", " ".join(risk_in_words(page, page["delta"]))),
+            ("Found at most", risk_in_figures(page)),
+            ("Delta", f"{page['delta']:g}, registered with the data; {_DELTA}"),
+            ("Composition", _composition(page)),
+            ("Covered", page["covers"]),
+        ],
+        "Against whom, and what that rests on": [
+            ("Adversary", _ADVERSARY),
+            ("Assumed of others", _assumptions(page)),
+            ("Noise source", page["noise_source"] or "nothing was released"),
+            *(("Holder's statement", each) for each in page["statements"]),
+        ],
+        "What regulators ask": list(_ASKED),
+        "Not covered": [(f"{number}.", each) for number, each in enumerate(page["does_not_cover"], start=1)],
+        "Runs": [
+            (
+                run["run"][: _LEFT - 2],
+                f"{run['rounds']} rounds charged, noise {run['noise_source']}, {run['first'][:19]} to "
+                f"{run['last'][:19]} UTC",
+            )
+            for run in page["run_list"]
+        ]
+        or [("None", "nothing was charged")],
+    }
+
+
+def _warnings(page: Mapping[str, Any]) -> Iterator[str]:
+    """The warnings that come before the figures."""
+    for caveat in page["caveats"]:
+        yield f"NOT A PRIVACY GUARANTEE: {caveat}."
+    if "seeded" in page["noise_source"]:
+        yield "NOT PRIVATE: some noise came from a seeded generator. Anyone who knows the seed can remove it."
+    yield from gap_lines(adopted=page["adopted"], recovered=page["recovered"])
+
+
+def _epsilons(page: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The epsilon on each view, and who is meant by it."""
+    bound = ", an upper bound" if page["upper_bound_only"] else ""
+    delta = f"at delta {page['delta']:g}{bound}"
+    yield (
+        "Local view",
+        f"epsilon {_rounded_up(page['epsilon_local'])} {delta}: against the server, which sees each upload",
+    )
+    if page["epsilon_rho"] is not None:
+        yield "Rho view", f"epsilon {_rounded_up(page['epsilon_rho'])} {delta}: by DP-LoRA's Theorem 1, never below it"
+    if page["view"] == "aggregate":
+        against = f"against {readers_label(page['num_readers'])}, where the server saw sums alone"
+        yield "Aggregate view", f"epsilon {_rounded_up(page['epsilon_aggregate'])} {delta}: {against}"
+        if page["num_readers"] == 0:
+            yield "", _OLD_SUMS
+
+
+def _composition(page: Mapping[str, Any]) -> str:
+    """How releases were added up over rounds and runs."""
+    summed = f"{counted(page['rounds'], 'round')} in {counted(page['runs'], 'run')}, composed first and converted once"
+    return f"{summed}. Enforced by {page['enforced_by']}. Each {ODOMETER}." if page["enforced_by"] else f"{summed}."
+
+
+def _assumptions(page: Mapping[str, Any]) -> str:
+    """The assumptions of the figures on the holder and on others."""
+    if page["view"] != "aggregate":
+        return _ASSUMED_OF_OTHERS
+    return f"{_ASSUMED_OF_OTHERS} On the aggregate view also that no more participants read together than it says."
+
+
+def label(client: str, name: str | None) -> str:
+    """A client as the ledger knows it, with its name where that is known and says more."""
+    return client if not name or _is_of(client, name) else holder_label(client, name)
+
+
+def _is_of(client: str, name: str) -> bool:
+    """Whether the ledger knows a client by its name."""
+    return client == name or client.startswith(f"{name} of ")
+
+
+def _notes(db: LedgerConnection, data_set: DataSet) -> list[str]:
+    rows = db.execute(
+        "SELECT note FROM entries WHERE phase = 'registered' AND data_set = ? AND note IS NOT NULL", (data_set.id,)
+    )
+    return [row[0] for row in rows]
+
+
+def _rounded_up(epsilon: float) -> str:
+    """To four decimal places, rounded up: a statement must not understate what was spent."""
+    return f"{epsilon:.4f}" if float(f"{epsilon:.4f}") >= epsilon else f"{epsilon + 5e-5:.4f}"
+
+
+def entries_frame(path: str | Path) -> pd.DataFrame:
+    """Every entry of a ledger in order, a row each, under the names of `fedpriv.privacy.ledger.entries.Entry`.
+
+    Raises:
+        LedgerError: the chain of hashes is broken, or the ledger lost entries or its head.
+    """
+    import pandas as pd  # deferred: only notebooks need it
+
+    path = Path(path)
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        rows = [asdict(entry) for entry in db.entries()]
+    frame = pd.DataFrame(rows, columns=list(COLUMNS)).set_index("number")
+    whole, real = ("round", "num_records"), ("rho_bar", "aggregate_scale", "delta")
+    return frame.astype(dict.fromkeys(whole, "Int64") | dict.fromkeys(real, float))
+
+
+def spending_frame(
+    path: str | Path,
+    *,
+    budget_epsilon: float | None = None,
+    view: PlannedView = "local",
+    run: str | Path | None = None,
+) -> pd.DataFrame:
+    """The spending of each data set of a ledger, a row each, as `fedpriv ledger show` has it.
+
+    Args:
+        path: of the ledger.
+        budget_epsilon: > 0; adds `remaining_rounds`, the rounds like the last one that it still allows on the view.
+        view: of the budget.
+        run: a run's folder that knows the holders' names; by default the ledger's own folder.
+
+    Raises:
+        InputError: the run's folder knows no names.
+        LedgerError: as for `entries_frame`.
+    """
+    import pandas as pd  # deferred: only notebooks need it
+
+    path = Path(path)
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        known = reader.holder_names(db, path, Path(run) if run is not None else None)
+        rows = spending(db, names=known, budget_epsilon=budget_epsilon, view=view)
+    return pd.DataFrame(rows)
+
+
+def statement_text(path: str | Path, client: str, *, view: PlannedView = "local", run: str | Path | None = None) -> str:
+    """The privacy statement of a client, one page of plain text for each of its data sets.
+
+    Args:
+        path: of the ledger.
+        client: its number, or the name of a holder that has it alone.
+        view: `aggregate` also states what the releases cost where the server saw sums alone.
+        run: a run's folder that knows the holders' names; by default the ledger's own folder.
+
+    Raises:
+        InputError: the ledger does not know the client, several have the name, or the run's folder knows no names.
+        LedgerError: as for `entries_frame`.
+    """
+    path = Path(path)
+    with reader.reading(path) as db:
+        known = reader.holder_names(db, path, Path(run) if run is not None else None)
+        pages = statement(db, path, client, names=known, view=view)
+    return "\n\n".join(map(render, pages))

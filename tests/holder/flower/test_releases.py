@@ -1,0 +1,336 @@
+"""Mods that pay for what leaves: what a coordinator may try, and what it gets."""
+
+from __future__ import annotations
+
+import math
+from io import BytesIO
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.clientapp.mod import LocalDpMod
+from opacus.accountants import RDPAccountant
+from scipy.stats import norm
+
+from fedpriv.errors import InputError
+from fedpriv.holder.flower import Account, LedgerMod, UpdateMod, local_dp_event
+from fedpriv.holder.flower._messages import read_array
+from fedpriv.holder.vault import RefusedError
+from fedpriv.holder.wire.frames import FAILED, REFUSED, RETIRED
+from fedpriv.privacy.accounting import SubsampledGaussian, epsilon_of
+from fedpriv.privacy.ledger import reading
+from tests.holder.flower.nodes import START, Node, arrays_of, difference
+
+STEP = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, count=5)
+
+
+def moved(received):
+    return {name: array + 1 for name, array in received.items()}
+
+
+def broken(received):
+    raise ValueError("record 17 is empty")
+
+
+def refusing(received):
+    raise RefusedError("record 17 is empty")
+
+
+def update_node(folder, train=moved, *, budget=None, clip_norm=1.0, noise_multiplier=4.0, **options):
+    def mods(account_of):
+        return [UpdateMod(account_of, clip_norm=clip_norm, noise_multiplier=noise_multiplier, **options)]
+
+    return Node(folder, mods, train, budget)
+
+
+def ledger_node(folder, train=moved, *, budget=None, **options):
+    return Node(folder, lambda account_of: [LedgerMod(account_of, lambda context: STEP, **options)], train, budget)
+
+
+BOTH = pytest.mark.parametrize("make", [update_node, ledger_node])
+
+
+@BOTH
+def test_a_message_sent_ten_times_gets_ten_equal_replies_for_one_charge(make, tmp_path):
+    node = make(tmp_path)
+    replies = [node.ask().content for _ in range(10)]
+    assert all(reply == replies[0] for reply in replies)
+    assert (node.num_charges, node.calls) == (1, 1)
+
+
+@BOTH
+@pytest.mark.parametrize("change", [{"server-round": 2}, {"lr": 0.1}, {"lr": 1}, {"lr": 1.0}, {"lr": "1"}])
+def test_a_message_that_differs_in_anything_is_another_release(make, change, tmp_path):
+    node = make(tmp_path)
+    node.ask()
+    node.ask(**change)
+    assert (node.num_charges, node.calls) == (2, 2)
+
+
+def test_equal_values_of_other_types_are_other_requests(tmp_path):
+    node = update_node(tmp_path)
+    for value in (1, 1.0, "1", b"1"):
+        node.ask(lr=value)
+    node.ask({**START, "bias": START["bias"].astype(np.float64)}, lr=1)
+    assert node.num_charges == 5
+
+
+@pytest.mark.parametrize(("make", "budget"), [(update_node, 5.0), (ledger_node, 1.0)])
+def test_beyond_the_budget_the_app_is_not_asked(make, budget, tmp_path):
+    node = make(tmp_path, budget=budget)
+    replies = [node.ask(**{"server-round": number}) for number in range(6)]
+    codes = [reply.error.code if reply.has_error() else 0 for reply in replies]
+    allowed = codes.index(RETIRED)
+    assert allowed > 1
+    assert codes == [0] * allowed + [RETIRED] * (6 - allowed)
+    assert node.num_charges == node.calls == allowed
+    assert node.account.spent().epsilon <= budget
+
+
+@BOTH
+def test_nothing_but_paid_arrays_and_the_registered_number_leaves(make, tmp_path):
+    content = make(tmp_path).ask(metrics="all", debug=True).content
+    assert list(content) == ["arrays", "metrics"]
+    assert dict(content.metric_records["metrics"]) == {"num-examples": 120}
+    assert list(content.array_records["arrays"]) == list(START)
+
+
+@BOTH
+def test_the_operator_may_let_a_number_leave(make, tmp_path):
+    content = make(tmp_path, metrics=["loss"]).ask().content
+    assert dict(content.metric_records["metrics"]) == {"loss": 0.25, "num-examples": 120}
+
+
+@BOTH
+def test_evaluation_is_refused_unless_the_operator_allows_it(make, tmp_path):
+    assert make(tmp_path / "one").ask(kind="evaluate").error.code == REFUSED
+    allowed = make(tmp_path / "two", uncovered=["evaluate"]).ask(kind="evaluate")
+    assert dict(allowed.content.metric_records["metrics"]) == {"accuracy": 0.5}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("arrays", "named"),
+    [
+        ({"weight": np.float32([1, np.nan])}, "not finite"),
+        ({"weight": np.float32([1, np.inf])}, "not finite"),
+        ({"weight": np.int64([1, 2])}, "weight: is int64"),
+        ({"weight": np.array([True])}, "weight: is bool"),
+        ({"weight": np.zeros(0, np.float32)}, "no value"),
+        ({}, "no value"),
+    ],
+)
+def test_parameters_that_cannot_be_noised_are_refused_before_the_charge(make, arrays, named, tmp_path):
+    node = make(tmp_path)
+    error = node.ask(arrays).error
+    assert error.code == REFUSED
+    assert named in error.reason
+    assert (node.num_charges, node.calls) == (0, 0)
+
+
+@BOTH
+def test_records_and_rounds_that_make_no_sense_are_refused_before_the_charge(make, tmp_path):
+    node = make(tmp_path)
+    record = ArrayRecord({"weight": Array(START["weight"])})
+    lying = ArrayRecord({"weight": Array("float32", (9, 9), "numpy.ndarray", Array(START["weight"]).data[:-4])})
+    for content in (
+        RecordDict({"one": record, "two": record}),
+        RecordDict({"config": ConfigRecord({"server-round": 1})}),
+        RecordDict({"arrays": lying}),
+    ):
+        assert node.ask_for(content).error.code == REFUSED
+    for number in (-1, 0.5, "1", True):
+        assert node.ask(**{"server-round": number}).error.code == REFUSED
+    assert (node.num_charges, node.calls) == (0, 0)
+
+
+@BOTH
+def test_parameters_that_could_not_be_stored_are_refused_before_the_charge(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedpriv.holder.flower._messages.MAX_ARRAYS_BYTES", 20)
+    node = make(tmp_path)
+    assert "at most 10 can be stored" in node.ask().error.reason
+    assert (node.num_charges, node.calls) == (0, 0)
+
+
+@pytest.mark.parametrize("scale", [1e30, 3e38])
+def test_with_huge_parameters_the_update_is_clipped_all_the_same(scale, tmp_path):
+    start = {"weight": np.float32([scale, 0.0]), "bias": np.float32(1.0)}
+    node = update_node(tmp_path, lambda received: {name: array * 0.5 for name, array in received.items()})
+    reply = arrays_of(node.ask(start))
+    assert reply["weight"][0] == start["weight"][0], "the clipped update is below the rounding of such a number"
+    assert abs(reply["weight"][1]) < 40
+    assert reply["bias"].shape == ()
+    assert node.num_charges == 1
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        broken,
+        lambda received: {name: array * np.nan for name, array in received.items()},
+        lambda received: {"weight": received["weight"]},
+        lambda received: {name: array.T for name, array in received.items()},
+        lambda received: {name: array.astype(np.int64) for name, array in received.items()},
+        lambda received: {},
+    ],
+)
+def test_an_app_that_fails_uploads_noise_like_any_other(train, tmp_path):
+    node = update_node(tmp_path, train, clip_norm=1000.0, noise_multiplier=1e-3)
+    reply = node.ask()
+    assert {name: (a.shape, a.dtype) for name, a in arrays_of(reply).items()} == {
+        name: (a.shape, a.dtype) for name, a in START.items()
+    }
+    assert 0 < np.abs(difference(reply)).max() < 10
+    assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 120}
+    assert node.num_charges == 1
+
+
+def test_a_small_model_is_clipped_as_a_whole(tmp_path):
+    node = update_node(tmp_path, clip_norm=0.5, noise_multiplier=1e-4)
+    released = difference(node.ask())
+    np.testing.assert_allclose(released, np.full(7, 0.5 / math.sqrt(7)), atol=5e-4)
+
+
+def test_the_noise_has_the_standard_deviation_that_is_charged(tmp_path):
+    start = {"weight": np.zeros(6000)}
+    node = update_node(tmp_path, lambda received: received, clip_norm=2.0, noise_multiplier=3.0)
+    stddev = difference(node.ask(start), start).std()
+    # 6,000 values: the estimate's own deviation is 0.9 %, and 2/3 and 3/2 are far outside.
+    assert abs(stddev / 6.0 - 1) < 0.05
+    assert node.account.spent().epsilon == pytest.approx(
+        epsilon_of([SubsampledGaussian(noise_multiplier=1.5, sampling_probability=1, unit="client")], 1e-5).epsilon,
+        rel=1e-3,
+    )
+
+
+@BOTH
+def test_the_charge_is_on_disk_when_the_app_starts(make, tmp_path):
+    phases = []
+
+    def train(received):
+        with reading(node.account.ledger) as db:
+            phases.extend(entry.phase for entry in db.entries())
+        return received
+
+    node = make(tmp_path, train)
+    node.ask()
+    assert phases == ["registered", "charged"]
+
+
+class Killed(BaseException):
+    """The process ends: nothing catches it."""
+
+
+def killed(received):
+    raise Killed
+
+
+def test_after_a_crash_there_is_noise_alone_and_the_app_is_not_asked_again(tmp_path):
+    node = update_node(tmp_path, killed, clip_norm=100.0, noise_multiplier=1e-3)
+    with pytest.raises(Killed):
+        node.ask()
+    first, second = node.ask(), node.ask()
+    assert first.content == second.content
+    assert np.abs(difference(first)).max() < 1
+    assert (node.num_charges, node.calls) == (1, 1)
+
+
+def test_after_a_crash_a_ledger_alone_has_nothing_to_send(tmp_path):
+    node = ledger_node(tmp_path, killed)
+    with pytest.raises(Killed):
+        node.ask()
+    assert node.ask().error.code == REFUSED
+    assert (node.num_charges, node.calls) == (1, 1)
+
+
+@BOTH
+def test_a_ledger_that_cannot_be_used_lets_nothing_out(make, tmp_path):
+    node = make(tmp_path)
+    node.account.ledger.write_text("no ledger")
+    assert node.ask().error.code == FAILED
+    assert node.calls == 0
+
+
+def test_what_an_app_says_of_its_records_stays_on_the_node(tmp_path):
+    for train in (broken, refusing, lambda received: {name: array * np.nan for name, array in received.items()}):
+        error = ledger_node(tmp_path / train.__name__, train).ask().error
+        assert (error.code, error.reason) == (FAILED, "failed; this node's log says why")
+
+
+def test_values_out_of_range_are_refused_at_once(tmp_path):
+    wrong = ({"noise_multiplier": 0.0}, {"clip_norm": math.nan}, {"clip_norm": 1e-150}, {"metrics": "loss"})
+    for options in wrong:
+        with pytest.raises(InputError, match=next(iter(options))):
+            update_node(tmp_path, **options)
+    with pytest.raises(InputError, match="num_records = 0"):
+        Account(ledger=tmp_path / "ledger", client="clinic", num_records=0)
+
+
+def exact_delta(epsilon, multiplier):
+    """The delta of one Gaussian mechanism (Balle and Wang 2018, Theorem 8)."""
+    mu = 1 / multiplier
+    return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+
+
+@pytest.mark.parametrize(("stated", "count"), [(0.5, 1), (8.0, 1), (1.0, 10)])
+def test_a_local_dp_mod_costs_what_its_gaussian_costs(stated, count):
+    event = local_dp_event(LocalDpMod(1.0, 2.0, stated, 1e-5), count)
+    multiplier = math.sqrt(2 * math.log(1.25e5)) / stated / 1.001
+    epsilon = epsilon_of([event], 1e-5).epsilon
+    # Releases of one Gaussian compose to one with less noise.
+    assert exact_delta(epsilon, multiplier / math.sqrt(count)) == pytest.approx(1e-5, rel=0.02)
+    assert event.unit == "client"
+
+
+def test_a_sensitivity_that_is_too_small_does_not_make_a_local_dp_mod_cheaper():
+    right, wrong = (epsilon_of([local_dp_event(LocalDpMod(1.0, s, 1.0, 1e-5))], 1e-5).epsilon for s in (2.0, 1.0))
+    assert right < 1 < wrong
+
+
+def test_a_local_dp_mod_behind_the_ledger_adds_the_noise_that_is_charged(tmp_path):
+    local_dp = LocalDpMod(clipping_norm=3.0, sensitivity=6.0, epsilon=4.0, delta=1e-5)
+    start = {"weight": np.zeros(6000, np.float32)}
+    event = local_dp_event(local_dp)
+
+    def mods(account_of):
+        return [LedgerMod(account_of, lambda context: event, noise_source="numpy"), local_dp]
+
+    node = Node(tmp_path, mods, lambda received: {"weight": received["weight"] + 1})
+    for number in range(3):
+        stddev = difference(node.ask(start, **{"server-round": number}), start).std()
+        assert abs(stddev / (event.noise_multiplier * 6.0) - 1) < 0.05
+    assert node.account.spent().epsilon == epsilon_of([event.with_count(3)], 1e-5).epsilon
+
+
+@pytest.mark.parametrize("numbers", [(2.0, 0.0, 1e-5), (2.0, 1.0, 0.0), (0.0, 1.0, 1e-5)])
+def test_a_local_dp_mod_without_finite_noise_has_no_event(numbers):
+    with pytest.raises(InputError, match="LocalDpMod: sensitivity"):
+        local_dp_event(LocalDpMod(1.0, *numbers))
+
+
+def test_the_event_of_an_opacus_loader_costs_what_opacus_says():
+    accountant = RDPAccountant()
+    for _ in range(60):
+        accountant.step(noise_multiplier=1.1, sample_rate=1 / 20)
+    event = SubsampledGaussian(noise_multiplier=1.1, sampling_probability=1 / 20, count=60)
+    # Both convert the best of many orders; ours has fewer of them.
+    assert epsilon_of([event], 1e-5, "rdp").epsilon == pytest.approx(accountant.get_epsilon(1e-5), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"(3,), }" + b" " * 12, b"(1000000000000,), }", "claims 4000000000000 bytes, but holds 12"),
+        (b"<f4", b"|O8", "holds objects"),
+        (b"\x93NUMPY\x01", b"\x93NUMPY\x09", "unknown version"),
+    ],
+)
+def test_an_array_with_a_wrong_header_is_refused_before_memory_is_allocated(old, new, message):
+    stream = BytesIO()
+    np.save(stream, np.zeros(3, dtype=np.float32))
+    data = stream.getvalue()
+    assert read_array("a", data).tolist() == [0.0, 0.0, 0.0]
+    damaged = data.replace(old, new)
+    assert damaged != data
+    with pytest.raises(ValueError, match=f"a: .*{message}"):
+        read_array("a", damaged)

@@ -1,0 +1,387 @@
+"""A server that deviates: every deviation is refused by name, ends the session, and nothing is unmasked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from fedpriv.holder.sums import _client as node_side
+from fedpriv.holder.sums import _wire
+from fedpriv.holder.sums._masks import verify_once
+from fedpriv.holder.sums._messages import advertised
+from fedpriv.holder.sums._session import Session, Sessions
+from fedpriv.holder.sums._terms import ProtocolError, TooFewError, smallest_threshold
+from tests.holder.sums.attempts import Attempt, attempted, begin, make_terms, node, with_participant
+
+TERMS = make_terms(5, colluding=0, threshold=4)
+VALUES = np.zeros(TERMS.dimension, np.int64)
+STEPS = {
+    "share": lambda session: session.share("{}"),
+    "mask": lambda session: session.mask("{}", VALUES),
+    "confirm": lambda session: session.confirm('{"survivors":[0,1,2,3,4]}'),
+    "reveal": lambda session: session.reveal("{}"),
+}
+
+
+def refuses(session: Session, step: str, message: str, match: str, *, few: bool = False) -> None:
+    """The step raises this, and afterwards the session does nothing at all."""
+    arguments = (message, VALUES) if step == "mask" else (message,)
+    with pytest.raises(TooFewError if few else ProtocolError, match=match):
+        getattr(session, step)(*arguments)
+    assert session.expects is None
+    for later, run in STEPS.items():
+        with pytest.raises(ProtocolError, match=f"{later}: out of order, this session is over"):
+            run(session)
+
+
+def changed(text: str, **entries: object) -> str:
+    """A JSON object with these keys replaced; None removes one."""
+    values = json.loads(text) | {key.lstrip("c"): value for key, value in entries.items()}
+    return json.dumps({key: value for key, value in values.items() if value is not None})
+
+
+def signed(client: int, terms=TERMS, **changes):
+    """An advertisement that a malicious client signs properly though it holds something else."""
+    honest = _wire.advertisement_from_text(begin(terms, client).advertisement)
+    altered = replace(honest, **changes)
+    return replace(altered, signature=node(client).sign(advertised(terms, altered)))
+
+
+# Exchange 1 and 2: whose keys these are.
+
+
+@pytest.mark.parametrize("key", ["encryption_key", "mask_key", "self_commitment"])
+def test_a_key_that_the_server_put_in_place_of_a_clients_is_refused(key):
+    attempt = attempted(TERMS, "advertise")
+    forged = json.loads(attempt.u1.message())
+    forged["1"][key] = json.loads(attempt.u1.message())["2"][key]
+    refuses(attempt.sessions[0], "share", json.dumps(forged), "client 1: its registered key did not sign")
+
+
+def test_keys_of_two_clients_or_of_two_purposes_cannot_be_swapped():
+    attempt = attempted(TERMS, "advertise")
+    shown = json.loads(attempt.u1.message())
+    clients = shown | {"1": shown["2"], "2": shown["1"]}
+    refuses(attempt.sessions[0], "share", json.dumps(clients), "client 1: its registered key did not sign")
+    own = shown["1"]
+    purposes = shown | {"1": own | {"encryption_key": own["mask_key"], "mask_key": own["encryption_key"]}}
+    refuses(attempt.sessions[3], "share", json.dumps(purposes), "client 1: its registered key did not sign")
+
+
+def test_a_key_of_the_server_signed_by_the_server_is_refused():
+    attempt = attempted(TERMS, "advertise")
+    foreign = replace(attempt.u1.shown[1], encryption_key=attempt.u1.shown[2].encryption_key)
+    foreign = replace(foreign, signature=node(99).sign(advertised(TERMS, foreign)))
+    message = _wire.advertisements_text({**attempt.u1.shown, 1: foreign})
+    refuses(attempt.sessions[0], "share", message, "client 1: its registered key did not sign")
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        replace(TERMS, attempt="ef" * 16),
+        replace(TERMS, round=2),
+        replace(TERMS, run="another"),
+    ],
+    ids=["attempt", "round", "run"],
+)
+def test_an_advertisement_of_another_attempt_round_or_run_is_refused(old):
+    attempt = attempted(TERMS, "advertise")
+    replayed = _wire.advertisement_from_text(begin(old, 1).advertisement)
+    message = _wire.advertisements_text({**attempt.u1.shown, 1: replayed})
+    refuses(attempt.sessions[0], "share", message, "client 1: its registered key did not sign these keys for these")
+
+
+OTHER_TERMS = {
+    "noise_multiplier": replace(TERMS, noise_multiplier=0.5),
+    "grid_exponent": replace(TERMS, grid_exponent=11),
+    "clip_norm": replace(TERMS, clip_norm=2.0),
+    "threshold": replace(TERMS, threshold=5),
+    "colluding": replace(TERMS, colluding=1),
+    "modulus_bits": replace(TERMS, modulus_bits=64),
+    "dimension": replace(TERMS, dimension=9),
+    "request": replace(TERMS, request="ce" * 32),
+    "run": replace(TERMS, run="trial 2"),
+    "round": replace(TERMS, round=4),
+    "attempt": replace(TERMS, attempt="ac" * 16),
+    "num_records": with_participant(TERMS, 3, num_records=101),
+    "sampling_probability": with_participant(TERMS, 3, sampling_probability=0.25),
+    "scale": with_participant(TERMS, 3, scale=0.5),
+    "identity": with_participant(TERMS, 3, identity=node(98).public_line),
+    "participants": make_terms(6, threshold=4),
+}
+
+
+@pytest.mark.parametrize("field", OTHER_TERMS)
+def test_clients_with_different_terms_refuse_each_other(field):
+    told_otherwise = begin(OTHER_TERMS[field], 0)
+    attempt = Attempt(terms=TERMS, sessions={k: begin(TERMS, k) for k in range(1, 5)})
+    attempt.advertise()
+    shown = {**attempt.u1.shown, 0: _wire.advertisement_from_text(told_otherwise.advertisement)}
+    refuses(attempt.sessions[1], "share", _wire.advertisements_text(shown), "client 0: .* for these terms")
+    refuses(told_otherwise, "share", _wire.advertisements_text(shown), "client 1: .* for these terms")
+
+
+def test_every_field_of_the_terms_is_tried():
+    tried = set(OTHER_TERMS) | {"client"}
+    assert tried == set(TERMS.__dataclass_fields__) | set(TERMS.participants[0].__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("approved", "match"),
+    [
+        ({1: node(1).public_line, 2: node(2).public_line, 3: node(3).public_line}, "client 4: .* has not approved"),
+        ({k: node(k).public_line for k in (1, 2, 4)} | {3: node(97).public_line}, "client 3: its identity is not"),
+        ({}, "client 1: .* has not approved"),
+    ],
+)
+def test_a_peer_that_the_operator_has_not_approved_is_refused(approved, match):
+    with pytest.raises(ProtocolError, match=match):
+        begin(TERMS, 0, approved)
+
+
+def test_approved_peers_are_accepted_and_a_foreign_identity_for_oneself_is_not():
+    approved = {client: node(client).public_line for client in range(5)}
+    assert begin(TERMS, 0, approved).expects == "share"
+    with pytest.raises(ProtocolError, match="client 0: its identity in the terms is not the key of this node"):
+        Session(TERMS, 0, sign=node(1).sign, approved=approved, verify=verify_once)
+    with pytest.raises(ProtocolError, match="client 7: is no participant"):
+        Session(TERMS, 7, sign=node(1).sign, approved=approved, verify=verify_once)
+
+
+def test_ones_own_advertisement_must_be_there_and_unchanged():
+    attempt = attempted(TERMS, "advertise")
+    without = {k: shown for k, shown in attempt.u1.shown.items() if k != 0}
+    refuses(attempt.sessions[0], "share", _wire.advertisements_text(without), "client 0: its own .* missing")
+    earlier = _wire.advertisement_from_text(begin(TERMS, 1).advertisement)
+    message = _wire.advertisements_text({**attempt.u1.shown, 1: earlier})
+    refuses(attempt.sessions[1], "share", message, "client 1: its own .* changed")
+
+
+def test_a_client_that_is_listed_twice_or_unknown_is_refused():
+    attempt = attempted(TERMS, "advertise")
+    message = attempt.u1.message()
+    twice = message[:-1] + "," + message[1:]
+    refuses(attempt.sessions[0], "share", twice, "advertisements: '0' is listed twice")
+    unknown = changed(message, c9=json.loads(message)["1"])
+    refuses(attempt.sessions[1], "share", unknown, "client 9 took no part")
+
+
+def test_a_key_with_two_owners_or_two_purposes_is_refused():
+    attempt = attempted(TERMS, "advertise")
+    copied = signed(3, encryption_key=attempt.u1.shown[1].encryption_key)
+    message = _wire.advertisements_text({**attempt.u1.shown, 3: copied})
+    refuses(attempt.sessions[0], "share", message, "client 3: one of its keys is also a key of client 1")
+    both = signed(3, encryption_key=attempt.u1.shown[3].mask_key, mask_key=attempt.u1.shown[3].mask_key)
+    message = _wire.advertisements_text({**attempt.u1.shown, 3: both})
+    refuses(attempt.sessions[1], "share", message, "client 3: one of its keys is also a key of client 3")
+
+
+def test_an_encryption_key_that_agrees_on_zero_or_has_a_second_name_is_refused():
+    attempt = attempted(TERMS, "advertise")
+    message = _wire.advertisements_text({**attempt.u1.shown, 3: signed(3, encryption_key=bytes(32))})
+    refuses(attempt.sessions[0], "share", message, "client 3: its X25519 key agrees on zero")
+    own = attempt.u1.shown[3].mask_key
+    message = _wire.advertisements_text({**attempt.u1.shown, 3: signed(3, mask_key=own[:-1] + bytes([own[-1] | 128]))})
+    refuses(attempt.sessions[1], "share", message, "client 3: its keys must be X25519")
+
+
+def test_a_mask_key_that_agrees_on_zero_is_refused_before_anything_is_masked():
+    attempt = attempted(TERMS, "advertise")
+    _, honest = node_side.advertise(TERMS, 3, sign=node(3).sign, approved=None, verify=verify_once)
+    zero = replace(honest, mask_key=bytes(32))
+    zero = replace(zero, signature=node(3).sign(advertised(TERMS, zero)))
+    message = _wire.advertisements_text({**attempt.u1.shown, 3: zero})
+    refuses(attempt.sessions[0], "share", message, "client 3: its X25519 key agrees on zero")
+
+
+# Exchange 3: whose shares these are.
+
+
+def test_ciphertexts_swapped_between_peers_are_refused():
+    attempt = attempted(TERMS, "share")
+    to_0, to_1 = json.loads(attempt.u2.message(0)), json.loads(attempt.u2.message(1))
+    swapped = changed(attempt.u2.message(0), c1=to_0["2"], c2=to_0["1"])
+    refuses(attempt.sessions[0], "mask", swapped, "shares from client 1: are not what it sealed for client 0")
+    others = changed(attempt.u2.message(1), c2=to_0["2"])
+    refuses(attempt.sessions[1], "mask", others, "shares from client 2: are not what it sealed for client 1")
+    assert to_1["2"] != to_0["2"]
+
+
+@pytest.mark.parametrize("position", [0, 63, 64, 76, 107, 123], ids=lambda place: f"byte {place}")
+def test_sealed_shares_with_a_changed_bit_are_refused(position):
+    attempt = attempted(TERMS, "share")
+    received = _wire.sealed_from_text(attempt.u2.message(0))
+    part = bytearray(received[2])
+    part[position] ^= 1
+    refuses(attempt.sessions[0], "mask", _wire.sealed_text({**received, 2: bytes(part)}), "shares from client 2")
+
+
+def test_shares_that_were_sealed_after_other_advertisements_are_refused():
+    attempt = attempted(TERMS, "advertise")
+    fewer = {k: shown for k, shown in attempt.u1.shown.items() if k != 4}
+    dealt = {k: _wire.dealt_from_text(attempt.sessions[k].share(attempt.u1.message()), k) for k in (0, 1, 2)}
+    dealt[3] = _wire.dealt_from_text(attempt.sessions[3].share(_wire.advertisements_text(fewer)), 3)
+    message = _wire.sealed_text({k: dealt[k][0] for k in (1, 2, 3)})
+    refuses(attempt.sessions[0], "mask", message, "shares from client 3: .* after the same advertisements")
+
+
+def test_shares_of_an_earlier_attempt_are_refused():
+    first, second = attempted(TERMS, "share"), attempted(TERMS, "share")
+    stale = changed(second.u2.message(0), c1=json.loads(first.u2.message(0))["1"])
+    refuses(second.sessions[0], "mask", stale, "shares from client 1: are not what it sealed")
+
+
+def test_ones_own_shares_do_not_come_from_outside():
+    attempt = attempted(TERMS, "share")
+    message = changed(attempt.u2.message(0), c0=json.loads(attempt.u2.message(1))["0"])
+    refuses(attempt.sessions[0], "mask", message, "shares: client 0 is listed twice")
+
+
+# Exchange 4 and 5: one list of survivors.
+
+
+def test_a_list_without_oneself_with_a_stranger_or_with_a_client_twice_is_refused():
+    attempt = attempted(TERMS, "mask")
+    refuses(attempt.sessions[0], "confirm", '{"survivors":[1,2,3,4]}', "client 0, this node, is missing")
+    refuses(attempt.sessions[1], "confirm", '{"survivors":[0,1,2,3,3]}', "survivors: client 3 is listed twice")
+    refuses(attempt.sessions[2], "confirm", '{"survivors":[0,1,2,3,8]}', "survivors: client 8 took no part")
+    refuses(attempt.sessions[3], "confirm", '{"survivors":[0,1,2,3,true]}', "survivors: client = True")
+
+
+def test_a_survivor_that_sent_no_shares_is_refused():
+    attempt = Attempt(terms=TERMS)
+    attempt.advertise().share([0, 1, 2, 3]).mask()
+    refuses(attempt.sessions[0], "confirm", '{"survivors":[0,1,2,4]}', "survivors: client 4 took no part")
+
+
+def test_of_two_lists_a_client_signs_one():
+    attempt = attempted(TERMS, "confirm")
+    refuses_twice = attempt.sessions[0]
+    with pytest.raises(ProtocolError, match="confirm: out of order, this session expected reveal"):
+        refuses_twice.confirm('{"survivors":[0,1,2,3]}')
+    assert refuses_twice.expects is None
+
+
+def test_signatures_of_another_list_are_refused():
+    attempt = attempted(TERMS, "mask")
+    lists = {client: [0, 1, 2, 3, 4] if client in (0, 1) else [0, 2, 3, 4] for client in (0, 1, 2, 3, 4)}
+    signatures = {
+        client: _wire.signature_from_text(attempt.sessions[client].confirm(_wire.survivors_text(listed)))
+        for client, listed in lists.items()
+    }
+    refuses(attempt.sessions[0], "reveal", _wire.signatures_text(signatures), "signatures: that of client 2 is not of")
+    # Client 1 is no survivor in the other list, so there its mask key would be asked for, and above its self-mask.
+    refuses(attempt.sessions[2], "reveal", _wire.signatures_text(signatures), "signatures: client 1 took no part")
+    valid = {client: signatures[client] for client in (0, 1)}
+    refuses(attempt.sessions[1], "reveal", _wire.signatures_text(valid), "are of 2 clients", few=True)
+
+
+def test_signatures_of_an_earlier_session_under_the_same_terms_are_refused():
+    earlier, attempt = attempted(TERMS, "confirm"), attempted(TERMS, "confirm")
+    assert earlier.u3.survivors == attempt.u3.survivors
+    mixed = {**attempt.u4.signatures, 1: earlier.u4.signatures[1]}
+    refuses(attempt.sessions[0], "reveal", _wire.signatures_text(mixed), "signatures: that of client 1 is not of")
+
+
+def test_a_signature_counts_once_and_for_its_signer_alone():
+    attempt = attempted(TERMS, "confirm")
+    message = attempt.u4.message()
+    refuses(attempt.sessions[0], "reveal", message[:-1] + "," + message[1:], "'0' is listed twice")
+    borrowed = {**attempt.u4.signatures, 1: attempt.u4.signatures[2]}
+    refuses(attempt.sessions[1], "reveal", _wire.signatures_text(borrowed), "signatures: that of client 1 is not of")
+    refuses(attempt.sessions[2], "reveal", changed(message, c9=attempt.u4.signatures[2]), "client 9 took no part")
+
+
+def test_no_client_reveals_both_shares_of_one_peer():
+    attempt = Attempt(terms=TERMS)
+    attempt.advertise().share().mask([0, 1, 2, 3]).confirm()
+    message = attempt.u4.message()
+    for session in (attempt.sessions[client] for client in (0, 1, 2, 3)):
+        revealed = _wire.reveal_from_text(session.reveal(message))
+        assert set(revealed.self_shares) == {0, 1, 2, 3}
+        assert set(revealed.mask_shares) == {4}
+        with pytest.raises(ProtocolError, match="reveal: out of order, this session is over"):
+            session.reveal(message)
+
+
+# The order of the steps, and how many take part.
+
+
+@pytest.mark.parametrize("step", ["share", "mask", "confirm", "reveal"])
+def test_fewer_than_the_threshold_are_refused(step):
+    before = {"share": "advertise", "mask": "share", "confirm": "mask", "reveal": "confirm"}[step]
+    attempt = attempted(TERMS, before)
+    few = {
+        "share": lambda: _wire.advertisements_text({k: attempt.u1.shown[k] for k in (0, 1, 2)}),
+        "mask": lambda: _wire.sealed_text({k: attempt.u2.dealt[k][0] for k in (1, 2)}),
+        "confirm": lambda: _wire.survivors_text([0, 1, 2]),
+        "reveal": lambda: _wire.signatures_text({k: attempt.u4.signatures[k] for k in (0, 1, 2)}),
+    }[step]()
+    refuses(attempt.sessions[0], step, few, "are of 3 clients, must be of at least 4", few=True)
+
+
+@pytest.mark.parametrize("reached", ["advertise", "share", "mask", "confirm"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_out_of_order_ends_the_session(reached, step):
+    session = attempted(TERMS, reached).sessions[0]
+    expected = {"advertise": "share", "share": "mask", "mask": "confirm", "confirm": "reveal"}[reached]
+    if step != expected:
+        with pytest.raises(ProtocolError, match=f"{step}: out of order, this session expected {expected}"):
+            STEPS[step](session)
+        assert session.expects is None
+
+
+def test_an_error_within_a_step_ends_the_session_too():
+    attempt = attempted(TERMS, "share")
+    with pytest.raises(AttributeError):
+        attempt.sessions[0].mask(attempt.u2.message(0), "no array")
+    assert attempt.sessions[0].expects is None
+
+
+def test_a_run_has_one_session_and_a_node_a_bounded_number_of_them():
+    sessions = Sessions(max_runs=2)
+
+    def start(run: str, attempt: str) -> Session:
+        terms = replace(TERMS, run=run, attempt=attempt * 16)
+        return sessions.begin(terms, 0, sign=node(0).sign, approved=None, verify=verify_once)
+
+    first, second = start("a", "01"), start("a", "02")
+    assert first.expects is None
+    assert sessions.of("a", "02" * 16) is second
+    with pytest.raises(ProtocolError, match="takes no part in it"):
+        sessions.of("a", "01" * 16)
+    start("b", "01")
+    start("c", "01")
+    assert second.expects is None
+    with pytest.raises(ProtocolError, match="takes no part in it"):
+        sessions.of("a", "02" * 16)
+    with pytest.raises(ProtocolError, match="has not approved"):
+        sessions.begin(replace(TERMS, run="b"), 0, sign=node(0).sign, approved={}, verify=verify_once)
+    with pytest.raises(ProtocolError, match="takes no part in it"):
+        sessions.of("b", "01" * 16)
+
+
+# Two lists of survivors.
+
+
+def two_lists_possible(num_clients: int, threshold: int, colluding: int) -> bool:
+    """Brute force: whether honest clients, each signing once, and colluders, signing both, can sign two lists."""
+    honest = set(range(num_clients - colluding))
+    needed = max(threshold - colluding, 0)
+    groups = (set(group) for size in range(needed, len(honest) + 1) for group in combinations(honest, size))
+    return any(len(honest - group) >= needed for group in groups)
+
+
+@pytest.mark.parametrize("num_clients", range(2, 9))
+def test_two_lists_never_both_gather_the_threshold_exactly_under_its_rule(num_clients):
+    for colluding in range(num_clients - 1):
+        for threshold in range(1, num_clients + 1):
+            rule = 2 * threshold > num_clients + colluding
+            assert two_lists_possible(num_clients, threshold, colluding) is not rule
+            allowed = threshold >= smallest_threshold(num_clients, colluding)
+            assert allowed == (rule and threshold >= max(colluding, 1) + 2)

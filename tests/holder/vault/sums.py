@@ -1,0 +1,141 @@
+"""A coordinator that asks the vaults of this process for a sum, honestly or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fedpriv.config import RunConfig, to_flower
+from fedpriv.holder.sums import Participant, Terms
+from fedpriv.holder.sums import server as sums
+from fedpriv.holder.vault.answer import answer
+from fedpriv.holder.vault.holder import Holder
+from fedpriv.holder.vault.settings import VaultSettings
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import ADVERTISE, CHECK, CONFIRM, REVEAL, SHARE, TRAIN, Request, Response
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.summing import grid_of
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.entries import Entry
+from fedpriv.privacy.ledger.reader import reading
+
+
+@dataclass(frozen=True, eq=False)
+class Coordinator:
+    """Asks these vaults; every `changes` are lies about the run's configuration.
+
+    Attributes:
+        config: of the run.
+        vaults: {client: settings of its vault}.
+    """
+
+    config: RunConfig
+    vaults: Mapping[int, VaultSettings]
+
+    @property
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec.of(self.config)
+
+    def terms(self, run: str, round_: int = 1, *, spec: UpdateSpec | None = None, **changes: Any) -> Terms:
+        """Terms that fit this run, but for the changes; each call is another attempt."""
+        spec = spec or self.spec
+        sizes = {client: self.size(client) for client in self.vaults}
+        grid = grid_of(self.config, self.spec, sizes)
+        participants = tuple(
+            Participant(
+                client=client,
+                identity=keys.public_line(vault.key),
+                num_records=sizes[client],
+                sampling_probability=spec.probability(sizes[client]),
+                scale=grid.scales[client],
+            )
+            for client, vault in self.vaults.items()
+        )
+        names = {"clip_norm": spec.clip_norm, "noise_multiplier": spec.noise_multiplier, "request": self.digest(spec)}
+        honest = Terms(
+            run=run,
+            round=round_,
+            attempt=np.random.default_rng().bytes(16).hex(),
+            participants=participants,
+            threshold=self.config.min_clients,
+            colluding=0,
+            modulus_bits=grid.modulus_bits,
+            grid_exponent=grid.exponent,
+            dimension=sum(tensor.numel() for tensor in self.initial.values()),
+            **names,
+        )
+        return replace(honest, **changes)
+
+    @property
+    def initial(self):
+        return workbench(self.config).initial
+
+    def digest(self, spec: UpdateSpec) -> str:
+        """Of the request for the initial adapter."""
+        broadcast = protocol.unpack_broadcast({protocol.ADAPTER: dict(self.initial)}, spec, self.initial)
+        return protocol.request_digest(broadcast, spec)
+
+    def ask(self, client: int, kind: str, fields: Mapping[str, Any], arrays: Any = None, **changes: Any) -> Response:
+        """A vault's answer; it reads its folder anew, as after a restart, but for its sessions."""
+        values = {**to_flower(self.config), **changes}
+        request = Request(kind=kind, run_config=values, fields=fields, arrays=arrays or {})
+        return answer(request, Holder.of(self.vaults[client]))
+
+    def advertise(self, client: int, terms: Terms) -> Response:
+        return self.ask(client, ADVERTISE, {protocol.TERMS: terms.text()})
+
+    def step(self, client: int, kind: str, terms: Terms, message: str) -> Response:
+        return self.ask(client, kind, protocol.pack_step(terms.run, terms.attempt, message))
+
+    def open(self, terms: Terms) -> sums.Dealt:
+        """Keys and shares of all participants, and that all can use them."""
+        shown = sums.collect_advertisements(terms, {c: text(self.advertise(c, terms)) for c in terms.by_client})
+        dealt = sums.collect_shares(shown, {c: text(self.step(c, SHARE, terms, shown.message())) for c in shown.shown})
+        checks = {c: text(self.step(c, CHECK, terms, dealt.message(c))) for c in dealt.dealt}
+        return sums.collect_checks(dealt, checks)
+
+    def train(
+        self, client: int, terms: Terms, sealed: str, *, spec: UpdateSpec | None = None, round_: int = 0, **changes: Any
+    ) -> Response:
+        """The answer to a train request; without a text of sealed shares or terms, it holds none."""
+        instruction = protocol.pack_instruction(terms.run, round_ or terms.round, spec or self.spec)
+        fields = {**instruction, protocol.TERMS: terms.text(), protocol.SEALED: sealed}
+        arrays = {protocol.ADAPTER: {name: tensor.numpy() for name, tensor in self.initial.items()}}
+        return self.ask(client, TRAIN, fields, arrays, **changes)
+
+    def close(self, dealt: sums.Dealt, answers: Mapping[int, Response]) -> sums.Recovered:
+        """The sum of these answers to train requests."""
+        terms = dealt.before.terms
+        masked = sums.collect_masked(dealt, {client: vector(answer_) for client, answer_ in answers.items()})
+        confirmed = {c: text(self.step(c, CONFIRM, terms, masked.message())) for c in masked.survivors}
+        signed = sums.collect_signatures(masked, confirmed)
+        return sums.recover(signed, {c: text(self.step(c, REVEAL, terms, signed.message())) for c in signed.signatures})
+
+    def size(self, client: int) -> int:
+        return next(entry.num_records for entry in self.entries(client) if entry.num_records)
+
+    def entries(self, client: int) -> list[Entry]:
+        """The vault's ledger."""
+        with reading(self.vaults[client].ledger) as db:
+            return list(db.entries())
+
+    def charges(self, client: int, run: str) -> list[Entry]:
+        """What a run was charged in the vault's ledger."""
+        return [entry for entry in self.entries(client) if entry.phase == "charged" and entry.run == run]
+
+
+def text(response: Response) -> str:
+    """The text of an exchange's answer."""
+    assert not response.code, response.reason
+    return str(response.fields[protocol.MESSAGE])
+
+
+def vector(response: Response) -> np.ndarray:
+    """The masked vector in the answer to a train request."""
+    assert not response.code, response.reason
+    words = response.arrays[protocol.SUM]
+    return words.view(words.dtype.str.replace("i", "u"))

@@ -1,0 +1,139 @@
+"""How much of a plan a budget allows: as many releases as the vault then charges. The question charges nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import secrets
+from dataclasses import replace
+
+import pytest
+
+from fedpriv.holder.vault import _charging
+from fedpriv.holder.vault._charging import RetiredError
+from fedpriv.holder.vault.answer import answer
+from fedpriv.holder.vault.holder import Holder
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import AFFORD, REFUSED, Request
+from fedpriv.learning.training import workbench
+from fedpriv.privacy.accounting.events import SubsampledGaussian, to_json
+from fedpriv.privacy.accounting.filters import CommittedPlan
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import Key
+from fedpriv.privacy.ledger.ledger import Ledger
+from tests.tiny import LABELS, WORDS
+from tests.vaults import make_vault
+
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
+NUM_RECORDS = 40
+
+
+@pytest.fixture
+def holder(tiny_bert, tmp_path):
+    """Builds the holder of a node's folder."""
+    workbench.forget()
+    path = tmp_path / "own.csv"
+    with path.open("w", newline="") as file:
+        rows = [(f"{WORDS[i % 13]} {i}", LABELS[i % 3]) for i in range(NUM_RECORDS)]
+        csv.writer(file).writerows([("note", "department"), *rows])
+
+    def build(**settings):
+        return Holder.of(make_vault(tmp_path / "node", path, tiny_bert, num_records=NUM_RECORDS, **settings))
+
+    yield build
+    workbench.forget()
+
+
+def release(noise_multiplier, sampling_probability=1.0):
+    event = SubsampledGaussian(noise_multiplier=noise_multiplier, sampling_probability=sampling_probability)
+    return Release(event=event, rho_bar=1.0, aggregate_scale=1.5, num_readers=1)
+
+
+def affordable(holder, planned):
+    return answer(Request(kind=AFFORD, run_config={}, fields=protocol.pack_plan(planned)), holder)
+
+
+def charged(holder, planned):
+    """How many of the releases the vault charges before it refuses one."""
+    policy, number = holder.policy, 0
+    with Ledger(policy.ledger) as ledger:
+        data_set = ledger.data_set()
+    for each, count in planned:
+        for _ in range(count):
+            key = Key(run=secrets.token_hex(8), round=number + 1, client="0", request="r")
+            try:
+                _charging.charge(policy, key, each, data_set, noise_source="secure")
+            except RetiredError:
+                return number
+            number += 1
+    return number
+
+
+def releases_in(holder):
+    with Ledger(holder.policy.ledger) as ledger:
+        return len(ledger.releases(ledger.data_set().id))
+
+
+PLAN = [(release(8.0), 1), (release(6.0, 0.5), 5), (release(4.0, 0.25), 8), (release(10.0), 1)]
+
+
+@pytest.mark.parametrize("epsilon", [0.4, 0.9, 1.5, 2.5, 4.0, 20.0])
+@pytest.mark.parametrize("view", ["local", "aggregate"])
+def test_as_many_releases_fit_as_are_charged(holder, epsilon, view):
+    own = holder(budget_epsilon=epsilon, budget_view=view)
+    response = affordable(own, PLAN)
+    assert not response.code, response.reason
+    assert releases_in(own) == 0
+    assert response.fields == {"releases": charged(own, PLAN)}
+
+
+def test_what_was_spent_before_counts(holder):
+    own = holder(budget_epsilon=1.1)
+    whole = affordable(own, PLAN).fields["releases"]
+    assert 6 < whole < 14, "the test would prove nothing"
+    charged(own, PLAN[:2])
+    left = affordable(own, PLAN[2:]).fields["releases"]
+    assert left == whole - 6 == charged(own, PLAN[2:])
+    assert affordable(own, PLAN[:1]).fields["releases"] == charged(own, PLAN[:1])
+
+
+def test_the_most_releases_of_the_policy_count(holder):
+    own = holder(policy="max_releases = 4\n")
+    assert affordable(own, PLAN).fields["releases"] == charged(own, PLAN) == 4
+
+
+def test_nothing_fits_in_another_unit_or_a_ledger_that_is_not_known_in_full(holder):
+    own = holder()
+    of_persons = replace(PLAN[0][0], event=replace(PLAN[0][0].event, unit="person"))
+    charged(own, [(of_persons, 1)])
+    assert affordable(own, PLAN).fields["releases"] == 0
+    assert affordable(own, [(of_persons, 3)]).fields["releases"] == 3
+
+
+def test_slots_of_a_committed_plan_count(holder):
+    own = holder(budget_epsilon=20.0)
+    slots = [each.event.with_count(count) for each, count in (PLAN[0], (release(6.0, 0.5), 3))]
+    with Ledger(own.policy.ledger) as ledger:
+        _charging.choose_rule(ledger, ledger.data_set(), CommittedPlan.of(slots, 5e-6), 20.0)
+    assert affordable(own, PLAN).fields["releases"] == charged(own, PLAN) == 4
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"plan": "no JSON"},
+        {"plan": json.dumps([["an event", "another", 1]])},
+        {"plan": json.dumps([[to_json(release(1.0).event)] * 2 + [0]])},
+        {"plan": json.dumps([[to_json(release(1.0).event)] * 2 + [10**9]])},
+        {"plan": json.dumps([[to_json(release(1.0).event)] * 2 + [1]] * 65)},
+        {"plan": json.dumps([[to_json(release(1.0).event)] * 2 + [math.inf]])},
+        {"plan": json.dumps([[to_json(release(1.0).event)] * 2 + [True]])},
+        {"plan": "[" * 100_000},
+    ],
+)
+def test_a_plan_that_is_none_is_refused_by_name(holder, fields):
+    response = answer(Request(kind=AFFORD, run_config={}, fields=fields), holder(budget_epsilon=1.0))
+    assert (response.code, response.reason.startswith("refused: plan: ")) == (REFUSED, True)

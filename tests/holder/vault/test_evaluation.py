@@ -1,0 +1,332 @@
+"""A node's answer to an evaluation: charged before records are read, given whatever they hold, sent again as stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+from clients.app import app
+from clients.pipe import VAULT_KEY
+from fedpriv.config import ON_NODES, parse, to_flower
+from fedpriv.holder.vault import answer as answering
+from fedpriv.holder.vault.answer import answer
+from fedpriv.holder.vault.holder import Holder, bench_of, run_of
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import EVALUATE, FAILED, REFUSED, RETIRED, TRAIN, Request, Response
+from fedpriv.holder.wire.protocol import Broadcast, request_digest
+from fedpriv.learning.training import private_evaluation, workbench
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.private_evaluation import EvaluationSpec, NoisedCounts, planned_event
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading
+from fedpriv.privacy.mechanisms.sources import SeededSource
+from simulations.engines.flower_private import task_identity
+from tests.holder.vault.running import Running
+from tests.tiny import LABELS, WORDS
+from tests.vaults import make_vault, write_records
+from tests.wire import record
+
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
+ROWS = [(f"{WORDS[i % len(WORDS)]} {WORDS[i % 7]} {i}", LABELS[i % 3]) for i in range(60)]
+Z = 4.0
+
+
+@pytest.fixture(autouse=True)
+def _fresh_benches():
+    """A bench is cached by the file's name, and these tests change what the file holds."""
+    yield
+    workbench.forget()
+
+
+class Node:
+    """A node with the given rows, of which 60 are registered."""
+
+    def __init__(self, folder: Path, model: Path, rows: list[tuple[str, str]], **settings: object) -> None:
+        workbench.forget()
+        data = write_records(folder.with_suffix(".csv"), rows)
+        self.settings = make_vault(folder, data, model, num_records=60, **settings)
+        self.holder = Holder.of(self.settings)
+        run = {"model": str(model), "layers": "last-1", "rank": 4, "data": ON_NODES, "labels": list(LABELS)}
+        self.run_config = to_flower(parse(run | {"num_clients": 3, "evaluation_noise_multiplier": Z}))
+        self.initial = bench_of(run_of(self.run_config, self.holder), self.holder).initial
+
+    def request(self, *, round_: int = 11, shift: float = 0.0, arrays=None, **fields: object) -> Request:
+        asked = protocol.pack_instruction("run", round_, EvaluationSpec(noise_multiplier=Z)) | fields
+        adapter = {name: (tensor + shift).numpy() for name, tensor in self.initial.items()}
+        return Request(
+            kind=EVALUATE,
+            run_config=self.run_config,
+            fields=asked,
+            arrays={protocol.ADAPTER: adapter} if arrays is None else arrays,
+        )
+
+    def ask(self, **changes: object) -> Response:
+        return answer(self.request(**changes), self.holder)
+
+    @property
+    def phases(self) -> list[str]:
+        with reading(self.settings.ledger) as db:
+            return [entry.phase for entry in db.entries()]
+
+
+@pytest.fixture
+def make(tiny_bert, tmp_path):
+    def build(rows=ROWS, name: str = "node", **settings: object) -> Node:
+        return Node(tmp_path / name, tiny_bert, rows, **settings)
+
+    return build
+
+
+@pytest.fixture
+def same_noise(monkeypatch):
+    """Two nodes have the same secrets."""
+    monkeypatch.setattr(Ledger, "coin_key", lambda ledger, data_set: b"coins")
+    monkeypatch.setattr(answering, "_source", lambda config, client, round_, purpose: SeededSource(5, purpose))
+
+
+def test_an_evaluation_is_charged_and_answered_once(make):
+    node = make()
+    first, again = node.ask(), node.ask()
+    assert first.fields == again.fields
+    assert node.phases.count("charged") == node.phases.count("released") == 1
+    release = protocol.unpack(protocol.EvaluationRelease, first.fields)
+    assert (release.round, release.event) == (11, planned_event(EvaluationSpec(noise_multiplier=Z)))
+    for changes in ({"shift": 0.5}, {"round_": 12}, {"noise_multiplier": 5.0}, {"run": "another"}):
+        assert node.ask(**changes).fields != first.fields
+    assert node.phases.count("charged") == 5
+    # 12 records are set aside, so with noise of 4 the counts are near that.
+    assert abs(release.counts.hits + release.counts.misses - 12) < 6 * 4 * 2**0.5 + 12
+
+
+def test_no_record_is_read_before_the_charge(make):
+    node, seen = make(), []
+    bench = bench_of(run_of(node.run_config, node.holder), node.holder)
+    holder = replace(node.holder, before_records=lambda _: seen.append(("data" in vars(bench), node.phases)))
+    answer(node.request(), holder)
+    ((had_read, phases),) = seen
+    assert not had_read
+    assert phases[-1] == "charged"
+
+
+@pytest.mark.parametrize(
+    "row", [("the skin", LABELS[1]), ("", LABELS[0]), ("\0\ud7ff é" * 900, LABELS[2]), ("of no class", "measles")]
+)
+def test_a_record_more_moves_the_counts_by_at_most_one_and_nothing_else(make, same_noise, row):
+    responses = [make(rows, name).ask() for rows, name in ((ROWS, "without"), ([row, *ROWS], "with"))]
+    counts = [np.array([response.fields.pop("hits"), response.fields.pop("misses")]) for response in responses]
+    for response in responses:
+        response.fields.pop(protocol.RECEIPT)  # signed with each node's own key, and of its own data set
+    assert vars(responses[0]) == vars(responses[1])
+    # Both sums are rounded to the grid, some 2^-18 of the noise.
+    assert np.linalg.norm(counts[0] - counts[1]) <= 1 + 2**-14
+
+
+def evaluated(node: Node, monkeypatch, **changes: object) -> set[str]:
+    """The texts of the records that a node counts in an evaluation of a run with these changes."""
+    seen: set[str] = set()
+    honest = workbench.Workbench.set_aside
+
+    def set_aside(bench, client):
+        data = honest(bench, client)
+        seen.update(data.texts)
+        return data
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workbench.Workbench, "set_aside", set_aside)
+        request = replace(node.request(round_=1 + len(node.phases)), run_config={**node.run_config, **changes})
+        assert not answer(request, node.holder).code
+    return seen
+
+
+def test_no_run_decides_which_records_are_set_aside(make, monkeypatch):
+    """With seeds of its choice a coordinator could set one record aside, and ask whether it is there."""
+    node = make()
+    aside = evaluated(node, monkeypatch)
+    assert 0 < len(aside) < len(ROWS)
+    for seed in range(1, 4):
+        assert evaluated(node, monkeypatch, seed=seed) == aside
+    smaller, larger = (evaluated(node, monkeypatch, test_fraction=share) for share in (0.05, 0.6))
+    assert smaller <= aside <= larger, "a record changes sides"
+    workbench.forget()
+    assert evaluated(node, monkeypatch) == aside, "another start of the vault, other sides"
+    assert evaluated(make(name="other"), monkeypatch) != aside, "another ledger has another secret"
+
+
+@pytest.mark.parametrize("z", [1000.0, 1000.1])
+def test_an_evaluation_costs_something(make, z):
+    """Above a bound noise costs nothing that a ledger would notice, and time all the same."""
+    node = make()
+    refused = bool(node.ask(noise_multiplier=z).code)
+    assert refused == (z > 1000)
+    assert node.phases.count("charged") == (not refused)
+    with Ledger(node.settings.ledger) as ledger:
+        cost = epsilon_of([release.event for release in ledger.releases(ledger.data_set().id)], 1e-5).epsilon
+    assert refused or cost > 1e-3
+
+
+def test_releases_are_counted_whatever_they_cost(make):
+    node = make(policy="max_releases = 2\n")
+    codes = [node.ask(round_=round_, noise_multiplier=1000.0).code for round_ in (1, 2, 3, 2, 4)]
+    assert codes == [0, 0, RETIRED, 0, RETIRED], "a stored answer is sent again"
+    assert "max_releases = 2" in node.ask(round_=5).reason
+    assert node.phases.count("charged") == 2
+
+
+@pytest.mark.parametrize("harm", ["no file", "no records", "a record kills every pass"])
+def test_records_that_cannot_be_used_give_noise_alone(make, same_noise, monkeypatch, harm):
+    node = make()
+    if harm == "no file":
+        node.settings.data.unlink()
+    elif harm == "no records":
+        node.settings.data.write_text("note,department\n")
+    else:
+        monkeypatch.setattr(private_evaluation, "_share", lambda *_: 1 / 0)
+        monkeypatch.setattr(private_evaluation, "rehearse", lambda *_: 0.01)  # it would notice such a model
+    release = protocol.unpack(protocol.EvaluationRelease, node.ask().fields)
+    sums, _ = private_evaluation.noised(
+        torch.zeros(2, dtype=torch.float64), UpdateSpec.counts(Z), SeededSource(5, "evaluation")
+    )
+    noise = NoisedCounts.of(sums)
+    assert release.counts == noise
+    assert node.phases[-2:] == ["charged", "released"]
+
+
+def test_a_model_that_fails_on_synthetic_records_is_found_before_the_charge(make, monkeypatch):
+    node = make()
+    monkeypatch.setattr(TrainingModel, "predictions", lambda *_, **__: 1 / 0)
+    assert node.ask().code == FAILED
+    assert "charged" not in node.phases
+
+
+@pytest.mark.parametrize("noise", [1.1e6, 1.7e308])
+def test_noise_that_would_overflow_is_refused_before_the_charge(make, noise):
+    node = make()
+    assert node.ask(noise_multiplier=noise).code == REFUSED
+    assert "charged" not in node.phases
+
+
+def test_a_charge_without_a_stored_answer_is_answered_by_noise_alone(make, same_noise, monkeypatch):
+    node = make()
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(private_evaluation, "count", die)
+    with pytest.raises(KeyboardInterrupt):
+        node.ask()
+    assert node.phases[-1] == "charged"
+    response = node.ask()  # does not count again, or it would die
+    assert response.record == protocol.RELEASE
+    assert node.phases.count("charged") == 1
+
+
+def test_the_budget_of_the_node_counts_evaluations(make):
+    node = make(budget_epsilon=2.3)  # the filter needs 2.215 for four evaluations, and 2.465 for five
+    codes = [node.ask(round_=round_).code for round_ in range(1, 8)]
+    assert codes[:4] == [0] * 4
+    assert set(codes[4:]) == {RETIRED}
+    assert node.phases.count("charged") == 4
+    with Ledger(node.settings.ledger) as ledger:
+        assert sum(release.event.count for release in ledger.releases(ledger.data_set().id)) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"noise_multiplier": 0.0}, "must be > 0 and at most 1e+06"),
+        ({"noise_multiplier": float("nan")}, "must be > 0 and at most 1e+06"),
+        ({"noise_multiplier": 0.2}, "below this node's minimum 0.3"),
+        ({"round": 0}, "round = 0: must be >= 1"),
+    ],
+)
+def test_what_the_policy_does_not_allow_is_refused_and_costs_nothing(make, fields, reason):
+    node = make()
+    response = node.ask(**fields)
+    assert response.code == REFUSED
+    assert reason in response.reason
+    assert node.phases == ["registered"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"extra": 1},
+        {"noise_multiplier": "4"},
+        {"arrays": {}},
+        {"arrays": {"adapter": {"unknown": np.zeros(3, np.float32)}}},
+        {"arrays": {"adapter": {}, "signs": {}}},
+    ],
+)
+def test_a_malformed_request_costs_nothing(make, change):
+    node = make()
+    assert node.ask(**change).code
+    assert node.phases == ["registered"]
+
+
+def test_an_adapter_of_another_shape_or_with_infinities_is_refused_before_the_charge(make):
+    node = make()
+    name, tensor = next(iter(node.initial.items()))
+    whole = {key: value.numpy() for key, value in node.initial.items()}
+    for array in (
+        tensor[:-1].numpy(),
+        np.full(tensor.shape, np.inf, np.float32),
+        np.full(tensor.shape, 1e5, np.float32),
+    ):
+        assert node.ask(arrays={protocol.ADAPTER: whole | {name: array}}).code
+    assert node.phases == ["registered"]
+
+
+def test_seeded_noise_is_refused(make):
+    node = make()
+    node.run_config = dict(node.run_config) | {"simulate": True}
+    response = node.ask()
+    assert response.code == REFUSED
+    assert "seeded" in response.reason
+
+
+def test_no_training_request_shares_the_key_of_an_evaluation(make):
+    node = make()
+    broadcast = Broadcast(adapter=node.initial)
+    spec = UpdateSpec.of(parse({"recipe": "dp-lora-paper"}))
+    assert request_digest(broadcast, spec) != request_digest(broadcast, EvaluationSpec(noise_multiplier=Z))
+
+
+def test_no_train_request_asks_for_counts_under_another_clip_norm(make):
+    """Counts move by 1 whatever clip norm is stated, and the noise on them would be as small as that."""
+    node = make()
+    spec = replace(UpdateSpec.counts(Z), clip_norm=1e-3)
+    for asked in (spec, UpdateSpec.counts(Z)):
+        request = replace(node.request(), kind=TRAIN, fields=protocol.pack_instruction("run", 1, asked))
+        response = answer(request, node.holder)
+        assert (response.code, "objective = 'counts'" in response.reason) == (REFUSED, True)
+    assert node.phases == ["registered"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_passes_the_pipe_and_the_socket(make):
+    node = make()
+    vault = Running(node.settings)
+    try:
+        context = Context(1, 7, {VAULT_KEY: str(node.settings.socket)}, RecordDict(), node.run_config)
+        asked = node.request()
+        content = RecordDict(
+            {
+                protocol.ADAPTER: record(node.initial),
+                protocol.INSTRUCTION: ConfigRecord(dict(asked.fields)),
+            }
+        )
+        with task_identity(1):
+            replies = [app(Message(content, 7, protocol.EVALUATE, group_id="11"), context) for _ in range(2)]
+        releases = [protocol.unpack(protocol.EvaluationRelease, reply.content[protocol.RELEASE]) for reply in replies]
+        assert releases[0] == releases[1]
+        assert releases[0].event == planned_event(EvaluationSpec(noise_multiplier=Z))
+    finally:
+        vault.stop()

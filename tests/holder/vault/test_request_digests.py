@@ -1,0 +1,64 @@
+"""A request that was answered before an upgrade still finds its stored reply: its digest in the ledger is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedpriv.config import ON_NODES, parse, to_flower
+from fedpriv.holder.vault.answer import answer
+from fedpriv.holder.vault.holder import Holder, bench_of, run_of
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import EVALUATE, TRAIN, Request
+from fedpriv.learning.training import workbench
+from fedpriv.learning.training.private_evaluation import EvaluationSpec
+from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.privacy.ledger.reader import reading
+from tests.tiny import LABELS
+from tests.vaults import make_vault, write_records
+
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
+RUN = {
+    **{"model": "tiny", "layers": "last-1", "rank": 4, "data": ON_NODES, "labels": list(LABELS), "num_clients": 3},
+    **{"learning_rate": 0.5, "lora_learning_rate": 0.1, "lora_head_learning_rate": 0.2, "seed": 4},
+    **{"noise_multiplier": 1.5, "start_noise_multiplier": 2.0, "lora_noise_multiplier": 3.0},
+    "evaluation_noise_multiplier": 2.0,
+}
+
+# {round: the digest under which it is charged from 0.2.0 on}, of an adapter of zeros.
+BEFORE = {
+    1: "c639dd7d6e6d3186a20b26d69450fe83a7876b36dfc6608d54eea6ddc9040508",
+    2: "2182c6ec28344546a12815107f9d6675019cdc1cfb4305697e0cb16e2266a7d0",
+    40: "094198f1690d466b71a9b6b753dc5310a307635ef6490445f52b8d2fae53a0ba",
+    41: "3af708847e58bacd0f99ef3623b2d97199e11189f0671c6b400af59c8b88ee8a",
+}
+
+
+@pytest.mark.parametrize("round_", BEFORE)
+def test_a_request_has_the_digest_that_it_had_before(tiny_bert, tmp_path, monkeypatch, round_):
+    workbench.forget()
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").symlink_to(tiny_bert)
+    data = write_records(tmp_path / "data.csv", [(f"note {i}", LABELS[i % 3]) for i in range(60)])
+    settings = make_vault(tmp_path / "node", data, Path("tiny"))
+    holder = Holder.of(settings)
+    run_config = to_flower(parse(RUN))
+    config = run_of(run_config, holder)
+    is_last = round_ > config.rounds
+    spec = EvaluationSpec(noise_multiplier=2.0) if is_last else RunSchedule.of(config).spec(round_)
+    zeros = {name: np.zeros(tensor.shape, np.float32) for name, tensor in bench_of(config, holder).initial.items()}
+    response = answer(
+        Request(
+            kind=EVALUATE if is_last else TRAIN,
+            run_config=run_config,
+            fields=protocol.pack_instruction("run", round_, spec),
+            arrays={protocol.ADAPTER: zeros},
+        ),
+        holder,
+    )
+    assert not response.code, response.reason
+    with reading(settings.ledger) as db:
+        assert [entry.request for entry in db.entries() if entry.request] == [BEFORE[round_]] * 2

@@ -1,0 +1,223 @@
+"""The vault as a process: what reaches it through its socket, and what it survives."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import psutil
+import pytest
+
+from fedpriv.config import ON_NODES, parse, to_flower
+from fedpriv.errors import InputError
+from fedpriv.holder.vault._service import _listener
+from fedpriv.holder.vault.settings import VaultSettings
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import REFUSED, REGISTER, TRAIN, Request, Response, ask, pack_request, receive
+from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.training.workbench import workbench
+from fedpriv.privacy.ledger.reader import reading
+from simulations.sites import wait_until
+from tests.holder.vault.running import ROOT, Running
+from tests.tiny import LABELS, WORDS
+from tests.vaults import make_vault, write_records
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory, tiny_bert) -> VaultSettings:
+    folder = tmp_path_factory.mktemp("v")
+    rows = [(f"{WORDS[i % 13]} {WORDS[i % 7]} {LABELS[i % 3]}", LABELS[i % 3]) for i in range(60)]
+    data = write_records(folder / "own.csv", rows)
+    more = {"policy": "max_local_steps = 1000\n", "budget_epsilon": 1e6, "reply_seconds": 0.1}
+    return make_vault(folder / "node", data, tiny_bert, **more)
+
+
+@pytest.fixture(scope="module")
+def vault(settings) -> Iterator[Running]:
+    running = Running(settings)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def run_config(small_run, table) -> dict[str, object]:
+    values = {key: value for key, value in small_run.items() if key != "client_column"}
+    own = {"data": ON_NODES, "test_data": str(table), "labels": ",".join(LABELS), "num_clients": 3, "simulate": False}
+    return to_flower(parse({**values, **own}))
+
+
+@pytest.fixture(scope="module")
+def train(run_config):
+    """Builds a request for an update."""
+    config = parse(dict(run_config))
+    initial = {name: tensor.numpy() for name, tensor in workbench(config).initial.items()}
+
+    def build(run: str = "run", round_: int = 1, **changes: object) -> Request:
+        fields = {**protocol.pack_instruction(run, round_, UpdateSpec.of(config)), **changes}
+        return Request(kind=TRAIN, run_config=run_config, fields=fields, arrays={protocol.ADAPTER: initial})
+
+    return build
+
+
+def same(one: Response, other: Response) -> bool:
+    arrays = one.arrays.keys() == other.arrays.keys()
+    return (
+        one.fields == other.fields
+        and arrays
+        and all(np.array_equal(one.arrays[n], other.arrays[n]) for n in one.arrays)
+    )
+
+
+def test_it_registers_and_trains_and_one_charge_buys_one_upload(vault, settings, run_config, train):
+    registered = ask(settings.socket, Request(kind=REGISTER, run_config=run_config))
+    assert protocol.unpack(protocol.Registration, registered.fields).num_records == 60
+    first, second, third = (ask(settings.socket, train(round_=round_)) for round_ in (1, 1, 2))
+    assert not first.code, first.reason
+    assert same(first, second)
+    assert not same(first, third)
+    assert set(first.arrays) == set(train().arrays[protocol.ADAPTER])
+    # It tells when the work on records ended; whoever starts a vault may have any umask.
+    assert settings.events.stat().st_mode & 0o777 == 0o600
+
+
+def test_requests_that_come_at_once_are_answered_one_after_the_other(vault, settings, train):
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda i: ask(settings.socket, train(run=f"at once {i % 2}")), range(20)))
+    assert not any(answer.code for answer in answers)
+    assert len({next(iter(answer.arrays.values())).tobytes() for answer in answers}) == 2
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"\0" * 8,
+        b"\0\0\0\2\0\0\0\0[]",
+        b"\xff" * 8,
+        b"\0\0\0\2\0\0\0\0{",
+        b"GET / HTTP/1.1\r\n\r\n",
+        os.urandom(5000),
+    ],
+)
+def test_what_is_no_frame_is_refused_or_dropped_and_the_vault_lives(vault, settings, run_config, sent):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(60)
+        connection.connect(str(settings.socket))
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        receive(connection)
+    assert not ask(settings.socket, Request(kind=REGISTER, run_config=run_config)).code
+
+
+@pytest.mark.parametrize("kind", ["", "evaluate everything", "__class__"])
+def test_an_unknown_kind_is_refused(vault, settings, run_config, kind):
+    answer = ask(settings.socket, Request(kind=kind, run_config=run_config))
+    assert answer.code == REFUSED
+    assert "must be one of" in answer.reason
+
+
+def test_only_the_nodes_user_may_open_the_socket(vault, settings, run_config):
+    assert settings.socket.stat().st_mode & 0o777 == 0o600
+    if os.geteuid():
+        pytest.skip("one user: cannot become another")
+    settings.socket.chmod(0o666)  # what remains is the kernel's word on who asks
+    for folder in [settings.folder, *settings.folder.parents]:
+        if not folder.stat().st_mode & 0o001:
+            pytest.skip(f"one user: {folder} is closed to others")
+    code = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
+        "s.sendall(sys.stdin.buffer.read()); sys.stdout.buffer.write(s.recv(100))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(settings.socket)],
+        input=pack_request(Request(kind=REGISTER, run_config=run_config)),
+        capture_output=True,
+        user=65534,
+        check=False,
+    )
+    assert not done.stdout
+    settings.socket.chmod(0o600)
+
+
+def test_a_second_vault_in_the_folder_is_refused(vault, settings):
+    command = [sys.executable, "-m", "fedpriv.holder.vault", str(settings.folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "another vault listens there" in done.stderr
+
+
+def test_a_file_or_a_link_in_the_place_of_a_socket_is_refused_and_stays(tmp_path):
+    left, listener = tmp_path / "left.sock", _listener(tmp_path / "left.sock", mode=0o600)
+    listener.close()  # as a vault leaves it that has died
+    (tmp_path / "linked.sock").symlink_to(left)
+    (tmp_path / "patients.csv").write_text("mine")
+    for name in ("patients.csv", "linked.sock"):
+        with pytest.raises(InputError, match=f"{name}: exists and is no socket"):
+            _listener(tmp_path / name, mode=0o600)
+    assert (tmp_path / "patients.csv").read_text() == "mine"
+    assert (tmp_path / "linked.sock").is_symlink()
+    _listener(left, mode=0o600).close()
+
+
+def charges(settings: VaultSettings, run: str) -> int:
+    with reading(settings.ledger) as db:
+        return sum(entry.phase == "charged" and entry.run == run for entry in db.entries())
+
+
+# Every day a vault's child dies so, in test_closing.py, and deployment tests kill every process of a node.
+@pytest.mark.slow
+def test_a_vault_that_is_killed_and_restarted_answers_what_it_had_answered(settings, train, vault):
+    request = train(run="restart")
+    before = ask(settings.socket, request)
+    vault.process.kill()
+    vault.process.wait()
+    vault.__init__(settings)
+    assert same(ask(settings.socket, request), before)
+
+
+@pytest.mark.slow
+def test_a_vault_that_is_killed_leaves_no_process_with_the_records_and_is_closed_until_it_is_opened(
+    settings, train, vault
+):
+    request = train(run="orphan", local_steps=600)
+    ThreadPoolExecutor(1).submit(ask, settings.socket, request, retry_seconds=0.0)
+    wait_until(lambda: charges(settings, "orphan"), "the charge", 60, every=0.01)
+    child = psutil.Process(vault.child)
+    family = [child, *child.children(recursive=True)]
+    vault.process.kill()
+    vault.process.wait()
+    gone = lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)  # noqa: E731
+    wait_until(gone, "the end of its children, which need longer for 600 steps", 2, every=0.01)
+    vault.__init__(settings)
+    assert ask(settings.socket, request).reason.startswith("refused: closed")
+    settings.closed.unlink()
+    assert not ask(settings.socket, request).code, "noise alone"
+    assert charges(settings, "orphan") == 1
+
+
+def test_it_ends_on_a_signal_and_leaves_no_socket(settings, tmp_path, tiny_bert):
+    own = make_vault(tmp_path / "node", settings.data, tiny_bert)
+    running = Running(own)
+    assert running.stop() == 0
+    assert not own.socket.exists()
+    with pytest.raises(OSError, match="No such file"):
+        ask(own.socket, Request(kind=REGISTER, run_config={}), retry_seconds=0.0)
+
+
+def test_it_ends_with_the_program_that_started_it(settings, tmp_path, tiny_bert):
+    own = make_vault(tmp_path / "node", settings.data, tiny_bert)
+    running = Running(own, "--with-parent", stdin=subprocess.PIPE)
+    running.process.stdin.close()  # as the system does when that program is killed
+    assert running.process.wait(30) == 0
+    assert not own.socket.exists()
+
+
+def test_a_clientapp_loads_neither_torch_nor_data_code():
+    code = "import sys, clients.app; print(*sorted({'torch', 'datasets', 'transformers', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

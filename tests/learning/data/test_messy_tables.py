@@ -1,0 +1,316 @@
+"""Twelve messy tables: what `data check` says of each, what a run does with it, and that `--fix` mends it."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from fedpriv.config import parse
+from fedpriv.errors import InputError
+from fedpriv.learning.data import CheckedColumns, Roles, mistakes, read_table, write_lines, write_mended
+from fedpriv.runs.plan import preflight
+from tests.cli.command_line import as_json, fedpriv
+
+HEADER = ["text", "label", "site", "dose"]
+SITES = ("Nord", "Süd", "West")
+Row = list[str]
+ROLES = Roles(texts=("text",), label="label", client="site")
+
+
+def clean_rows(num: int = 180) -> list[Row]:
+    """Records of three sites and two labels without a mistake."""
+    labels = ("Positive", "Negative")
+    return [[f"letter {row} on pain", labels[row % 2], SITES[row % 3], f"{row % 9}.5"] for row in range(num)]
+
+
+def as_csv(rows: Iterable[Row], separator: str = ",", header: Row = HEADER) -> str:
+    file = io.StringIO(newline="")
+    csv.writer(file, delimiter=separator, lineterminator="\n").writerows([header, *rows])
+    return file.getvalue()
+
+
+def with_values(column: int, values: dict[int, str]) -> str:
+    rows = clean_rows()
+    for row, value in values.items():
+        rows[row][column] = value
+    return as_csv(rows)
+
+
+def semicolons() -> str:
+    return as_csv(([*row[:3], row[3].replace(".", ",")] for row in clean_rows()), ";")
+
+
+def with_line_breaks() -> str:
+    rows = clean_rows()
+    for row in rows:
+        row[0] = f'{row[0]},\nsaid "{row[3]}"; and\tmore\n'
+    rows[5][2] = ""
+    return as_csv(rows)
+
+
+def with_empty_lines() -> str:
+    lines = as_csv(clean_rows()).splitlines()
+    return "\n".join(["", *lines[:10], "", "   ", ",,,", *lines[10:], ",,,", ""])
+
+
+def with_ids() -> str:
+    rows = [[*row, f"{number:05}", f"p{number % 90}"] for number, row in enumerate(clean_rows())]
+    return as_csv(rows, header=[*HEADER, "case", "patient"])
+
+
+def with_mixed_separators() -> str:
+    lines = as_csv(clean_rows(), ";").splitlines()
+    return "\n".join(line.replace(";", ",") if number == 40 else line for number, line in enumerate(lines)) + "\n"
+
+
+TYPOS = dict.fromkeys(range(0, 12, 3), "Nrod") | {12: "Nord ", 15: "nord", 1: "Sued", 19: "Süüd"}
+
+# {name: (text, what a run refuses, what it warns of; by kind)}; a text that is no table has one line of its own below.
+MESSY: dict[str, tuple[Callable[[], str], set[str], set[str]]] = {
+    "semicolons with decimal commas": (semicolons, set(), set()),
+    "quotes and newlines in fields": (with_line_breaks, {"empty_clients"}, set()),
+    "typos of holders": (lambda: with_values(2, TYPOS), {"variants_of_clients", "misspelt_clients"}, set()),
+    "blanks": (lambda: with_values(1, {7: "Negative ", 8: " positive"}), {"variants_of_labels"}, set()),
+    "N/A labels": (
+        lambda: with_values(1, dict.fromkeys(range(0, 44, 4), "N/A") | {6: "", 9: "  "}),
+        set(),
+        {"missing_labels", "empty_labels"},
+    ),
+    "one-record classes": (lambda: with_values(1, {3: "Neutral", 4: "Postive"}), set(), {"rare_labels"}),
+    "an id column": (with_ids, set(), {"id_column", "person_column"}),
+    "empty lines": (with_empty_lines, {"empty_clients"}, {"empty_texts", "empty_labels"}),
+    "byte order mark": (lambda: "\ufeff" + as_csv(clean_rows()), set(), set()),
+    "duplicate rows": (lambda: as_csv([*clean_rows(), *clean_rows(5)]), set(), {"repeated_records"}),
+}
+
+
+@pytest.fixture(params=MESSY)
+def messy(request, tmp_path):
+    """A messy table's file, and the kinds of mistakes that are refused and warned of."""
+    text, refused, warned = MESSY[request.param]
+    path = tmp_path / "t.csv"
+    path.write_bytes(text().encode())
+    if text is with_line_breaks:
+        write_lines(str(path), path := tmp_path / "t.jsonl")
+    return path, refused, warned
+
+
+@pytest.fixture
+def run_of(tiny_bert) -> Callable[..., object]:
+    """Looks at a run of a file, as `run` does before it trains."""
+
+    def look(path: Path, **keys: object) -> None:
+        columns = {"data": str(path), "client_column": "site", "batch_size": 8}
+        preflight.check(parse({"model": str(tiny_bert), **columns, **keys}))
+
+    return look
+
+
+def test_check_names_each_mistake_and_a_run_refuses_or_warns(messy, run_of, capsys):
+    path, refused, warned = messy
+    values = as_json("data", "check", path, "--client", "site", "--model", "")
+    found = values["mistakes"]
+    assert {each["kind"] for each in found if each["refused"]} == refused
+    assert {each["kind"] for each in found if not each["refused"]} == warned
+    if refused:
+        with pytest.raises(InputError, match=r"`fedpriv data check .*--fix OUT.*table_checks = .warn.") as caught:
+            run_of(path)
+        assert "\n" not in str(caught.value)
+        run_of(path, client_column="", num_clients=2, table_checks="warn")
+    else:
+        run_of(path)
+    said = capsys.readouterr().err
+    assert all(each["message"] in said for each in found if not each["refused"])
+
+
+def test_a_fixed_copy_is_what_a_run_accepts(messy, run_of, tmp_path):
+    path, refused, _ = messy
+    for name in ("fixed.csv", "fixed.jsonl") if path.suffix == ".csv" else ("fixed.jsonl",):
+        out = tmp_path / name
+        values = as_json("data", "check", path, "--client", "site", "--model", "", "--fix", out)
+        assert bool(values["fixed"]["changes"]) >= bool(refused)
+        assert not [each for each in values["mistakes_left"] if each["refused"]]
+        run_of(out)
+        assert {*read_table(str(out)).columns["site"]} == {*SITES}
+        assert oct(out.stat().st_mode)[-3:] == "600"
+
+
+def test_a_file_without_a_mistake_is_copied_as_it_is(tmp_path):
+    path, out = tmp_path / "t.csv", tmp_path / "fixed.csv"
+    path.write_text(as_csv(clean_rows()))
+    assert write_mended(read_table(str(path)), ROLES, out).changes == []
+    assert read_table(str(out)).columns == read_table(str(path)).columns
+
+
+def test_latin_1_is_read_by_name_alone(tmp_path, run_of):
+    path = tmp_path / "t.csv"
+    path.write_bytes(as_csv(clean_rows()).encode("latin-1"))
+    with pytest.raises(
+        InputError, match=r"line 3: holds byte 0xfc, which is not UTF-8; .*--encoding latin-1"
+    ) as caught:
+        run_of(path)
+    assert "\n" not in str(caught.value)
+    run_of(path, encoding="latin-1")
+    assert as_json("data", "check", path, "--client", "site", "--encoding", "latin-1", "--model", "")["clients"]["Süd"]
+
+
+def test_mixed_separators_are_refused_with_the_line(tmp_path, run_of):
+    path = tmp_path / "t.csv"
+    path.write_text(with_mixed_separators())
+    with pytest.raises(InputError, match=r"line 41: has 1 field by semicolon, .* names 4; .* separated by comma"):
+        run_of(path)
+
+
+def test_a_header_that_two_separators_split_is_not_guessed(tmp_path, run_of):
+    path = tmp_path / "t.csv"
+    path.write_text(as_csv(clean_rows(), ";", header=["text", "label", "site", "dose, mg"]))
+    with pytest.raises(InputError, match=r"2 columns by comma and 4 columns by semicolon; name .*--separator"):
+        run_of(path)
+    run_of(path, separator="semicolon")
+
+
+def test_how_a_file_was_read_is_said(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(semicolons())
+    out, _ = fedpriv("data", "check", path, "--client", "site", "--model", "")
+    assert "separator       semicolon" in out
+    assert "decimal_commas  dose" in out
+
+
+def test_blanks_are_visible_and_lines_are_those_of_the_file(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(with_empty_lines().replace(",Positive,", ",Positive ,", 1))
+    out, _ = fedpriv("data", "check", path, "--client", "site", "--model", "")
+    assert "  'Positive '  1\n" in out
+    assert "labels: 'Positive ' differs from 'Positive' by case or blanks alone (1 record, line 3)" in out
+    assert "clients: nobody holds some records (2 records, lines 14, 186)" in out
+
+
+def findings(**columns: object) -> dict[str, str]:
+    """{kind: message} of the mistakes in columns."""
+    size = max(
+        len(values) for values in [*columns.values(), *columns.get("others", {}).values()] if isinstance(values, list)
+    )
+    texts = {"text": [f"text {row}" for row in range(size)]}
+    return {finding.kind: finding.message for finding in mistakes(CheckedColumns(**({"texts": texts} | columns)))}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Nord", "Nrod"),
+        ("Nord", "Nordd"),
+        ("Klinik Nord", "Klinik Nort"),
+        ("St. Anna", "St Anna"),
+        ("Nord", "Nor"),
+        ("Süd", "Sued"),
+    ],
+)
+def test_a_slip_of_one_letter_is_found(one, other):
+    found = findings(clients=[one] * 100 + [other] * 20 + ["Elsewhere"] * 100)
+    assert f"{other!r} is likely a misspelt {one!r}" in found["misspelt_clients"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Ward 1", "Ward 2"),
+        ("site-10", "site-11"),
+        ("St. A", "St. B"),
+        ("Nord", "Nordost"),
+        ("Ost", "Ist"),
+        ("N1rd", "N2rd"),
+    ],
+)
+def test_names_that_are_meant_to_be_two_pass(one, other):
+    assert findings(clients=[one] * 100 + [other] * 20) == {}
+
+
+def test_a_close_name_with_as_many_records_is_no_slip():
+    assert findings(clients=["Nord"] * 100 + ["Nort"] * 21) == {}
+
+
+def test_thousands_of_holders_are_compared_in_little_time():
+    names = [f"{a}{b}{c}ian Hospital" for a in "abcdefghij" for b in "klmnopqrst" for c in "uvwxyzabcd"]
+    assert findings(clients=[name for name in names for _ in range(3)]) == {}
+
+
+def test_labels_agreed_on_are_right_and_what_is_close_to_them_is_not():
+    labels = ["yes"] * 20 + ["Yes"] * 30 + ["YES "] * 2 + ["other"] * 3 + ["N/A"] * 20
+    found = findings(labels=labels, classes=["yes", "Yes", "N/A"])
+    assert list(found) == ["variants_of_labels"]
+    assert "'YES ' differs from 'yes'" in found["variants_of_labels"]
+
+
+@pytest.mark.parametrize("role", ["clients", "labels"])
+def test_a_column_of_persons_is_no_column_of_clients_or_labels(role):
+    values = [f"p{row // 2 * 3}" for row in range(10)] + [f"q{row}" for row in range(30)]
+    assert "look like ids or persons, 35 different ones in 40 records" in findings(**{role: values})[f"{role}_are_ids"]
+
+
+def test_measurements_are_no_ids():
+    values = [f"{row}.5" for row in range(50)]
+    assert findings(others={"id": [f"{row}" for row in range(50)], "dose": values}).keys() == {"id_column"}
+
+
+def test_a_name_that_is_kept_is_not_renamed_and_still_refused(tmp_path):
+    path, out = tmp_path / "t.csv", tmp_path / "fixed.csv"
+    path.write_text(with_values(2, dict.fromkeys(range(0, 12, 3), "Nrod")))
+    mended = write_mended(read_table(str(path)), ROLES, out, keep=["Nrod"])
+    assert [finding.kind for finding in mended.left if finding.refuses] == ["misspelt_clients"]
+    assert "Nrod" in read_table(str(out)).columns["site"]
+
+
+def test_every_change_is_listed_with_its_lines(tmp_path):
+    path, out = tmp_path / "t.csv", tmp_path / "fixed.csv"
+    path.write_text(with_values(2, {0: "Nrod", 3: "nord", 6: ""}) + as_csv(clean_rows(180)[10:11]).split("\n", 1)[1])
+    mended = write_mended(read_table(str(path)), ROLES, out)
+    assert mended.changes == [
+        "renamed client 'Nrod' to 'Nord', likely misspelt; --keep 'Nrod' leaves it (1 record, line 2)",
+        "renamed client 'nord' to 'Nord' (1 record, line 5)",
+        "dropped records without a client (1 record, line 8)",
+        "dropped records that repeat an earlier one in every column (1 record, line 182)",
+    ]
+    assert mended.num_records == 179
+
+
+@pytest.mark.parametrize(("name", "message"), [("t.csv", "exists"), ("t.parquet", "must end in .csv or .jsonl")])
+def test_a_copy_replaces_nothing(tmp_path, name, message):
+    (tmp_path / "t.csv").write_text(as_csv(clean_rows()))
+    with pytest.raises(InputError, match=message):
+        write_mended(read_table(str(tmp_path / "t.csv")), ROLES, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("text,label\na,b\n\nc\n", "line 4: has 1 field by comma, but the header names 2; leave no field out"),
+        (
+            "text,label\na,b,c\n",
+            "line 2: has 3 fields by comma, but the header names 2; quote fields that hold a comma",
+        ),
+        ('text,label\na,b\n"c\nd,e\n', "line 3: a quote opens here and is not closed"),
+        ('text,label\n"a b",b\n"c" d,e\n', "line 3: cannot be read"),
+        ("text,label,text\na,b,c\n", "line 1: the header names 'text' twice"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named_and_nothing_of_it_is_shown(tmp_path, text, message):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        read_table(str(tmp_path / "t.csv"))
+    assert "\n" not in str(caught.value)
+
+
+def test_columns_without_a_name_get_their_number(tmp_path):
+    (tmp_path / "t.csv").write_text("text;label;;\na;b;;\n")
+    assert list(read_table(str(tmp_path / "t.csv")).columns) == ["text", "label", "column 3", "column 4"]
+
+
+def test_utf_16_is_told_by_its_mark(tmp_path):
+    (tmp_path / "t.csv").write_bytes("text,label\na,b\n".encode("utf-16"))
+    with pytest.raises(InputError, match="line 1: begins with the mark of UTF-16; save the file as UTF-8"):
+        read_table(str(tmp_path / "t.csv"))

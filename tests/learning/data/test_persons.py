@@ -1,0 +1,199 @@
+"""Persons in a table: each at one side of every split, whatever the other records are, and named once."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from fedpriv.config import ON_NODES, RunConfig, parse
+from fedpriv.errors import InputError
+from fedpriv.learning.data import DataSource, load
+from fedpriv.learning.data._text import TextData
+from fedpriv.learning.data.federated import held_out, load_own
+from fedpriv.learning.data.hospital import generate
+from fedpriv.learning.data.persons import at_most, by_person
+from tests.tiny import LABELS, WORDS
+
+HEADER = ("text", "label", "site", "patient")
+
+
+def write(path, rows, header=HEADER):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    return path
+
+
+def rows_of(num_persons: int = 40) -> list[tuple[str, ...]]:
+    """Persons with one to four records, each at one of two sites."""
+    rows = []
+    for person in range(num_persons):
+        for record in range(1 + person % 4):
+            word = WORDS[(person + record) % len(WORDS)]
+            rows.append(
+                (f"{word} {person} {record}", LABELS[(person + record) % 3], f"site-{person % 2}", f"P{person:03}")
+            )
+    return rows[::2] + rows[1::2]
+
+
+@pytest.fixture
+def table(tmp_path):
+    return write(tmp_path / "t.csv", rows_of())
+
+
+def config_of(table, **changes) -> RunConfig:
+    return parse({"data": str(table), "person_column": "patient", **changes})
+
+
+def sides(*parts: TextData) -> list[set[str]]:
+    return [set(part.persons or ()) for part in parts]
+
+
+PARTITIONS = {
+    "natural": {"client_column": "site"},
+    "iid": {"partition": "iid", "num_clients": 3},
+    "dirichlet": {"partition": "dirichlet", "num_clients": 3, "dirichlet_alpha": 5.0},
+    "sizes": {"partition": "sizes", "client_sizes": [20, 10, 5]},
+}
+
+
+@pytest.mark.parametrize("rule", PARTITIONS)
+def test_no_person_is_at_two_clients_and_none_loses_a_record(table, rule):
+    data = load(config_of(table, **PARTITIONS[rule]))
+    held = sides(*data.clients)
+    assert sum(map(len, held)) == len(set.union(*held)) == sum(client.num_units for client in data.clients)
+    records = Counter(person for *_, person in rows_of())
+    for client in data.clients:
+        assert Counter(client.persons) == {person: records[person] for person in set(client.persons)}
+    if rule == "sizes":
+        assert [client.num_units for client in data.clients] == [20, 10, 5]
+
+
+def test_a_test_set_takes_whole_persons(table):
+    config = config_of(table, client_column="site", public_data=True, test_fraction=0.25)
+    data = load(config)
+    trained = set.union(*sides(*data.clients))
+    tested = {text.split()[1] for text in data.test.texts}
+    assert len(trained) == 30
+    assert len(tested) == 10
+    assert not {f"P{int(person):03}" for person in tested} & trained
+    assert len(data.test) + sum(map(len, data.clients)) == len(rows_of())
+
+
+def test_max_records_draws_persons_with_all_records(table):
+    data = load(config_of(table, client_column="site", max_records=5))
+    assert [client.num_units for client in data.clients] == [5, 5]
+    records = Counter(person for *_, person in rows_of())
+    assert Counter(data.clients[0].persons) == {person: records[person] for person in set(data.clients[0].persons)}
+
+
+def test_a_batch_is_of_persons(table):
+    asked = {"client_column": "site", "recipe": "dp-lora-paper"}
+    load(config_of(table, batch_size=20, **asked))
+    with pytest.raises(InputError, match=r"batch_size = 21: client 0 .* has only 20 persons; use at most 20"):
+        load(config_of(table, batch_size=21, **asked))
+
+
+def test_the_coin_that_sets_aside_is_the_persons_whatever_its_records_are(table):
+    data = load(config_of(table, partition="iid", num_clients=1)).clients[0]
+    train, aside = held_out(data, fraction=0.4, key=b"key")
+    kept, set_aside = sides(train, aside)
+    assert kept
+    assert set_aside
+    assert not kept & set_aside
+    more = replace(
+        data,
+        texts=(*data.texts, "another text", "newcomer"),
+        labels=(*data.labels, LABELS[0], LABELS[1]),
+        persons=(*data.persons, "P003", "P999"),
+    )
+    now_kept, now_aside = sides(*held_out(more, fraction=0.4, key=b"key"))
+    assert (now_kept - {"P999"}, now_aside - {"P999"}) == (kept, set_aside)
+
+
+def test_a_node_keeps_so_many_records_of_a_person_and_others_change_nothing():
+    names = ["a"] * 3 + ["b"] * 9 + ["c"]
+    data = TextData(tuple(map(str, range(13))), (), None, tuple(names))
+    kept = at_most(data, 4, b"key")
+    assert Counter(kept.persons) == {"a": 3, "b": 4, "c": 1}
+    alone = at_most(data.part(range(3, 12)), 4, b"key")
+    assert alone.texts == tuple(text for text, name in zip(kept.texts, kept.persons, strict=True) if name == "b")
+    assert at_most(data, 4, b"other").texts != kept.texts
+
+
+def test_the_embedded_patients_are_at_one_hospital_each_and_change_no_text():
+    train, test = generate()
+    records = Counter(message.patient for message in train)
+    assert set(records.values()) == {1, 2, 3, 4, 5, 6}
+    assert sum(number == 1 for number in records.values()) > len(records) * 0.4
+    assert len({(message.patient, message.hospital) for message in train}) == len(records)
+    assert not any(message.patient for message in test)
+    persons, plain = load(parse({"unit": "person"})), load(RunConfig())
+    assert [client.texts for client in persons.clients] == [client.texts for client in plain.clients]
+    assert plain.clients[0].persons is None
+    dealt = load(parse({"unit": "person", "partition": "iid", "num_clients": 4}))
+    assert sum(client.num_units for client in dealt.clients) == len(records)
+
+
+MISTAKES = {
+    "two spellings": (
+        [("x 1", LABELS[0], "site-0", "p000 ")],
+        "persons: 'p000 ' differs from 'P000' by case or blanks",
+    ),
+    "nobody": ([("x 1", LABELS[0], "site-0", " ")], "persons: some records name nobody"),
+    "unknown": ([("x 1", LABELS[0], "site-0", "unknown")], "persons: 'unknown' looks like a missing one"),
+    "two sites": ([("x 1", LABELS[0], "site-1", "P000")], "persons: 1 have records at more than 1 client, at up to 2"),
+}
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_a_mistake_about_persons_is_refused_unless_it_is_meant(tmp_path, kind):
+    more, message = MISTAKES[kind]
+    path = write(tmp_path / "t.csv", [*rows_of(), *more])
+    with pytest.raises(InputError, match=message):
+        load(config_of(path, client_column="site"))
+    data = load(config_of(path, client_column="site", table_checks="warn"))
+    assert any(message in line for line in data.warnings)
+    assert " " not in set().union(*sides(*data.clients)), "a record that names nobody could be about anyone"
+
+
+def test_a_column_that_looks_like_persons_is_told_where_none_is_named(tmp_path):
+    rows = [(*row[:3], f"{int(row[3][1:]) % 30}") for row in rows_of()]
+    path = write(tmp_path / "t.csv", rows, (*HEADER[:3], "case_id"))
+    asked = {"data": str(path), "client_column": "site"}
+    assert any("'case_id': looks like persons" in line for line in load(parse(asked)).warnings)
+    ward = [(*row[:3], f"{int(row[3][1:]) % 2}") for row in rows_of()]
+    assert not load(parse(asked | {"data": str(write(tmp_path / "w.csv", ward, (*HEADER[:3], "ward_no")))})).warnings
+
+
+def test_a_node_reads_persons_and_leaves_out_records_of_nobody(tmp_path):
+    path = write(tmp_path / "t.csv", [*rows_of(), ("x", LABELS[0], "site-0", "  ")])
+    config = parse({"data": ON_NODES, "unit": "person", "labels": list(LABELS)})
+    (records,) = load_own(config, DataSource(data=str(path), person_column="patient")).clients
+    assert len(records) == len(rows_of())
+    assert records.num_units == 40
+    assert by_person(records.persons)["P003"] == [place for place, row in enumerate(rows_of()) if row[3] == "P003"]
+    assert repr(records) == repr(replace(records, persons=None)), "the note of a content would change with the unit"
+
+
+CONFIGS = {
+    "record, and a column": ({"person_column": "p", "unit": "record", "data": "t.csv"}, "unit = record: person_column"),
+    "no column": ({"unit": "person", "data": "t.csv"}, "unit = person: needs person_column"),
+    "upload": ({"unit": "person", "noise_on": "upload"}, "noise_on = upload: protects whole clients"),
+    "batch": ({"unit": "person", "clipping": "batch", "recipe": "dp-lora-paper"}, "clipping = batch: clips the mean"),
+    "none of a person": ({"unit": "person", "max_records_per_person": 0}, "max_records_per_person"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_configuration_that_protects_no_person_is_refused(case):
+    values, message = CONFIGS[case]
+    with pytest.raises(InputError, match=message):
+        parse(values)
+
+
+def test_a_column_of_persons_makes_these_the_unit():
+    assert parse({"data": "t.csv", "person_column": "p"}).most_of_a_person == 8
+    assert parse({"data": "t.csv"}).most_of_a_person == 0

@@ -1,0 +1,169 @@
+"""A head's steps with features less their mean: the same model, other coordinates, and noise on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fedpriv.config import RunConfig
+from fedpriv.learning.adapters import LoraSettings, attach, load_base, pooling
+from fedpriv.learning.adapters.lora import read
+from fedpriv.learning.training._caches import Body
+from fedpriv.learning.training._coordinates import _centre_of, shifted
+from fedpriv.learning.training.local_update import UpdateSpec, planned_event
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.stacked import local_update, stacked_updates
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from tests.learning.training.test_trained_parts import has_variance, task_from
+from tests.tiny import move
+
+CLIP_NORM, RATE = 0.4, 0.5
+SPEC = dataclasses.replace(
+    UpdateSpec.of(
+        RunConfig(batch_size=8, local_steps=1, learning_rate=RATE, clip_norm=CLIP_NORM, noise_multiplier=0.0)
+    ),
+    sampling_probability=1.0,
+    trains="head",
+    bias_scale=pooling.BIAS_SCALE,
+    centred=True,
+)
+
+
+@pytest.fixture
+def model(tiny_bert):
+    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3, normalize=True)
+    return TrainingModel(move(attach(base, LoraSettings(rank=4, layers="last-1"))), memory_limit=2**30)
+
+
+@pytest.fixture
+def names(model):
+    """Of the head's weight and bias in the adapter."""
+    return sorted(model.head_tensors, key=lambda name: name.endswith("bias"))
+
+
+def make_task(adapter, records, *, num_registered=None, seed=0, **changes):
+    return task_from(adapter, records, dataclasses.replace(SPEC, **changes), num_registered, seed)
+
+
+def with_mean(adapter, weight, mean):
+    rows = adapter[weight]
+    return {**adapter, weight: rows - rows.mean(dim=0) + mean}
+
+
+def by_hand(model, names, task, mean):
+    """Weight and bias after a step, spelled out: features from the model, softmax, clipping record by record."""
+    weight, bias = (task.adapter[name].double() for name in names)
+    total_of_weight, total_of_bias, num_clipped = torch.zeros_like(weight), torch.zeros_like(bias), 0
+    scale = pooling.BIAS_SCALE
+    for records, index in task.data.items():
+        feature = model.features.features([(records, torch.tensor([index]))], body_of(model, task), keep=False)[0]
+        error = torch.softmax(weight @ feature.double() + bias, dim=0)
+        error[records.labels[index]] -= 1
+        centred = feature.double() - mean.double()
+        norm = float(error.norm() * torch.cat([centred, torch.tensor([scale])]).norm())
+        num_clipped += norm > CLIP_NORM
+        factor = min(1.0, CLIP_NORM / norm)
+        total_of_weight += factor * torch.outer(error, centred)
+        total_of_bias += factor * scale * error
+    step = RATE / task.sampler.expected_batch_size
+    moved = weight - step * total_of_weight
+    # In centred coordinates the bias is b + W mu, before and after.
+    return moved, bias + weight @ mean.double() - step * scale * total_of_bias - moved @ mean.double(), num_clipped
+
+
+def body_of(model, task):
+    fixed = {name: tensor for name, tensor in task.adapter.items() if name not in model.head_tensors}
+    return Body(fixed, task.merged)
+
+
+@pytest.mark.parametrize("length", [0.0, 0.3, 5.0])
+def test_a_step_is_that_of_centred_features_record_by_record(model, names, make_records, length):
+    mean = torch.linspace(-1, 1, model.layers[model.head].module.in_features)
+    mean *= length / mean.norm()
+    task = make_task(with_mean(read(model.peft_model), names[0], mean), make_records(20))
+    weight, bias, num_clipped = by_hand(model, names, task, mean)
+    assert num_clipped, "nothing was clipped, so the test would prove little"
+    found = local_update(model, task).adapter
+    for name, expected in zip(names, (weight, bias), strict=True):
+        torch.testing.assert_close(found[name].double(), expected, atol=3e-6, rtol=0)
+        assert not torch.equal(found[name], task.adapter[name])
+    for name in task.adapter.keys() - set(names):
+        assert torch.equal(found[name], task.adapter[name])
+
+
+def test_rows_whose_mean_is_zero_are_not_centred(model, names, make_records):
+    adapter = with_mean(read(model.peft_model), names[0], 0.0)
+    centred, plain = (local_update(model, make_task(adapter, make_records(20), centred=c)) for c in (True, False))
+    for name, tensor in plain.adapter.items():
+        torch.testing.assert_close(centred.adapter[name], tensor, atol=1e-6, rtol=0)
+
+
+def test_each_stacked_client_has_a_centre_of_its_own(model, names, make_records):
+    adapters = [with_mean(read(model.peft_model), names[0], mean) for mean in (0.0, 0.5, -2.0)]
+    tasks = [make_task(adapter, make_records(20)) for adapter in adapters]
+    for task, update in zip(tasks, stacked_updates(model, tasks), strict=True):
+        for name, tensor in local_update(model, task).adapter.items():
+            torch.testing.assert_close(update.adapter[name], tensor, atol=1e-6, rtol=0)
+
+
+NUM_UPDATES = 1000
+
+
+def test_noise_reaches_every_centred_value_at_its_scale(model, names, make_records):
+    q, size, z = 0.5, 30, 1.7
+    adapter = with_mean(read(model.peft_model), names[0], 0.3)
+    mean, none = adapter[names[0]].double().mean(dim=0), make_records(0)
+    changes = {"noise_multiplier": z, "sampling_probability": q}
+    tasks = [make_task(adapter, none, num_registered=size, seed=s, **changes) for s in range(NUM_UPDATES)]
+    updates = stacked_updates(model, tasks)
+    assert updates[0].event == SubsampledGaussian(noise_multiplier=z, sampling_probability=q)
+    weight, bias = (torch.stack([u.adapter[n].double() - adapter[n].double() for u in updates]) for n in names)
+    stddev = RATE * z * CLIP_NORM / (q * size)
+    centred_bias = (bias + weight @ mean) / pooling.BIAS_SCALE
+    for steps, expected in ((weight.flatten(1), stddev), (centred_bias, stddev)):
+        assert has_variance(steps, expected**2).all()
+        for wrong in (2 / 3, 3 / 2):
+            assert not has_variance(wrong * steps, expected**2).any(), "the test could not see a wrong scale"
+
+
+def test_a_record_moves_the_centred_head_by_no_more_than_the_clip_norm(model, names, make_records):
+    adapter = with_mean(read(model.peft_model), names[0], torch.tensor(50.0))
+    found = local_update(model, make_task(adapter, make_records(1))).adapter
+    mean = adapter[names[0]].double().mean(dim=0)
+    weight, bias = (found[name].double() - adapter[name].double() for name in names)
+    steps = torch.cat([weight.flatten(), (bias + weight @ mean) / pooling.BIAS_SCALE])
+    assert float(steps.norm()) == pytest.approx(RATE * CLIP_NORM, rel=2e-2)
+
+
+def test_a_centre_that_is_taken_off_and_put_back_changes_no_score(model, names):
+    adapter = with_mean(read(model.peft_model), names[0], 3.0)
+    centre = _centre_of(adapter)
+    moved, features = shifted(adapter, centre), torch.randn(7, len(centre), dtype=torch.float64)
+
+    def scores(head, inputs):
+        return inputs @ head[names[0]].double().T + head[names[1]].double()
+
+    torch.testing.assert_close(scores(moved, features - centre), scores(adapter, features), atol=1e-4, rtol=0)
+    torch.testing.assert_close(shifted(moved, -centre)[names[1]], adapter[names[1]], atol=1e-4, rtol=0)
+
+
+def test_a_head_without_a_bias_has_no_centre():
+    head = {"score.weight": torch.ones(3, 4)}
+    assert not _centre_of(head).any()
+    assert shifted(head, torch.ones(4)) == head
+
+
+@pytest.mark.parametrize("changes", [{"trains": "all"}, {"objective": "class-sums"}], ids=str)
+def test_only_steps_of_the_head_alone_are_centred(model, changes):
+    ((name, value),) = changes.items()
+    shown = value if name == "trains" else "head and class-sums"
+    with pytest.raises(ValueError, match=f"centred = true: needs trains = head .* not {shown}"):
+        planned_event(dataclasses.replace(SPEC, **changes), 1.0, read(model.peft_model))
+
+
+def test_a_model_whose_head_is_not_read_alone_is_refused(model, make_records):
+    model.features = None
+    with pytest.raises(ValueError, match="centred = true: needs a classifier whose head is one linear layer"):
+        local_update(model, make_task(read(model.peft_model), make_records(8)))

@@ -1,0 +1,194 @@
+"""Clipping bounds the effect of one record on its client's sum: under every rule, and for gradients of every size."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpriv.learning.training.clipping import (
+    MOST_ROWS,
+    add_clipped,
+    add_finite,
+    clipped_rows,
+    clipped_sums,
+    part_norms,
+)
+
+NUM_VALUES = 170
+JOINT, TWO = (slice(0, NUM_VALUES),), (slice(0, 120), slice(120, NUM_VALUES))
+
+
+def norm(values: torch.Tensor) -> float:
+    return float(values.double().norm())
+
+
+def random_rows(num: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(num, NUM_VALUES, generator=torch.Generator().manual_seed(seed))
+
+
+def clipped_sum(rows: torch.Tensor, clip_norm: float = 1.0, parts=()) -> torch.Tensor:
+    """The clipped sum of rows that all belong to one client; of whole rows unless in parts."""
+    totals, parts = torch.zeros(1, rows.shape[1], dtype=torch.int64), parts or (slice(0, rows.shape[1]),)
+    add_clipped(totals, rows, torch.zeros(len(rows), dtype=torch.int64), clip_norm, parts)
+    return clipped_sums(totals, clip_norm)[0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    num=st.integers(1, 6),
+    seed=st.integers(0, 2**20),
+    scale=st.sampled_from([1e-6, 0.01, 1.0, 100.0, 1e12]),
+    clip_norm=st.sampled_from([1e-3, 1.0, 7.5]),
+)
+def test_one_record_moves_the_sum_by_at_most_the_clip_norm(num, seed, scale, clip_norm):
+    rows = random_rows(num, seed, scale)
+    full, rest, last = (clipped_sum(some, clip_norm) for some in (rows, rows[:-1], rows[-1:]))
+    assert norm(last) <= clip_norm
+    assert norm(full.double() - rest.double()) <= clip_norm * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_norm_that_rounds_to_the_clip_norm_does_not_exceed_it(seed):
+    row = random_rows(1, seed)
+    clip_norm = float(part_norms(row, JOINT))
+    for clipped in (clipped_rows(row, clip_norm, JOINT)[0], clipped_sum(row, clip_norm)):
+        exact = sum(Fraction(value) ** 2 for value in clipped.tolist())
+        assert exact <= Fraction(clip_norm) ** 2
+        assert exact >= Fraction(clip_norm * (1 - 1e-6)) ** 2
+
+
+@pytest.mark.parametrize("values", [27_656, 10**6, 10**7])
+@pytest.mark.parametrize("kind", ["normal", "equal", "few large"])
+def test_norms_of_long_rows_are_accurate_enough_for_the_clip_norm_to_hold(values, kind):
+    generator = torch.Generator().manual_seed(0)
+    row = {
+        "normal": torch.randn(1, values, generator=generator),
+        "equal": torch.full((1, values), 0.3),
+        "few large": torch.rand(1, values, generator=generator) ** 8,
+    }[kind]
+    assert 1 - 2e-6 <= norm(clipped_rows(row, 0.7, (slice(0, values),))) / 0.7 <= 1
+
+
+def test_small_gradients_pass_unchanged_and_large_ones_keep_their_direction():
+    small, large = random_rows(1, seed=0, scale=1e-3), random_rows(1, seed=0, scale=10.0)
+    torch.testing.assert_close(clipped_sum(small), small[0].double(), rtol=0, atol=2**-32)  # the grid of the sums
+    clipped = clipped_sum(large)
+    assert norm(clipped) == pytest.approx(1.0, abs=1e-5)
+    torch.testing.assert_close(clipped * part_norms(large, JOINT)[0, 0], large[0].double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_record_counts_as_zero_and_leaves_the_others_unchanged(bad):
+    rows = random_rows(3, seed=1)
+    rows[1, :3] = bad
+    torch.testing.assert_close(clipped_sum(rows), clipped_sum(rows[[0, 2]]))
+    assert not clipped_rows(rows, 1.0, JOINT)[1].any()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("clip_norm", [1.0, 1.9999999, 0.7])
+def test_a_record_moves_the_largest_sum_by_no_more_than_the_clip_norm(clip_norm, sign):
+    """2^30 - 1 equal rows before it, as large as they may be, in one place: the int64 is full but for one row."""
+    totals, row = torch.zeros(1, 8, dtype=torch.int64), sign * torch.eye(8)[:1] * 1e30
+    one = torch.zeros(1, dtype=torch.int64)
+    add_clipped(totals, row, one, clip_norm, (slice(0, 8),))
+    single = int(totals[0, 0])
+    totals *= MOST_ROWS - 1
+    before = clipped_sums(totals, clip_norm)
+    add_clipped(totals, row, one, clip_norm, (slice(0, 8),))
+    assert int(totals[0, 0]) == MOST_ROWS * single
+    assert 0 < norm(clipped_sums(totals, clip_norm) - before) <= clip_norm
+
+
+def test_the_sum_of_no_records_is_zero():
+    assert norm(clipped_sum(random_rows(0, seed=0))) == 0
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, 1e-101, math.inf, math.nan])
+def test_a_clip_norm_out_of_range_is_refused(clip_norm):
+    with pytest.raises(ValueError, match="clip_norm"):
+        clipped_sum(random_rows(1, seed=0), clip_norm)
+
+
+def test_each_part_is_clipped_separately():
+    rows = random_rows(1, seed=0, scale=10.0)
+    rows[:, TWO[1]] *= 1e-3
+    result = clipped_sum(rows, 1.0, TWO)
+    assert norm(result[TWO[0]]) == pytest.approx(1.0, abs=1e-5)
+    unscaled = rows[0, TWO[1]].double()
+    torch.testing.assert_close(result[TWO[1]], unscaled, rtol=0, atol=2**-32, msg="a large part scaled a small one")
+
+
+def test_a_non_finite_part_drops_the_whole_record():
+    rows = random_rows(2, seed=1)
+    rows[0, 0] = math.nan
+    assert torch.equal(clipped_sum(rows, 1.0, TWO), clipped_sum(rows[1:], 1.0, TWO))
+    totals = torch.zeros(1, NUM_VALUES, dtype=torch.float64)
+    add_finite(totals, rows, torch.tensor([0, 0]))
+    assert torch.equal(totals[0], rows[1].double())
+
+
+def test_clipped_means_of_two_batches_differ_by_at_most_two_c_in_each_part():
+    big = random_rows(1, 0, 50.0)
+    one, other = (clipped_rows(sign * big, 1.0, TWO)[0] for sign in (1, -1))
+    assert 0.99 * 2 * math.sqrt(2) <= norm(one - other) <= 2 * math.sqrt(2)
+
+
+@pytest.mark.parametrize("parts", [JOINT, TWO])
+def test_records_count_for_their_own_client_alone(parts):
+    rows, owners = random_rows(7, seed=2, scale=3.0), torch.tensor([4, 0, 4, 2, 0, 4, 2])
+    totals = torch.ones(5, NUM_VALUES, dtype=torch.int64)
+    add_clipped(totals, rows, owners, 1.0, parts)
+    for client in range(5):
+        expected = clipped_sum(rows[owners == client], 1.0, parts)
+        assert torch.equal(clipped_sums(totals[client] - 1, 1.0), expected)
+    assert torch.equal(totals[[1, 3]], torch.ones(2, NUM_VALUES, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("clip_norm", [1e-36, 1e-30, 1e-12, 1.0, 100.0])
+@pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-30, 1e-23, 1e-19, 1e-3, 1.0, 1e19, 1e30, 3e38])
+def test_every_float32_gradient_is_clipped(size, clip_norm):
+    row = torch.full((1, 8), size, dtype=torch.float32)
+    true_norm = math.sqrt(8) * float(row[0, 0])
+    for clipped in (clipped_sum(row, clip_norm), clipped_rows(row, clip_norm, (slice(0, 8),))[0]):
+        assert float(clipped.norm()) <= min(clip_norm, true_norm)
+        assert float(clipped.norm()) >= 0.999999 * min(clip_norm, true_norm) - 3 * clip_norm / 2**32
+
+
+def test_gradients_of_1e_23_do_not_pass_a_clip_norm_of_1e_36():
+    rows = torch.full((53, 8), 1e-23)
+    assert float(clipped_sum(rows, 1e-36).norm()) <= 53 * 1e-36
+
+
+@pytest.mark.parametrize("place", [0, 70_000, 131_071])
+def test_no_crafted_set_lets_one_record_move_the_sum_by_more_than_the_clip_norm(place):
+    """Many equal rows make the sum large, so that each later addition rounds; one row decides which way."""
+    generator = torch.Generator().manual_seed(place)
+    rows = torch.full((131_072, 8), 0.35)
+    rows[::3] *= 1 + 1e-3 * torch.rand(len(rows[::3]), 1, generator=generator)
+    without = torch.cat([rows[:place], rows[place + 1 :]])
+    moved = 0.0
+    for batches in (1, 3):  # however the records fall into passes
+        sums = [
+            sum((clipped_sum(part, 1.0) for part in some.chunk(batches)), torch.zeros(8, dtype=torch.float64))
+            for some in (rows, without)
+        ]
+        moved = max(moved, float((sums[0] - sums[1]).norm()))
+    assert 0.9 < moved <= 1 + 1e-9
+
+
+def test_sums_do_not_depend_on_the_order_of_the_records():
+    rows = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(clipped_sum(rows, 0.7), clipped_sum(rows.flip(0), 0.7))
+
+
+def test_clipping_leaves_its_input_as_it_was():
+    for dtype in (torch.float32, torch.float64):
+        rows = torch.full((2, 8), 3.0, dtype=dtype)
+        clipped_rows(rows, 1.0, (slice(0, 8),))
+        assert torch.equal(rows, torch.full((2, 8), 3.0, dtype=dtype))

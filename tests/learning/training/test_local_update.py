@@ -1,0 +1,145 @@
+"""A local update is Algorithm 1: the event states how it sampled, every tensor is noised, batching changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fedpriv.config import RunConfig
+from fedpriv.learning.adapters import read
+from fedpriv.learning.training._losses import predictions
+from fedpriv.learning.training._sampling import PoissonSampler
+from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.stacked import execute_one_by_one, local_update
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
+
+SPEC = UpdateSpec.of(RunConfig(local_steps=3, batch_size=8, learning_rate=0.5, clip_norm=0.7, noise_multiplier=0.0))
+
+
+def make_task(model, records, *, num_registered=40, seed=0, adapter=None, **changes):
+    return UpdateTask(
+        adapter=adapter or read(model.peft_model),
+        data=records,
+        spec=dataclasses.replace(SPEC, **changes),
+        round=1,
+        sampler=PoissonSampler(
+            num_registered=num_registered, expected_batch_size=8, source=SeededSource(seed, "inclusion")
+        ),
+        noise=SeededSource(seed, "noise"),
+    )
+
+
+@pytest.fixture
+def model(encoder):
+    return TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+
+
+def by_hand(peft_model, task, model):
+    """Algorithm 1 with one plain backward pass per record, SGD, and no noise."""
+    parameters = {model.adapter_names[n]: p for n, p in peft_model.named_parameters() if p.requires_grad}
+    source = SeededSource(0, "inclusion")
+    for _ in range(task.spec.local_steps):
+        indices = source.bernoulli(len(task.data), 8 / 40).nonzero().squeeze(1).tolist()
+        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        for index in indices:
+            peft_model.zero_grad()
+            logits, batch = model.logits(task.data.items([index]), cached=False)
+            predictions(logits, batch).losses.sum().backward()
+            length = torch.sqrt(sum(p.grad.square().sum() for p in parameters.values()))
+            for name, parameter in parameters.items():
+                total[name] += parameter.grad * min(1.0, task.spec.clip_norm / float(length))
+        peft_model.zero_grad()
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter -= task.spec.learning_rate * total[name] / task.spec.batch_size
+    return read(peft_model)
+
+
+def test_update_without_noise_equals_algorithm_1_by_hand(model, make_records):
+    task = make_task(model, make_records(40))
+    expected = by_hand(model.peft_model, task, model)
+    update = local_update(model, task)
+    for name, tensor in expected.items():
+        assert not torch.equal(tensor, task.adapter[name]), f"{name} did not move, so the test would prove nothing"
+        torch.testing.assert_close(update.adapter[name], tensor, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_memory_limit_does_not_change_the_result(encoder, make_records, optimizer):
+    records = make_records(40)
+    results = []
+    for limit in (2**30, 1):  # all at once; one record per pass
+        model = TrainingModel(encoder(layers="last-1"), memory_limit=limit)
+        rows = set(map(len, model.passes(records.items(range(10)))))
+        assert rows == {1} if limit == 1 else max(rows) > 1
+        # With noise: AdamW would amplify rounding errors in vanishing gradients to whole steps.
+        task = make_task(model, records, optimizer=optimizer, noise_multiplier=0.5)
+        results.append(local_update(model, task).adapter)
+    for name in results[0]:
+        torch.testing.assert_close(results[0][name], results[1][name], atol=1e-5, rtol=1e-4)
+
+
+def test_the_event_states_the_probability_that_the_sampler_drew_with(model, make_records):
+    task = make_task(model, make_records(40), num_registered=50, noise_multiplier=1.5)
+    update = local_update(model, task)
+    expected = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=8 / 50, count=3)
+    assert update.event == planned_event(task.spec, 8 / 50, update.adapter) == expected
+    assert update.num_records == 50
+
+
+def test_empty_batches_are_noised_and_charged(model, make_records):
+    task = make_task(model, make_records(0), noise_multiplier=1.0)
+    update = local_update(model, task)
+    assert update.event.count == 3
+    for name, tensor in update.adapter.items():
+        assert (tensor != task.adapter[name]).any(), name
+
+
+def test_noise_comes_from_the_given_source_alone(model, make_records):
+    first = make_task(model, make_records(40), noise_multiplier=1.0)
+    torch.manual_seed(1)
+    one = local_update(model, first).adapter
+    torch.manual_seed(2)
+    same = make_task(model, make_records(40), noise_multiplier=1.0, adapter=first.adapter)
+    two = local_update(model, same).adapter
+    again = make_task(model, make_records(40), noise_multiplier=1.0, adapter=first.adapter)
+    secure = local_update(model, dataclasses.replace(again, noise=SecureSource())).adapter
+    for name in one:
+        assert torch.equal(one[name], two[name])
+        assert not torch.equal(one[name], secure[name])
+
+
+def test_adamw_keeps_no_state_from_earlier_rounds(model, make_records):
+    task = make_task(model, make_records(40), optimizer="adamw", learning_rate=0.01)
+    first = local_update(model, task).adapter
+    fresh = make_task(model, make_records(40), optimizer="adamw", learning_rate=0.01, adapter=task.adapter)
+    second = local_update(model, fresh).adapter
+    for name in first:
+        assert not torch.equal(first[name], task.adapter[name])
+        assert torch.equal(first[name], second[name])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_an_update_moves_every_tensor_of_a_causal_model(causal, make_records, kind):
+    model = TrainingModel(causal(kind, layers="last-1"), memory_limit=2**22)
+    task = make_task(model, make_records(40, classes=0), clip_norm=10.0)
+    update = local_update(model, task)
+    assert all(not torch.equal(update.adapter[name], task.adapter[name]) for name in update.adapter)
+
+
+def test_the_frozen_base_stays_unchanged_and_in_eval_mode(model, make_records):
+    frozen = {n: p.clone() for n, p in model.peft_model.named_parameters() if not p.requires_grad}
+    local_update(model, make_task(model, make_records(40), noise_multiplier=1.0))
+    assert all(torch.equal(p, frozen[n]) for n, p in model.peft_model.named_parameters() if n in frozen)
+    assert not any(module.training for module in model.peft_model.modules())
+
+
+def test_a_failing_task_yields_its_exception_and_the_others_go_on(model, make_records):
+    good, bad = make_task(model, make_records(40)), make_task(model, make_records(40), optimizer="lion")
+    results = execute_one_by_one(model, [bad, good])
+    assert isinstance(results[0], ValueError)
+    assert isinstance(results[1], ClientUpdate)

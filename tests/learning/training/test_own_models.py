@@ -1,0 +1,411 @@
+"""Private steps of own modules: exact gradients, the event that pays, and refusal of whatever couples records."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedpriv.errors import InputError
+from fedpriv.learning.data.tensors import num_records
+from fedpriv.learning.training import OwnModel, PoissonSampler, per_sample_gradients, private_step, trainable_layers
+from fedpriv.privacy.mechanisms import SeededSource
+
+WIDTH, CLASSES = 6, 3
+
+
+def rows(num: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num, WIDTH, generator=generator), torch.randint(CLASSES, (num,), generator=generator)
+
+
+def cross_entropy(module: nn.Module):
+    return lambda batch: F.cross_entropy(module(batch[0]), batch[1], reduction="none")
+
+
+def seeded(build) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
+def network(*between: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 8), *between, nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+def sampler(num: int, probability: float, seed: int = 0) -> PoissonSampler:
+    return PoissonSampler.with_probability(probability, num_registered=num, source=SeededSource(seed, "inclusion"))
+
+
+class Tokens(nn.Module):
+    """Embeddings with padding, their mean, and a linear head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(11, 5, padding_idx=0), nn.Linear(5, CLASSES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(tokens).mean(dim=1).tanh())
+
+
+def sentences(num: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(11, (num, 4), generator=generator)
+    return tokens, torch.randint(CLASSES, (num,), generator=generator)
+
+
+def looped(module: nn.Module, losses, batch) -> dict[str, torch.Tensor]:
+    """The oracle: plain autograd, record by record."""
+    found = []
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    for k in range(num_records(batch)):
+        loss = losses(tuple(tensor[k : k + 1] for tensor in batch)).sum()
+        found.append(dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True)))
+    return {name: torch.stack([each[name] for each in found]) for name in trained}
+
+
+CASES = {
+    "linear": (network, rows),
+    "no bias": (lambda: nn.Sequential(nn.Linear(WIDTH, CLASSES, bias=False)), rows),
+    "embedding": (Tokens, sentences),
+    "frozen batch norm": (lambda: network(frozen(nn.BatchNorm1d(8)).eval()), rows),
+    "frozen convolution": (
+        lambda: nn.Sequential(nn.Unflatten(1, (1, WIDTH)), frozen(nn.Conv1d(1, 2, 3)), nn.Flatten(), nn.Linear(8, 3)),
+        rows,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_a_step_are_those_of_a_loop_over_records(case):
+    build, make = CASES[case]
+    module, records = seeded(build), make(23, seed=1)
+    losses = cross_entropy(module)
+    model = OwnModel(module, losses, make(6), rows=8)
+    found = torch.cat(list(model.gradient_rows(records, range(23))))
+    expected = model.layout.flatten(looped(module, losses, records))
+    assert expected.abs().amax(dim=1).gt(0).all(), "the oracle sees no gradient"
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def batch_norm_moves() -> float:
+    """The largest change of a record's gradient, over its norm, when the others' contents change."""
+    module = seeded(lambda: network(frozen(nn.BatchNorm1d(8))))
+    one, other = rows(8), rows(8, seed=1)
+    other[0][0], other[1][0] = one[0][0], one[1][0]
+    found = []
+    for batch in (one, other):
+        gradients, _ = per_sample_gradients(trainable_layers(module), lambda batch=batch: cross_entropy(module)(batch))
+        found.append(torch.cat([gradient[0].flatten() for gradient in gradients.values()]))
+    return float((found[0] - found[1]).norm() / found[0].norm())
+
+
+def test_batch_norm_in_training_mode_moves_another_records_gradient_and_is_refused_by_name():
+    assert batch_norm_moves() > 0.5, "the attack no longer shows what is refused"
+    with pytest.raises(InputError, match=r"1 \(BatchNorm1d\): couples records: .* call \.eval\(\) on it"):
+        OwnModel(*of(lambda: network(frozen(nn.BatchNorm1d(8)))), rows(6))
+
+
+def of(build):
+    module = seeded(build)
+    return module, cross_entropy(module)
+
+
+class Centred(nn.Module):
+    """Couples records between its layers by a share so small that rounding would hide it."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share, self.inner, self.head = share, nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        return self.head((hidden - self.share * hidden.mean(dim=0)).tanh())
+
+
+class OneMask(nn.Module):
+    """A dropout mask that all records share."""
+
+    def forward(self, x):
+        return x * (torch.rand(x.shape[1]) > 0.5)
+
+
+class MaskByPlace(nn.Module):
+    """The same masks in every pass, one for each place."""
+
+    def forward(self, x):
+        generator = torch.Generator().manual_seed(0)
+        return x * (torch.rand(x.shape, generator=generator) > 0.5)
+
+
+class OverBatch(nn.Module):
+    """Attention whose tokens are the records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = frozen(nn.MultiheadAttention(WIDTH, 2)), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x)[0])
+
+
+class Largest(nn.Module):
+    """Scales by the largest value of the batch, which most records do not move."""
+
+    def forward(self, x):
+        return x / x.abs().max().clamp(min=100.0)
+
+
+class Counting(nn.Module):
+    """Keeps a running mean that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x):
+        self.seen += x.detach().mean(dim=0)
+        return x
+
+
+class SharedGradient(torch.autograd.Function):
+    """Couples records on the way back alone."""
+
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_, g):
+        return g + g.mean(dim=0)
+
+
+class Backwards(nn.Module):
+    def forward(self, x):
+        return SharedGradient.apply(x)
+
+
+COUPLING = {
+    "batch norm": (lambda: network(frozen(nn.BatchNorm1d(8))), r"1 \(BatchNorm1d\): couples"),
+    "mean between layers": (lambda: Centred(1.0), "Centred: couples"),
+    "far below rounding": (lambda: Centred(1e-6), "Centred: couples"),
+    "attention over the batch": (OverBatch, r"attention \(MultiheadAttention\): couples .* batch_first=True"),
+    "dropout": (lambda: network(nn.Dropout(0.5)), r"1 \(Dropout\): draws random numbers .* call \.eval"),
+    "one mask for all": (lambda: network(OneMask()), r"1 \(OneMask\): draws random numbers"),
+    "masks by place": (lambda: network(MaskByPlace()), r"1 \(MaskByPlace\): couples records: .* their order"),
+    "the largest value": (lambda: network(Largest()), r"1 \(Largest\): couples"),
+    "a buffer": (lambda: network(Counting()), r"1 \(Counting\): keeps seen"),
+    "gradients alone": (lambda: network(Backwards()), "the backward pass of Sequential: couples"),
+}
+
+
+@pytest.mark.parametrize("case", COUPLING)
+def test_a_module_that_couples_records_is_refused_by_name(case):
+    build, message = COUPLING[case]
+    with pytest.raises(InputError, match=message) as caught:
+        OwnModel(*of(build), rows(6))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        (lambda x, y: F.cross_entropy(x, y), r"losses: returns shape \[\] for \d records"),
+        (lambda x, y: F.cross_entropy(x, y).expand(len(x)), "losses: couples records"),
+        (lambda x, y: F.cross_entropy(x, y, reduction="none") / len(x), "losses: couples records"),
+        (lambda x, y: F.cross_entropy(x @ x.T, torch.arange(len(x)), reduction="none"), "losses: couples records"),
+        (lambda x, y: 0 * F.cross_entropy(x, y, reduction="none"), "no trained parameter has a gradient"),
+        (lambda x, y: F.cross_entropy(x, y, reduction="none").log().neg().sqrt(), "not finite"),
+    ],
+    ids=["mean", "spread mean", "over their number", "in-batch negatives", "no gradient", "not finite"],
+)
+def test_a_loss_that_couples_records_is_refused(losses, message):
+    module = seeded(network)
+    with pytest.raises(InputError, match=message):
+        OwnModel(module, lambda batch: losses(module(batch[0]), batch[1]), rows(6))
+
+
+class Tied(nn.Module):
+    """Uses the embedding's weight again at the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 5)
+
+    def forward(self, tokens):
+        return self.words(tokens).mean(dim=1) @ self.words.weight.T
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.Sequential(nn.Unflatten(1, (1, WIDTH)), nn.Conv1d(1, 2, 3)), "1.weight: .* Conv1d.* freeze it"),
+        (lambda: network(nn.LayerNorm(8)), "1.weight: .* LayerNorm"),
+        (lambda: frozen(network()), "trains no parameter"),
+        (lambda: nn.Sequential(nn.Embedding(3, 4, max_norm=1.0)), "0: max_norm = 1.0"),
+        (lambda: nn.Sequential(nn.Embedding(3, 4, scale_grad_by_freq=True)), "0: scale_grad_by_freq = True"),
+        (lambda: nn.Sequential(nn.Linear(WIDTH + 1, CLASSES)), r"a pass of the public records fails \(.*shapes"),
+    ],
+    ids=["convolution", "layer norm", "nothing", "max_norm", "scale_grad_by_freq", "a pass that fails"],
+)
+def test_a_module_that_cannot_be_trained_exactly_is_refused_by_name(build, message):
+    with pytest.raises(InputError, match=message):
+        OwnModel(*of(build), rows(6))
+
+
+def test_tied_weights_are_refused_by_name():
+    with pytest.raises(InputError, match=r"words\.weight: is used outside of its layer"):
+        OwnModel(*of(Tied), sentences(6))
+
+
+@pytest.mark.parametrize("public", [rows(3), tuple(tensor[:1].repeat_interleave(6, 0) for tensor in rows(1))])
+def test_public_records_that_would_see_nothing_are_refused(public):
+    with pytest.raises(InputError, match=r"public: \d records; must be >= 4, and not all equal"):
+        OwnModel(*of(network), public)
+
+
+def test_trying_a_module_leaves_it_and_the_generator_as_they_were():
+    module = seeded(lambda: network(frozen(nn.BatchNorm1d(8)).eval()))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    state = torch.get_rng_state()
+    OwnModel(module, cross_entropy(module), rows(6))
+    with pytest.raises(InputError):
+        OwnModel(module.train(), cross_entropy(module), rows(6))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def step(model, records, *, probability=0.5, noise_multiplier=1.0, clip_norm=0.1, seed=0, **given):
+    return private_step(
+        model,
+        records,
+        sampler(num_records(records), probability, seed),
+        clip_norm=clip_norm,
+        noise_multiplier=noise_multiplier,
+        noise=SeededSource(seed, "noise"),
+        **given,
+    )
+
+
+@pytest.fixture
+def model():
+    return OwnModel(*of(network), rows(6), rows=8)
+
+
+def test_what_else_is_drawn_changes_no_bit_of_a_records_gradient(model):
+    records = rows(30, seed=1)
+    (expected,) = model.gradient_rows(records, [7])
+    for drawn in ([7, 3], [3, 7], [*range(30)], [*range(30)][::-1]):
+        assert torch.equal(torch.cat(list(model.gradient_rows(records, drawn)))[drawn.index(7)], expected[0])
+    broken = tuple(torch.where(torch.arange(30).eq(3).view(-1, *[1] * (t.dim() - 1)), -99, t) for t in records)
+    found = torch.cat(list(model.gradient_rows(broken, [3, 7])))  # no class -99: the record fails, and has no row
+    assert torch.equal(found, expected)
+
+
+def test_a_step_is_the_sum_of_clipped_gradients_over_the_expected_batch_size(model):
+    records = rows(40, seed=1)
+    drawn = sampler(40, 0.5).draw(40)
+    assert len(drawn) != 20, "the sample's size and the expected one must differ for this test"
+    whole = torch.cat(list(model.gradient_rows(records, drawn))).double()
+    clipped = whole * (0.1 / whole.norm(dim=1, keepdim=True)).clamp(max=1)
+    found, event = step(model, records, noise_multiplier=0.0)
+    torch.testing.assert_close(model.layout.flatten_one(found).double(), clipped.sum(dim=0) / 20, atol=1e-6, rtol=1e-4)
+    assert (event.sampling_probability, event.noise_multiplier) == (0.5, 0.0)
+    assert all(torch.equal(parameter.grad, found[name]) for name, parameter in model.parameters.items())
+
+
+def test_an_empty_sample_still_adds_noise_and_is_charged(model):
+    charged = []
+    found, event = step(model, rows(40), probability=1e-9, charge=charged.append)
+    scale = float(model.layout.flatten_one(found).std()) * (40 * 1e-9)
+    assert scale == pytest.approx(0.1, rel=0.3)
+    assert charged == [event]
+    assert event.sampling_probability == 1e-9
+
+
+def test_a_charge_that_is_refused_ends_the_step_before_a_record_is_touched(model):
+    touched = []
+    model._losses = lambda batch: touched.append(batch)
+    with pytest.raises(RuntimeError, match="spent"):
+        step(model, rows(40), charge=refuse)
+    assert not touched
+    assert all(parameter.grad is None for parameter in model.parameters.values())
+
+
+def refuse(event):
+    raise RuntimeError(f"spent: {event}")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.train(),
+        lambda module: module[0].weight.requires_grad_(False),
+        lambda module: module.append(nn.Linear(CLASSES, CLASSES)),
+    ],
+    ids=["mode", "trained", "layers"],
+)
+def test_a_module_that_changed_since_it_was_tried_is_refused_before_the_charge(change):
+    module = seeded(lambda: network(frozen(nn.BatchNorm1d(8)))).eval()
+    model, charged = OwnModel(module, cross_entropy(module), rows(6)), []
+    change(module)
+    with pytest.raises(InputError, match="others than when it was tried"):
+        step(model, rows(20), charge=charged.append)
+    assert not charged
+
+
+@pytest.mark.parametrize(
+    "records",
+    [rows(20)[0], rows(20)[::-1], (rows(20)[0][:, :4], rows(20)[1]), (rows(20)[0], rows(19)[1]), ()],
+    ids=["no labels", "order", "width", "lengths", "nothing"],
+)
+def test_records_of_another_form_are_refused_before_the_charge(model, records):
+    charged = []
+    with pytest.raises(InputError, match="records: "):
+        private_step(model, records, sampler(20, 0.5), clip_norm=1.0, noise_multiplier=1.0, charge=charged.append)
+    assert not charged
+
+
+def test_clipping_and_noise_are_those_of_opacus():
+    """Its optimizer on the same batch: the same clipped sum without noise, the same scale with it."""
+    opacus = pytest.importorskip("opacus")
+    module, records = seeded(network), rows(64, seed=1)
+    model = OwnModel(module, cross_entropy(module), rows(6))
+    twin = seeded(network)
+
+    def theirs(noise_multiplier: float) -> torch.Tensor:
+        wrapped = opacus.GradSampleModule(twin)
+        optimizer = opacus.optimizers.DPOptimizer(
+            torch.optim.SGD(wrapped.parameters(), lr=0.0),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=0.1,
+            expected_batch_size=64,
+            generator=torch.Generator().manual_seed(0),
+        )
+        F.cross_entropy(wrapped(records[0]), records[1], reduction="mean").backward()
+        optimizer.step()
+        found = torch.cat([parameter.grad.flatten() for parameter in wrapped.parameters()])
+        wrapped.to_standard_module()
+        return found
+
+    def ours(noise_multiplier: float) -> torch.Tensor:
+        return model.layout.flatten_one(step(model, records, probability=1.0, noise_multiplier=noise_multiplier)[0])
+
+    torch.testing.assert_close(ours(0.0), theirs(0.0), atol=1e-6, rtol=1e-4)
+    noises = [float((each(50.0) - each(0.0)).std()) for each in (ours, theirs)]
+    assert noises[0] == pytest.approx(50 * 0.1 / 64, rel=0.3)  # 83 values: 4 standard errors
+    assert noises[1] == pytest.approx(noises[0], rel=0.6)
+
+
+def test_the_noise_has_its_scale_and_no_other(model):
+    values = np.concatenate(
+        [model.layout.flatten_one(step(model, rows(8), probability=1e-9, seed=seed)[0]) for seed in range(40)]
+    )
+    scale = values.std() * 8e-9
+    assert 0.95 * 0.1 < scale < 1.05 * 0.1  # 3320 values: 4 standard errors; 2/3 and 3/2 are refused

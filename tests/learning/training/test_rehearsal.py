@@ -1,0 +1,245 @@
+"""A rehearsal meets every failure that no record causes, and leaves no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from fedpriv.errors import InputError
+from fedpriv.learning.adapters import read
+from fedpriv.learning.adapters._arithmetic import Product, factors_of
+from fedpriv.learning.training import rehearsal
+from fedpriv.learning.training._passes import padded
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.rehearsal import rehearse, synthetic_records
+from fedpriv.privacy.mechanisms.sources import SecureSource
+from tests.learning.training.test_local_update import SPEC, make_task
+
+
+@pytest.fixture
+def model(encoder):
+    return TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=40, alone=True)
+
+
+def run(model, **changes):
+    values = {"adapter": read(model.peft_model), "merged": {}, "spec": SPEC, "max_length": 40, "num_labels": 3}
+    values |= {"num_registered": 40}
+    return rehearse(model, **{**values, **changes})
+
+
+def test_there_is_a_synthetic_record_of_every_padded_length(model, make_records):
+    def shapes(records):
+        return {(padded(len(row), 40), len(row) == 40) for row in records.features["input_ids"]}
+
+    records = synthetic_records(model, max_length=40, num_labels=3)
+    assert shapes(records) == shapes(make_records(500, shortest=1, longest=40))
+    assert len(records) == len(shapes(records)) == 6
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_failure_in_any_shape_is_raised(model, cached):
+    def fail(_module, args):
+        if args[0].shape[1] == 40 and (model.cache is not None) == cached:
+            raise MemoryError("too long")
+
+    layer = 1 if cached else 0
+    model.peft_model.base_model.model.bert.encoder.layer[layer].register_forward_pre_hook(fail)
+    if not cached:
+        model.cache = None
+    with pytest.raises(MemoryError, match="too long"):
+        run(model)
+    with pytest.raises(MemoryError, match="too long"):  # it was not remembered as rehearsed
+        run(model)
+
+
+def test_what_the_request_causes_is_raised(model):
+    with pytest.raises(ValueError, match="optimizer"):
+        run(model, spec=dataclasses.replace(SPEC, optimizer="lion"))
+    with pytest.raises(ValueError, match="on one side only"):
+        run(model, adapter={})
+    with pytest.raises(InputError, match=r"a bert model cannot train here .*out of bounds"):
+        run(model, num_labels=300)
+
+
+def test_it_leaves_the_model_and_its_cache_as_they_were(model, make_records):
+    before = {name: tensor.clone() for name, tensor in model.peft_model.state_dict().items()}
+    merged = {name: Product(0.1 * b, a) for name, (b, a) in factors_of(model.initial).items()}
+    run(model, merged=merged)
+    after = model.peft_model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert model.cache.bytes_in_memory == 40 * 40 * 4 * 64, "the room for the registered records"
+    assert not model.cache._kept
+
+
+def test_nothing_is_drawn_from_a_secure_source(model, monkeypatch):
+    def drawn(*_):
+        raise AssertionError("a rehearsal drew from a secure source")
+
+    monkeypatch.setattr(SecureSource, "words", drawn)
+    run(model)
+
+
+def test_what_was_rehearsed_is_not_rehearsed_again(model, monkeypatch):
+    run(model)
+    monkeypatch.setattr(rehearsal, "local_update", lambda *_: pytest.fail("rehearsed again"))
+    moved = {name: tensor + 1 for name, tensor in read(model.peft_model).items()}
+    run(model, adapter=moved)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"noise_on": "upload"},
+        {"clipping": "batch"},
+        {"optimizer": "adamw"},
+        {"trains": "head", "sampling_probability": 1.0},
+        {"trains": "head", "objective": "class-sums", "sampling_probability": 1.0},
+        {"sampling_probability": 0.1, "bias_scale": 0.3},
+    ],
+)
+def test_an_update_that_was_rehearsed_runs(model, make_records, changes):
+    run(model, spec=dataclasses.replace(SPEC, **changes))
+    rehearsal.local_update(model, make_task(model, make_records(40, shortest=1, longest=40), **changes))
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """How many records each update on synthetic records has."""
+    sizes, update = [], rehearsal.local_update
+
+    def watched(model, task):
+        sizes.append(len(task.data))
+        return update(model, task)
+
+    monkeypatch.setattr(rehearsal, "local_update", watched)
+    return sizes
+
+
+def changed(**changes):
+    return dataclasses.replace(SPEC, **changes)
+
+
+@pytest.mark.parametrize("changes", [{"learning_rate": 0.1}, {"clip_norm": 3.0}, {"noise_multiplier": 2.0}])
+def test_other_values_are_tried_on_one_record(model, computed, changes):
+    run(model)
+    assert max(computed) > 1
+    computed.clear()
+    run(model, spec=changed(**changes))
+    assert computed == [1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"local_steps": 1},
+        *(
+            pytest.param(changes, marks=pytest.mark.slow)
+            for changes in ({"clipping": "batch"}, {"batch_size": 9}, {"optimizer": "adamw"})
+        ),
+    ],
+)
+def test_what_computes_in_another_way_is_rehearsed_in_full(model, computed, changes):
+    run(model)
+    in_full = computed.copy()
+    run(model, spec=changed(**changes))
+    assert computed == 2 * in_full
+
+
+def test_values_that_cannot_work_are_raised_although_others_did(model):
+    run(model)
+    for _ in range(2):  # they are not remembered as rehearsed
+        with pytest.raises(ValueError, match="clip_norm"):
+            run(model, spec=changed(clip_norm=1e-200))
+
+
+def test_what_a_model_remembers_is_bounded(model, monkeypatch, computed):
+    monkeypatch.setattr(rehearsal, "_MOST_REMEMBERED", 4)
+    for step in range(12):
+        run(model, spec=changed(learning_rate=0.1 + step))
+    assert len(rehearsal._rehearsed[model]) == 4
+    assert computed[-11:] == [1] * 11, "many learning rates made it forget what they have in common"
+
+
+@pytest.mark.parametrize(("num_rounds", "reserved"), [(1, False), (2, True)])
+def test_room_is_reserved_for_the_registered_records_if_the_cache_pays_off(model, num_rounds, reserved):
+    run(model, spec=changed(num_rounds=num_rounds), num_registered=40)  # 3 steps a round, of 8 records
+    assert model.cache.bytes_in_memory == reserved * 40 * 40 * 4 * 64
+
+
+@pytest.mark.parametrize(("probability", "reserved"), [(0.3, False), (0.4, True), (1.0, True)])
+def test_a_sampling_probability_decides_whether_the_caches_pay_off(model, probability, reserved):
+    run(model, spec=changed(num_rounds=1, trains="head", sampling_probability=probability), num_registered=17)
+    assert model.cache.bytes_in_memory == reserved * 17 * 40 * 4 * 64
+    assert model.features.bytes_in_memory == reserved * 17 * 4 * 64
+
+
+@pytest.mark.parametrize("place", [-1, -2])
+def test_the_pace_is_that_of_the_slower_of_the_longest_records(model, monkeypatch, place):
+    """The longest has no mask, and may be quicker."""
+    slow = len(synthetic_records(model, max_length=40, num_labels=3).features["input_ids"][place])
+    honest = TrainingModel.predictions
+
+    def predictions(self, items, *, cached):
+        if any(len(records.features["input_ids"][index]) == slow for records, index in items):
+            time.sleep(0.05)
+        return honest(self, items, cached=cached)
+
+    monkeypatch.setattr(TrainingModel, "predictions", predictions)
+    assert run(model).record >= 0.05
+
+
+@pytest.mark.parametrize("changes", [{}, {"trains": "head", "sampling_probability": 1.0}])
+def test_an_update_takes_no_longer_than_its_pace_says(model, make_records, changes):
+    """Twice over, as far as a busy machine allows: T has its own margin."""
+    model.num_workers = 2
+    spec = dataclasses.replace(SPEC, local_steps=1, **changes)
+    pace = run(model, spec=spec, num_registered=60)
+    task = make_task(model, make_records(60, shortest=40, longest=40), num_registered=60, local_steps=1, **changes)
+    task = dataclasses.replace(task, sampler=rehearsal._Everyone(num_registered=60, expected_batch_size=8, source=None))
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        rehearsal.local_update(model, task)
+        times.append(time.perf_counter() - begin)
+    assert min(times) <= 2 * pace.seconds(num_steps=1, num_drawn=60, num_new=60)
+
+
+def test_seconds_of_an_update_count_whole_workers_and_persons():
+    pace = rehearsal.Pace(step=1.0, record=0.1, new_record=0.5, num_workers=4)
+    assert pace.seconds(num_steps=2, num_drawn=10, num_new=0) == pytest.approx(2 + (10 / 4 + 2) * 0.1)
+    assert pace.seconds(num_steps=2, num_drawn=10, num_new=5) == pytest.approx(2 + (10 / 4 + 2) * 0.1 + 2 * 0.5)
+    assert pace.seconds(num_steps=1, num_drawn=4, num_new=0, records_each=3) == pytest.approx(1 + 2 * 3 * 0.1)
+
+
+def test_a_model_that_a_length_changes_is_refused_and_not_remembered(model):
+    embeddings = model.peft_model.base_model.model.bert.embeddings
+    embeddings.longest = 0
+
+    def note(module, _args, states):
+        module.longest = max(module.longest, states.shape[1])
+
+    embeddings.register_forward_hook(note)
+    for _ in range(2):
+        embeddings.longest = 0
+        with pytest.raises(InputError, match=r"a bert model cannot train here \(a pass changes .*longest"):
+            run(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"noise_on": "upload"},
+        {"clipping": "batch"},
+        {"trains": "head", "sampling_probability": 1.0},
+        {"trains": "head", "sampling_probability": 0.1, "num_rounds": 1},
+    ],
+)
+def test_a_broadcast_with_which_no_gradient_is_finite_is_refused(model, changes):
+    broken = {name: torch.full_like(tensor, 3e38) for name, tensor in read(model.peft_model).items()}
+    with pytest.raises(InputError, match=r"a bert model cannot train here \(its losses or gradients are NaN"):
+        run(model, adapter=broken, spec=changed(**changes))
+    run(model, spec=changed(**changes))

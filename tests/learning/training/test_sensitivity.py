@@ -1,0 +1,159 @@
+"""Each rule's sensitivity, measured in the real update: neighbouring batches reach the bound and never exceed it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from fedpriv.config import RunConfig
+from fedpriv.learning.adapters import lora, read
+from fedpriv.learning.training import stacked as module
+from fedpriv.learning.training._sampling import PoissonSampler
+from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask, planned_event
+from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.stacked import local_update
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.sensitivity import CLIPPING_RULES, UPLOAD_FACTOR, clipping_parts, sensitivity_factor
+from fedpriv.privacy.mechanisms.sources import SeededSource
+from tests.learning.training.test_isolation import Everyone
+
+CLIP_NORM, BATCH = 0.8, 4
+SPEC = UpdateSpec.of(
+    RunConfig(rounds=1, local_steps=1, batch_size=BATCH, learning_rate=1.0, clip_norm=CLIP_NORM, noise_multiplier=0.0)
+)
+
+
+@pytest.fixture
+def model(encoder):
+    return TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
+
+
+def updated(model, records, spec, sampler=None):
+    """The tensors before, and the update; of every record unless sampled, so that two runs differ in one of them."""
+    start = read(model.peft_model)
+    sampler = sampler or Everyone(num_registered=BATCH, expected_batch_size=BATCH, source=SeededSource(0))
+    task = UpdateTask(adapter=start, data=records, spec=spec, round=1, sampler=sampler, noise=SeededSource(1))
+    update = local_update(model, task)
+    lora.write_parameters(model.parameters, start)
+    return start, update
+
+
+def poisson():
+    return PoissonSampler(num_registered=40, expected_batch_size=BATCH, source=SeededSource(0))
+
+
+def rows_of(clients, gradients):
+    """The gradients in the layout of the update, all of the only client in the stack."""
+    rows = clients.layout.flatten(gradients)
+    return rows, torch.zeros(len(rows), dtype=torch.int64)
+
+
+def released(model, records, rule, gradients, monkeypatch):
+    """The sum that a step would add noise to, for records with the given per-sample gradients."""
+    monkeypatch.setattr(module, "_gradient_rows", lambda clients, *_: iter([rows_of(clients, gradients)]))
+    start, update = updated(model, records, dataclasses.replace(SPEC, clipping=rule))
+    step = 1 if rule == "batch" else BATCH
+    return {name: (start[name].double() - update.adapter[name].double()) * step for name in start}
+
+
+def distance(one, other):
+    """L2 distance over all tensors."""
+    return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in one))
+
+
+def batch_of(model, rows):
+    """Gradients of a batch, from one number per record, which all its coordinates take."""
+    return {name: torch.stack([torch.full(p.shape, row) for row in rows]) for name, p in model.parameters.items()}
+
+
+@pytest.mark.parametrize("rule", CLIPPING_RULES)
+def test_worst_case_neighbours_reach_the_bound_and_never_exceed_it(model, make_records, monkeypatch, rule):
+    parts = clipping_parts(rule, model.parameters)
+    bound = sensitivity_factor(rule, len(parts)) * CLIP_NORM
+    # The removed record is huge: under `batch` it outweighs the small records of opposite sign.
+    rows = [1e4, -1.0, -1.0]
+    with_it = released(model, make_records(3), rule, batch_of(model, rows), monkeypatch)
+    without = released(model, make_records(2), rule, batch_of(model, rows[1:]), monkeypatch)
+    assert 0.99 * bound <= distance(with_it, without) <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("rule", CLIPPING_RULES)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_neighbours_stay_within_the_bound(model, make_records, monkeypatch, rule, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** float(torch.randint(-3, 4, (1,), generator=generator))
+    rows = {n: scale * torch.randn(4, *p.shape, generator=generator) for n, p in model.parameters.items()}
+    bound = sensitivity_factor(rule, len(clipping_parts(rule, model.parameters))) * CLIP_NORM
+    with_it = released(model, make_records(4), rule, rows, monkeypatch)
+    without = released(model, make_records(3), rule, {n: g[:3] for n, g in rows.items()}, monkeypatch)
+    assert distance(with_it, without) <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("rule", CLIPPING_RULES)
+def test_the_event_states_the_effective_noise_multiplier(model, make_records, rule):
+    spec = dataclasses.replace(SPEC, clipping=rule, noise_multiplier=2.0, local_steps=2)
+    _, update = updated(model, make_records(40), spec, poisson())
+    factor = sensitivity_factor(rule, len(clipping_parts(rule, model.parameters)))
+    assert update.event.noise_multiplier == pytest.approx(2.0 / factor)
+    assert update.event == planned_event(spec, 0.1, update.adapter)
+
+
+def test_the_batch_rule_does_not_divide_its_noise_by_the_batch_size(model, make_records):
+    scales = {}
+    for rule in ("joint", "batch"):
+        spec = dataclasses.replace(SPEC, clipping=rule, noise_multiplier=1.0)
+        start, update = updated(model, make_records(0), spec, poisson())
+        scales[rule] = torch.cat([(update.adapter[name] - start[name]).flatten() for name in start])
+    # The rules order the parts, and so the same noise values, differently.
+    batch, joint = scales["batch"].sort().values, scales["joint"].sort().values
+    torch.testing.assert_close(batch, BATCH * joint, atol=1e-6, rtol=1e-4)
+
+
+UPLOAD = dataclasses.replace(SPEC, noise_on="upload", local_steps=2, learning_rate=50.0)
+
+
+def uploaded(model, records, rows, monkeypatch, **changes):
+    """A client's update with noise on the upload, for records with the given per-sample gradients, and its event."""
+    gradients = batch_of(model, rows) if rows else None
+    monkeypatch.setattr(
+        module, "_gradient_rows", lambda clients, *_: iter([rows_of(clients, gradients)] if gradients else [])
+    )
+    start, update = updated(model, records, dataclasses.replace(UPLOAD, **changes))
+    return {name: update.adapter[name].double() - start[name].double() for name in start}, update.event
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_replacing_one_record_moves_an_upload_by_up_to_twice_s_and_never_more(
+    model, make_records, monkeypatch, optimizer
+):
+    bound = UPLOAD_FACTOR * CLIP_NORM
+    one, _ = uploaded(model, make_records(2), [1.0, -1.1], monkeypatch, optimizer=optimizer)
+    other, _ = uploaded(model, make_records(2), [1.0, 0.9], monkeypatch, optimizer=optimizer)  # one record is replaced
+    assert 0.99 * bound <= distance(one, other) <= bound * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_uploads_differ_by_at_most_twice_s(model, make_records, monkeypatch, seed):
+    rows = (10.0 ** torch.empty(6).uniform_(-6, 6, generator=torch.Generator().manual_seed(seed))).tolist()
+    one, _ = uploaded(model, make_records(3), rows[:3], monkeypatch)
+    other, _ = uploaded(model, make_records(3), [-row for row in rows[3:]], monkeypatch)
+    assert distance(one, other) <= UPLOAD_FACTOR * CLIP_NORM * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("rows", [[], [math.nan], [math.inf, 1.0], [3e38, 3e38]], ids=str)
+def test_an_empty_or_non_finite_update_stays_bounded(model, make_records, monkeypatch, rows):
+    update, _ = uploaded(model, make_records(len(rows)), rows, monkeypatch)
+    length = math.sqrt(sum(float(tensor.square().sum()) for tensor in update.values()))
+    assert length <= CLIP_NORM * (1 + 1e-5)
+
+
+def test_noise_on_the_upload_has_the_stated_scale_and_event(model, make_records, monkeypatch):
+    update, event = uploaded(model, make_records(0), [], monkeypatch, noise_multiplier=3.0)
+    values = torch.cat([tensor.flatten() for tensor in update.values()])
+    assert float(values.std()) == pytest.approx(3.0 * CLIP_NORM, rel=5 / math.sqrt(2 * len(values)))
+    assert event == SubsampledGaussian(noise_multiplier=1.5, sampling_probability=1.0, unit="client")
+    spec = dataclasses.replace(UPLOAD, noise_multiplier=3.0)
+    assert event == planned_event(spec, 0.1, model.parameters)

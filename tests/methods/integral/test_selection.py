@@ -1,0 +1,161 @@
+"""Clusters of near models, what may be said of their means, and planted ones found."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from fedpriv.errors import InputError
+from fedpriv.methods.integral._selection import (
+    _complete_clusters,
+    _first_member_clusters,
+    anonymity,
+    distances,
+    select,
+    statement,
+)
+
+
+def disjoint(num):
+    return [np.arange(10 * place, 10 * place + 10) for place in range(num)]
+
+
+MODELS = hnp.arrays(np.float64, st.tuples(st.integers(1, 12), st.just(2)), elements=st.floats(0, 1, width=32))
+
+
+def gap(a, b, measure):
+    return float(np.abs(a - b).max() if measure == "largest" else np.sqrt(np.square(a - b).sum()))
+
+
+def test_distances_are_of_all_weights():
+    vectors = np.array([[0.0, 0.0, 0.0], [0.3, -0.4, 0.0]])
+    assert distances(vectors, np.zeros(3), "largest") == pytest.approx([0, 0.4])
+    assert distances(vectors, np.zeros(3), "norm") == pytest.approx([0, 0.5])
+
+
+@settings(max_examples=60)
+@given(MODELS, st.floats(0, 0.5, width=32), st.sampled_from(["largest", "norm"]))
+def test_first_member_clusters_are_algorithm_1(vectors, epsilon, measure):
+    """Oracle: the published pseudo-code, word by word."""
+    expected: list[list[int]] = []
+    for row, vector in enumerate(vectors):
+        present = False
+        for cluster in expected:
+            if float(distances(vector[np.newaxis], vectors[cluster[0]], measure)[0]) <= epsilon:
+                cluster.append(row)
+                present = True
+                break
+        if not present:
+            expected.append([row])
+    assert [list(cluster) for cluster in _first_member_clusters(vectors, epsilon, measure)] == expected
+
+
+@settings(max_examples=60)
+@given(MODELS, st.floats(0, 0.5, width=32), st.sampled_from(["largest", "norm"]))
+def test_complete_clusters_hold_only_near_pairs_and_the_mean_is_near_all(vectors, epsilon, measure):
+    clusters = _complete_clusters(vectors, epsilon, measure)
+    assert sorted(row for cluster in clusters for row in cluster) == list(range(len(vectors)))
+    for cluster in clusters:
+        pairs = itertools.combinations(cluster, 2)
+        assert all(gap(vectors[a], vectors[b], measure) <= epsilon + 1e-12 for a, b in pairs)
+        mean = vectors[list(cluster)].mean(axis=0)
+        assert all(gap(vectors[row], mean, measure) <= epsilon + 1e-12 for row in cluster)
+
+
+def test_first_member_clusters_ensure_neither_near_pairs_nor_a_mean_near_all():
+    """Why `near_mean` is counted: 0.05 about the first member, but 0.1 between others and 0.0667 from the mean."""
+    vectors = np.array([[0.0], [0.05], [0.05], [0.05], [0.05], [-0.05]])
+    (cluster,) = select(vectors, disjoint(6), epsilon=0.05)
+    assert cluster.recurrence == 6
+    assert cluster.largest_difference == pytest.approx(0.1)
+    assert cluster.near_mean == (0, 1, 2, 3, 4)
+    assert cluster.anonymity.k == 5
+    strict = select(vectors, disjoint(6), epsilon=0.05, clustering="complete")
+    assert strict[0].anonymity.k >= strict[0].recurrence == 5
+
+
+def test_a_model_outside_the_cluster_may_count_for_its_mean():
+    vectors = np.array([[0.0], [0.06], [0.04]])
+    largest = select(vectors, disjoint(3), epsilon=0.05)[0]
+    assert largest.members == (0, 2)
+    assert largest.near_mean == (0, 1, 2)
+    assert largest.anonymity.k == 3
+
+
+@pytest.mark.parametrize("clustering", ["first-member", "complete"])
+@pytest.mark.parametrize("measure", ["largest", "norm"])
+def test_planted_near_models_are_found_with_the_right_k(clustering, measure):
+    rng = np.random.default_rng(0)
+    centres, sizes = rng.normal(size=(3, 50)), (9, 5, 2)
+    planted = [
+        centre + rng.uniform(-1, 1, size=(size, 50)) * 0.02 / 50 for centre, size in zip(centres, sizes, strict=True)
+    ]
+    vectors = np.concatenate([*planted, rng.normal(size=(7, 50))])
+    order = rng.permutation(len(vectors))
+    found = select(vectors[order], disjoint(len(vectors)), epsilon=0.05, measure=measure, clustering=clustering, top=4)
+    assert [cluster.recurrence for cluster in found] == [9, 5, 2, 1]
+    assert [cluster.anonymity.k for cluster in found] == [9, 5, 2, 1]
+    for cluster, models in zip(found, planted, strict=False):
+        np.testing.assert_allclose(cluster.mean, models.mean(axis=0))
+        assert "k of at least 2" not in statement(cluster, 0.05)
+
+
+def test_equal_models_recur_at_epsilon_0():
+    vectors = np.full((3, 4), 0.1)
+    for clustering in ("first-member", "complete"):
+        (cluster,) = select(vectors, disjoint(3), epsilon=0.0, clustering=clustering)
+        assert cluster.recurrence == cluster.anonymity.k == 3
+
+
+def test_no_two_models_near_is_said():
+    (first, *_) = select(np.arange(5.0)[:, np.newaxis], disjoint(5), epsilon=0.05)
+    assert first.recurrence == first.anonymity.k == 1
+    assert not first.anonymity.holds
+    assert "is not 0.05-integrally private for any k of at least 2" in statement(first, 0.05)
+
+
+def test_generators_that_share_records_are_no_anonymity():
+    assert anonymity(disjoint(3)).holds
+    all_share = anonymity([np.array([1, 2]), np.array([1, 3]), np.array([1, 4])])
+    assert not all_share.intersection_is_empty
+    assert not all_share.holds
+    some_share = anonymity([np.array([1, 2]), np.array([2, 3]), np.array([4])])
+    assert some_share.intersection_is_empty
+    assert not some_share.pairwise_disjoint
+    assert not some_share.holds
+    assert not anonymity(disjoint(1)).holds
+    assert not anonymity([]).holds
+    assert anonymity([np.array([1, 1]), np.array([2])]).holds, "a record twice in one generator is one record"
+
+
+@given(MODELS, st.floats(0, 0.25, width=32), st.floats(0, 0.25, width=32))
+def test_more_epsilon_never_lowers_what_is_near_the_first_model(vectors, epsilon, more):
+    def near(radius):
+        return len(_first_member_clusters(vectors, radius)[0])
+
+    assert near(epsilon) <= near(epsilon + more)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"epsilon": -0.1}, "epsilon = -0.1"),
+        ({"epsilon": float("nan")}, "epsilon = nan"),
+        ({"measure": "l1"}, "measure = 'l1'"),
+        ({"clustering": "single"}, "clustering = 'single'"),
+        ({"top": 0}, "top = 0"),
+        ({"generators": disjoint(2)}, "2 of them for 3 models"),
+        ({"vectors": np.array([[0.0], [np.nan], [1.0]])}, "model 1: has a weight that is not finite"),
+    ],
+)
+def test_bad_values_are_refused_by_name(changes, words):
+    given = {"vectors": np.zeros((3, 1)), "generators": disjoint(3), "epsilon": 0.05} | changes
+    for clustering in {changes.get("clustering", "first-member"), changes.get("clustering", "complete")}:
+        with pytest.raises(InputError, match=words):
+            select(given.pop("vectors"), given.pop("generators"), **(given | {"clustering": clustering}))
+        given = {"vectors": np.zeros((3, 1)), "generators": disjoint(3), "epsilon": 0.05} | changes

@@ -1,0 +1,165 @@
+"""The nearest block is brute force's, whatever the metric, the type, the tiles and the rounding of float32."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from fedpriv.errors import InputError
+from fedpriv.models.dedup import distance
+from fedpriv.models.dedup.distance import METRICS, aligned, least_memory, nearest
+
+every_metric = pytest.mark.parametrize("metric", sorted(METRICS))
+
+
+def brute_force(targets, bases, metric):
+    """All distances in float64 by the plain formulas, and the first of the least."""
+    a, b = targets.astype(np.float64)[:, None, :], bases.astype(np.float64)[None, :, :]
+    if metric == "cosine":
+        found = 1 - (a * b).sum(-1) / np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
+    else:
+        found = np.abs(a - b).sum(-1) if metric == "l1" else np.sqrt(((a - b) ** 2).sum(-1))
+    return found.argmin(axis=1), found.min(axis=1)
+
+
+def random_blocks(seed, num, block_size, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal((num, block_size)).astype(dtype)
+
+
+@every_metric
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize(("num_targets", "num_bases", "block_size"), [(1, 1, 1), (13, 7, 5), (40, 60, 3000)])
+def test_nearest_is_brute_force(metric, dtype, num_targets, num_bases, block_size):
+    targets, bases = random_blocks(0, num_targets, block_size, dtype), random_blocks(1, num_bases, block_size, dtype)
+    indices, distances = nearest(targets, bases, metric)
+    expected, least = brute_force(targets, bases, metric)
+    assert indices.tolist() == expected.tolist()
+    np.testing.assert_allclose(distances, least, rtol=1e-9, atol=1e-12)
+
+
+@every_metric
+def test_small_tiles_change_nothing(metric):
+    targets, bases = random_blocks(0, 37, 2500), random_blocks(1, 53, 2500)
+    small = nearest(targets, bases, metric, memory_bytes=least_memory(2500) + 200_000)
+    large = nearest(targets, bases, metric)
+    np.testing.assert_array_equal(small[0], large[0])
+    np.testing.assert_array_equal(small[1], large[1])
+
+
+# Blocks longer than one float32 product: near ones at the same place, elsewhere, or twice, so that heads decide or not.
+@every_metric
+@pytest.mark.parametrize("moved", [0, 1, 20])
+def test_variants_of_one_model_are_brute_force(metric, moved):
+    bases = random_blocks(7, 30, 4500)
+    targets = bases + np.float32(0.1) * random_blocks(8, 30, 4500)
+    targets[:moved] = np.roll(targets[:moved], 1, axis=0)
+    bases[25] = bases[11]
+    indices, distances = nearest(targets, bases, metric)
+    expected, least = brute_force(targets, bases, metric)
+    assert indices.tolist() == expected.tolist()
+    np.testing.assert_allclose(distances, least, rtol=1e-9)
+
+
+# A part in 10^8 of the blocks' size: float32's norms and products round a thousand times coarser.
+@every_metric
+def test_differences_far_below_the_rounding_of_float32_products_are_told_apart(metric):
+    base = random_blocks(2, 1, 4096, np.float64)
+    steps = np.array([3, 1, 2, 1, 5])[:, None] * 1e-8 * random_blocks(3, 1, 4096, np.float64)
+    indices, distances = nearest(base, base + steps, metric)
+    assert indices.tolist() == [1], "of two equal ones the first"
+    np.testing.assert_allclose(distances, aligned(base, base + steps[1:2], metric))
+    assert distances[0] > 0
+
+
+@every_metric
+@pytest.mark.parametrize("memory", [least_memory(8), 2**28])
+def test_ties_go_to_the_smallest_index_across_tiles(metric, memory):
+    bases = np.tile(random_blocks(4, 3, 8), (30, 1))
+    indices, distances = nearest(bases, bases, metric, memory)
+    assert indices.tolist() == [0, 1, 2] * 30
+    assert distances.tolist() == [0.0] * 90
+
+
+@every_metric
+def test_zero_blocks_have_a_distance(metric):
+    bases = np.array([[1, 2], [0, 0], [1, 0]], dtype=np.float32)
+    indices, distances = nearest(np.zeros((1, 2), dtype=np.float32), bases, metric)
+    assert (indices.tolist(), distances.tolist()) == ([1], [0.0])
+    expected = {"l1": 1.0, "l2": 1.0, "cosine": 1.0}[metric]
+    assert nearest(np.array([[0, 1]], dtype=np.float32), bases[1:2], metric)[1].tolist() == [expected]
+
+
+@every_metric
+@pytest.mark.parametrize("scale", [1e-40, 1e-22, 1e22, 1e38])
+def test_values_at_the_ends_of_float32_are_compared(metric, scale):
+    targets, bases = (random_blocks(seed, 9, 50, np.float64) * scale for seed in (5, 6))
+    indices, _ = nearest(targets, bases, metric)
+    assert indices.tolist() == brute_force(targets / scale, bases / scale, metric)[0].tolist()
+
+
+@every_metric
+def test_memory_maps_are_read(metric, tmp_path):
+    targets, bases = random_blocks(0, 20, 700), random_blocks(1, 30, 700)
+    np.save(tmp_path / "targets.npy", targets)
+    mapped = np.load(tmp_path / "targets.npy", mmap_mode="r")
+    for found, expected in zip(nearest(mapped, bases, metric), nearest(targets, bases, metric), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.slow
+@every_metric
+@pytest.mark.parametrize("memory", [2**20, 2**22])
+def test_working_memory_stays_within_its_bound(metric, memory):
+    targets, bases = random_blocks(0, 700, 3000), random_blocks(1, 900, 3000)
+    distance.nearest(targets[:2], bases[:2], metric)
+    tracemalloc.start()
+    try:
+        nearest(targets, bases, metric, memory)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= memory
+
+
+@every_metric
+def test_aligned_blocks_are_compared_at_the_same_place(metric):
+    targets, bases = random_blocks(0, 6, 40), random_blocks(1, 6, 40)
+    expected = [brute_force(targets[k : k + 1], bases[k : k + 1], metric)[1][0] for k in range(6)]
+    np.testing.assert_allclose(aligned(targets, bases, metric), expected, rtol=1e-9)
+    assert aligned(targets, targets, metric).tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("compare", [nearest, aligned])
+def test_unknown_metrics_are_refused_with_the_known_ones(compare):
+    blocks = random_blocks(0, 2, 3)
+    with pytest.raises(InputError, match="distance = 'bogus': known are l2, l1, cosine"):
+        compare(blocks, blocks, "bogus")
+
+
+@pytest.mark.parametrize("compare", [nearest, aligned])
+def test_blocks_of_other_sizes_are_refused(compare):
+    with pytest.raises(ValueError, match="shape"):
+        compare(random_blocks(0, 2, 3), random_blocks(0, 2, 4))
+
+
+@every_metric
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_value_that_is_not_finite_is_refused_by_its_block(metric, value):
+    targets = random_blocks(0, 4, 3)
+    targets[2, 1] = value
+    with pytest.raises(InputError, match="block 2"):
+        nearest(targets, random_blocks(1, 4, 3), metric)
+
+
+def test_no_target_gives_nothing_and_no_base_is_refused():
+    bases = random_blocks(0, 2, 3)
+    assert [len(found) for found in nearest(bases[:0], bases)] == [0, 0]
+    with pytest.raises(ValueError, match="at least one block"):
+        nearest(bases, bases[:0])
+
+
+def test_too_little_memory_is_refused_with_what_is_needed():
+    with pytest.raises(InputError, match=f"memory_bytes = 1000: .* at least {least_memory(100)}"):
+        nearest(random_blocks(0, 2, 100), random_blocks(1, 2, 100), memory_bytes=1000)

@@ -1,0 +1,156 @@
+"""Variants of different architectures, each validated on its own records, share the blocks of one store."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedpriv.models.dedup import saliency
+from fedpriv.models.dedup.pipeline import deduplicate
+from fedpriv.models.dedup.planning import DedupSettings
+from fedpriv.models.dedup.validation import PrivateQueries, PrivateRecords, proof_records
+from fedpriv.models.variants.composition import History
+from fedpriv.models.variants.folders import Described
+from fedpriv.models.variants.store import Store
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import PureEpsilon
+from fedpriv.privacy.mechanisms.sources import SeededSource
+from tests.stores import EVENT, described, uploads
+
+SETTINGS = DedupSettings(block_size=32, options={"min_batch": 2}, max_distance=2.0)
+
+
+def network(kind: str) -> nn.Sequential:
+    """Two architectures without a tensor shape in common."""
+    if kind == "wide":
+        return nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 2))
+    return nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 4))
+
+
+class Teacher:
+    """The records on which a network agrees with the one that it was derived from."""
+
+    utility = "accuracy"
+
+    def __init__(self, kind: str, truth, num_records: int, private: PrivateRecords | None = None) -> None:
+        self.model, self.private, self.num_records = network(kind), private, num_records
+        width = 16 if kind == "wide" else 20
+        self.records = torch.randn(num_records, width, generator=torch.Generator().manual_seed(num_records))
+        self.labels = self._logits(truth).argmax(1)
+
+    @torch.no_grad()
+    def _logits(self, tensors):
+        self.model.load_state_dict({name: torch.tensor(np.array(value)) for name, value in tensors.items()})
+        return self.model(self.records)
+
+    def utilities(self, tensors, records):
+        return (self._logits(tensors).argmax(1) == self.labels).numpy()[records].astype(float)
+
+    def saliency(self, tensors, records):
+        self._logits(tensors)
+        batches = [{"x": self.records[records], "y": self.labels[records]}]
+        loss = nn.CrossEntropyLoss(reduction="none")
+        return saliency.gradient(self.model, batches, lambda model, batch: loss(model(batch["x"]), batch["y"]))
+
+
+def variants() -> tuple[dict, dict, list[Described]]:
+    """{name: tensors}, {name: evaluator} and descriptions of two wide and two deep networks on disjoint data."""
+    tensors, evaluators, made = {}, {}, []
+    for kind, num_records in (("wide", 3000), ("deep", 4000)):
+        torch.manual_seed(len(kind) + num_records)
+        truth = {name: value.numpy().copy() for name, value in network(kind).state_dict().items()}
+        for number in range(2):
+            name, rng = f"{kind}-{number}", np.random.default_rng(number)
+            tensors[name] = {
+                key: (value + 0.02 * rng.normal(size=value.shape)).astype("f4") for key, value in truth.items()
+            }
+            evaluators[name] = Teacher(kind, truth, num_records)
+            history = History(name=name, ancestors=uploads(5 if kind == "wide" else 10, name))
+            bounds = {"epsilon_bound": 0.0, "utility_bound": 0.03, "deltas": {name: 1e-5}}
+            made.append(described(name, architecture=kind, history=history, **bounds))
+    return tensors, evaluators, made
+
+
+def stored(path, evaluators, made, tensors, settings=SETTINGS, **more):
+    with Store(path) as store:
+        outcomes = deduplicate(made, tensors.__getitem__, evaluators, store, settings, **more)
+        return {outcome.name: outcome for outcome in outcomes}, {name: store.tensors(name) for name in store.names}
+
+
+def rows(tensors, size: int = 32) -> set[bytes]:
+    """The blocks that hold no padding; of a padded one only the beginning is part of the model."""
+    flat = [values.ravel()[: values.size // size * size].reshape(-1, size) for values in tensors.values()]
+    return {row.tobytes() for block in flat for row in block}
+
+
+def padded(tensors, size: int = 32) -> set[bytes]:
+    """The last blocks of the tensors, which others may take whole."""
+    ends = [values.ravel()[values.size // size * size :] for values in tensors.values()]
+    return {np.pad(end, (0, size - len(end))).tobytes() for end in ends}
+
+
+@pytest.mark.parametrize("algorithm", ["drd", "dred", "greedy", "mistique"])
+def test_blocks_cross_architectures_within_every_variants_own_bounds(tmp_path, algorithm):
+    tensors, evaluators, made = variants()
+    options = {"min_batch": 2} if algorithm.startswith("d") else {"batch": 2}
+    outcomes, restored = stored(
+        tmp_path / "s", evaluators, made, tensors, replace(SETTINGS, algorithm=algorithm, options=options)
+    )
+    base = "wide-0"
+    assert {name: each.bases for name, each in outcomes.items() if each.bases} == dict.fromkeys(
+        ["wide-1", "deep-0", "deep-1"], (base,)
+    )
+    for name, outcome in outcomes.items():
+        everyone = np.arange(evaluators[name].num_records)
+        proof = proof_records(len(everyone)) if outcome.num_replaced else everyone
+        before, after = (evaluators[name].utilities(each[name], proof).mean() for each in (tensors, restored))
+        assert (outcome.utility_before, outcome.utility_after) == pytest.approx((before, after))
+        assert before - after <= outcome.loss_limit <= outcome.bound if outcome.num_replaced else after == before
+        assert rows(restored[name]) <= rows(tensors[name]) | rows(tensors[base]) | padded(tensors[base])
+        assert outcome.epsilon_after == outcome.epsilon_before
+        assert {key: value.shape for key, value in restored[name].items()} == {
+            key: value.shape for key, value in tensors[name].items()
+        }
+    if algorithm != "mistique":
+        assert rows(restored["deep-0"]) & rows(tensors[base]), "nothing is shared, the test would be blind"
+
+
+def test_without_one_cluster_each_architecture_has_its_own_base(tmp_path):
+    tensors, evaluators, made = variants()
+    outcomes, _ = stored(tmp_path / "s", evaluators, made, tensors, replace(SETTINGS, max_distance=1.0))
+    assert {name: each.bases for name, each in outcomes.items() if each.bases} == {
+        "wide-1": ("wide-0",),
+        "deep-1": ("deep-0",),
+    }
+
+
+def test_each_variant_pays_only_for_the_private_records_that_it_was_validated_on(tmp_path):
+    tensors, evaluators, made = variants()
+    for name, evaluator in evaluators.items():
+        if name != "deep-1":  # whose records are public
+            evaluator.private = PrivateRecords(data_set=f"records of {name}", delta=1e-5)
+    roomy = [replace(each, epsilon_bound=3.0, utility_bound=0.9) for each in made]
+    charged = []
+    private = PrivateQueries(
+        epsilon=2.0, charge=lambda name, event: charged.append((name, event)), source=SeededSource(0, "svt")
+    )
+    with pytest.raises(ValueError, match="private: must be given"):
+        stored(tmp_path / "no", evaluators, roomy, tensors)
+    outcomes, _ = stored(tmp_path / "s", evaluators, roomy, tensors, private=private)
+    assert sorted(charged, key=str) == [(name, PureEpsilon(epsilon=2.0)) for name in ("deep-0", "wide-1")]
+    trained = {name: epsilon_of([EVENT] * n, 1e-5).epsilon for name, n in (("wide", 5), ("deep", 10))}
+    answers = epsilon_of([PureEpsilon(epsilon=2.0)], 1e-5).epsilon
+    assert outcomes["wide-1"].epsilon_after == pytest.approx(max(trained["wide"], answers), rel=1e-6)
+    assert outcomes["deep-0"].epsilon_after == pytest.approx(max(trained["deep"], answers), rel=1e-6)
+    assert outcomes["deep-1"].epsilon_after == pytest.approx(trained["deep"], rel=1e-6)
+    assert outcomes["deep-1"].utility_before is not None
+    assert {outcomes[name].utility_before for name in ("wide-0", "wide-1", "deep-0")} == {None}
+    kept = json.loads((tmp_path / "s" / "charges.json").read_text())["charges"]
+    assert {(charge["name"], charge["data_set"]) for charge in kept} == {
+        (name, f"records of {name}") for name in ("deep-0", "wide-1")
+    }

@@ -1,0 +1,350 @@
+"""What a variant loses is limited with the stated confidence, on public records and, with noise, on private ones."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.signal import fftconvolve
+from scipy.stats import binom, multinomial, poisson
+
+from fedpriv.models.dedup import validation
+from fedpriv.models.dedup.validation import (
+    CONFIDENCE,
+    PrivateQueries,
+    PrivateValidation,
+    PublicValidation,
+    least_records,
+    loss_limit,
+    losses_of,
+    proof_records,
+    records_needed,
+    search_records,
+)
+from fedpriv.privacy.accounting.events import PureEpsilon
+from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
+from fedpriv.privacy.mechanisms.svt import CutoffReached, noise_margin, noise_scales
+from tests.marks import slow
+
+
+class Answers:
+    """An evaluator whose variants are their own answers."""
+
+    utility = "accuracy"
+
+    def __init__(self, num_records: int) -> None:
+        self.num_records = num_records
+
+    def utilities(self, tensors, records):
+        return tensors["right"][records]
+
+
+def losing(num_records: int, lost: int, gained: int = 0) -> dict[str, np.ndarray]:
+    """Answers to records of which the original had half, in turn: so many of them lost and gained, spread evenly."""
+    right = original(num_records).copy()
+    right[np.flatnonzero(right)[np.linspace(0, num_records // 2 - 1, lost).astype(int)]] = 0
+    right[np.flatnonzero(original(num_records) == 0)[:gained]] = 1
+    return {"right": right}
+
+
+def original(num_records: int) -> np.ndarray:
+    return (np.arange(num_records) % 2).astype(np.float64)
+
+
+class AfterSearch(Answers):
+    """With half as many records more, which a search looks at and the original answered wrongly."""
+
+    def __init__(self, num_records: int) -> None:
+        super().__init__(math.ceil(num_records * 3 / 2))
+        self.before = self.utilities({"right": original(num_records)}, np.arange(self.num_records))
+
+    def utilities(self, tensors, records):
+        right = np.zeros(self.num_records)
+        right[proof_records(self.num_records)] = tensors["right"]
+        return right[records]
+
+
+def public(num_proven: int, bound: float) -> PublicValidation:
+    evaluator = AfterSearch(num_proven)
+    return PublicValidation(evaluator, evaluator.before, bound)
+
+
+def private(num_records: int = 100_000, charge=lambda event: None, **changes) -> PrivateValidation:
+    arguments = {"bound": 0.01, "epsilon": 1.0, "source": SeededSource(0)} | changes
+    return PrivateValidation(Answers(num_records), lambda: original(num_records), charge=charge, **arguments)
+
+
+def changes(lost: int, gained: int, num: int) -> np.ndarray:
+    losses = np.zeros(num)
+    losses[:lost], losses[lost : lost + gained] = 1, -1
+    return losses
+
+
+@pytest.mark.parametrize("confidence", [CONFIDENCE, CONFIDENCE + validation._NOISE_FAILS])
+def test_limits_of_accuracy_cover_as_often_as_they_say_whatever_the_rates(confidence):
+    """The probability that the limit is below the mean, added up over all counts of rare losses and gains."""
+    means = np.concatenate([np.arange(0.05, 12, 0.23), np.arange(12, 90, 3.1)])
+    counts = np.arange(170)
+    limits = np.array([[counted(lost, gained, confidence) for gained in counts] for lost in counts])
+    for a in means:
+        for b in (0.0, 0.1, 0.4, 1.0, 3.0, 10.0, 40.0):
+            probability = poisson.pmf(counts, a)[:, None] * poisson.pmf(counts, b)
+            assert (probability * (limits >= a - b - 1e-9)).sum() >= confidence, (a, b)
+
+
+def counted(lost: int, gained: int, confidence: float) -> float:
+    """The limit of the number of records that are lost, which depends on these counts alone."""
+    return loss_limit(changes(lost, gained, 400), confidence=confidence) * 400
+
+
+@pytest.mark.parametrize("num", [20, 60])
+def test_limits_cover_on_few_records_too(num):
+    for lost, gained in ((0.02, 0.0), (0.1, 0.02), (0.3, 0.1), (0.2, 0.2), (0.05, 0.3)):
+        covered = 0.0
+        for losses in range(num + 1):
+            gains = np.arange(num + 1 - losses)
+            outcomes = np.stack([np.full_like(gains, losses), gains, num - losses - gains], 1)
+            probability = multinomial.pmf(outcomes, num, [lost, gained, 1 - lost - gained])
+            limits = [loss_limit(changes(losses, int(gain), num)) for gain in gains]
+            covered += float((probability * (np.array(limits) >= lost - gained - 1e-12)).sum())
+        assert covered >= CONFIDENCE, (lost, gained)
+
+
+def test_without_a_change_the_limit_is_that_of_a_count_of_zero():
+    limit = loss_limit(np.zeros(1000)) * 1000
+    assert limit == pytest.approx(poisson_limit(0), abs=0.01)
+    assert loss_limit(changes(5, 0, 1000)) * 1000 == pytest.approx(poisson_limit(5), abs=0.05)
+
+
+def poisson_limit(count: int) -> float:
+    """The largest mean of which so few events are no rarer than 5 %, by bisection."""
+    low, high = 0.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if poisson.cdf(count, middle) > 1 - CONFIDENCE else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize(("rate", "size"), [(0.03, 3.0), (0.01, 5.0), (0.005, 5.0), (0.002, 10.0), (0.05, 0.6)])
+@pytest.mark.parametrize("num", [60, *slow(20, 300, 700)])
+def test_rare_large_losses_of_likelihoods_are_not_taken_for_none(num, rate, size):
+    """Of losses that no sample shows, none that is larger than the limit is called proven more often than stated."""
+    generator = np.random.default_rng(0)
+    lost = generator.binomial(num, rate, size=4000)
+    background = 0.02 * generator.normal(size=(4000, num))
+    limits = []
+    for count, sample in zip(lost, background, strict=True):
+        sample[:count] += size
+        limits.append(loss_limit(losses_of(np.zeros(num), -sample)))
+    covered = int((np.array(limits) >= rate * min(size, 1.0)).sum())
+    assert binom.cdf(covered, 4000, CONFIDENCE) > 1e-4
+
+
+@pytest.mark.parametrize("draw", ["normal", "lognormal", "exponential", "standard_cauchy"])
+@pytest.mark.parametrize("num", [20, 300])
+def test_limits_of_likelihoods_cover(draw, num):
+    generator = np.random.default_rng(0)
+    samples = np.clip(0.3 * getattr(generator, draw)(size=(3000, num)), -1, 1)
+    mean = float(np.clip(0.3 * getattr(np.random.default_rng(1), draw)(size=10**6), -1, 1).mean())
+    for sign in (1, -1):
+        covered = sum(loss_limit(sign * sample) >= sign * mean for sample in samples)
+        assert binom.cdf(covered, 3000, CONFIDENCE) > 1e-4
+
+
+def test_what_is_no_number_counts_as_lost():
+    before, after = np.zeros(4000), np.zeros(4000)
+    after[:4] = np.nan, -np.inf, -5.0, np.inf
+    assert losses_of(before, after).tolist()[:5] == [1.0, 1.0, 1.0, -1.0, 0.0]
+    for spoiled in (np.nan, -np.inf):
+        for places in (slice(None), slice(1)):
+            validation_, form = public(3000, 0.01), losing(3000, 0)
+            form["right"][places] = spoiled
+            assert not validation_.proves(form), "one record is enough to see that a model is broken"
+            assert validation_.proof is None
+    assert loss_limit(np.zeros(0)) == math.inf
+
+
+def test_as_many_records_as_are_said_to_be_needed_are_enough():
+    losses = changes(4, 1, 300)
+    needed = records_needed(losses, 0.02)
+    assert loss_limit(losses, num=needed) <= 0.02 < loss_limit(losses, num=needed - 1)
+    assert records_needed(losses, 0.01) is None, "the mean is no less"
+    assert least_records(0.01) == math.ceil(math.ceil(2.9931 / 0.01) * 3 / 2) == 450
+    assert least_records(0.0) is None
+
+
+def test_what_a_search_accepts_is_judged_on_a_third_of_the_records_and_proven_on_the_others():
+    validation_, hidden = PublicValidation(Answers(3000), original(3000), 0.01), losing(3000, 0)
+    hidden["right"][proof_records(3000)] = 0
+    assert validation_.accept(hidden)
+    assert not validation_.proves(hidden)
+    assert validation_.proof is None
+    assert validation_.needed is None, "no number of such records would prove it"
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 10, 300, 1001])
+def test_both_parts_make_all_and_no_period_of_a_file_falls_into_one(num):
+    searched, proven = search_records(num), proof_records(num)
+    assert sorted([*searched, *proven]) == list(range(num))
+    assert len(searched) == math.ceil(num / 3)
+    assert search_records(num).tolist() == searched.tolist(), "drawn anew it would be another"
+    if num >= 300:
+        for period in (2, 3, 4, 6):
+            shares = [np.mean(searched % period == place) for place in range(period)]
+            assert max(shares) < 1.6 / period
+
+
+def test_a_proof_says_what_was_seen():
+    validation_ = public(3000, 0.01)
+    assert validation_.proves(losing(3000, 10))
+    proof = validation_.proof
+    assert (proof.before, proof.after, proof.num_records) == (0.5, pytest.approx(0.5 - 10 / 3000), 3000)
+    assert 10 / 3000 < proof.limit <= 0.01
+    assert not validation_.proves(losing(3000, 25))
+    assert validation_.proof is proof
+    assert validation_.needed > 3000
+
+
+def test_losses_do_not_add_up_over_proven_steps():
+    # Each step loses as much as is allowed against the one before it, as line 18 of Algorithm 5 would have it.
+    shown, hidden = public(100_000, 0.01), private()
+    assert [shown.proves(losing(100_000, 450 * step)) for step in range(4)] == [True, True, True, False]
+    assert [hidden.proves(losing(100_000, 480 * step)) for step in range(3)] == [True, True, False]
+
+
+def test_a_ladder_of_bad_forms_is_climbed_as_rarely_as_one_of_them_is_proven():
+    """A fixed sequence: that any form beyond the bound is proven has the probability of one false proof."""
+    generator, bound, false = np.random.default_rng(1), 0.02, 0
+    for _ in range(600):
+        ladder, right = public(400, bound), original(400)
+        for _step in range(8):  # each form loses more, and the first as much as is allowed
+            right = right * (generator.random(400) >= 2 * bound)
+            if not ladder.proves({"right": right}):
+                break
+        false += ladder.proof is not None
+    assert binom.sf(false - 1, 600, 1 - CONFIDENCE) > 1e-3
+
+
+def test_private_validation_ends_with_its_first_failure():
+    hidden = private()
+    assert all(hidden.proves(losing(100_000, 0)) for _ in range(50)), "passes are free"
+    assert not hidden.proves(losing(100_000, 20_000))
+    with pytest.raises(CutoffReached):
+        hidden.proves(losing(100_000, 0))
+
+
+def test_one_record_changes_a_private_query_by_no_more_than_its_sensitivity():
+    worst = 0.0
+    for lost, gained in np.ndindex(12, 12):
+        for moved in ((1, 0), (0, 1), (-1, 0), (0, -1), (1, -1), (-1, 1)):
+            other = lost + moved[0], gained + moved[1]
+            if min(other) >= 0:
+                limits = [
+                    loss_limit(changes(*each, 5000), confidence=CONFIDENCE + validation._NOISE_FAILS) * 5000
+                    for each in ((lost, gained), other)
+                ]
+                parts = [math.ceil(limit * validation._PARTS - 1e-6) for limit in limits]
+                worst = max(worst, abs(parts[1] - parts[0]))
+    assert worst <= validation._SENSITIVITY
+
+
+def test_an_evaluator_that_gives_parts_of_a_record_does_not_change_what_one_record_does():
+    class Parts(Answers):
+        def utilities(self, tensors, records):
+            return np.where(super().utilities(tensors, records) > 0, 0.7, math.nan)
+
+    hidden = PrivateValidation(
+        Parts(100_000), lambda: original(100_000), 0.01, epsilon=1.0, charge=lambda event: None, source=SeededSource(0)
+    )
+    assert hidden.proves(losing(100_000, 0))
+    assert not hidden.proves(losing(100_000, 20_000))
+
+
+@pytest.mark.parametrize("epsilon", [0.3, 1.0, 8.0])
+def test_the_margin_is_the_least_that_the_noise_passes_so_rarely(epsilon):
+    scales = noise_scales(epsilon, 1, validation._SENSITIVITY)
+    margin = noise_margin(scales, 0.01)
+    pmfs = []
+    for scale in (float(scales.threshold), float(scales.query)):
+        values = np.arange(-math.ceil(40 * scale), math.ceil(40 * scale) + 1)
+        pmfs.append((values, np.exp(-np.abs(values) / scale) / np.exp(-np.abs(values) / scale).sum()))
+    both = fftconvolve(pmfs[0][1], pmfs[1][1])
+    first = pmfs[0][0][0] + pmfs[1][0][0]
+    tail = both[::-1].cumsum()[::-1]  # of the sum, at first, first + 1, ...: the query's noise is symmetric
+    assert tail[margin + 1 - first] <= 0.01 < tail[margin - first]
+
+
+def test_of_very_wide_noise_the_margin_is_no_less():
+    scales = noise_scales(1e-6, 1, validation._SENSITIVITY)
+    assert noise_margin(scales, 0.01) > 4 * float(scales.query)
+
+
+def test_noise_lets_a_form_beyond_the_bound_pass_as_rarely_as_it_says():
+    num, bound = 20_000, 0.01
+    lost = next(n for n in range(num) if loss_limit(changes(n, 0, num), confidence=0.96) >= bound)
+    passed = sum(
+        private(num, bound=bound, source=SeededSource(0, seed)).proves(losing(num, lost)) for seed in range(3000)
+    )
+    assert binom.sf(passed - 1, 3000, validation._NOISE_FAILS) > 1e-3
+    assert binom.cdf(passed, 3000, validation._NOISE_FAILS) > 1e-3, "the margin is larger than it must be"
+
+
+def test_epsilon_is_charged_once_for_each_target_before_it_answers():
+    charged = []
+    targets = [private(1000, charged.append, epsilon=0.5) for _ in range(50)]
+    assert charged == [PureEpsilon(epsilon=0.5)] * 50
+    targets[0].proves(losing(1000, 0))
+    assert len(charged) == 50
+    assert targets[0].event == charged[0]
+
+
+def test_without_a_charge_there_is_no_noise_and_no_answer():
+    class Watched(SeededSource):
+        def words(self, num):
+            raise AssertionError("noise was drawn before the charge")
+
+    def full_disk(event):
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        private(charge=full_disk, source=Watched(0))
+
+
+@pytest.mark.parametrize(("change", "message"), [({"epsilon": 0.0}, "epsilon"), ({"bound": -1.0}, "utility_bound")])
+def test_what_cannot_run_is_refused_before_it_is_charged(change, message):
+    charged = []
+    with pytest.raises(ValueError, match=message):
+        private(charge=charged.append, **change)
+    assert charged == []
+
+
+def test_likelihoods_of_private_records_are_not_asked_for():
+    class Likelihoods(Answers):
+        utility = "log likelihood"
+
+    with pytest.raises(ValueError, match="accuracy"):
+        PrivateValidation(
+            Likelihoods(10), lambda: np.zeros(10), 0.1, epsilon=1.0, charge=lambda event: None, source=SeededSource(0)
+        )
+
+
+def test_private_records_that_the_noise_hides_are_too_few():
+    queries = PrivateQueries(epsilon=1.0, charge=lambda name, event: None, source=SeededSource(0))
+    least = queries.least_records(0.01)
+    assert private(least).proves(losing(least, 0)) or least > 3000
+    assert queries.least_records(0.0) is None
+    assert least > least_records(0.01)
+
+
+def test_the_noise_is_secure_or_says_that_it_is_not():
+    assert private(source=SecureSource()).noise_source == "secure"
+    assert private().noise_source == "seeded"
+
+
+def test_only_pass_or_fail_is_shown():
+    hidden = private()
+    assert type(hidden.proves(losing(100_000, 0))) is bool
+    assert hidden.proof is None
+    assert hidden.needed is None
+    assert "50000" not in repr(hidden)

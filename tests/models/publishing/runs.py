@@ -1,0 +1,69 @@
+"""Folders of runs that are finished and private, with random variants and a ledger of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import Charge, Key
+from fedpriv.privacy.ledger.ledger import Ledger
+from tests.served import save_run
+
+RUN = "run-1"
+
+
+def finished(
+    folder: Path,
+    model: Path,
+    names: tuple[str, ...] = ("global", "client-0", "client-1"),
+    *,
+    noise_source: str = "secure",
+    values: dict[str, object] | None = None,
+    summary: dict[str, Any] | None = None,
+) -> Path:
+    """A run's folder; nothing was trained, and its two clients were charged for one round."""
+    settings = {"data": "hospital.csv", "client_column": "site", **(values or {})}
+    save_run(folder, {"model": str(model), "data": "letters.csv", **settings}, names)
+    data_sets = {}
+    event = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1)
+    with Ledger(folder / "ledger.sqlite") as ledger:
+        for client in ("0", "1"):
+            data_sets[client] = ledger.register(client, 100, 1e-5).id
+            key = Key(run=RUN, client=client, round=1, request="x")
+            charge = Charge(
+                key=key,
+                data_set=data_sets[client],
+                release=Release(event=event, rho_bar=0.7),
+                noise_source=noise_source,
+            )
+            ledger.charge([charge])
+        head = ledger.head
+    registrations = {client: {"data_set": id_, "name": "St. Anna"} for client, id_ in data_sets.items()}
+    (folder / "clients.csv").write_text("round,client,status\n1,0,ok\n1,1,ok\n")
+    (folder / "registrations.json").write_text(json.dumps(registrations))
+    found = {
+        "accuracy": 0.81234,
+        "epsilon_local_max": 1.2345,
+        "epsilon_rho_max": 2.5,
+        "epsilon_aggregate_max": None,
+        "delta_max": 1e-5,
+        "unit": "record",
+        "accountant": "pld",
+        "mechanism": "gaussian",
+        "private": True,
+        "caveat": "",
+        "noise_source": noise_source,
+        "privacy_view": "local",
+        "num_clients": 2,
+        "run_id": RUN,
+        "ledger_head": head,
+        "clients": [
+            {"client": k, "name": "St. Anna", "epsilon_local": 1.2345, "epsilon_rho": 2.5, "delta": 1e-5}
+            for k in (0, 1)
+        ],
+    }
+    (folder / "summary.json").write_text(json.dumps(found | (summary or {})))
+    return folder

@@ -1,0 +1,92 @@
+"""`fedpriv predict`: the saved model's own answers, each by itself, and one line for whatever is wrong."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+
+import pytest
+import torch
+
+from fedpriv.learning.adapters import load, load_base
+from fedpriv.models.publishing import saved
+from tests.cli.command_line import as_json, fedpriv
+from tests.served import LABELS, save_run
+
+TEXTS = ["the patient has a rash", "pain in the chest today", "cough", "a knee " * 40]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_bert, tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("runs") / "run", {"model": str(tiny_bert)}, ("global", "client-0"))
+
+
+@pytest.fixture(scope="module")
+def loaded(run):
+    return saved.load(saved.find(run))
+
+
+def test_it_answers_as_the_loaded_adapter_does(run, loaded, tiny_bert):
+    model = load(str(tiny_bert), run / "variants" / "global")
+    tokenizer = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3).tokenizer
+    inputs = tokenizer(TEXTS, truncation=True, max_length=32, padding=True, return_tensors="pt")
+    expected = model(**inputs).logits.softmax(dim=1)
+    assert (expected.std(dim=0) > 0.01).all(), "the check would be blind"
+    torch.testing.assert_close(torch.tensor(saved.classify(loaded, TEXTS)), expected, atol=1e-6, rtol=0)
+
+
+def test_no_other_text_changes_an_answer_by_more_than_rounding(loaded):
+    texts = [*TEXTS, *(" ".join(["pain", "rash"] * length) for length in range(1, 20))]
+    together = torch.tensor(saved.classify(loaded, texts))
+    alone = torch.tensor([saved.classify(loaded, [text])[0] for text in texts])
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-5)
+
+
+def test_a_file_gives_its_columns_with_the_answers(run, tmp_path):
+    file, out = tmp_path / "letters.csv", tmp_path / "answers.csv"
+    file.write_text('id,letter\n007,"a rash, today"\nNA,cough\n')
+    printed, _ = fedpriv("predict", run, file, "--text", "letter")
+    rows = list(csv.DictReader(printed.splitlines()))
+    assert [(row["id"], row["letter"]) for row in rows] == [("007", "a rash, today"), ("NA", "cough")]
+    assert all(row["predicted_label"] in LABELS for row in rows)
+    assert sum(float(rows[0][f"probability_{label}"]) for label in LABELS) == pytest.approx(1)
+    found = as_json("predict", run, file, "--text", "letter")
+    assert [each["label"] for each in found["predictions"]] == [row["predicted_label"] for row in rows]
+    fedpriv("predict", run, file, "--text", "letter", "--out", out)
+    assert out.read_text() == printed
+    fedpriv("predict", run, file, "--text", "letter", "--out", out, code=2)
+
+
+def test_a_variant_that_was_copied_elsewhere_needs_no_run(run, loaded, tiny_bert, tmp_path):
+    alone = shutil.copytree(run / "variants" / "global", tmp_path / "alone" / "global")
+    found = as_json("predict", alone, TEXTS[0], "--model", tiny_bert)
+    expected = dict(zip(LABELS, saved.classify(loaded, TEXTS[:1])[0], strict=True))
+    assert found["probabilities"] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("x", "--variant", "../global"), "variant = '../global': "),
+        (("x", "--model", "/nowhere"), "model = '/nowhere': no such folder"),
+        (("missing.csv",), "FILE = 'missing.csv': no such file"),
+        (("x", "--pair", "y"), "reads single texts"),
+        (("x", "--out", "y.csv"), "is for the answers to a file"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(run, arguments, message, tmp_path):
+    _, err = fedpriv("predict", run, *arguments, code=2, folder=tmp_path)
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_changed_tensors_and_a_file_with_the_answers_columns_are_refused(run, tmp_path):
+    file = tmp_path / "again.csv"
+    file.write_text("text,predicted_label\ncough,x\n")
+    assert "has a column predicted_label already" in fedpriv("predict", run, file, code=2)[1]
+    copy = shutil.copytree(run, tmp_path / "copy")
+    tensors = copy / "variants" / "global" / "adapter_model.safetensors"
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    assert "is damaged or was changed" in fedpriv("predict", copy, "x", code=2)[1]

@@ -1,0 +1,234 @@
+"""What a variant cost, and several together, from what lies beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedpriv.models.serving.http.cards import Cards
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.blocks import layout_of
+from fedpriv.models.variants.composition import History, Upload, client_ancestors, global_ancestors
+from fedpriv.models.variants.kept import stored_models
+from fedpriv.models.variants.store import Store
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import Event, SubsampledGaussian
+from fedpriv.privacy.accounting.risk import risk_of
+from fedpriv.texts import percent_up
+from tests.stores import damage_index, described
+
+EVENT = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1)
+DELTAS = {"A": 1e-5, "B": 1e-6}
+UPLOADS = [Upload(data_set=id_, run="r", round=round_, event=EVENT) for id_ in DELTAS for round_ in (1, 2, 3)]
+# Of three rounds of clients A and B: the last global model, an earlier one, and both clients' last uploads.
+ANCESTORS = {
+    "global": global_ancestors(UPLOADS, "r", 3),
+    "round-1": global_ancestors(UPLOADS, "r", 1),
+    "client-A": client_ancestors(UPLOADS, "r", 3, "A"),
+    "client-B": client_ancestors(UPLOADS, "r", 3, "B"),
+}
+
+
+def describe(folder: Path, name: str, history: History | None = None) -> None:
+    history = history or History(name=name, ancestors=ANCESTORS[name])
+    variant = described(name, utility=0.75, deltas=DELTAS, history=history)
+    folders.write(folder / name, variant, {"w": np.zeros(4, np.float32)})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder."""
+    for name in ANCESTORS:
+        describe(tmp_path / "variants", name)
+    summary = {"noise_source": "secure", "ledger_head": "abc", "epsilon_local_max": float("inf"), "unit": "record"}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    return tmp_path
+
+
+def store(
+    path: Path,
+    privacy: dict[str, dict[str, object]],
+    bases: dict[str, list[str]],
+    correct: int | None = 7,
+    likelihood: float | None = None,
+) -> Path:
+    """A store of variants with what deduplication would have noted."""
+    tensors = {"w": np.arange(8, dtype=np.float32)}
+    layout = layout_of(tensors, 4)
+    with Store(path) as opened:
+        for name, costs in privacy.items():
+            accuracy = None if correct is None else correct / 10
+            outcome: dict[str, object] = {"utility_before": accuracy, "utility_after": accuracy}
+            if likelihood is not None:
+                outcome = {"utility": "log likelihood", "utility_before": -1.0, "utility_after": likelihood}
+            provenance = {"bases": bases.get(name, []), "outcome": outcome}
+            opened.add(name, layout, *layout.to_blocks(tensors), privacy=costs, provenance=provenance)
+    return path
+
+
+def spent(rounds: int, delta: float = 1e-6, event: Event = EVENT) -> float:
+    return epsilon_of([event] * rounds, delta).epsilon
+
+
+def test_a_variant_costs_its_uploads_at_the_data_set_that_pays_most(run):
+    card = Cards(run).card("round-1")
+    assert card["epsilon"] == spent(1)
+    assert (card["delta"], card["unit"], card["accuracy"], card["is_guarantee"]) == (1e-5, "record", 0.75, True)
+    assert card["adjacency"] == "one record of the client added or removed"
+    assert card["ancestors"] == {"num_uploads": 2, "uploads_of_data_sets": {"A": 1, "B": 1}, "runs": ["r"], "bases": []}
+    assert card["run"]["ledger_head"] == "abc"
+    assert card["run"]["epsilon_local_max"] is None
+    assert card["tpr_at_fpr"] == risk_of([EVENT], 1e-6).tpr_at_fpr
+    assert percent_up(card["tpr_at_fpr"]["0.01"]) in card["risk_in_words"]
+
+
+def test_readers_of_several_pay_each_upload_once(run):
+    cards = Cards(run)
+    # client-A holds B's rounds 1 and 2, client-B all three: together three of each, as in the last global model.
+    assert cards.together(["client-A", "client-B"])["epsilon"] == pytest.approx(spent(3))
+    assert cards.together(["client-A", "client-B"])["epsilon"] == cards.together(list(ANCESTORS))["epsilon"]
+    assert cards.together(["client-A"])["epsilon"] < cards.together(["client-A", "client-B"])["epsilon"] * (1 + 1e-12)
+    assert cards.together(["global"])["method"] == "provenance"
+
+
+def test_a_model_of_sums_costs_what_the_sums_showed(run):
+    summed = {"privacy_view": "aggregate", "aggregate_objections": [], "epsilon_aggregate_max": 0.25, "delta_max": 1e-5}
+    told = {"run_id": "r", "noise_source": "secure", "tpr_at_fpr": {"0.01": 0.02}, **summed}
+
+    def card(name: str = "global", **changes: object) -> dict[str, object]:
+        (run / "summary.json").write_text(json.dumps(told | changes))
+        return Cards(run).card(name)
+
+    found = card()
+    assert (found["epsilon"], found["delta"], found["view"], found["method"]) == (0.25, 1e-5, "aggregate", "run")
+    assert found["tpr_at_fpr"] == {"0.01": 0.02}
+    assert found["is_guarantee"]
+    seen = {
+        "another view": {"privacy_view": "local"},
+        "uploads were seen": {"aggregate_objections": ["secure_aggregation = false"]},
+        "uploads of another run": {"run_id": "other"},
+        "no bound": {"epsilon_aggregate_max": None},
+        "the local view bounds more": {"epsilon_aggregate_max": 1e3},
+    }
+    for why, changes in seen.items():
+        assert (card(**changes)["view"], card(**changes)["epsilon"]) == ("local", spent(3)), why
+
+
+def test_more_variants_never_cost_less(run):
+    cards, names = Cards(run), ["round-1", "client-A", "client-B", "global"]
+    costs = [cards.together(names[: end + 1])["epsilon"] for end in range(len(names))]
+    assert costs == sorted(costs)
+
+
+def test_a_stored_variant_that_took_blocks_of_another_descends_from_it_too(run):
+    privacy = {name: {"epsilon": 50.0, "delta": 1e-5} for name in ANCESTORS}
+    cards = Cards(store(run / "store", privacy, {"round-1": ["client-A"], "client-A": ["client-B"]}))
+    card = cards.card("round-1")
+    assert card["epsilon"] == pytest.approx(spent(3))
+    assert card["ancestors"]["bases"] == ["client-A", "client-B"]
+    assert card["accuracy"] == 0.7
+
+
+def test_a_causal_models_card_and_the_list_have_the_perplexity_of_its_responses(tmp_path):
+    path = store(tmp_path / "store", {"x": {"epsilon": 1.0, "delta": 1e-5}}, {}, likelihood=-2.0)
+    card = Cards(path).card("x")
+    assert (card["accuracy"], card["perplexity"]) == (None, pytest.approx(math.exp(2)))
+    with Store(path, read_only=True) as opened:
+        (listed,) = stored_models(opened)
+    assert (listed.accuracy, listed.perplexity) == (None, pytest.approx(math.exp(2)))
+    path = store(tmp_path / "broken", {"x": {"epsilon": 1.0, "delta": 1e-5}}, {}, likelihood=-math.inf)
+    assert Cards(path).card("x")["perplexity"] is None
+
+
+def test_a_store_alone_adds_up_what_it_states(tmp_path):
+    privacy = {"x": {"epsilon": 1.0, "delta": 1e-5}, "y": {"epsilon": 2.0, "delta": 2e-5}, "z": {}}
+    cards = Cards(store(tmp_path / "store", privacy, {}))
+    both = cards.together(["x", "y"])
+    assert (both["epsilon"], both["delta"], both["method"]) == (3.0, pytest.approx(3e-5), "basic")
+    assert cards.card("x")["epsilon"] == 1.0
+    assert (cards.card("x")["tpr_at_fpr"], cards.card("x")["risk_in_words"]) == (None, None)
+    unknown = cards.together(["x", "z"])
+    assert (unknown["epsilon"], unknown["is_guarantee"]) == (None, False)
+    assert "take it as not private" in unknown["note"]
+
+
+def test_validation_on_private_records_is_not_forgotten(run):
+    """No upload tells of it, so what the uploads cost is too little."""
+    privacy = {name: {"epsilon": 50.0, "delta": 1e-5} for name in ANCESTORS}
+    cards = Cards(store(run / "store", privacy, {"round-1": ["global"]}, correct=None))
+    assert cards.together(["round-1"])["epsilon"] == 50.0
+    assert cards.together(["round-1", "client-A"])["epsilon"] == 100.0
+
+
+def test_without_noise_or_with_seeded_noise_it_says_that_nobody_is_protected(run):
+    bare = Upload(
+        data_set="A", run="r", round=1, event=SubsampledGaussian(noise_multiplier=0.0, sampling_probability=0.1)
+    )
+    describe(run / "variants", "bare", History(name="bare", ancestors=frozenset({bare})))
+    card = Cards(run).card("bare")
+    assert (card["epsilon"], card["is_guarantee"]) == (None, False)
+    assert "protects nobody" in card["note"]
+    assert (card["mu"], card["advantage"], card["tpr_at_fpr"]["0.001"]) == (None, 1.0, 1.0)
+    assert "Nothing bounds" in card["risk_in_words"]
+    (run / "summary.json").write_text('{"noise_source": "seeded"}')
+    seeded = Cards(run).card("round-1")
+    assert seeded["epsilon"] == spent(1)
+    assert not seeded["is_guarantee"]
+    assert "seeded" in seeded["note"]
+
+
+def test_records_and_whole_clients_have_no_common_epsilon(run):
+    whole = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=1.0, unit="client")
+    upload = Upload(data_set="A", run="q", round=1, event=whole)
+    describe(run / "variants", "whole", History(name="whole", ancestors=frozenset({upload})))
+    cards = Cards(run)
+    assert cards.card("whole")["unit"] == "client"
+    both = cards.together(["whole", "global"])
+    assert both["epsilon"] is None
+    assert "different units" in both["note"]
+
+
+def test_a_damaged_description_or_manifest_is_no_guarantee_and_spoils_no_other_card(run):
+    (run / "variants" / "global" / "variant.json").write_text("{")
+    assert Cards(run).card("global")["epsilon"] is None
+    assert Cards(run).card("round-1")["epsilon"] == spent(1)
+    path = store(run / "other", {"x": {"epsilon": 1.0, "delta": 1e-5}, "y": {"epsilon": 2.0, "delta": 1e-5}}, {})
+    damage_index(path, "models", "manifest", name="x")
+    assert Cards(path).card("x")["epsilon"] is None
+    assert Cards(path).card("y")["epsilon"] == 2.0
+
+
+def test_a_damaged_manifest_of_a_base_makes_nobody_cheaper(run):
+    """round-1 may hold blocks of client-A, and by them of client-B, which only client-A's manifest tells."""
+    privacy = {name: {"epsilon": 50.0, "delta": 1e-5} for name in ANCESTORS}
+    path = store(run / "store", privacy, {"round-1": ["client-A"], "client-A": ["client-B"]})
+    damage_index(path, "models", "manifest", name="client-A")
+    assert Cards(path).together(["round-1"])["epsilon"] == 50.0, "what the store stated when all was there"
+    assert Cards(path).together(["global"])["epsilon"] == spent(3)
+
+
+def test_a_variant_of_a_run_with_a_store_pays_for_its_bases(run):
+    privacy = {name: {"epsilon": 50.0, "delta": 1e-5} for name in ANCESTORS}
+    store(run / "store", privacy, {"round-1": ["client-A"], "client-A": ["client-B"]})
+    assert Cards(run).card("round-1")["epsilon"] == pytest.approx(spent(3)), "it is served from the store"
+    shutil.rmtree(run / "variants" / "round-1")
+    card = Cards(run).card("round-1")
+    assert (card["epsilon"], card["ancestors"]["bases"]) == (50.0, ["client-A", "client-B"])
+
+
+def test_a_reader_of_variants_that_are_bases_of_each_other_pays_for_the_union(run):
+    """Every one names all others; the union of uploads is counted here without the cards' own code."""
+    members = ["round-1", "client-A", "client-B"]
+    privacy = {name: {"epsilon": 50.0, "delta": 1e-5} for name in ANCESTORS}
+    alone = Cards(run).together(["round-1"])["epsilon"]
+    cards = Cards(store(run / "store", privacy, {name: [m for m in members if m != name] for name in members}))
+    union = {upload.key for name in members for upload in ANCESTORS[name]}
+    most = max(spent(sum(key[0] == id_ for key in union), delta) for id_, delta in DELTAS.items())
+    for names in (["round-1"], ["client-B"], ["round-1", "client-A"], members):
+        assert cards.together(names)["epsilon"] == pytest.approx(most)
+    assert cards.together(["round-1"])["epsilon"] > alone

@@ -1,0 +1,149 @@
+"""Slow, broken and greedy clients harm themselves alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fedpriv.models.serving.http.limits import InFlight, RequestLimits, capped
+from fedpriv.models.serving.http.refusals import RefusalError
+from fedpriv.models.serving.http.tokens import Tokens, add_new
+from tests.models.serving.fake import FakeServing
+from tests.models.serving.running import Running, running
+from tests.served import eventually
+
+GOOD = {"model": "global", "prompt": "x", "max_tokens": 2}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def read_through(chunks: list[bytes], length: bytes | None = None) -> tuple[bytes, int]:
+    """The body that `capped` lets through at 10 bytes, or the status of its refusal; and how many chunks it took."""
+    left = list(chunks)
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": left.pop(0)}
+
+    async def read() -> bytes:
+        scope = {"headers": [] if length is None else [(b"content-length", length)]}
+        try:
+            messages = capped(scope, receive, 10)
+            return b"".join([(await messages())["body"] for _ in chunks])
+        except RefusalError as refusal:
+            return str(refusal.status).encode()
+
+    return asyncio.run(read()), len(chunks) - len(left)
+
+
+def test_a_body_is_read_up_to_its_limit_and_refused_beyond_it_as_soon_as_that_is_known():
+    assert read_through([b"12345", b"67890"]) == (b"1234567890", 2)
+    assert read_through([b"12345", b"67890", b"1", b"2"]) == (b"413", 3)
+    assert read_through([b"x"], length=b"11") == (b"413", 0)
+    assert read_through([b"x"], length=b"9" * 5000) == (b"413", 0)
+
+
+def test_requests_are_counted_for_each_token_and_given_back_however_they_end():
+    in_flight = InFlight(1, 10)
+    with in_flight.one_more("a"), in_flight.one_more("b"):
+        with pytest.raises(RefusalError, match="1 requests under way"), in_flight.one_more("a"):
+            pass
+        assert in_flight.num_requests == 2
+    with pytest.raises(ZeroDivisionError), in_flight.one_more("a"):
+        raise ZeroDivisionError
+    assert in_flight.num_requests == 0
+
+
+def test_the_inputs_of_a_token_s_requests_are_counted_together_but_one_request_alone_may_have_many():
+    in_flight = InFlight(10, 8)
+    with in_flight.one_more("a") as first, in_flight.one_more("a") as second, in_flight.one_more("b") as other:
+        first(20)
+        with pytest.raises(RefusalError, match="20 texts or prompts") as refused:
+            second(1)
+        assert refused.value.status == 429
+        other(8)
+    with in_flight.one_more("a") as first, in_flight.one_more("a") as second:
+        first(4)
+        second(4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_cancels_what_it_asked(stream):
+    serving = FakeServing(seconds=0.2)
+    with running(serving) as server:
+        body = json.dumps({**GOOD, "max_tokens": 200, "stream": stream}).encode()
+        client = socket.create_connection(server.address)
+        client.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert eventually(lambda: len(serving.tickets) == 1)
+        assert not serving.tickets[0].cancelled.is_set()
+        client.close()
+        assert eventually(serving.tickets[0].cancelled.is_set)
+
+
+@contextmanager
+def two_tokens(folder: Path, serving: FakeServing, **limits: Any) -> Iterator[tuple[Running, list[dict[str, str]]]]:
+    """A server, and the headers of two callers."""
+    file = folder / "tokens.toml"
+    headers = [{"Authorization": f"Bearer {add_new(file, name, ['*'])}"} for name in ("greedy", "modest")]
+    with running(serving, tokens=Tokens(file), limits=RequestLimits(**{"drain_seconds": 5, **limits})) as server:
+        yield server, headers
+
+
+def test_one_caller_s_many_texts_hold_up_no_other_s_nor_the_end(tmp_path):
+    go, serving = threading.Semaphore(0), FakeServing()
+    with two_tokens(tmp_path, serving, drain_seconds=0.5) as (server, (greedy, modest)), ThreadPoolExecutor(17) as pool:
+        encode = serving.encode
+        serving.encode = lambda text: go.acquire(timeout=60) and () if "long" in text else encode(text)
+        address = f"{server.url}/v1/completions"
+        long = {**GOOD, "prompt": ["long"] * 4}
+        asked = [pool.submit(httpx.post, address, json=long, headers=greedy, timeout=60) for _ in range(16)]
+        assert eventually(lambda: len(server.server.server_state.tasks) == 16)
+        other = pool.submit(httpx.post, address, json=GOOD, headers=modest, timeout=30)
+        assert eventually(lambda: len(server.server.server_state.tasks) == 17)
+        for _ in range(16):  # of 64: the other has a turn to be parsed and one to be tokenised
+            go.release()
+            if wait([other], timeout=1).done:
+                break
+        assert other.result(timeout=0).status_code == 200
+        started = time.monotonic()
+        server.server.should_exit = True
+        assert {each.result().status_code for each in asked} == {503}
+        assert time.monotonic() - started < 5
+        go.release(64)
+
+
+def test_beyond_the_queue_and_beyond_a_token_s_share_is_a_429_that_says_when_to_try_again():
+    for serving, limits, code in (
+        (FakeServing(seconds=0.3, max_waiting=1), RequestLimits(drain_seconds=5), "busy"),
+        (FakeServing(seconds=0.3), RequestLimits(requests_per_token=1, drain_seconds=5), "too_many_requests"),
+        (FakeServing(seconds=0.3), RequestLimits(inputs_per_token=1, drain_seconds=5), "too_many_requests"),
+    ):
+        with running(serving, limits=limits) as server, ThreadPoolExecutor(1) as pool:
+            first = pool.submit(httpx.post, f"{server.url}/v1/completions", json=GOOD, timeout=30)
+            assert eventually(lambda serving=serving: len(serving.tickets) == 1)
+            second = httpx.post(f"{server.url}/v1/completions", json=GOOD)
+            assert (second.status_code, second.json()["error"]["code"]) == (429, code)
+            assert int(second.headers["retry-after"]) >= 1
+            assert first.result().status_code == 200
+
+
+def test_many_clients_each_get_their_own_answer():
+    with running(FakeServing(seconds=0.005)) as server, httpx.Client(timeout=30) as client:
+
+        def one(number: int) -> bool:
+            asked = {**GOOD, "model": f"client-{number % 2}", "prompt": f"prompt {number}"}
+            text = client.post(f"{server.url}/v1/completions", json=asked).json()["choices"][0]["text"]
+            return text.startswith(f"client-{number % 2}:") and f" {number}:" in text
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(one, range(40)))
+    assert threading.active_count() < 50

@@ -1,0 +1,143 @@
+"""Vectors of texts are what the variant's own head reads, at length 1."""
+
+from __future__ import annotations
+
+import base64
+import re
+from functools import partial
+
+import numpy as np
+import openai
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedpriv.learning import adapters
+from fedpriv.learning.adapters import pooling
+from fedpriv.learning.adapters._base_models import load_tokenizer
+from fedpriv.models.serving.requests import Embed, ServingError
+from tests.architectures import random_model
+from tests.models.serving.fake import FakeServing, vector
+from tests.models.serving.running import running
+from tests.served import LABELS, Asked, hold, save_run, serving, to_classify
+from tests.tiny import BATCH, WORDS
+
+NAMES = ("global", "client-0")
+TEXTS = tuple(" ".join(WORDS[: 1 + 2 * number]) for number in range(5))
+
+
+def head_inputs(model, run) -> torch.Tensor:
+    """What the first linear layer behind the encoder reads of each text while `run` runs the model."""
+    found = []
+
+    def remember(_module, args):
+        found.append(args[0].detach())
+
+    heads = re.compile(r"(^|\.)(pre_)?classifier(\.modules_to_save\.default)?(\.dense)?$")
+    hooks = [
+        module.register_forward_pre_hook(remember)
+        for name, module in model.named_modules()
+        if heads.search(name) and type(module) is nn.Linear
+    ]
+    with torch.no_grad():
+        run()
+    for hook in hooks:
+        hook.remove()
+    return found[0]
+
+
+@pytest.mark.parametrize("convention", ["mean", "unit-mean"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert"])
+def test_the_pooled_vector_of_every_encoder_is_what_its_head_reads(kind, convention):
+    model = random_model(kind).eval()
+    pooling.apply(model, convention)
+    assert pooling.pools(model)
+    with torch.no_grad():
+        vectors = pooling.pooled(model.base_model(**BATCH))
+    read = head_inputs(model, lambda: model(**BATCH))
+    assert vectors.shape == (2, 32)
+    # ELECTRA and DistilBERT's heads take the first token's vector out of all of them.
+    assert torch.allclose(vectors, read if read.dim() == 2 else read[:, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_vectors_of_mixed_requests_are_plain_peft_s(tiny_bert, tmp_path, monkeypatch, normalize):
+    values = {
+        "model": str(tiny_bert),
+        "layers": "all",
+        "rank": 4,
+        "recipe": "fedpriv" if normalize else "dp-lora-paper",
+    }
+    run = save_run(tmp_path / "run", values, NAMES)
+    tokenizer = load_tokenizer(str(tiny_bert))
+    with serving(run) as scheduler:
+        assert scheduler.embeds
+        texts = tuple(map(scheduler.encode, TEXTS))
+        stopped, go = hold(monkeypatch)  # so that the others wait together
+        first = Asked(scheduler, to_classify(scheduler, "global", ("a",)))
+        assert stopped.wait(30)
+        asked = {name: Asked(scheduler, Embed(variant=name, texts=texts)) for name in NAMES}
+        classes = [Asked(scheduler, to_classify(scheduler, name, TEXTS)) for name in NAMES]
+        go.set()
+        answers = {name: each.last() for name, each in asked.items()}
+        for each in (first, *classes):
+            assert {len(row) for row in each.last().probabilities} == {len(LABELS)}
+    for name, answer in answers.items():
+        plain = adapters.load(str(tiny_bert), run / "variants" / name).eval()
+        expected = torch.cat(
+            [head_inputs(plain, partial(plain, **tokenizer(text, return_tensors="pt"))) for text in TEXTS]
+        )
+        assert answer.num_tokens == sum(map(len, texts))
+        assert answer.vectors.dtype == np.float32
+        assert torch.allclose(torch.from_numpy(answer.vectors), F.normalize(expected, dim=-1), atol=1e-5)
+    assert np.abs(answers["global"].vectors - answers["client-0"].vectors).max() > 1e-3
+
+
+def test_a_language_model_has_no_vectors():
+    with running(FakeServing()) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="continue texts"):
+            client.embeddings.create(model="global", input="x")
+
+
+def test_an_encoder_whose_head_pools_by_itself_is_refused_by_name(tiny_bert, tmp_path, monkeypatch):
+    run = save_run(tmp_path / "run", {"model": str(tiny_bert), "layers": "all", "rank": 4}, NAMES)
+    monkeypatch.setattr("fedpriv.models.serving._engine.pools", lambda model: False)
+    with serving(run) as scheduler, pytest.raises(ServingError, match="pools no text"):
+        scheduler.submit(Embed(variant="global", texts=((5, 6),)), print)
+
+
+@pytest.fixture(scope="module")
+def client():
+    with running(FakeServing(task="SEQ_CLS", damaged=("client-1",))) as server:
+        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_openai_s_client_reads_one_and_several_in_both_formats(client):
+    texts = ["it hurts", "it itches"]
+    expected = np.stack([vector("round-3", text) for text in texts])
+    numbers = client.embeddings.create(model="round-3", input=texts, encoding_format="float")
+    assert np.array_equal(np.float32([each.embedding for each in numbers.data]), expected)
+    assert ([each.index for each in numbers.data], numbers.usage.prompt_tokens) == ([0, 1], 17)
+    default = client.embeddings.create(model="round-3", input="it hurts")  # the client asks for base64 and decodes it
+    assert np.array_equal(np.float32(default.data[0].embedding), expected[0])
+    raw = client.embeddings.with_raw_response.create(model="round-3", input="it hurts", encoding_format="base64")
+    assert base64.b64decode(raw.http_response.json()["data"][0]["embedding"]) == expected[0].tobytes()
+
+
+def test_what_is_wrong_about_a_request_for_vectors_is_named(client):
+    for wrong, says in (
+        ({"input": []}, "input: must have at least 1"),
+        ({"input": [[1, 2]]}, r"input\.0: must be a valid string"),
+        ({"input": ["x"] * 65}, "input: 65 texts; at most 64"),
+        ({"encoding_format": "hex"}, "encoding_format = 'hex': must be 'float' or 'base64'"),
+        ({"dimensions": 7}, "'dimensions': this server does not know it"),
+        ({"input": "x" * 600}, "too many tokens"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=says):
+            client.embeddings.create(**{"model": "global", "input": "x", **wrong})
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="nobody", input="x")
+    with pytest.raises(openai.InternalServerError, match="damaged"):
+        client.embeddings.create(model="client-1", input="x")

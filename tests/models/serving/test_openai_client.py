@@ -1,0 +1,236 @@
+"""OpenAI's own client, as it is, talks to a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from fedpriv.models.serving.http.tokens import Tokens, add_new
+from tests.models.serving.fake import NAMES, FakeServing, words
+from tests.models.serving.running import running
+
+ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what hurts?"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeServing:
+    return FakeServing(damaged=("client-1",))
+
+
+@pytest.fixture(scope="module")
+def clients(
+    engine: FakeServing, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[openai.OpenAI, openai.OpenAI]]:
+    """Two of one server, with a token each."""
+    file = tmp_path_factory.mktemp("tokens") / "tokens.toml"
+    secrets = [add_new(file, name, ["global", "client-*"]) for name in ("clinic", "practice")]
+    with running(engine, tokens=Tokens(file)) as server:
+        first, second = (openai.OpenAI(base_url=f"{server.url}/v1", api_key=each, max_retries=0) for each in secrets)
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def client(clients: tuple[openai.OpenAI, openai.OpenAI]) -> openai.OpenAI:
+    return clients[0]
+
+
+def test_it_lists_the_models_that_the_token_may_use(client):
+    assert [model.id for model in client.models.list()] == ["global", "client-0", "client-1"]
+    assert client.models.retrieve("global").epsilon == 1.0
+
+
+def test_a_completion(client):
+    answer = client.completions.create(model="global", prompt="say it", max_tokens=3, temperature=0, seed=1)
+    assert answer.choices[0].text == "".join(words("global", "say it", 3))
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.prompt_tokens == 6
+    assert answer.usage.completion_tokens == 3
+
+
+def test_several_prompts_have_an_answer_each_in_their_order(client):
+    answer = client.completions.create(model="client-0", prompt=["one", "two"], max_tokens=2)
+    assert [each.text for each in answer.choices] == ["".join(words("client-0", p, 2)) for p in ("one", "two")]
+
+
+def test_a_chat(client):
+    answer = client.chat.completions.create(model="client-0", messages=ASKED, max_completion_tokens=2)
+    assert answer.choices[0].message.content == "".join(words("client-0", "|user=what hurts?", 2))
+    assert answer.choices[0].message.role == "assistant"
+
+
+def test_content_in_parts_is_the_same_chat(client):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "what "}, {"type": "text", "text": "hurts?"}]}]
+    whole = client.chat.completions.create(model="global", messages=[{"role": "user", "content": "what hurts?"}])
+    assert client.chat.completions.create(model="global", messages=parts).choices == whole.choices
+
+
+def test_a_streamed_chat_is_the_whole_one_in_pieces(client):
+    options = {"include_usage": True}
+    events = list(
+        client.chat.completions.create(
+            model="global", messages=ASKED, max_tokens=4, stream=True, stream_options=options
+        )
+    )
+    *said, last = events
+    assert said[0].choices[0].delta.role == "assistant"
+    assert "".join(e.choices[0].delta.content or "" for e in said) == "".join(words("global", "|user=what hurts?", 4))
+    assert said[-1].choices[0].finish_reason == "length"
+    assert (last.choices, last.usage.completion_tokens) == ([], 4)
+    assert all(event.usage is None for event in said)
+
+
+def test_a_streamed_completion_of_two_prompts(client):
+    texts = {0: "", 1: ""}
+    for event in client.completions.create(model="global", prompt=["one", "two"], max_tokens=2, stream=True):
+        texts[event.choices[0].index] += event.choices[0].text
+    assert texts == {0: "".join(words("global", "one", 2)), 1: "".join(words("global", "two", 2))}
+
+
+def test_n_answers_a_prompt_with_a_choice_each_and_its_tokens_count_once(client):
+    answer = client.chat.completions.create(model="global", messages=ASKED, max_tokens=2, n=3)
+    assert [each.index for each in answer.choices] == [0, 1, 2]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len("system=be brief|user=what hurts?"), 6)
+    prompts = client.completions.create(model="global", prompt=["one", "two"], max_tokens=1, n=2)
+    assert [each.text for each in prompts.choices] == [words("global", p, 1)[0] for p in ("one", "one", "two", "two")]
+    assert prompts.usage.prompt_tokens == 6
+
+
+def test_streams_of_n_answers_begin_each_with_a_role(client):
+    events = list(client.chat.completions.create(model="global", messages=ASKED, max_tokens=2, n=2, stream=True))
+    for index in (0, 1):
+        own = [event.choices[0] for event in events if event.choices[0].index == index]
+        assert own[0].delta.role == "assistant"
+        assert "".join(each.delta.content or "" for each in own) == "".join(words("global", "|user=what hurts?", 2))
+        assert own[-1].finish_reason == "length"
+
+
+def test_log_probabilities_of_a_chat_whole_and_streamed(client):
+    options = {"model": "global", "messages": ASKED, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    (choice,) = client.chat.completions.create(**options).choices
+    said = words("global", "|user=what hurts?", 3)
+    assert [(each.token, each.logprob, bytes(each.bytes).decode()) for each in choice.logprobs.content] == [
+        (word, -0.5, word) for word in said
+    ]
+    tops = choice.logprobs.content[1].top_logprobs
+    assert [(each.token, each.logprob) for each in tops] == [(said[1], -0.5), ("other-1", -1.5)]
+    streamed = [event.choices[0] for event in client.chat.completions.create(**options, stream=True)]
+    content = [each for choice in streamed if choice.logprobs for each in choice.logprobs.content]
+    assert content == choice.logprobs.content
+    bare = client.chat.completions.create(**{**options, "logprobs": True, "top_logprobs": None}).choices[0]
+    assert [each.top_logprobs for each in bare.logprobs.content] == [[], [], []]
+    assert client.chat.completions.create(model="global", messages=ASKED).choices[0].logprobs is None
+
+
+def test_log_probabilities_of_a_completion_whole_and_streamed(client):
+    options = {"model": "global", "prompt": "one", "max_tokens": 2, "logprobs": 2}
+    found = client.completions.create(**options).choices[0].logprobs
+    said = words("global", "one", 2)
+    assert (found.tokens, found.token_logprobs, found.text_offset) == (said, [-0.5, -0.5], [0, len(said[0])])
+    assert found.top_logprobs[0] == {said[0]: -0.5, "other-1": -1.5}
+    parts = [event.choices[0].logprobs for event in client.completions.create(**options, stream=True)]
+    assert [token for part in parts if part for token in part.tokens] == said
+    none = client.completions.create(**{**options, "logprobs": 0}).choices[0].logprobs
+    assert (none.tokens, none.top_logprobs) == (said, None)
+
+
+def test_the_draw_is_as_it_was_asked_for(client, engine):
+    penalties = {"presence_penalty": -2.0, "frequency_penalty": 1.5}
+    client.completions.create(
+        model="global", prompt="x", temperature=0.5, top_p=0.25, seed=7, n=2, **penalties, extra_body={"top_k": 40}
+    )
+    first, second = engine.asked[-2:]
+    assert (first.top_k, first.top_p, first.temperature, first.seed, second.seed) == (40, 0.25, 0.5, 7, 8)
+    assert (first.presence_penalty, first.frequency_penalty) == (-2.0, 1.5)
+    client.completions.create(model="global", prompt="x")
+    assert (engine.asked[-1].top_k, engine.asked[-1].presence_penalty, engine.asked[-1].num_alternatives) == (
+        0,
+        0,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "says"),
+    [
+        ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty = 2.5: must be less than or equal to 2."),
+        (
+            {"frequency_penalty": -3},
+            "frequency_penalty",
+            "frequency_penalty = -3: must be greater than or equal to -2.",
+        ),
+        ({"stop": list("abcde")}, "stop", "stop has 5 entries: at most 4."),
+        ({"logprobs": 6}, "logprobs", "logprobs = 6: must be less than or equal to 5."),
+        ({"n": 65}, "n", "n = 65: 65 answers in all; at most 64."),
+        ({"n": 33, "prompt": ["a", "b"]}, "n", "n = 33: 66 answers in all; at most 64."),
+        ({"n": 0}, "n", "n = 0: must be greater than or equal to 1."),
+        (
+            {"n": 11, "logprobs": 5, "max_tokens": 256},
+            "logprobs",
+            "logprobs = 5: 16896 log-probabilities, of 11 answers of up to 256 tokens; at most 16384.",
+        ),
+        ({"extra_body": {"top_k": -1}}, "top_k", "top_k = -1: must be greater than or equal to 0."),
+        ({"max_tokens": 257}, "max_tokens", "max_tokens = 257: at most 256 here."),
+        ({"prompt": []}, "prompt", "prompt: must have at least 1 item after validation, not 0."),
+    ],
+)
+def test_a_refusal_names_the_parameter_its_value_and_the_limit_in_one_line(client, wrong, param, says):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**{"model": "global", "prompt": "x", **wrong})
+    assert (refused.value.param, refused.value.body["message"]) == (param, says)
+
+
+def test_n_answers_count_as_n_prompts_of_a_token(client, engine, monkeypatch):
+    asked = {"model": "global", "prompt": "x", "max_tokens": 200, "stream": True}
+    monkeypatch.setattr(engine, "seconds", 0.01)
+    with (
+        client.completions.create(**asked, n=64),
+        client.completions.create(**asked, n=64),
+        pytest.raises(openai.RateLimitError, match="128 texts or prompts under way"),
+    ):
+        client.completions.create(**asked)
+
+
+def test_log_probabilities_count_as_inputs_of_a_token(clients, engine, monkeypatch):
+    """Two answers that are told in full take most of what a token may have under way."""
+    client = clients[1]  # answers of the first one that nobody reads may still be under way
+    asked = {"model": "global", "messages": ASKED, "max_tokens": 256, "logprobs": True, "top_logprobs": 20, "n": 3}
+    monkeypatch.setattr(engine, "seconds", 0.01)
+    with (
+        client.chat.completions.create(**asked, stream=True),
+        client.chat.completions.create(**asked, stream=True),
+        pytest.raises(openai.RateLimitError, match="126 texts or prompts under way"),
+    ):
+        client.chat.completions.create(**asked)
+    with pytest.raises(openai.BadRequestError, match="only with logprobs"):
+        client.chat.completions.create(model="global", messages=ASKED, top_logprobs=2)
+
+
+def test_its_errors_are_the_client_s_own(client):
+    with pytest.raises(openai.NotFoundError, match="does not exist") as unknown:
+        client.completions.create(model="secret-variant", prompt="x")
+    assert unknown.value.code == "model_not_found"
+    assert "secret-variant" in NAMES
+    with pytest.raises(openai.BadRequestError, match="at most 256"):
+        client.completions.create(model="global", prompt="x", max_tokens=10**6)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="fedpriv-wrong").models.list()
+
+
+def test_a_damaged_variant_is_refused_by_name_and_the_others_answer(client):
+    with pytest.raises(openai.InternalServerError, match=r"'client-1' is damaged") as refused:
+        client.completions.create(model="client-1", prompt="x")
+    assert "/srv" not in str(refused.value)
+    with pytest.raises(openai.APIError, match="damaged"):
+        list(client.completions.create(model="client-1", prompt="x", stream=True))
+    assert client.completions.create(model="client-0", prompt="x").choices[0].text
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_an_answer_is_held_to_no_form_and_a_request_for_one_is_refused_in_one_line(client, kind):
+    form = {"type": kind} if kind == "json_object" else {"type": kind, "json_schema": {"name": "x", "schema": {}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="global", messages=ASKED, response_format=form)
+    assert refused.value.body["message"] == f"response_format.type = '{kind}': must be 'text'."
+    assert client.chat.completions.create(model="global", messages=ASKED, response_format={"type": "text"}).choices

@@ -1,0 +1,155 @@
+"""Draws, penalties and log-probabilities are those of plain peft and of a plain reading of the formulas."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from fedpriv.learning import adapters
+from fedpriv.models.serving._sampling import TokenTexts, next_token, penalized
+from fedpriv.models.serving.requests import Finished, Generate, Piece, ServingError
+from tests.chats import chat_tokenizer
+from tests.served import Asked, serving
+
+PROMPT, NUM_NEW = (17, 42, 99, 7), 24
+
+
+@pytest.fixture(scope="module")
+def log_probabilities(chat_run, model):
+    """Of every token, float32 [vocabulary], after a text, in plain peft."""
+    plain = adapters.load(str(model), chat_run / "variants" / "global").eval()
+
+    @torch.no_grad()
+    def after(tokens):
+        return plain(input_ids=torch.tensor([tokens])).logits[0, -1].log_softmax(dim=0)
+
+    return after
+
+
+def ask(scheduler, **options):
+    """All events of an answer by `global`, which nothing ends before its length or its stop text."""
+    scheduler._desk._ends = frozenset()
+    asked = Asked(scheduler, Generate(variant="global", prompt=PROMPT, **{"max_new_tokens": NUM_NEW, **options}))
+    events = []
+    while not isinstance(event := asked.next(), Finished):
+        assert isinstance(event, Piece), event
+        events.append(event)
+    return events, event
+
+
+def chosen(pieces):
+    """The tokens told, of a tokenizer whose tokens differ in text: their log-probabilities and alternatives."""
+    return [token for piece in pieces for token in piece.tokens]
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(0.0, 0.0), (1.5, 0.0), (0.0, 0.7), (-0.5, 0.3), (2.0, 2.0)])
+def test_greedy_tokens_with_penalties_are_those_of_the_formula(
+    chat_run, log_probabilities, monkeypatch, presence, frequency
+):
+    from fedpriv.models.serving._generation import Generation
+
+    found, extend = [], Generation._extend
+    monkeypatch.setattr(
+        Generation, "_extend", lambda self, answer, token: (found.append(token), extend(self, answer, token))[1]
+    )
+    with serving(chat_run) as scheduler:
+        ask(scheduler, presence_penalty=presence, frequency_penalty=frequency)
+    expected: list[int] = []
+    for _ in range(NUM_NEW):
+        logits = log_probabilities([*PROMPT, *expected]).tolist()
+        for token, count in Counter(expected).items():
+            logits[token] -= frequency * count + presence
+        expected.append(max(range(len(logits)), key=logits.__getitem__))
+    assert found == expected
+    if presence == 2.0:
+        assert len(set(found)) > len(set(expected[:1])), "the penalties must have had an effect"
+
+
+def test_penalties_leave_the_logits_and_the_prompt_alone():
+    logits = torch.zeros(5)
+    request = Generate(variant="v", prompt=(1, 1), max_new_tokens=1, presence_penalty=1.0, frequency_penalty=0.5)
+    assert penalized(logits, (2, 2, 3), request).tolist() == [0, 0, -2.0, -1.5, 0]
+    assert not logits.any()
+    assert penalized(logits, (), request) is logits
+
+
+def test_draws_of_the_k_likeliest_have_their_shares():
+    logits = torch.tensor([1.0, 3.0, 2.5, 0.5, 2.9])
+    generator = torch.Generator().manual_seed(0)
+
+    def shares(**options):
+        request = Generate(variant="v", prompt=(1,), max_new_tokens=1, temperature=1.0, **options)
+        drawn = [next_token(logits, request, generator) for _ in range(2000)]
+        return [drawn.count(token) / 2000 for token in range(5)]
+
+    least = torch.tensor([-torch.inf, 3.0, 2.5, -torch.inf, 2.9]).softmax(dim=0).tolist()
+    # 2,000 draws: 5 standard errors are 0.056 at most.
+    assert shares(top_k=3) == pytest.approx(least, abs=0.056)
+    assert shares(top_k=1) == [0, 1, 0, 0, 0]
+    assert shares(top_k=5) == pytest.approx(logits.softmax(dim=0).tolist(), abs=0.056)
+    # Of two tokens with 0.525 and 0.475 between them: top_p is of these, not of all five.
+    assert shares(top_k=2, top_p=0.5) == [0, 1, 0, 0, 0]
+    assert shares(top_k=2, top_p=0.6)[4] == pytest.approx(0.475, abs=0.056)
+
+
+@pytest.mark.parametrize("draw", [{"temperature": 0.0}, {"temperature": 1.7, "top_k": 30, "presence_penalty": 1.0}])
+def test_log_probabilities_are_plain_peft_s_whatever_the_draw(chat_run, log_probabilities, draw):
+    tokenizer = chat_tokenizer()
+    texts = TokenTexts(tokenizer)
+    with serving(chat_run) as scheduler:
+        pieces, finished = ask(scheduler, num_alternatives=4, seed=3, **draw)
+        bare, _ = ask(scheduler, seed=3, **draw)
+    tokens = chosen(pieces)
+    assert len(tokens) == finished.num_new_tokens == NUM_NEW
+    assert "".join(piece.text for piece in pieces) == "".join(piece.text for piece in bare)
+    said = list(PROMPT)
+    for told in tokens:
+        plain = log_probabilities(said)
+        values, likeliest = plain.topk(4)
+        assert [text for text, _ in told.alternatives] == [texts[token] for token in likeliest.tolist()]
+        assert [value for _, value in told.alternatives] == pytest.approx(values.tolist(), abs=1e-4)
+        # The token itself: the one of this text and this probability.
+        token = min(range(len(plain)), key=lambda t: (texts[t] != told.text, abs(plain[t] - told.log_probability)))
+        assert told.log_probability == pytest.approx(float(plain[token]), abs=1e-4)
+        said.append(token)
+    if draw["temperature"] == 0:
+        assert all(told.alternatives[0] == (told.text, told.log_probability) for told in tokens)
+
+
+def test_offsets_say_where_a_token_stands_and_nothing_behind_a_stop_is_told(chat_run):
+    with serving(chat_run) as scheduler:
+        pieces, _ = ask(scheduler, num_alternatives=0)
+        text, tokens = "".join(piece.text for piece in pieces), chosen(pieces)
+        # Bytes of no whole character may stand before a token's own text.
+        three = zip(tokens, tokens[1:], tokens[2:], strict=False)
+        whole = [(a, b) for before, a, b in three if "\ufffd" not in before.text + a.text and a.offset < b.offset]
+        assert len(whole) > NUM_NEW // 8
+        assert all(text[a.offset : b.offset] == a.text for a, b in whole)
+        stop = text[len(text) // 2 :][:3]
+        end = text.index(stop)
+        pieces, finished = ask(scheduler, num_alternatives=0, stop=(stop,))
+    assert (finished.reason, "".join(piece.text for piece in pieces)) == ("stop", text[:end])
+    assert chosen(pieces) == [token for token in tokens if token.offset < end]
+
+
+def test_a_seed_draws_the_same_with_and_without_what_is_told(chat_run):
+    with serving(chat_run) as scheduler:
+        (one, _), (other, _), (third, _) = (ask(scheduler, temperature=1.5, top_k=50, seed=seed) for seed in (5, 5, 6))
+    assert one == other != third
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"top_k": -1},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": float("nan")},
+        {"num_alternatives": 21},
+        {"num_alternatives": -1},
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_by_name(chat_run, wrong):
+    with serving(chat_run) as scheduler, pytest.raises(ServingError, match=next(iter(wrong))):
+        scheduler.submit(Generate(variant="global", prompt=PROMPT, max_new_tokens=1, **wrong), print)

@@ -1,0 +1,277 @@
+"""Variants come from a run's folder or a store, in order, and a damaged one is refused while the others are served."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tracemalloc
+from collections import OrderedDict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedpriv.errors import InputError
+from fedpriv.models.serving._engine import Weights
+from fedpriv.models.serving.requests import Classified, DamagedVariantError, Failed, ServingError, UnknownVariantError
+from fedpriv.models.serving.sources import VariantMemory, find
+from fedpriv.models.variants.blocks import layout_of
+from fedpriv.models.variants.cache import NoRoomError
+from fedpriv.models.variants.composition import History, Upload
+from fedpriv.models.variants.folders import describe, read, read_tensors
+from fedpriv.models.variants.store import Store
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from tests.served import LABELS, ask_classes, save_run, serving
+
+NAMES = ("global", "client-2", "client-10")
+
+
+@pytest.fixture(scope="module")
+def made(tiny_bert, tmp_path_factory):
+    values = {"model": str(tiny_bert), "layers": "last-1", "rank": 4, "alpha": 8.0}
+    return save_run(tmp_path_factory.mktemp("made") / "run", values, NAMES)
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "run")
+
+
+def store_of(run, path, names=NAMES, block_size=64):
+    with Store(path) as store:
+        for name in names:
+            tensors = read_tensors(run / "variants" / name)
+            layout = layout_of(tensors, block_size)
+            store.add(name, layout, *layout.to_blocks(tensors), described=read(run / "variants" / name))
+    return path
+
+
+def answers(folder, names=NAMES, **limits):
+    with serving(folder, **limits) as scheduler:
+        return [ask_classes(scheduler, name, ("the rash",)).last() for name in names]
+
+
+def test_a_store_serves_the_same_answers_as_the_files(run, tmp_path, tiny_bert):
+    expected = answers(run)
+    assert len({answer.probabilities for answer in expected}) == 3
+    inside = store_of(run, run / "store")
+    assert answers(inside) == expected
+    alone = store_of(run, tmp_path / "alone")
+    assert find(alone, model=str(tiny_bert)).like.model == find(run).like.model
+    assert find(alone).like.model == tiny_bert.name
+    shutil.rmtree(run / "variants" / "client-2")
+    assert answers(run) == expected, "a variant without files of its own is in the store"
+
+
+def flip(path, place=-1, bits=0x41):
+    content = bytearray(path.read_bytes())
+    content[place] ^= bits
+    path.write_bytes(content)
+
+
+def test_a_run_answers_from_its_store_bit_for_bit_and_from_its_folders_what_that_does_not_hold(run):
+    expected = answers(run)
+    assert find(run).origin == str(run / "variants")
+    store_of(run, run / "store", names=NAMES[:2])
+    both = find(run)
+    assert (
+        both.origin == f"{run / 'store'}, and 1 that it does not hold, or holds as they were, from {run / 'variants'}"
+    )
+    for name in NAMES:
+        own = read_tensors(run / "variants" / name)
+        read = both.readers[name](2**30)
+        assert read.keys() == own.keys()
+        assert all(read[tensor].numpy().tobytes() == own[tensor].tobytes() for tensor in own)
+    for name in NAMES[:2]:
+        (run / "variants" / name / "adapter_model.safetensors").write_bytes(b"\x08")
+    assert answers(run) == expected, "the files of stored variants are not read"
+    assert isinstance(answers(run, names=(NAMES[2],))[0], Classified)
+    shutil.rmtree(run / "store")
+    assert [type(answer) for answer in answers(run)] == [Failed, Failed, Classified]
+    store_of(shutil.copytree(run, run.parent / "whole"), run / "store", names=NAMES[2:])
+    assert find(run).origin.startswith(f"{run / 'store'}, and 2 that")
+
+
+def test_a_variant_of_a_resumed_run_is_not_read_from_the_store_of_before(run):
+    event = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1)
+    uploads = [Upload(data_set="clinic", run="r", round=round_, event=event) for round_ in (1, 2, 3)]
+
+    def described(name, number):
+        kept = read(run / "variants" / name)
+        return replace(kept, history=History(name=name, ancestors=frozenset(uploads[:number])), deltas={"clinic": 1e-5})
+
+    with Store(run / "store") as store:
+        for name in NAMES:
+            tensors = {key: -values for key, values in read_tensors(run / "variants" / name).items()}
+            layout = layout_of(tensors, 64)
+            store.add(name, layout, *layout.to_blocks(tensors), described=described(name, 2))
+    for name, number in zip(NAMES, (3, 2, 1), strict=True):
+        describe(run / "variants" / name, described(name, number))
+    found = find(run)
+    assert found.origin.startswith(f"{run / 'store'}, and 1 that")
+    for name, own in zip(NAMES, (True, False, False), strict=True):
+        tensors = read_tensors(run / "variants" / name)
+        sign = 1 if own else -1
+        assert all(torch.equal(values, sign * torch.from_numpy(tensors[key])) for key, values in
+                   found.readers[name](2**30).items())  # fmt: skip
+
+
+def damage_store(run):
+    store_of(run, run / "store")
+    store = Store(run / "store", read_only=True)
+    row = int(store.rows(store.manifest("client-2").blocks)[0])
+    flip(next((run / "store").glob("blocks.*.npy")), -1 - (len(store.blocks) - 1 - row) * 256)
+
+
+def set_values(run, value):
+    from safetensors.numpy import load_file, save_file
+
+    path = run / "variants" / "client-2" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0, 0] = value
+    save_file(tensors, path)
+    described = path.parent / "variant.json"
+    fields = json.loads(described.read_text())
+    described.write_text(json.dumps({name: fields[name] for name in fields if name != "tensors_sha256"}))
+
+
+DAMAGE = {
+    "a file that ends early": lambda run: (run / "variants/client-2/adapter_model.safetensors").write_bytes(b"\x08"),
+    "a flipped bit": lambda run: flip(run / "variants/client-2/adapter_model.safetensors", -4, bits=1),
+    "no file": lambda run: (run / "variants/client-2/adapter_model.safetensors").unlink(),
+    "not a number": lambda run: set_values(run, np.nan),
+    "another description": lambda run: shutil.copy(
+        run / "variants/global/variant.json", run / "variants/client-2/variant.json"
+    ),
+    "no description": lambda run: (run / "variants/client-2/variant.json").write_text("{"),
+    "another scale": lambda run: (run / "variants/client-2/adapter_config.json").write_text(
+        (run / "variants/global/adapter_config.json").read_text().replace('"lora_alpha": 8', '"lora_alpha": 9')
+    ),
+    "another config": lambda run: (run / "variants/client-2/adapter_config.json").write_text("[]"),
+    "a stored block": damage_store,
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_variant_is_refused_by_name_and_the_others_are_served(run, kind):
+    DAMAGE[kind](run)
+    one, damaged, other = answers(run)
+    assert isinstance(damaged, Failed)
+    assert isinstance(damaged.error, DamagedVariantError)
+    assert "client-2" in str(damaged.error)
+    assert str(run) not in str(damaged.error)
+    assert len(one.probabilities) == len(other.probabilities) == 1
+
+
+def test_the_first_variant_that_says_how_it_is_used_decides_and_another_use_is_refused(run):
+    (run / "variants/global/fedpriv.json").write_text("{")
+    other = run / "variants/client-10/fedpriv.json"
+    other.write_text(other.read_text().replace(f'"{LABELS[0]}"', '"urology"'))
+    assert find(run).like.labels == LABELS
+    assert [type(answer) for answer in answers(run)] == [Failed, Classified, Failed]
+    for path in run.glob("variants/*/fedpriv.json"):
+        path.unlink()
+    with pytest.raises(InputError, match=r"fedpriv.json: missing"):
+        find(run)
+
+
+def test_folders_that_hold_nothing_to_serve_are_named(run, tmp_path):
+    with pytest.raises(InputError, match="neither"):
+        find(tmp_path / "nothing")
+    with pytest.raises(InputError, match="neither"):
+        find(tmp_path)
+    shutil.rmtree(run / "variants")
+    with pytest.raises(InputError, match="no variant"):
+        find(run)
+    with Store(tmp_path / "empty"):
+        pass
+    with pytest.raises(InputError, match=r"no variant|neither"):
+        find(tmp_path / "empty")
+
+
+def test_whole_weights_are_not_served(tiny_bert, tmp_path):
+    values = {"model": str(tiny_bert), "layers": "last-1", "aggregation": "t-fedavg", "recipe": "dp-lora-paper"}
+    with pytest.raises(InputError, match=r"t-fedavg"):
+        find(save_run(tmp_path / "run", values, ("global",)))
+
+
+def test_a_model_of_one_block_over_and_over_is_refused_before_it_fills_the_memory(run):
+    block = np.zeros((1, 1024), np.float32)
+    large = np.broadcast_to(block, (2**15, 1024))  # 128 MiB
+    with Store(run / "store") as store:
+        known = read(run / "variants" / "global")
+        store.add("one", layout_of({"small": block}, 1024), block, {}, described=replace(known, name="one"))
+        store.add("large", layout_of({"large": large}, 1024), large, {}, described=replace(known, name="large"))
+    assert sum(file.stat().st_size for file in (run / "store").iterdir()) < 2**19
+    read_large = find(run).readers["large"]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ServingError, match=f"'large' needs {2**27} bytes, but the server has {2**26} for all"):
+            read_large(2**26)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+
+
+def memory(sizes: dict[str, int], total: int) -> VariantMemory:
+    def weights(name, tensors):
+        return Weights(variant=name, rank=1, flat=tensors["x"], active=frozenset())
+
+    readers = {name: (lambda _, size=size: {"x": torch.zeros(size // 4)}) for name, size in sizes.items()}
+    return VariantMemory(readers, weights, total)
+
+
+def test_hits_are_those_of_least_recently_used():
+    generator = random.Random(0)
+    names = [f"v{number}" for number in range(20)]
+    paging = memory(dict.fromkeys(names, 400), 7 * 400)
+    held: OrderedDict[str, None] = OrderedDict()
+    hits = 0
+    for _ in range(2000):
+        name = names[min(int(generator.expovariate(0.25)), 19)]
+        hits += name in held
+        held[name] = None
+        held.move_to_end(name)
+        if len(held) > 7:
+            held.popitem(last=False)
+        paging.take(name)
+        paging.give_back(name)
+        assert paging.statistics.bytes_in_memory <= 2800
+    assert paging.statistics.hits == hits
+    assert paging.statistics.misses == 2000 - hits
+    assert paging.statistics.bytes_read == 400 * (2000 - hits)
+
+
+def test_a_variant_in_use_stays_and_what_has_no_room_says_so():
+    paging = memory({"a": 400, "b": 400, "c": 400, "huge": 4000}, 800)
+    first = paging.take("a")
+    paging.take("b")
+    with pytest.raises(NoRoomError):
+        paging.take("c")
+    assert paging.take("a") is first
+    paging.give_back("a")
+    paging.give_back("b")
+    paging.take("c")  # in the place of b, though a was asked for earlier: a is in use
+    assert paging.take("a", again=True) is first
+    assert (paging.statistics.hits, paging.statistics.misses) == (1, 3)
+    with pytest.raises(ServingError, match="huge"):
+        paging.take("huge")
+    with pytest.raises(UnknownVariantError):
+        paging.take("../a")
+
+
+def test_requests_beyond_the_memory_wait_for_it(run):
+    with serving(run) as scheduler:
+        ask_classes(scheduler, "global", ("x",)).last()
+        one = scheduler.statistics().bytes_in_memory
+    with serving(run, memory_bytes=one) as scheduler:
+        asked = [ask_classes(scheduler, name, ("x", "y")) for name in NAMES * 5]
+        assert all(len(found.last().probabilities) == 2 for found in asked)
+        statistics = scheduler.statistics()
+    assert statistics.bytes_in_memory == one
+    assert statistics.hits + statistics.misses == 15
+    with serving(run, memory_bytes=one - 1) as scheduler:
+        failed = ask_classes(scheduler, "global", ("x",)).last()
+        assert "needs" in str(failed.error)

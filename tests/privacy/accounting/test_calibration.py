@@ -1,0 +1,147 @@
+"""Calibration finds the least noise that meets a target, and the most rounds that a budget allows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from fedpriv.privacy.accounting._gaussian import MAX_NOISE
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.calibration import (
+    _smallest,
+    calibrate,
+    calibrate_all,
+    noise_multiplier_for,
+    rounds_within,
+)
+from fedpriv.privacy.accounting.events import SubsampledGaussian, SubsampledLmo
+from fedpriv.privacy.accounting.lmo_parameters import LmoParameters, UniformPart
+
+DELTA = 1e-5
+
+
+def cost(z, q, steps, accountant):
+    event = SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=steps)
+    return epsilon_of([event], DELTA, accountant).epsilon
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize(
+    ("epsilon", "q", "steps"),
+    [(2.0, 0.16, 30), pytest.param(8.0, 0.01, 1000, marks=pytest.mark.slow), (0.3, 0.05, 20), (3.0, 1.0, 5)],
+)
+def test_target_is_met_and_slightly_less_noise_misses_it(accountant, epsilon, q, steps):
+    z = noise_multiplier_for(epsilon, DELTA, sampling_probability=q, steps=steps, accountant=accountant)
+    assert cost(z, q, steps, accountant) <= epsilon < cost(z * 0.998, q, steps, accountant)
+
+
+def test_epsilon_to_noise_multiplier_and_back_is_the_identity():
+    start = cost(1.88, 0.16, 30, "rdp")
+    z = noise_multiplier_for(start, DELTA, sampling_probability=0.16, steps=30, accountant="rdp")
+    assert z == pytest.approx(1.88, rel=2e-4)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_releases_whose_noise_is_given_count_towards_the_target(accountant):
+    fixed = [SubsampledGaussian(noise_multiplier=4.0, sampling_probability=1.0, count=1)]
+
+    def schedule(z):
+        return [SubsampledGaussian(noise_multiplier=z, sampling_probability=0.16, count=30)]
+
+    z = calibrate(schedule, 2.0, DELTA, accountant, fixed=fixed)
+    assert z == calibrate_all([(schedule, DELTA)], 2.0, accountant, fixed=fixed)
+    assert z > calibrate(schedule, 2.0, DELTA, accountant)
+    costs = [epsilon_of([*schedule(noise), *fixed], DELTA, accountant).epsilon for noise in (z, 0.998 * z)]
+    assert costs[0] <= 2.0 < costs[1]
+
+
+def test_half_the_scale_needs_twice_the_noise_multiplier():
+    options = {"sampling_probability": 0.1, "steps": 20, "accountant": "rdp"}
+    plain, half = (noise_multiplier_for(1.0, DELTA, scale=scale, **options) for scale in (1.0, 0.5))
+    assert half == pytest.approx(2 * plain, rel=2e-4)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("per_round", [1, 3])
+def test_one_more_round_would_exceed_the_budget(accountant, per_round):
+    rounds = rounds_within(
+        3.0,
+        DELTA,
+        each_round=SubsampledGaussian(noise_multiplier=1.2, sampling_probability=0.1, count=per_round),
+        accountant=accountant,
+    )
+    assert rounds >= 1
+    assert cost(1.2, 0.1, rounds * per_round, accountant) <= 3.0 < cost(1.2, 0.1, (rounds + 1) * per_round, accountant)
+
+
+def test_a_budget_below_the_cost_of_one_round_allows_none():
+    each_round = SubsampledGaussian(noise_multiplier=0.5, sampling_probability=0.5)
+    assert rounds_within(0.01, DELTA, each_round=each_round) == 0
+    assert rounds_within(0.01, DELTA, each_round=each_round, at_most=0) == 0
+    assert rounds_within(0.01, DELTA, each_round=each_round, at_most=1) == 0
+
+
+def test_earlier_releases_leave_fewer_rounds_and_the_count_stops_at_the_given_maximum():
+    each_round = SubsampledGaussian(noise_multiplier=1.2, sampling_probability=0.1)
+    alone = rounds_within(2.0, DELTA, each_round=each_round)
+    before = [replace(each_round, count=alone - 3)]
+    assert rounds_within(2.0, DELTA, each_round=each_round, spent_before=before) == 3
+    assert rounds_within(2.0, DELTA, each_round=each_round, spent_before=before, at_most=2) == 2
+    assert rounds_within(2.0, DELTA, each_round=each_round, spent_before=before, at_most=9) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"epsilon": 0.0}, {"epsilon": float("inf")}, {"delta": 0.0}, {"sampling_probability": 0.0}, {"scale": 0.0}],
+)
+def test_impossible_targets_are_refused_by_name(change):
+    arguments = {"epsilon": 1.0, "delta": DELTA, "sampling_probability": 0.1, "steps": 10, "scale": 1.0, **change}
+    with pytest.raises(ValueError, match=next(iter(change))):
+        noise_multiplier_for(arguments.pop("epsilon"), arguments.pop("delta"), **arguments)
+
+
+def test_one_noise_multiplier_keeps_every_client_within_the_target():
+    clients = [(0.05, 1e-5), (0.16, 1e-5), (0.15, 1e-9)]
+
+    def schedule(q):
+        return lambda z: [SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=30)]
+
+    z = calibrate_all([(schedule(q), delta) for q, delta in clients], 2.0, accountant="rdp")
+    costs = [
+        epsilon_of([SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=30)], delta, "rdp").epsilon
+        for q, delta in clients
+    ]
+    assert max(costs) <= 2.0 < max(costs) * 1.01
+    assert costs.index(max(costs)) == 2, "here the smaller delta needs more noise than the larger sampling probability"
+    with pytest.raises(ValueError, match="at least one"):
+        calibrate_all([], 2.0)
+
+
+def test_noise_without_a_privacy_loss_distribution_is_calibrated_by_rdp():
+    noise = LmoParameters(combination="mixture", uniform=UniformPart(weight=1.0, low=0.1, high=0.5))
+
+    def schedule(z):
+        scaled = noise.scaled(1 / z)
+        return [SubsampledLmo(parameters=scaled, sensitivity=1.0, dimension=500, sampling_probability=0.1, count=20)]
+
+    z = calibrate(schedule, 2.0, DELTA)
+    assert epsilon_of(schedule(z), DELTA).epsilon <= 2.0 < epsilon_of(schedule(z * 0.998), DELTA).epsilon
+
+
+@pytest.mark.parametrize("threshold", [1e-5, 0.7, 1.0, 3.1, 5e3, 9.9e5, MAX_NOISE])
+@pytest.mark.parametrize(
+    "cost", [lambda low: 1.0, lambda low: math.inf, lambda low: low], ids=["step", "pole", "slope"]
+)
+def test_the_smallest_noise_is_found_whatever_the_cost_looks_like(threshold, cost):
+    def excess(z):
+        return -1.0 if z >= threshold else cost(threshold / z - 1)
+
+    found = _smallest(excess, start=1.0, tolerance=1e-4)
+    assert threshold <= found <= threshold * (1 + 1e-4)
+
+
+def test_a_cost_that_no_noise_meets_is_refused():
+    with pytest.raises(ValueError, match="no noise multiplier up to 1e"):
+        _smallest(lambda z: 1.0, start=1.0, tolerance=1e-4)

@@ -1,0 +1,373 @@
+"""Risk: trade-off functions against closed forms, integration and simulated attackers; filters; targets."""
+
+from __future__ import annotations
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from scipy import special, stats
+
+from fedpriv import texts
+from fedpriv.errors import InputError
+from fedpriv.privacy.accounting import risk, trade_off
+from fedpriv.privacy.accounting.accountants import ORDERS, epsilon_of
+from fedpriv.privacy.accounting.calibration import calibrate_to_risk, noise_multiplier_for
+from fedpriv.privacy.accounting.events import EpsilonDelta, Event, PureEpsilon, SubsampledGaussian
+from fedpriv.privacy.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter
+from fedpriv.privacy.accounting.lmo_parameters import GammaPart, LmoParameters
+from fedpriv.privacy.accounting.risk import Risk, RiskTarget, risk_of, risks_of
+
+RATES = np.array(risk.FALSE_POSITIVE_RATES)
+
+
+def sampled(z: float, q: float = 1.0, steps: int = 1) -> SubsampledGaussian:
+    return SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=steps)
+
+
+def losses(event: SubsampledGaussian, x: np.ndarray) -> np.ndarray:
+    """log P/Q at x, in units of the sensitivity."""
+    q, z = event.sampling_probability, event.noise_multiplier
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.logaddexp(np.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z * z)))
+
+
+def hull(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """The upper concave hull of points from (0, 0) to (1, 1)."""
+    kept: list[tuple[float, float]] = []
+    for point in sorted({(0.0, 0.0), (1.0, 1.0), *zip(x.tolist(), y.tolist(), strict=True)}):
+        while len(kept) > 1 and (kept[-1][1] - kept[-2][1]) * (point[0] - kept[-2][0]) <= (point[1] - kept[-2][1]) * (
+            kept[-1][0] - kept[-2][0]
+        ):
+            kept.pop()
+        kept.append(point)
+    return np.interp(at, *zip(*kept, strict=True))
+
+
+def integrated(events: list[SubsampledGaussian], at: np.ndarray) -> np.ndarray:
+    """The true share found, of both questions, by convolving the densities of the losses on a fine grid."""
+    spread = math.sqrt(sum(e.count * e.sampling_probability**2 * math.expm1(1 / e.noise_multiplier**2) for e in events))
+    step, size = min(spread, 1.0) / 2000, 2**19
+    under = {}
+    for world in ("out", "in"):
+        total = np.ones(size // 2 + 1, dtype=complex)
+        for event in events:
+            q, z = event.sampling_probability, event.noise_multiplier
+            edges = (np.arange(-size // 2, size // 2 + 1) - 0.5) * step
+            with np.errstate(divide="ignore", invalid="ignore"):
+                x = 0.5 + z * z * (np.log(np.expm1(edges) + q) - math.log(q))
+            x = np.where(np.exp(np.minimum(edges, 1.0)) <= 1 - q, -np.inf, x)
+            below = special.ndtr(x / z)
+            if world == "in":
+                below = (1 - q) * below + q * special.ndtr((x - 1) / z)
+            mass = np.fft.ifftshift(np.diff(below))
+            total *= np.fft.rfft(mass) ** event.count
+        under[world] = np.clip(np.fft.fftshift(np.fft.irfft(total, size)), 0.0, None)
+    accused = {world: np.cumsum(mass[::-1])[::20] for world, mass in under.items()}
+    x, y = accused["out"], accused["in"]
+    return hull(np.concatenate([x, 1 - y]), np.concatenate([y, 1 - x]), at)
+
+
+def random_schedule(rng: np.random.Generator, *, with_sampling: bool) -> list[SubsampledGaussian]:
+    """One or two kinds of steps that together cost an epsilon of some 0.3 to 10."""
+    events = []
+    for _ in range(rng.integers(1, 3)):
+        steps, spend = int(np.exp(rng.uniform(0, math.log(150)))), np.exp(rng.uniform(-1.6, 0.7))
+        q = float(np.exp(rng.uniform(math.log(0.02), math.log(0.6)))) if with_sampling else 1.0
+        z = q * math.sqrt(steps) / spend
+        events.append(sampled(max(float(z), 0.6 if with_sampling else 0.0), q, steps))
+    return events
+
+
+def found_by(events: list[Event]) -> np.ndarray:
+    return np.array(risk_of(events, 1e-5).found)
+
+
+def simulated(events: list[SubsampledGaussian], rng: np.random.Generator, trials: int) -> np.ndarray:
+    """The share that the best attacker finds in a simulation, for either question, of each rate: [questions, rates]."""
+    scores = {}
+    for world in ("out", "in"):
+        total = np.zeros(trials)
+        for event in events:
+            for _ in range(event.count):
+                is_drawn = rng.random(trials) < event.sampling_probability if world == "in" else np.zeros(trials, bool)
+                total += losses(event, event.noise_multiplier * rng.standard_normal(trials) + is_drawn)
+        scores[world] = np.sort(total)
+    joined = 1 - np.searchsorted(scores["in"], np.quantile(scores["out"], 1 - RATES), side="right") / trials
+    left = np.searchsorted(scores["out"], np.quantile(scores["in"], RATES), side="left") / trials
+    return np.stack([joined, left])
+
+
+def check(events: list[SubsampledGaussian], truth: np.ndarray, *, rounding: float = 0.0) -> float:
+    """The printed share over the true one, at the worst rate; never below."""
+    ratio = found_by(list(events)) / truth
+    assert ratio.min() >= 1 - rounding, (events, ratio)
+    assert ratio.max() <= 1.02, (events, ratio)
+    return float(ratio.max())
+
+
+@pytest.mark.parametrize(("epsilon", "mu", "found"), [(2, 0.50, 0.034), (4, 0.93, 0.081), (8, 1.67, 0.255)])
+def test_reference_values_of_gaussian_noise(epsilon, mu, found):
+    z = noise_multiplier_for(epsilon, 1e-5, sampling_probability=1.0, steps=25)
+    told = risk_of([sampled(z, steps=25)], 1e-5)
+    assert told.mu == pytest.approx(5 / z)
+    assert told.mu == pytest.approx(mu, abs=0.006)
+    assert told.tpr_at_fpr["0.01"] == pytest.approx(found, abs=6e-4)
+    assert told.mu_regret == 0
+    alone = 1 - trade_off.profile(np.array([float(epsilon)]), np.array([1e-5]))(np.array([0.01]))[0]
+    assert alone > 2 * found
+
+
+def test_mu_and_regret_are_those_of_other_code():
+    # gdpnum 0.1.0's README: noise multiplier 9.4, sample rate 0.328, 2000 steps.
+    told = risk_of([sampled(9.4, 0.328, 2000)], 1e-10)
+    assert told.mu == pytest.approx(1.5685621993, rel=2e-3)
+    assert told.mu_regret == pytest.approx(0.00102, rel=0.2)
+
+
+def test_one_sampled_release_has_its_closed_form():
+    q, z = 0.2, 0.8
+    joined = (1 - q) * RATES + q * stats.norm.cdf(stats.norm.ppf(RATES) + 1 / z)
+    x = np.linspace(1e-6, 1, 400_000)
+    left = 1 - np.interp(1 - RATES, (1 - q) * x + q * stats.norm.cdf(stats.norm.ppf(x) + 1 / z), x)
+    assert found_by([sampled(z, q)]) == pytest.approx(np.maximum(joined, left), rel=0.01)
+    assert (found_by([sampled(z, q)]) >= np.maximum(joined, left) - 1e-9).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_attacker_finds_no_more_than_is_told(seed):
+    rng = np.random.default_rng(seed)
+    events = random_schedule(rng, with_sampling=bool(seed % 2))
+    if seed % 2:
+        check(events, integrated(events, RATES), rounding=2e-4)
+    else:
+        mu = math.sqrt(sum(event.count / event.noise_multiplier**2 for event in events))
+        check(events, stats.norm.cdf(stats.norm.ppf(RATES) + mu), rounding=1e-9)
+
+
+@pytest.mark.slow
+def test_an_attacker_finds_no_more_than_is_told_in_200_schedules():
+    rng, worst = np.random.default_rng(7), {"unsampled": 0.0, "sampled": 0.0}
+    for _ in range(100):
+        events = random_schedule(rng, with_sampling=False)
+        mu = math.sqrt(sum(event.count / event.noise_multiplier**2 for event in events))
+        truth = stats.norm.cdf(stats.norm.ppf(RATES) + mu)
+        worst["unsampled"] = max(worst["unsampled"], check(events, truth, rounding=1e-9))
+        events = random_schedule(rng, with_sampling=True)
+        worst["sampled"] = max(worst["sampled"], check(events, integrated(events, RATES), rounding=2e-4))
+        trials = 100_000
+        told = found_by(list(events))
+        error = np.sqrt(told / trials + (told / RATES) ** 2 * RATES / trials)
+        assert (simulated(events, rng, trials) <= told + 5 * error).all(), events
+    print(worst)
+
+
+def test_both_questions_count():
+    """With rare records, "removed?" is told from "added?" by its curve; the printed one is above both."""
+    found = simulated([sampled(0.7, 0.1, 3)], np.random.default_rng(3), 400_000)
+    assert abs(found[0] - found[1]).max() > 0.01
+    assert (found_by([sampled(0.7, 0.1, 3)]) >= found - 0.003).all()
+
+
+def test_advantage_is_delta_at_epsilon_zero():
+    events = [sampled(1.1, 0.1, 40)]
+    accountant = dp_accounting.pld.PLDAccountant()
+    event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.1))
+    accountant.compose(dp_accounting.SelfComposedDpEvent(event, 40))
+    assert risk_of(events, 1e-5).advantage == pytest.approx(accountant.get_delta(0.0), rel=0.01)
+    assert risk_of(events, 1e-5).advantage >= accountant.get_delta(0.0) * 0.999
+    assert risk_of([sampled(2.0)], 1e-5).advantage == pytest.approx(2 * stats.norm.cdf(0.25) - 1)
+
+
+@pytest.mark.parametrize("events", [[sampled(0.9, 0.1, 60)], [sampled(1.0)], [PureEpsilon(epsilon=1.0)]])
+def test_a_curve_is_symmetric_convex_and_falls(events):
+    f = risk_of(events, 1e-5).trade_off
+    x = np.linspace(0.0, 1.0, 201)
+    assert f(f(x))[1:] == pytest.approx(x[1:], abs=1e-3)
+    assert (np.diff(f(x)) <= 1e-12).all()
+    assert (np.diff(f(x), 2) >= -1e-9).all()
+    assert (f(x) <= 1 - x + 1e-12).all()
+
+
+def test_epsilon_of_mu_is_never_below_the_accountants():
+    events = [sampled(1.0, 0.01, 1000)]
+    told = risk_of(events, 1e-5)
+    assert trade_off.gaussian_epsilon(told.mu, 1e-5) == pytest.approx(epsilon_of(events, 1e-5).epsilon, rel=0.15)
+    z = special.ndtri(np.geomspace(1e-4, 0.99, 50))
+    assert (told.curve(special.ndtr(z)) <= special.ndtr(z + told.mu) + 1e-5).all()
+
+
+def test_stated_costs_have_their_own_lines():
+    found = risk_of([PureEpsilon(epsilon=1.0)], 1e-5).found
+    assert found == pytest.approx(np.minimum(math.e * RATES, 1), rel=1e-3)
+    leaky = risk_of([EpsilonDelta(epsilon=1.0, delta=0.01)], 1e-5)
+    assert leaky.found[1] == pytest.approx(0.01 + math.e * 0.01, rel=1e-2)
+    assert leaky.mu == math.inf
+
+
+@pytest.mark.parametrize(
+    "events", [[sampled(0.0)], [sampled(1.0), sampled(0.0, 0.1)], [EpsilonDelta(epsilon=1, delta=1)]]
+)
+def test_without_a_guarantee_everybody_may_be_found(events):
+    told = risk_of(events, 1e-5)
+    assert (told.mu, told.advantage, set(told.found)) == (math.inf, 1.0, {1.0})
+    (words,) = texts.risk_in_words(told.values, 1e-5)
+    assert words.startswith("Nothing bounds what an attacker finds")
+
+
+def test_nothing_released_reveals_nothing():
+    told = risk_of([], 1e-5)
+    assert (told.mu, told.advantage) == (0.0, pytest.approx(0.0, abs=1e-9))
+    assert told.found == pytest.approx(RATES)
+
+
+@pytest.mark.parametrize("event", [sampled(1.0), PureEpsilon(epsilon=1.0)])
+def test_units_do_not_mix(event):
+    with pytest.raises(ValueError, match="units"):
+        risk_of([event, SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0, unit="client")], 1e-5)
+
+
+# --- Renyi divergences, and filters ---
+
+
+def test_the_renyi_bound_of_an_order_is_met_by_two_coins():
+    x, y, order = 0.02, 0.3, 5.0
+    divergence = max(
+        math.log(p**order * q ** (1 - order) + (1 - p) ** order * (1 - q) ** (1 - order)) / (order - 1)
+        for p, q in ((x, y), (y, x))
+    )
+    found = 1 - trade_off.renyi(np.array([order]), np.array([divergence]))(np.array([x]))[0]
+    assert found == pytest.approx(y, rel=1e-9)
+
+
+def test_the_renyi_bound_is_above_the_true_curve():
+    curve = sampled(1.3, 0.1, 30).rdp(ORDERS)
+    by_renyi = 1 - trade_off.renyi(ORDERS, curve)(RATES)
+    exact = found_by([sampled(1.3, 0.1, 30)])
+    assert (by_renyi > exact).all()
+    assert (by_renyi < 2 * exact).all()
+
+
+def test_noise_without_a_loss_distribution_has_the_renyi_bound():
+    from fedpriv.privacy.accounting.events import SubsampledLmo
+
+    parameters = LmoParameters(combination="mixture", gamma=GammaPart(weight=1.0, shape=4.0, scale=0.5))
+    event = SubsampledLmo(parameters=parameters, sensitivity=1.0, dimension=100, sampling_probability=1.0)
+    expected = 1 - trade_off.renyi(ORDERS, event.rdp(ORDERS))(RATES)
+    assert found_by([event]) == pytest.approx(expected)
+
+
+def test_a_filter_tells_what_it_lets_pass_and_not_what_was_spent():
+    rule, budget = RenyiFilter.derived(4.0, 1e-5), {"epsilon": 4.0, "delta": 1e-5}
+    little = [sampled(5.0, 0.1, 3)]
+    told = rule.risk(little, **budget)
+    assert told.found == rule.risk([], **budget).found
+    assert told.found[1] > 10 * found_by(little)[1]
+    expected = 1 - trade_off.renyi(np.array([float(rule.order)]), np.array([rule.limit(4.0, 1e-5)]))(RATES)
+    assert told.found == pytest.approx(expected)
+    so_far = rule.risk(little, epsilon=None, delta=1e-5)
+    assert found_by(little)[1] < so_far.found[1] < told.found[1]
+
+
+def test_a_filter_does_not_tell_less_than_was_released_before_it():
+    rule = GaussianFilter()
+    spent = [sampled(0.5)]
+    assert rule.risk(spent, epsilon=1.0, delta=1e-5).mu == pytest.approx(2.0, rel=1e-3)
+    assert rule.risk([PureEpsilon(epsilon=1.0)], epsilon=1.0, delta=1e-5).found == (1.0, 1.0, 1.0)
+
+
+def test_a_gaussian_filter_meets_the_reference():
+    assert GaussianFilter().risk([], epsilon=4.0, delta=1e-5).found[1] == pytest.approx(0.0805, abs=1e-3)
+
+
+def test_a_plan_tells_of_all_its_slots():
+    plan = CommittedPlan.of([sampled(1.0, 0.05, 40)], 1e-5)
+    told = CommittedPlans(plans=(plan,)).risk([sampled(1.0, 0.05)], epsilon=None, delta=1e-5)
+    assert told.found == pytest.approx(found_by([sampled(1.0, 0.05, 40)]))
+
+
+# --- many histories ---
+
+
+@pytest.fixture(params=[8, pytest.param(64, marks=pytest.mark.slow)])
+def most_shared(request, monkeypatch) -> int:
+    """How many histories are priced at most; every day an eighth of a run's numbers."""
+    assert (risk._FEW_HISTORIES, risk._MOST_SHARED, risk._NUM_NODES) == (32, 64, 16)
+    monkeypatch.setattr(risk, "_FEW_HISTORIES", request.param // 2)
+    monkeypatch.setattr(risk, "_MOST_SHARED", request.param)
+    monkeypatch.setattr(risk, "_NUM_NODES", request.param // 4)
+    return request.param
+
+
+def test_few_histories_have_their_own_risk():
+    histories = {size: ([sampled(1.0, 30 / size, 20)], 1e-5) for size in (100, 200, 400)}
+    assert {size: told.found for size, told in risks_of(histories).items()} == {
+        size: tuple(found_by(list(events))) for size, (events, _) in histories.items()
+    }
+
+
+def test_many_histories_cost_a_few_and_none_is_told_less(most_shared):
+    sizes = {8: range(120, 170), 64: range(120, 3000, 11)}[most_shared]
+    histories = {size: ([sampled(1.2, 60 / size, 20), sampled(8.0)], 1e-5) for size in sizes}
+    told = risks_of(histories)
+    assert len(set(told.values())) <= most_shared
+    for size in (120, sizes[len(sizes) // 6], sizes[-1]):
+        own = found_by(list(histories[size][0]))
+        assert (np.array(told[size].found) >= own * (1 - 1e-9)).all()
+        assert told[size].found[1] < 1.1 * own[1]
+    assert told[120].found == tuple(found_by(list(histories[120][0])))
+    assert Risk.worst(told.values()).found == told[120].found
+
+
+@pytest.mark.parametrize("kinds", ["one", "many"])
+def test_histories_of_different_noise_share_bounds(kinds, most_shared):
+    """Of one kind, less noise; of histories with one release, two and so on of different noise, Renyi curves."""
+    rng = np.random.default_rng(2)
+    histories = {
+        who: ([sampled(float(z), 0.05, 4) for z in rng.uniform(0.8, 2.0, 2 if kinds == "one" else 1 + who)], 1e-5)
+        for who in range(most_shared + 2)
+    } | {"bare": ([sampled(0.0)], 1e-5)}
+    told = risks_of(histories)
+    assert told["bare"].found == (1.0, 1.0, 1.0)
+    for who in (0, 5 * most_shared // 8 + 1):
+        own = found_by(list(histories[who][0]))
+        assert (np.array(told[who].found) >= own).all()
+        if kinds == "one":
+            assert told[who].found[1] < 1.5 * own[1]
+    assert len(set(told.values())) <= (most_shared if kinds == "one" else most_shared // 4 + 1)
+
+
+# --- targets and words ---
+
+
+def test_the_noise_for_a_target_meets_it_and_hardly_more():
+    def schedule(z: float) -> list[SubsampledGaussian]:
+        return [sampled(z, 0.2, 10)]
+
+    target = RiskTarget.parse("tpr=0.1@fpr=0.01")
+    z = calibrate_to_risk([(schedule, 1e-5)], target)
+    assert 0.098 < risk_of(schedule(z), 1e-5).tpr_at_fpr["0.01"] <= 0.1
+    of_all = calibrate_to_risk([(lambda z: [sampled(z, steps=4)], 1e-5)], RiskTarget(mu=0.5))
+    assert of_all == pytest.approx(4.0, rel=1e-3)
+    assert of_all >= 4.0
+
+
+@pytest.mark.parametrize("text", ["0.1", "tpr=0.1", "tpr=0.1@fpr=0.2", "tpr=1@fpr=0.01", "mu=0", "mu=x", "mu=inf", ""])
+def test_a_target_that_says_nothing_is_refused(text):
+    with pytest.raises(InputError, match="target_risk"):
+        RiskTarget.parse(text)
+
+
+def test_a_target_reads_what_it_writes():
+    for text in ("tpr=0.1@fpr=0.01", "mu=0.9"):
+        assert str(RiskTarget.parse(text)) == text
+
+
+@pytest.mark.parametrize(("unit", "words"), [("record", "records"), ("person", "participants"), ("client", "clients")])
+def test_the_sentence_names_the_unit_and_rounds_up(unit, words):
+    told = risk_of([SubsampledGaussian(noise_multiplier=2.0, sampling_probability=1.0, unit=unit)], 1e-5)
+    found, of_delta = texts.risk_in_words(told.values, 1e-5)
+    assert found.endswith(f"identifies at most 3.4 % of the {words}.")
+    assert of_delta.startswith("Delta, 1e-5, ")
+    assert texts.percent_up(0.03401) == "3.5 %"

@@ -1,0 +1,287 @@
+"""A person at several holders costs what the mixture of Gaussians costs, and is never charged less."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate
+from scipy.stats import norm
+
+from fedpriv.privacy.accounting import risk
+from fedpriv.privacy.accounting.accountants import ORDERS, delta_of, epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian, SummedGaussian, from_json, group, to_json
+from fedpriv.privacy.accounting.filters import RenyiFilter
+from fedpriv.privacy.accounting.many_clients import costliest, epsilons
+from fedpriv.privacy.accounting.risk import risk_of, risks_of
+from fedpriv.privacy.accounting.several_holders import MAX_HOLDERS, worst_other_holders
+from fedpriv.privacy.accounting.views import Release, aggregate_scale
+from fedpriv.privacy.ledger.accounts import Accounts
+from fedpriv.privacy.ledger.entries import Charge, Key
+from fedpriv.privacy.ledger.evidence import Exhibit, write_evidence
+from fedpriv.privacy.ledger.ledger import Ledger
+from tests.privacy.ledger.test_evidence import verified
+
+DELTA = 1e-5
+
+
+def summed(noise: float, moves: Sequence[float], coins: Sequence[float], count: int = 1) -> SummedGaussian:
+    return SummedGaussian(
+        noise_multiplier=noise, sensitivities=tuple(moves), sampling_probabilities=tuple(coins), count=count
+    )
+
+
+def shares(moves: Sequence[float], coins: Sequence[float]) -> list[tuple[float, float]]:
+    """[(amount, probability)] of each set of holders that draw the person, one by one."""
+    found = []
+    for drawn in itertools.product((False, True), repeat=len(moves)):
+        chance = math.prod(q if is_in else 1 - q for q, is_in in zip(coins, drawn, strict=True))
+        found.append((sum(s for s, is_in in zip(moves, drawn, strict=True) if is_in), chance))
+    return found
+
+
+def density(x: float, moved: float, noise: float) -> float:
+    return math.exp(-(((x - moved) / noise) ** 2) / 2) / (noise * math.sqrt(2 * math.pi))
+
+
+def exact_delta(noise: float, moves: Sequence[float], coins: Sequence[float], epsilon: float) -> float:
+    """The larger hockey-stick divergence of one sum with the person and one without, on a fine grid."""
+    x, step = np.linspace(-9 * noise, sum(moves) + 9 * noise, 400_001, retstep=True)
+    without = norm.pdf(x, 0, noise)
+    with_person = sum(chance * norm.pdf(x, moved, noise) for moved, chance in shares(moves, coins))
+    pairs = (with_person, without), (without, with_person)
+    return max(float(np.maximum(0.0, p - math.exp(epsilon) * q).sum() * step) for p, q in pairs)
+
+
+def test_one_holder_is_a_sample_with_gaussian_noise():
+    one, same = (
+        summed(2.0, [1.0], [0.1], 7),
+        SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, count=7),
+    )
+    assert (one.rdp(ORDERS) == same.rdp(ORDERS)).all()
+    assert (
+        epsilon_of([one], DELTA).epsilon
+        == epsilon_of([SubsampledGaussian(**same.to_fields() | {"unit": "person"})], DELTA).epsilon
+    )
+    assert (one.effective_noise_multiplier, one.sampling_probability) == (2.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("noise", "moves", "coins"),
+    [(1.0, (1.0, 1.0), (0.01, 0.01)), (1.5, (1.0, 2.5), (0.3, 0.05)), (2.0, (1.0, 0.5, 1.0), (0.2, 0.9, 1.0))],
+)
+def test_delta_is_that_of_the_mixture_on_a_grid(noise, moves, coins):
+    for epsilon in (0.1, 0.5, 1.5):
+        exact = exact_delta(noise, moves, coins, epsilon)
+        assert exact - 1e-8 <= delta_of([summed(noise, moves, coins)], epsilon) <= 1.001 * exact + 1e-8
+
+
+def test_delta_of_three_sums_is_that_of_simulated_ones():
+    """By 400,000 draws; accounting with two thirds or with one and a half times the noise fails."""
+    noise, moves, coins, epsilon = 1.5, (1.0, 2.0), (0.3, 0.1), 1.0
+    rng = np.random.default_rng(43)
+    drawn = sum(s * (rng.random((400_000, 3)) < q) for s, q in zip(moves, coins, strict=True))
+    x = drawn + noise * rng.standard_normal((400_000, 3))
+    ratio = sum(chance * norm.pdf(x, moved, noise) for moved, chance in shares(moves, coins)) / norm.pdf(x, 0, noise)
+    excess = np.maximum(0, 1 - np.exp(epsilon) / ratio.prod(axis=1))
+    error = 4 * excess.std() / math.sqrt(len(excess))
+    found = {factor: delta_of([summed(factor * noise, moves, coins, 3)], epsilon) for factor in (1.0, 2 / 3, 3 / 2)}
+    assert abs(found[1.0] - excess.mean()) < error
+    assert abs(found[2 / 3] - excess.mean()) > error
+    assert abs(found[3 / 2] - excess.mean()) > error
+
+
+def test_noise_over_all_moves_with_one_coin_says_too_much_or_too_little():
+    """One coin for two holders: 6.48 where 1.53 is true; and nothing where a draw is rarer than delta."""
+    true = epsilon_of([summed(1.0, (1.0, 1.0), (0.01, 0.01), 100)], DELTA).epsilon
+    wrong = epsilon_of([SubsampledGaussian(noise_multiplier=0.5, sampling_probability=0.01, count=100)], DELTA).epsilon
+    assert (true, wrong) == (pytest.approx(1.53, abs=0.005), pytest.approx(6.48, abs=0.005))
+    rare = SubsampledGaussian(noise_multiplier=0.4, sampling_probability=0.9e-5)
+    assert epsilon_of([rare], DELTA).epsilon == 0
+    assert delta_of([summed(0.4, (1.0, 1.0), (0.9e-5, 0.9e-5))], 0.0) > 1.3 * DELTA
+
+
+def test_renyi_divergence_is_a_bound():
+    noise, moves, coins = 2.0, (1.0, 1.5), (0.2, 0.1)
+    sets = shares(moves, coins)
+
+    def moment(order: float, p, q) -> float:
+        return integrate.quad(lambda x: (p(x) / q(x)) ** order * q(x), -25, 40, limit=400)[0]
+
+    def with_person(x: float) -> float:
+        return sum(chance * density(x, moved, noise) for moved, chance in sets)
+
+    def without(x: float) -> float:
+        return density(x, 0, noise)
+
+    orders = [1.5, 2.0, 4.0, 8.0]
+    bounds = summed(noise, moves, coins).rdp(orders)
+    for order, bound in zip(orders, bounds, strict=True):
+        for pair in ((with_person, without), (without, with_person)):
+            assert math.log(moment(order, *pair)) / (order - 1) <= bound + 1e-9
+    sums = [summed(noise, moves, coins, 20)]
+    assert epsilon_of(sums, DELTA, "rdp").epsilon > epsilon_of(sums, DELTA).epsilon
+    assert RenyiFilter(order=4).cost(sums[0]) == pytest.approx(20 * bounds[2])
+
+
+def test_parts_in_other_directions_cost_no_more():
+    """Two holders may move a sum at right angles: exact hockey-stick divergences in the plane, on a grid."""
+    noise, coins, epsilon = 1.0, (0.3, 0.2), 0.5
+    grid = np.linspace(-8, 9, 700)
+    x, y = np.meshgrid(grid, grid)
+    cell = (grid[1] - grid[0]) ** 2
+
+    def around(at: tuple[float, float]) -> np.ndarray:
+        return norm.pdf(x, at[0], noise) * norm.pdf(y, at[1], noise)
+
+    places = {(0.0, 0.0): 0.56, (1.0, 0.0): 0.24, (0.0, 1.0): 0.14, (1.0, 1.0): 0.06}
+    p, q = sum(chance * around(at) for at, chance in places.items()), around((0.0, 0.0))
+    exact = max(np.maximum(0, a - math.exp(epsilon) * b).sum() * cell for a, b in ((p, q), (q, p)))
+    assert 0.01 < exact < delta_of([summed(noise, (1.0, 1.0), coins)], epsilon)
+
+
+def test_the_worst_other_holders_are_the_worst_of_all_sets():
+    rng = random.Random(5)
+    for _ in range(6):
+        weights = {client: rng.uniform(0.5, 2) for client in range(4)}
+        coins = {client: rng.uniform(0.02, 0.3) for client in range(4)}
+        scale = aggregate_scale(weights, 0)
+
+        def cost(others: Sequence[tuple[float, float]], q: float = coins[0], scale: float = scale) -> float:
+            event = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=q, count=5, unit="person")
+            release = Release(event=event, rho_bar=0.5, aggregate_scale=scale, other_holders=tuple(others))
+            return epsilon_of([release.seen_by("aggregate")], DELTA).epsilon
+
+        worst = cost(worst_other_holders(weights, coins, 0, 3))
+        sets = itertools.combinations((1, 2, 3), 2)
+        assert all(cost([(weights[j] / weights[0], coins[j]) for j in others]) <= worst + 1e-9 for others in sets)
+    assert worst_other_holders(weights, coins, 0, 1) == ()
+    assert len(worst_other_holders(weights, coins, 0, 8)) == 3
+
+
+def test_events_convert_to_json_and_wrong_ones_are_refused():
+    event = summed(2.0, (1.0, 0.5), (0.1, 0.2), 3)
+    assert from_json(to_json(event)) == event
+    assert hash(event.with_noise(2.0)) != hash(event)
+    assert event.with_noise(2.0).with_count(1) == summed(4.0, (1.0, 0.5), (0.1, 0.2))
+    wrong = [
+        ((), (), "must be those of 1"),
+        ((1.0,) * (MAX_HOLDERS + 1), (0.1,) * (MAX_HOLDERS + 1), "must be those of 1"),
+        ((1.0, 0.0), (0.1, 0.1), "must be > 0"),
+        ((1.0, 1.0), (0.1,), "one for each"),
+        ((1.0, math.inf), (0.1, 0.1), "sensitivity = inf"),
+        ((1.0, 1.0), (0.1, 1.5), "sampling_probability = 1.5"),
+    ]
+    for moves, coins, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            summed(1.0, moves, coins)
+
+
+def test_without_noise_the_cost_is_infinite_and_without_a_coin_nothing():
+    assert epsilon_of([summed(0.0, (1.0, 1.0), (0.1, 0.1))], DELTA).epsilon == math.inf
+    assert epsilon_of([summed(1.0, (1.0, 1.0), (0.0, 0.0))], DELTA).epsilon == 0
+    everywhere = epsilon_of([summed(4.0, (1.0, 1.0), (1.0, 1.0))], DELTA).epsilon
+    plain = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=1.0)
+    assert everywhere == epsilon_of([plain], DELTA).epsilon
+
+
+def test_a_ledger_keeps_other_holders_and_the_verifier_computes_the_mixture(tmp_path):
+    event = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, unit="person")
+    others = ((1.0, 0.1), (1.5, 0.2))
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        data_set = ledger.register("0", 100, DELTA)
+        for round_ in range(4):
+            release = Release(event=event, rho_bar=0.6, aggregate_scale=2.0, num_readers=1, other_holders=others)
+            key = Key(run="run", client="0", round=round_, request="x")
+            ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
+        assert ledger.releases_in_order(data_set.id) == [release] * 4
+    write_evidence(tmp_path / "bundle.zip", {"ledger": Exhibit(ledger=tmp_path / "ledger.sqlite")})
+    code, lines = verified(tmp_path / "bundle.zip")
+    assert code == 0, lines
+    expected = epsilon_of([summed(4.0, (1.0, 1.0, 1.5), (0.1, 0.1, 0.2), 4)], DELTA).epsilon
+    stated = next(line for line in lines if "epsilon_aggregate" in line and "by pld" in line)
+    assert float(stated.rpartition(" ")[2]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_noise_of_which_no_mixture_is_known_is_refused():
+    from fedpriv.privacy.accounting.events import PureEpsilon
+
+    with pytest.raises(ValueError, match="PureEpsilon is not known"):
+        Release(event=PureEpsilon(epsilon=1.0), rho_bar=1.0, aggregate_scale=2.0, other_holders=((1.0, 0.1),))
+
+
+def accounts(holders: int, *noises: float, probabilities: Sequence[float] = ()) -> Accounts:
+    made = Accounts(dict.fromkeys(range(len(noises)), 1000), DELTA, holders=holders)
+    for client, (noise, q) in enumerate(zip(noises, probabilities or [0.1] * len(noises), strict=True)):
+        event = SubsampledGaussian(noise_multiplier=noise, sampling_probability=q, count=3, unit="person")
+        made.record(client, Release(event=event, rho_bar=0.5))
+    return made
+
+
+@pytest.mark.parametrize(("view", "holders", "paying"), [("local", 1, "1"), ("local", 2, "13"), ("rho", 3, "123")])
+def test_a_person_pays_for_its_costliest_holders(view, holders, paying):
+    made = accounts(holders, 4.0, 2.0, 3.0, 2.0)
+    events = [made.history(int(client), view)[0] for client in paying]
+    assert made.largest(view).epsilon == epsilon_of(events, DELTA).epsilon
+    assert made.largest_bound(view).epsilon >= epsilon_of(events, DELTA, "rdp").epsilon
+    assert made.largest_risk(view).mu == risk_of(events, DELTA).mu
+
+
+def test_whoever_released_nothing_paid_nothing():
+    made = Accounts({0: 1000, 1: 1000}, DELTA, holders=2)
+    assert (made.largest("local").epsilon, made.largest_bound("local").epsilon) == (0, 0)
+
+
+def test_where_noise_is_the_same_the_largest_probabilities_are_exact_however_many_holders_there_are():
+    probabilities = [0.01 + i / 1000 for i in range(40)]
+    made = accounts(4, *[2.0] * 40, probabilities=probabilities)
+    worst = epsilon_of([made.history(client, "local")[0] for client in range(36, 40)], DELTA)
+    assert made.largest("local") == worst
+
+
+def test_of_many_different_holders_the_bound_is_never_below():
+    made = accounts(2, *[2.0 + i / 10 for i in range(14)])
+    worst = [made.history(client, "local")[0] for client in (0, 1)]
+    bound = made.largest("local")
+    assert bound.upper_bound_only
+    assert epsilon_of(worst, DELTA).epsilon < bound.epsilon < 3 * epsilon_of(worst, DELTA).epsilon
+    assert made.largest_risk("local").advantage > risk_of(worst, DELTA).advantage
+
+
+@pytest.mark.parametrize("few", [4, pytest.param(risk._FEW_HISTORIES, marks=pytest.mark.slow)])
+def test_many_sums_with_coins_of_their_own_are_accounted_at_once(monkeypatch, few):
+    monkeypatch.setattr(risk, "_FEW_HISTORIES", few)
+    sums = {i: [summed(4.0, (1.0, 1.0), (0.01, 0.01 + i / 1000), 1 + i % 7)] for i in range(few + 2)}
+    bounds = epsilons([event for (event,) in sums.values()], [DELTA] * len(sums))
+    risks = risks_of({i: (events, DELTA) for i, events in sums.items()})
+    for i in (0, few + 1):
+        exact = epsilon_of(sums[i], DELTA).epsilon
+        assert exact - 1e-9 <= bounds[i] <= 1.01 * exact
+        assert risk_of(sums[i], DELTA).advantage <= risks[i].advantage + 1e-9
+
+
+gaussians = st.builds(
+    SubsampledGaussian,
+    noise_multiplier=st.sampled_from([1.0, 2.0]),
+    sampling_probability=st.sampled_from([0.0, 0.1, 0.2, 1.0]),
+    count=st.integers(1, 3),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.lists(gaussians, max_size=2).map(group), min_size=1, max_size=7), st.integers(1, 3))
+def test_what_is_left_out_never_costs_more_than_what_is_kept(histories, number):
+    number, orders = min(number, len(histories)), range(2, 20)
+
+    def worst(known):
+        curves = [sum((event.rdp(orders) for event in each), np.zeros(len(orders))) for each in known]
+        return np.max([sum(several) for several in itertools.combinations(curves, number)], axis=0)
+
+    kept = costliest(dict(enumerate(histories)), number)
+    np.testing.assert_allclose(worst([histories[client] for client in kept]), worst(histories), rtol=1e-12)

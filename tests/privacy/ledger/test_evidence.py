@@ -1,0 +1,450 @@
+"""A bundle of evidence is confirmed by a program that knows nothing of fedpriv, and a change of it is named."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import json
+import logging
+import random
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from scipy.stats import norm
+
+from fedpriv.config import parse
+from fedpriv.privacy.accounting import filters
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian, to_json
+from fedpriv.privacy.accounting.filters import CommittedPlan, GaussianFilter, RenyiFilter
+from fedpriv.privacy.accounting.lmo_event import SubsampledLmo
+from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
+from fedpriv.privacy.accounting.risk import Risk, risk_of
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger import evidence, verify_evidence
+from fedpriv.privacy.ledger.entries import Charge, Key
+from fedpriv.privacy.ledger.evidence import Exhibit, write_evidence
+from fedpriv.privacy.ledger.ledger import Ledger
+from server.observer import LogObserver
+from simulations.api import sweep_all
+from simulations.engines import federation
+from tests.cli.command_line import as_json
+from tests.marks import slow
+from tests.privacy.ledger.test_recovery import Node
+
+Files = dict[str, bytes]
+
+
+def verified(bundle: Path, *more: str) -> tuple[int, list[str]]:
+    """The verifier's exit code and its lines."""
+    before, sys.argv = sys.argv, ["verify_evidence.py", str(bundle), *more]
+    try:
+        with redirect_stdout(io.StringIO()) as output:
+            code = verify_evidence.main()
+    finally:
+        sys.argv = before
+        logging.disable(logging.NOTSET)  # the program ends with its process, this one goes on
+    return code, output.getvalue().splitlines()
+
+
+def failures(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("NOT CONFIRMED")]
+
+
+def unpacked(bundle: Path) -> Files:
+    with zipfile.ZipFile(bundle) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def packed(files: Files, path: Path, *, forged: bool) -> Path:
+    """A bundle of these files; a forger writes the manifest again."""
+    if forged:
+        digests = {n: hashlib.sha256(content).hexdigest() for n, content in files.items() if n != "manifest.json"}
+        files = files | {"manifest.json": json.dumps({"format": 1, "files": digests}).encode()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory) -> Path:
+    """The bundle of a node that signs, has limits, and keeps a budget by a filter."""
+    folder = tmp_path_factory.mktemp("evidence")
+    made = Node(folder / "node")
+    assert made.newest.counter == 0  # the receipt that a node shows as it registers, which its log keeps
+    made.charge(1, 2, 3)
+    policy = folder / "node" / "policy.toml"
+    policy.write_text("max_rounds = 3\n")
+    source = Exhibit(ledger=made.path, receipts=(made.receipts,), policy=policy, budget=(100.0, "local"))
+    write_evidence(folder / "bundle.zip", {"node": source})
+    return folder / "bundle.zip"
+
+
+@pytest.fixture(scope="module")
+def runs(small_run, tmp_path_factory) -> Path:
+    """A folder with a run of single uploads and one of sums."""
+    folder = tmp_path_factory.mktemp("runs")
+    sums = {"secure_aggregation": True, "local_steps": 1, "optimizer": "sgd", "learning_rate": 0.1, "min_clients": 3}
+    for name, more in {"single": {"budget_epsilon": [50.0]}, "summed": sums}.items():
+        values = {**small_run, "noise_multiplier": 4.0, **more, "out": str(folder / name)}
+        federation.run(parse(values), LogObserver())
+    return folder
+
+
+@pytest.mark.parametrize("name", [pytest.param("single", marks=pytest.mark.slow), "summed"])
+def test_the_evidence_of_a_run_is_confirmed(runs, name, tmp_path):
+    values = as_json("evidence", runs / name, "--out", tmp_path / "bundle.zip")
+    code, lines = verified(tmp_path / "bundle.zip", "--head", values["heads"]["run"])
+    assert (code, failures(lines)) == (0, [])
+    views = {"local", "rho"} | ({"aggregate"} if name == "summed" else set())
+    for client in range(3):
+        said = [line for line in lines if f"client {client} in the run's summary: epsilon" in line]
+        assert {re.findall(r"epsilon_(\w+) at", line)[0] for line in said} >= views
+    assert any("the local budget of 50 is kept" in line for line in lines) == (name == "single")
+    assert any(line.startswith("left to you") and "seeded" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_the_evidence_of_a_sweep_has_a_folder_for_each_run(small_run, tmp_path):
+    values = {key: value for key, value in small_run.items() if key != "noise_multiplier"} | {"rounds": 1}
+    sweep_all(
+        None, values, grid={"noise_multiplier": [4.0, 8.0]}, out=tmp_path / "sweep", max_parallel=1, progress=False
+    )
+    values = as_json("evidence", tmp_path / "sweep", "--out", tmp_path / "bundle.zip")
+    assert len(values["heads"]) == 2
+    assert verified(tmp_path / "bundle.zip")[0] == 0
+
+
+def test_a_bundle_is_the_same_to_the_byte_and_its_manifest_lists_every_file(runs, tmp_path):
+    digests = {as_json("evidence", runs / "single", "--out", tmp_path / name)["sha256"] for name in ("a.zip", "b.zip")}
+    assert len(digests) == 1
+    files = unpacked(tmp_path / "a.zip")
+    listed = json.loads(files.pop("manifest.json"))["files"]
+    assert listed == {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def test_a_bundle_holds_no_record_label_seed_or_secret(runs, table, tmp_path):
+    as_json("evidence", runs / "single", "--out", tmp_path / "bundle.zip")
+    content = b"\n".join(unpacked(tmp_path / "bundle.zip").values())
+    config = json.loads(unpacked(tmp_path / "bundle.zip")["run/about.json"])["schedule"]
+    with Ledger(runs / "single" / "ledger.sqlite") as ledger:
+        secret = ledger._secret()
+    rows = table.read_text().splitlines()[1:]
+    assert len(rows) > 20
+    assert not [row for row in rows if row.split(",")[0].encode() in content]
+    assert secret.hex().encode() not in content
+    assert secret not in content
+    assert not {"seed", "labels", "data", "label_column", "text_column", "out"} & config.keys()
+    assert config["rounds"] == 2
+
+
+def test_the_verifier_is_one_short_file_that_imports_nothing_of_ours_and_runs_alone(node, tmp_path):
+    program = unpacked(node)["verify_evidence.py"]
+    assert program == Path(verify_evidence.__file__).read_bytes()
+    assert len(program.splitlines()) < 400
+    roots = set()
+    for statement in ast.walk(ast.parse(program)):
+        if isinstance(statement, ast.ImportFrom):
+            roots.add(str(statement.module).partition(".")[0])
+        elif isinstance(statement, ast.Import):
+            roots |= {alias.name.partition(".")[0] for alias in statement.names}
+    assert roots - set(sys.stdlib_module_names) == {"numpy", "scipy", "dp_accounting", "cryptography"}
+    (tmp_path / "verify_evidence.py").write_bytes(program)
+    found = subprocess.run(
+        [sys.executable, "-I", tmp_path / "verify_evidence.py", node], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stdout
+    assert "4 receipts" in found.stdout
+    assert found.stdout.splitlines()[-1] == "0 NOT CONFIRMED"
+
+
+@pytest.mark.parametrize("rule", ["renyi", "gaussian", "plan"])
+def test_the_share_of_a_budget_is_confirmed_for_every_rule_and_a_spent_one_is_named(rule, tmp_path):
+    event, delta = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.5), 1e-5
+    plan = CommittedPlan.of([event.with_count(6)], delta * (1 - 1e-9))
+    chosen = {"renyi": RenyiFilter.derived(20.0, delta), "gaussian": GaussianFilter(), "plan": plan}[rule]
+    with Ledger(tmp_path / "node.sqlite") as ledger:
+        data_set = ledger.register("0", 100, delta, bound=filters.to_json(chosen))
+        for round_ in range(4):
+            key, release = Key(run="run", client="0", round=round_, request="x"), Release(event=event, rho_bar=1.0)
+            ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
+    for name, epsilon in {"enough": 20.0, "spent": 0.9}.items():
+        source = Exhibit(ledger=tmp_path / "node.sqlite", budget=(epsilon, "local"))
+        write_evidence(tmp_path / f"{name}.zip", {"node": source})
+        code, lines = verified(tmp_path / f"{name}.zip")
+        assert code == (name == "spent"), failures(lines)
+        assert any(f"used, by the rule {rule}" in line for line in lines)
+
+
+def test_epsilons_agree_with_ours_on_random_histories():
+    rng = random.Random(43)
+    for _ in range(3):
+        events = [
+            SubsampledGaussian(
+                noise_multiplier=rng.uniform(1.5, 6),
+                sampling_probability=rng.choice([1.0, rng.uniform(0.005, 0.3)]),
+                count=rng.randint(1, 20),
+            )
+            for _ in range(rng.randint(1, 3))
+        ]
+        seen = verify_evidence.seen_by("local", [{"event": json.loads(to_json(event))} for event in events])
+        for kind, tolerance in (("pld", 1e-3), ("rdp", 1e-6)):
+            ours, theirs = epsilon_of(events, 1e-5, kind).epsilon, verify_evidence.epsilon_of(seen, 1e-5, kind)
+            assert ours == pytest.approx(theirs, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        ((0.8, 0.05), (0.5, 0.1)),
+        *slow(((1.0, 0.05),), ((1.0, 1.0),)),
+    ],
+)
+def test_the_sum_over_several_holders_of_a_person_costs_the_verifier_what_it_costs_us(others):
+    event = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.05, count=20, unit="person")
+    release = Release(event=event, rho_bar=1.0, aggregate_scale=1.5, other_holders=others)
+    noted = {"event": json.loads(to_json(event)), "aggregate": 1.5, "other_holders": others}
+    ours, seen = [release.charged_on("aggregate")], verify_evidence.seen_by("aggregate", [noted])
+    for kind, tolerance in (("pld", 1e-3), ("rdp", 1e-6)):
+        epsilon = epsilon_of(ours, 1e-5, kind).epsilon
+        assert verify_evidence.epsilon_of(seen, 1e-5, kind) == pytest.approx(epsilon, rel=tolerance)
+    findings = verify_evidence.Findings()
+    verify_evidence.check_risk("x", risk_of(ours, 1e-5).values, seen, 1e-5, 0, False, findings)
+    assert failures(findings) == []
+
+
+def test_noise_that_the_verifier_does_not_know_is_not_confirmed(tmp_path):
+    parameters = LmoParameters.from_json('{"combination": "mixture", "exponential": {"weight": 1, "rate": 1}}')
+    event = SubsampledLmo(parameters=parameters, sensitivity=1.0, dimension=2, sampling_probability=0.5)
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        data_set = ledger.register("0", 100, 1e-5)
+        key, release = Key(run="run", client="0", round=1, request="x"), Release(event=event, rho_bar=1.0)
+        ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
+    write_evidence(tmp_path / "bundle.zip", {"ledger": Exhibit(ledger=tmp_path / "ledger.sqlite")})
+    code, lines = verified(tmp_path / "bundle.zip")
+    assert code == 1
+    assert "subsampled_lmo" in "".join(failures(lines))
+
+
+# --- mutations ---
+
+Mutation = Callable[[Files, random.Random], tuple[Files, bool, str]]
+"""Changes one thing; returns the files, whether the manifest is forged to fit, and a pattern of what is named."""
+
+
+def _part(files: Files) -> str:
+    return next(name.partition("/")[0] for name in files if name.endswith("/about.json"))
+
+
+def _lines(files: Files, name: str) -> list[dict]:
+    return [json.loads(line) for line in files[name].splitlines()]
+
+
+def _with_lines(files: Files, name: str, lines: list[dict]) -> Files:
+    return files | {name: "".join(json.dumps(line) + "\n" for line in lines).encode()}
+
+
+def _other(value: object, rng: random.Random) -> object:
+    """Another value of the same kind."""
+    if isinstance(value, str):
+        at = rng.randrange(len(value)) if value else 0
+        return value[:at] + ("0" if value[at : at + 1] != "0" else "1") + value[at + 1 :]
+    return 1.0 if value is None else value + 1 if isinstance(value, int) else value * 1.01 + 0.01
+
+
+def an_entry(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
+    name = f"{_part(files)}/entries.jsonl"
+    entries = _lines(files, name)
+    number = rng.randrange(len(entries))
+    key = rng.choice([key for key, value in entries[number].items() if key != "number"])
+    entries[number][key] = _other(entries[number][key], rng)
+    return _with_lines(files, name, entries), True, rf"entry {number + 1} follows"
+
+
+def the_order(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
+    name = f"{_part(files)}/entries.jsonl"
+    entries = _lines(files, name)
+    at = rng.randrange(len(entries) - 1)
+    entries[at : at + 2] = reversed(entries[at : at + 2])
+    return _with_lines(files, name, entries), True, rf"entry {at + 1} follows"
+
+
+def a_lost_entry(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
+    name = f"{_part(files)}/entries.jsonl"
+    entries = _lines(files, name)
+    at = rng.randrange(len(entries))
+    last = at == len(entries) - 1
+    return _with_lines(files, name, entries[:at] + entries[at + 1 :]), True, "its head" if last else f"entry {at + 1} f"
+
+
+def a_figure(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
+    name = f"{_part(files)}/figures.json"
+    figures = json.loads(files[name])
+    places = list(_numbers(figures["data_sets"])) + list(_numbers(figures["printed"]))
+    place, key = rng.choice(places)
+    place[key] = _other(place[key], rng)
+    return files | {name: json.dumps(figures).encode()}, True, rf"{place[key]:.4g}|{place[key]}|{key}|data set"
+
+
+def _numbers(value: object) -> Iterator[tuple[dict, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if isinstance(inner, (int, float)) and not isinstance(inner, bool) and key not in ("client", "num_readers"):
+                yield value, key
+            yield from _numbers(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner)
+
+
+def a_risk(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
+    """Of a data set, of a client in the run's summary, or the largest."""
+    name = f"{_part(files)}/figures.json"
+    figures = json.loads(files[name])
+    printed = figures["printed"]
+    place = rng.choice([*figures["data_sets"], *([printed, *printed["clients"]] if printed else [])])
+    if (key := rng.choice(["mu", "advantage", "0.001", "0.01", "0.05", "unit"])).startswith("0"):
+        place = place["tpr_at_fpr"]
+    place[key] = "client" if key == "unit" else place[key] * rng.choice([0.99, 1.02])
+    return files | {name: json.dumps(figures).encode()}, True, key
+
+
+def the_head(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
+    name = f"{_part(files)}/about.json"
+    about = json.loads(files[name])
+    about["head"]["digest"] = _other(about["head"]["digest"], rng)
+    return files | {name: json.dumps(about).encode()}, True, "ends at its head"
+
+
+def a_policy(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
+    part = _part(files)
+    about = json.loads(files[f"{part}/about.json"])
+    if not about["policy"] or rng.random() < 0.3:
+        return _flipped(files, f"{part}/about.json", rng), False, r"manifest: .*about\.json"
+    if rng.random() < 0.5:
+        return _flipped(files, f"{part}/policy.toml", rng), True, r"policy\.toml has the digest"
+    about["policy"]["policy.toml"] = _other(about["policy"]["policy.toml"], rng)
+    return files | {f"{part}/about.json": json.dumps(about).encode()}, True, r"policy\.toml has the digest"
+
+
+def _flipped(files: Files, name: str, rng: random.Random) -> Files:
+    at = rng.randrange(len(files[name]))
+    return files | {name: files[name][:at] + bytes([files[name][at] ^ 1]) + files[name][at + 1 :]}
+
+
+def a_receipt(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
+    name = f"{_part(files)}/receipts.jsonl"
+    if not (receipts := _lines(files, name)):
+        return a_missing_file(files, rng)
+    at = rng.randrange(len(receipts))
+    key = rng.choice([key for key in receipts[at] if key != "counter"])
+    receipts[at][key] = _other(receipts[at][key], rng)
+    return _with_lines(files, name, receipts), True, f"receipt {receipts[at]['counter']} of"
+
+
+def a_missing_file(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
+    name = rng.choice(sorted(name for name in files if name != "manifest.json"))
+    return {n: content for n, content in files.items() if n != name}, False, rf"{re.escape(name)}.*missing"
+
+
+def a_byte(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
+    name = rng.choice(sorted(name for name, content in files.items() if content and name != "manifest.json"))
+    return _flipped(files, name, rng), False, re.escape(name)
+
+
+MUTATIONS: list[Mutation] = [
+    *(an_entry, the_order, a_lost_entry, a_figure, the_head, a_policy, a_receipt, a_missing_file, a_byte, an_entry),
+    *(a_figure, a_risk),
+]
+
+
+def check_mutations(bundle: Path, number: int, tmp_path: Path) -> None:
+    files = unpacked(bundle)
+    assert failures(verified(bundle)[1]) == []
+    for seed in range(number):
+        mutate, rng = MUTATIONS[seed % len(MUTATIONS)], random.Random(seed)
+        changed, forged, named = mutate(dict(files), rng)
+        code, lines = verified(packed(changed, tmp_path / f"{seed}.zip", forged=forged))
+        assert code == 1, (seed, mutate.__name__)
+        assert any(re.search(named, line) for line in failures(lines)), (seed, mutate.__name__, named, failures(lines))
+
+
+def test_each_of_twelve_changes_is_named(node, tmp_path):
+    check_mutations(node, 12, tmp_path)
+
+
+@pytest.mark.slow
+def test_each_of_three_hundred_changes_is_named(node, runs, tmp_path):
+    (tmp_path / "node").mkdir()
+    check_mutations(node, 100, tmp_path / "node")
+    for name in ("single", "summed"):
+        (tmp_path / name).mkdir()
+        as_json("evidence", runs / name, "--out", tmp_path / f"{name}.zip")
+        check_mutations(tmp_path / f"{name}.zip", 100, tmp_path / name)
+
+
+def test_an_older_copy_is_told_by_a_head_that_was_kept(node):
+    code, lines = verified(node, "--head", "0" * 64)
+    assert code == 1
+    assert "the chain holds the entry" in failures(lines)[0]
+
+
+def test_what_is_no_bundle_is_named(tmp_path):
+    (tmp_path / "bundle.zip").write_bytes(b"no zip")
+    code, lines = verified(tmp_path / "bundle.zip")
+    assert code == 1
+    assert "has a manifest" in failures(lines)[0]
+    assert evidence.PROGRAM == "verify_evidence.py"
+
+
+def test_a_risk_may_be_stated_too_large_by_a_hundredth_and_never_too_small():
+    """Gaussian noise on all records: mu is sqrt(T) / z, and the worlds differ as N(0, 1) and N(mu, 1) do."""
+    event = SubsampledGaussian(noise_multiplier=4.0, sampling_probability=1.0, count=4)
+    events = verify_evidence.seen_by("local", [{"event": json.loads(to_json(event))}])
+    mu, rates = 0.5, (0.001, 0.01, 0.05)
+    tprs = {f"{rate:g}": float(norm.cdf(mu + norm.ppf(rate))) for rate in rates}
+    exact = {"mu": mu, "advantage": float(2 * norm.cdf(mu / 2) - 1), "tpr_at_fpr": tprs}
+    found = verify_evidence.risk_of(events, 1e-5)
+    assert found == pytest.approx({"mu": mu, "advantage": exact["advantage"], **tprs}, rel=1e-9)
+    for factor, is_right in {0.998: False, 0.9995: True, 1.0: True, 1.009: True, 1.02: False}.items():
+        for key in ("mu", "advantage", "0.001", "0.01", "0.05"):
+            changed = exact | {"tpr_at_fpr": {rate: tpr * (factor if key == rate else 1) for rate, tpr in tprs.items()}}
+            changed |= {name: exact[name] * factor for name in ("mu", "advantage") if name == key}
+            findings = verify_evidence.Findings()
+            verify_evidence.check_risk("x", changed, events, 1e-5, 0, False, findings)
+            assert bool(failures(findings)) == (not is_right), (key, factor)
+
+
+@pytest.mark.parametrize(
+    "probabilities", [(0.3, 0.02), pytest.param((1.0, 0.3, 0.02, 0.002, 0.02, 0.3), marks=pytest.mark.slow)]
+)
+def test_risks_agree_with_ours_on_random_histories_and_for_every_rule(probabilities):
+    rng = random.Random(44)
+    for q in probabilities:
+        events = [
+            SubsampledGaussian(noise_multiplier=rng.uniform(0.7, 4), sampling_probability=q, count=rng.randint(1, 40))
+        ]
+        check_risk_like_ours(events, 0, risk_of(events, 1e-5))
+        rule = RenyiFilter(order=rng.randint(2, 40))
+        check_risk_like_ours(events, rule.order, rule.risk(events, epsilon=None, delta=1e-5))
+    # A budget's rule has one order, at which the most that a test finds is a sharp peak.
+    events = [SubsampledGaussian(noise_multiplier=1.5, sampling_probability=20 / 103, count=4)]
+    for order in (5, 8, 12):
+        check_risk_like_ours(events, order, RenyiFilter(order=order).risk(events, epsilon=None, delta=1e-5))
+    unsampled = [SubsampledGaussian(noise_multiplier=3.0, sampling_probability=1.0, count=7)]
+    check_risk_like_ours(unsampled, 0, GaussianFilter().risk(unsampled, epsilon=None, delta=1e-5))
+
+
+def check_risk_like_ours(events: list[SubsampledGaussian], order: int, ours: Risk) -> None:
+    seen = verify_evidence.seen_by("local", [{"event": json.loads(to_json(event))} for event in events])
+    findings = verify_evidence.Findings()
+    verify_evidence.check_risk("x", ours.values, seen, 1e-5, order, False, findings)
+    assert failures(findings) == [], (events, order)

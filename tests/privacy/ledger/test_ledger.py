@@ -1,0 +1,323 @@
+"""A ledger keeps every charge, gives each upload once, and refuses to go on when anything is wrong with its file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedpriv.errors import LedgerError
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger import head_file
+from fedpriv.privacy.ledger.entries import Charge, Key
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading, verify_with_head
+
+EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=3)
+
+
+def charge_for(data_set: str, round_: int = 1, *, run: str = "r", client: str = "0", rho_bar: float = 0.5) -> Charge:
+    key = Key(run=run, client=client, round=round_, request="abc")
+    return Charge(key=key, data_set=data_set, release=Release(event=EVENT, rho_bar=rho_bar), noise_source="secure")
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "ledger.sqlite"
+
+
+@pytest.fixture
+def filled(path) -> Path:
+    """A ledger with a data set and five rounds, each charged and released."""
+    with Ledger(path) as ledger:
+        data_set = ledger.register("0", 100, 1e-5)
+        for round_ in range(1, 6):
+            charge = charge_for(data_set.id, round_)
+            ledger.charge([charge])
+            ledger.store(charge.key, f"reply {round_}".encode())
+    return path
+
+
+def test_spending_accumulates_over_runs_and_openings(path):
+    with Ledger(path) as ledger:
+        data_set = ledger.register("0", 100, 1e-5)
+        ledger.charge([charge_for(data_set.id, run="first")])
+    with Ledger(path) as ledger:
+        assert ledger.data_set() == data_set
+        ledger.charge([charge_for(data_set.id, run="second")])
+        (release,) = ledger.releases(data_set.id)
+        assert release.event == replace(EVENT, count=6)
+        assert [(run.run, run.rounds) for run in ledger.runs(data_set.id)] == [("first", 1), ("second", 1)]
+
+
+def test_a_charge_counts_as_charged_until_its_round_ended_and_then_as_it_happened(path):
+    with Ledger(path) as ledger:
+        data_set = ledger.register("0", 100, 1e-5).id
+        charges = [charge_for(data_set, round_, rho_bar=0.3) for round_ in (1, 2)]
+        ledger.charge(charges)
+        happened = replace(charges[0], release=Release(event=EVENT, rho_bar=0.8))
+        ledger.release([(happened, "digest")])
+        assert sorted(release.rho_bar for release in ledger.releases(data_set)) == [0.3, 0.8]
+
+
+def test_the_first_stored_reply_is_the_only_one(filled):
+    with Ledger(filled) as ledger:
+        key = charge_for("", 5).key
+        assert ledger.store(key, b"computed again") == b"reply 5"
+        assert ledger.stored(key) == b"reply 5"
+        assert ledger.stored(charge_for("", 4).key) is None, "replies of earlier rounds are dropped"
+        assert ledger.phase(charge_for("", 4).key) == "released"
+
+
+def test_nothing_is_stored_without_a_charge(path):
+    with Ledger(path) as ledger, pytest.raises(LedgerError, match="never charged"):
+        ledger.store(charge_for("d").key, b"reply")
+
+
+def test_one_key_is_charged_once_and_a_failed_batch_charges_nobody(path):
+    with Ledger(path) as ledger:
+        data_set = ledger.register("0", 100, 1e-5).id
+        ledger.charge([charge_for(data_set, 1)])
+        with pytest.raises(LedgerError, match="before"):
+            ledger.charge([charge_for(data_set, 2), charge_for(data_set, 1)])
+        assert ledger.phase(charge_for(data_set, 2).key) is None
+        ledger.charge([charge_for(data_set, 2)])
+    with reading(path) as db:
+        assert verify_with_head(db, path).number == 3
+
+
+def test_entries_cannot_be_changed_through_sql(filled):
+    db = sqlite3.connect(filled)
+    for statement in ("UPDATE entries SET rho_bar = 1", "DELETE FROM entries"):
+        with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+            db.execute(statement)
+    db.close()
+
+
+def edited(path: Path, *statements: str) -> None:
+    db = sqlite3.connect(path)
+    for statement in ("DROP TRIGGER no_update", "DROP TRIGGER no_delete", *statements):
+        db.execute(statement)
+    db.commit()
+    db.close()
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("UPDATE entries SET event = replace(event, '1.5', '9.5') WHERE number = 4", "entry 4 was changed"),
+        ("UPDATE entries SET time = 'yesterday' WHERE number = 1", "entry 1 was changed"),
+        ("UPDATE entries SET digest = '00' WHERE number = 11", "entry 11 was changed"),
+        ("DELETE FROM entries WHERE number = 6", "entry 6 is missing"),
+        ("DELETE FROM entries WHERE number > 8", "ends at entry 8"),
+        ("DELETE FROM entries", "ends at entry 0"),
+        ("UPDATE entries SET number = 99 WHERE number = 11", "entry 11 is missing"),
+    ],
+)
+def test_an_entry_edited_by_hand_is_named_and_nothing_is_charged_on_top(filled, statement, message):
+    edited(filled, statement)
+    with pytest.raises(LedgerError, match=message):
+        Ledger(filled)
+    with reading(filled) as db, pytest.raises(LedgerError, match=message):
+        verify_with_head(db, filled)
+
+
+def test_an_old_copy_put_back_is_noticed(filled, tmp_path):
+    shutil.copy(filled, tmp_path / "old")
+    with Ledger(filled) as ledger:
+        ledger.charge([charge_for(ledger.data_set().id, 6)])
+    shutil.copy(tmp_path / "old", filled)
+    with pytest.raises(LedgerError, match="has seen entry 12"):
+        Ledger(filled)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.6, 0.95])
+def test_a_truncated_file_is_refused(filled, share):
+    os.truncate(filled, int(filled.stat().st_size * share))
+    with pytest.raises(LedgerError, match=r"damaged|broken chain"):
+        Ledger(filled)
+
+
+def test_a_truncated_log_is_refused(path, tmp_path):
+    """Entries that are still in the write-ahead log are lost with it, and the head has seen them."""
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_ledger import Ledger, charge_for
+ledger = Ledger(Path({str(path)!r}))
+ledger.charge([charge_for(ledger.register("0", 100, 1e-5).id)])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    log = path.with_name(path.name + "-wal")
+    os.truncate(log, log.stat().st_size * 2 // 3)
+    with pytest.raises(LedgerError, match="has seen entry 2"):
+        Ledger(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a database, but long enough to look at" * 100])
+def test_what_is_no_ledger_is_refused(path, content):
+    path.write_bytes(content)
+    path.with_name(path.name + ".head").write_bytes(b"                   3 abc\n")
+    with pytest.raises(LedgerError, match=r"damaged|broken chain"):
+        Ledger(path)
+
+
+def test_a_ledger_of_another_version_is_refused(filled):
+    db = sqlite3.connect(filled)
+    db.execute("PRAGMA user_version = 7")
+    db.close()
+    with pytest.raises(LedgerError, match="version 7"):
+        Ledger(filled)
+    with pytest.raises(LedgerError, match="version 7"), reading(filled):
+        pass
+
+
+def test_a_second_process_is_told_that_there_is_one_writer(filled):
+    code = f"""
+from pathlib import Path
+from fedpriv.privacy.ledger import head_file
+from fedpriv.privacy.ledger.ledger import Ledger
+head_file._LOCK_SECONDS = 0.1
+Ledger(Path({str(filled)!r}))
+"""
+    with Ledger(filled):
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "another process is writing it" in result.stderr.splitlines()[-1]
+    with Ledger(filled):
+        pass
+
+
+def test_reading_goes_on_beside_the_writer(filled):
+    with Ledger(filled) as ledger, reading(filled) as db:
+        ledger.charge([charge_for(ledger.data_set().id, 6)])
+        assert verify_with_head(db, filled).number == 12
+
+
+def test_a_writer_that_ends_is_waited_for(filled):
+    """Or a vault refused a round, perhaps after its charge, whenever its operator's command wrote at that moment."""
+    opened = threading.Event()
+
+    def write() -> None:
+        with Ledger(filled):
+            opened.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert opened.wait(10)
+    with Ledger(filled) as second:
+        second.charge([charge_for(second.data_set().id, 6)])
+    thread.join()
+
+
+def test_threads_of_one_process_are_kept_apart_too(filled, monkeypatch):
+    monkeypatch.setattr(head_file, "_LOCK_SECONDS", 0.1)
+    failures = []
+
+    def write() -> None:
+        try:
+            Ledger(filled)
+        except LedgerError as error:
+            failures.append(str(error))
+
+    with Ledger(filled):
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+    assert "another process is writing it" in failures[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give up root's rights")
+def test_a_read_only_file_is_refused_when_it_is_opened(filled):
+    for file in (filled, filled.with_name(filled.name + ".head")):
+        file.chmod(0o444)
+    code = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from fedpriv.privacy.ledger.ledger import Ledger
+os.setgid(65534); os.setuid(65534)
+Ledger(Path({str(filled)!r}))
+"""
+    for folder in [filled.parent, *filled.parent.parents][:4]:
+        folder.chmod(folder.stat().st_mode | 0o055)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "cannot be written (read-only?)" in result.stderr.splitlines()[-1]
+
+
+def test_a_full_disk_charges_nobody_and_the_ledger_goes_on_when_there_is_room(filled):
+    """The limit on a file's size stands for the disk's: the same write fails in the same place."""
+    code = f"""
+import resource, signal
+from pathlib import Path
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_ledger import Ledger, LedgerError, charge_for
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with Ledger(Path({str(filled)!r})) as ledger:
+    data_set = ledger.data_set().id
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    done = 0
+    try:
+        for round_ in range(6, 100):
+            ledger.charge([charge_for(data_set, round_)])
+            done = round_
+    except LedgerError as error:
+        print(done, error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    done, _, message = result.stdout.partition(" ")
+    assert "the disk is full or fails" in message
+    with Ledger(filled) as ledger:
+        assert ledger.phase(charge_for("", int(done)).key) == "charged"
+        assert ledger.phase(charge_for("", int(done) + 1).key) is None
+        ledger.charge([charge_for(ledger.data_set().id, int(done) + 1)])
+
+
+def test_a_changed_content_is_logged_and_resets_nothing(filled):
+    with Ledger(filled) as ledger:
+        data_set = ledger.data_set()
+        before = ledger.releases(data_set.id)
+        assert not ledger.log_content(data_set, b"records"), "the first content is no change"
+        assert not ledger.log_content(data_set, b"records")
+        assert ledger.log_content(data_set, b"records less one")
+        assert ledger.releases(data_set.id) == before
+        assert ledger.data_set() == data_set
+
+
+def test_content_hashes_of_two_ledgers_tell_nobody_that_the_records_are_equal(tmp_path):
+    notes = []
+    for name in ("a", "b"):
+        with Ledger(tmp_path / name) as ledger:
+            ledger.log_content(ledger.register("0", 100, 1e-5, data_set="same"), b"records")
+        with reading(tmp_path / name) as db:
+            notes.append(db.execute("SELECT note FROM entries WHERE phase = 'changed'").fetchone()[0])
+    assert notes[0] != notes[1]
+
+
+def test_a_copy_verifies_and_holds_everything(filled, tmp_path):
+    with Ledger(filled) as ledger:
+        ledger.copy(tmp_path / "copy.sqlite")
+        with reading(tmp_path / "copy.sqlite") as db:
+            assert verify_with_head(db, tmp_path / "copy.sqlite").digest == ledger.head
+
+
+def test_a_missing_ledger_is_no_empty_one(tmp_path):
+    with pytest.raises(LedgerError, match="no such ledger"), reading(tmp_path / "none.sqlite"):
+        pass
+    assert not (tmp_path / "none.sqlite").exists()

@@ -1,0 +1,128 @@
+"""The Gaussian mechanism adds noise of scale z C to every coordinate of every tensor and returns one event."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.mechanisms import gaussian
+from fedpriv.privacy.mechanisms.gaussian import MECHANISM
+from fedpriv.privacy.mechanisms.registry import NoiseRequest
+from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
+
+FALSE_ALARM = 1e-6
+SUM = torch.zeros(6000)
+PARTS = {"first": slice(0, 2000), "middle": slice(2000, 5000), "last": slice(5000, 6000)}
+
+
+def noised_sum(total, *, sampling_probability, source, **arguments):
+    """The mechanism applied to one client."""
+    request = NoiseRequest(dimension=len(total), sampling_probabilities=(sampling_probability,), **arguments)
+    sums, (event,) = MECHANISM.add_noise(total.unsqueeze(0), request, [source])
+    return sums[0], event
+
+
+def noised(z=1.5, clip_norm=4.0, total=SUM, seed=0):
+    return noised_sum(
+        total, noise_multiplier=z, clip_norm=clip_norm, sampling_probability=0.25, source=SeededSource(seed)
+    )
+
+
+def accepts(values, scale):
+    statistic = float((values.double() / scale).square().sum())
+    p_value = 2 * min(stats.chi2.cdf(statistic, values.numel()), stats.chi2.sf(statistic, values.numel()))
+    return p_value > FALSE_ALARM
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_has_noise_of_scale_z_times_c(part):
+    values = noised()[0][PARTS[part]]
+    assert [scale for scale in (4.0, 6.0, 9.0) if accepts(values, scale)] == [6.0]
+
+
+def test_no_noise_value_is_used_twice():
+    values, _ = noised()
+    # Some of 6000 float32 values coincide by chance, but no two parts begin with the same values.
+    assert not torch.equal(values[:100], values[2000:2100])
+    assert len(values.unique()) > 0.99 * len(values)
+
+
+def test_noise_is_added_to_the_sum():
+    moved, still = noised(total=SUM + 100)[0], noised()[0]
+    torch.testing.assert_close(moved - 100, still, atol=1e-4, rtol=0)
+    assert (SUM == 0).all(), "the input is unchanged"
+
+
+def test_the_event_states_noise_multiplier_and_sampling_probability():
+    assert noised()[1] == SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25)
+
+
+def test_without_noise_the_sum_is_returned_unchanged_and_the_event_states_no_noise():
+    result, event = noised(z=0.0, total=torch.ones(5))
+    assert result.tolist() == [1.0] * 5
+    assert event.noise_multiplier == 0
+
+
+def test_noise_from_a_secure_source_has_the_same_scale():
+    values = noised_sum(SUM, noise_multiplier=1.5, clip_norm=4.0, sampling_probability=0.25, source=SecureSource())[0]
+    assert [scale for scale in (4.0, 6.0, 9.0) if accepts(values, scale)] == [6.0]
+
+
+# 1000 pairs at a false-alarm rate of 1e-6; the same test detects correlation from half of the variance being shared.
+@pytest.mark.parametrize(("one", "other"), [("first", "middle"), ("first", "last"), ("middle", "last")])
+def test_noise_of_different_parts_is_uncorrelated(one, other):
+    result, _ = noised()
+    pair = [result[PARTS[name]][:1000] for name in (one, other)]
+    assert stats.pearsonr(*pair).pvalue > FALSE_ALARM
+    assert stats.pearsonr(pair[0], pair[0] + pair[1]).pvalue < FALSE_ALARM, "the test must detect correlation"
+
+
+def test_a_larger_sensitivity_lowers_the_multiplier_in_the_event_but_not_the_noise():
+    arguments = {"noise_multiplier": 3.0, "clip_norm": 2.0, "sampling_probability": 0.1}
+    plain, _ = noised_sum(SUM, **arguments, source=SeededSource(0))
+    split, event = noised_sum(SUM, **arguments, sensitivity_factor=math.sqrt(2), source=SeededSource(0))
+    assert torch.equal(plain, split)
+    assert event.noise_multiplier == pytest.approx(3 / math.sqrt(2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"clip_norm": 0.0}, {"clip_norm": math.nan}, {"clip_norm": math.inf}, {"sensitivity_factor": 0.5}],
+    ids=str,
+)
+def test_arguments_that_would_make_the_event_overstate_the_noise_are_refused(change):
+    arguments = {"noise_multiplier": 1.0, "clip_norm": 1.0, "sampling_probability": 0.1, "source": SeededSource(0)}
+    with pytest.raises(ValueError, match=next(iter(change))):
+        noised_sum(SUM, **arguments | change)
+
+
+@pytest.mark.parametrize("value", [0.0, 1 / 3, -1e-7, 2.0**-30, 0.7])
+def test_every_noised_sum_lies_on_the_same_grid(value):
+    scale = 1.3 * 2.5
+    step = 2.0 ** (math.floor(math.log2(scale)) - 18)
+    total = torch.full((20_000,), value)
+    points = noised(z=1.3, clip_norm=2.5, total=total)[0].double() / step
+    assert torch.equal(points, points.round()), "no digits below the grid reveal the sum"
+    assert len(points.unique()) > 15_000, "the grid is far finer than the noise"
+
+
+@pytest.mark.parametrize("at_once", [1, 2**20])
+def test_each_client_gets_noise_from_its_own_source_and_an_event_of_its_own(monkeypatch, at_once):
+    monkeypatch.setattr(gaussian, "_VALUES_AT_ONCE", at_once)
+    totals = torch.arange(12.0).view(3, 4)
+    request = NoiseRequest(noise_multiplier=1.5, clip_norm=4.0, dimension=4, sampling_probabilities=(0.1, 0.2, 0.3))
+    sums, events = MECHANISM.add_noise(totals, request, [SeededSource(seed) for seed in range(3)])
+    for client in range(3):
+        alone, _ = noised(total=totals[client], seed=client)
+        assert torch.equal(sums[client], alone)
+    assert [event.sampling_probability for event in events] == [0.1, 0.2, 0.3]
+
+
+def test_a_client_without_a_source_is_refused():
+    request = NoiseRequest(noise_multiplier=1.0, clip_norm=1.0, dimension=3, sampling_probabilities=(0.1,))
+    with pytest.raises(ValueError, match="2 sums, 1 sampling probabilities and 1 sources"):
+        MECHANISM.add_noise(torch.zeros(2, 3), request, [SeededSource(0)])

@@ -1,0 +1,299 @@
+"""LMO noise has the distribution that its parameters describe, on every coordinate, and its event states the same."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, stats
+
+from fedpriv.errors import InputError
+from fedpriv.privacy.accounting.events import SubsampledLmo
+from fedpriv.privacy.accounting.lmo_distribution import Columns
+from fedpriv.privacy.accounting.lmo_parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart
+from fedpriv.privacy.mechanisms.lmo import MECHANISM, _inverse_scales, _lmo_noise
+from fedpriv.privacy.mechanisms.registry import NoiseRequest
+from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource, laplace_from_words, uniform_from_words
+
+FALSE_ALARM = 1e-6
+NUM = 100_000
+
+
+def parameters(combination="mixture", **parts):
+    kinds = {"gamma": GammaPart, "exponential": ExponentialPart, "uniform": UniformPart}
+    return LmoParameters(combination=combination, **{name: kinds[name](**part) for name, part in parts.items()})
+
+
+LAPLACE = parameters(uniform={"weight": 1, "low": 0.5, "high": 0.5})
+EXAMPLE = parameters(uniform={"weight": 1, "low": 0.1, "high": 0.5})
+ALL = {
+    "gamma": {"weight": 0.3, "shape": 3.5, "scale": 0.1},
+    "exponential": {"weight": 0.3, "rate": 4.0},
+    "uniform": {"weight": 0.4, "low": 0.2, "high": 0.6},
+}
+MIXTURE, LINEAR = parameters(**ALL), parameters("linear", **ALL)
+SMALL_SHAPE = parameters(gamma={"weight": 1, "shape": 0.4, "scale": 2.0})
+EXPONENTIAL = parameters(exponential={"weight": 1, "rate": 4.0})
+EVERY = {
+    "laplace": LAPLACE,
+    "uniform": EXAMPLE,
+    "mixture": MIXTURE,
+    "linear": LINEAR,
+    "small-shape": SMALL_SHAPE,
+    "exponential": EXPONENTIAL,
+}
+
+
+def fits(values, chosen):
+    return stats.kstest(values, lambda x: Columns.of(chosen).cdf(x)).pvalue > FALSE_ALARM
+
+
+def fits_at_no_other_scale(values, chosen):
+    return [factor for factor in (2 / 3, 1, 3 / 2) if fits(values * factor, chosen)] == [1]
+
+
+@pytest.mark.parametrize("make", [SecureSource, lambda: SeededSource(0)], ids=["secure", "seeded"])
+@pytest.mark.parametrize("name", EVERY)
+def test_noise_fits_its_distribution_and_no_other_scale(name, make):
+    values = _lmo_noise(EVERY[name], NUM, make())
+    assert fits_at_no_other_scale(values, EVERY[name])
+
+
+def test_the_exponential_part_is_parametrised_by_its_rate_not_its_scale():
+    scale_for_rate = parameters(exponential={"weight": 1, "rate": 1 / 4.0})
+    assert not fits(_lmo_noise(EXPONENTIAL, NUM, SeededSource(1)), scale_for_rate)
+    assert _inverse_scales(EXPONENTIAL, NUM, SeededSource(2)).mean() == pytest.approx(0.25, rel=0.02)
+    mixed = parameters(**ALL | {"exponential": {"weight": 0.3, "rate": 1 / 4.0}})
+    assert not fits(_lmo_noise(MIXTURE, NUM, SeededSource(3)), mixed)
+
+
+def part_of(name, x):
+    """Distribution function of u for one part, by scipy."""
+    part = getattr(MIXTURE, name)
+    if name == "gamma":
+        return stats.gamma.cdf(x, part.shape, scale=part.scale)
+    if name == "exponential":
+        return stats.expon.cdf(x, scale=1 / part.rate)
+    return stats.uniform.cdf(x, part.low, part.high - part.low)
+
+
+@pytest.mark.parametrize("name", ["gamma", "exponential", "uniform"])
+def test_every_part_of_u_fits_scipys_distribution_and_no_other_scale(name):
+    values = _inverse_scales(parameters(**{name: ALL[name] | {"weight": 1}}), NUM, SeededSource(name))
+    for factor in (1.0, 2 / 3, 3 / 2):
+        is_accepted = stats.kstest(values * factor, lambda x: part_of(name, x)).pvalue > FALSE_ALARM
+        assert is_accepted == (factor == 1.0)
+
+
+@pytest.mark.parametrize("shape", [0.1, 0.7, 1.0, 2.5, 60.0])
+def test_gamma_values_by_rejection_have_the_distribution_of_their_shape(shape):
+    values = _inverse_scales(parameters(gamma={"weight": 1, "shape": shape, "scale": 1.0}), NUM, SeededSource(7))
+    assert stats.kstest(values, "gamma", args=(shape,)).pvalue > FALSE_ALARM
+    assert stats.kstest(values, "gamma", args=(1.5 * shape,)).pvalue < FALSE_ALARM
+
+
+def test_a_mixture_draws_each_part_as_often_as_its_weight_says():
+    separated = parameters(
+        gamma={"weight": 0.2, "shape": 1e4, "scale": 1e-2}, uniform={"weight": 0.8, "low": 0.1, "high": 0.2}
+    )
+    chosen = int((_inverse_scales(separated, NUM, SeededSource(4)) > 1).sum())
+    assert stats.binomtest(chosen, NUM, 0.2).pvalue > FALSE_ALARM
+    assert stats.binomtest(chosen, NUM, 0.3).pvalue < FALSE_ALARM
+
+
+# The distribution without the moment generating function: Laplace averaged over u with scipy's densities.
+@pytest.mark.parametrize("x", [-7.0, -0.4, 0.0, 1e-3, 2.0, 30.0])
+def test_cdf_is_the_average_of_laplace_distributions(x):
+    def average(pdf, low, high):
+        return integrate.quad(lambda u: pdf(u) * stats.laplace.cdf(x, scale=1 / u), low, high, epsabs=1e-12)[0]
+
+    gamma = average(lambda u: stats.gamma.pdf(u, 3.5, scale=0.1), 1e-9, 8)
+    exponential = average(lambda u: stats.expon.pdf(u, scale=0.25), 1e-12, 12)
+    uniform = average(lambda u: stats.uniform.pdf(u, 0.2, 0.4), 0.2, 0.6)
+    assert Columns.of(MIXTURE).cdf(x) == pytest.approx(0.3 * gamma + 0.3 * exponential + 0.4 * uniform, abs=1e-8)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_density_is_the_derivative_of_the_cdf_and_quantile_its_inverse(name):
+    chosen, x = EVERY[name], np.array([-3.0, -0.2, 0.5, 4.0])
+    slope = (Columns.of(chosen).cdf(x + 1e-5) - Columns.of(chosen).cdf(x - 1e-5)) / 2e-5
+    assert Columns.of(chosen).density(x) == pytest.approx(slope, rel=1e-5)
+    p = np.array([1e-6, 0.1, 0.5, 0.75, 0.999])
+    assert Columns.of(chosen).cdf(Columns.of(chosen).quantile(p)) == pytest.approx(p, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        EXAMPLE,
+        LINEAR,
+        pytest.param(parameters(gamma={"weight": 1, "shape": 6, "scale": 0.2}), marks=pytest.mark.slow),
+    ],
+)
+def test_moments_entropy_and_information_are_those_of_the_density(chosen):
+    def over_line(function, pieces=((0, 20), (20, 400), (400, 1e5))):
+        return 2 * sum(integrate.quad(function, *piece, limit=400, epsabs=1e-12)[0] for piece in pieces)
+
+    def p(x):
+        return float(Columns.of(chosen).density(x))
+
+    assert over_line(p) == pytest.approx(1, rel=1e-6)
+    assert over_line(lambda x: p(x) * x) == pytest.approx(float(Columns.of(chosen).mean_absolute), rel=1e-4)
+    assert over_line(lambda x: p(x) * x * x) == pytest.approx(float(Columns.of(chosen).variance), rel=2e-3)
+    minus_p_log_p = over_line(lambda x: -p(x) * math.log(max(p(x), 1e-300)))
+    assert minus_p_log_p == pytest.approx(Columns.of(chosen).entropy, rel=1e-4)
+    step = 1e-4
+    information = over_line(lambda x: ((p(x + step) - p(x)) / step) ** 2 / p(x), ((0, 20), (20, 100)))
+    assert information == pytest.approx(Columns.of(chosen).fisher_information, rel=2e-3)
+
+
+def test_measures_of_laplace_noise_have_their_closed_forms():
+    of = Columns.of(LAPLACE)
+    assert (float(of.variance), float(of.mean_absolute)) == pytest.approx((8.0, 2.0))
+    assert Columns.of(LAPLACE).entropy == pytest.approx(1 + math.log(4))
+    assert Columns.of(LAPLACE).fisher_information == pytest.approx(0.25)
+    assert float(Columns.of(LAPLACE).quantile(0.75)) == pytest.approx(2 * math.log(2))
+
+
+# Reference: u uniform on [0.1, 0.5]: variance 2 / (low high), information by an independent quadrature.
+def test_variance_and_information_of_the_example_have_the_reference_values():
+    assert float(Columns.of(EXAMPLE).variance) == pytest.approx(40)
+    assert Columns.of(EXAMPLE).fisher_information == pytest.approx(0.09198, abs=5e-6)
+    assert 1 / Columns.of(EXAMPLE).fisher_information == pytest.approx(10.9, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "mean_is_finite", "variance_is_finite"),
+    [
+        (EXPONENTIAL, False, False),
+        (MIXTURE, False, False),
+        (LINEAR, True, True),
+        (parameters(gamma={"weight": 1, "shape": 1.5, "scale": 1.0}), True, False),
+        (parameters(gamma={"weight": 1, "shape": 2.1, "scale": 1.0}), True, True),
+        (parameters(uniform={"weight": 1, "low": 0, "high": 1}), False, False),
+        (
+            parameters("linear", exponential={"weight": 1, "rate": 1}, uniform={"weight": 1, "low": 0, "high": 1}),
+            True,
+            False,
+        ),
+        (parameters("linear", gamma={"weight": 1, "shape": 2.1, "scale": 1.0}), True, True),
+    ],
+)
+def test_moments_are_infinite_exactly_if_u_is_too_often_small(chosen, mean_is_finite, variance_is_finite):
+    of = Columns.of(chosen)
+    assert math.isfinite(of.mean_absolute) == mean_is_finite
+    assert math.isfinite(of.variance) == variance_is_finite
+
+
+def test_mixture_and_linear_combination_of_one_part_agree():
+    gamma = {"shape": 2.1, "scale": 0.3}
+    mixed = parameters(gamma=gamma | {"weight": 1})
+    linear = parameters("linear", gamma=gamma | {"weight": 1})
+    for moment in ("variance", "mean_absolute"):
+        one, other = (float(getattr(Columns.of(each), moment)) for each in (linear, mixed))
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.parametrize("probability", [0.0, 1.0, math.nan])
+def test_a_quantile_outside_the_open_unit_interval_is_refused(probability):
+    with pytest.raises(InputError, match="probability"):
+        Columns.of(LAPLACE).quantile(probability)
+
+
+# --- words ---
+
+
+def test_uniform_and_laplace_values_invert_their_distributions():
+    words = np.array([0, 2**63, 2**64 - 1, 2**62, 3 * 2**62], dtype=np.uint64)
+    assert uniform_from_words(words).tolist() == pytest.approx([2.0**-65, 0.5, 1.0, 0.25, 0.75], abs=1e-15)
+    values = laplace_from_words(words)
+    assert values[:3].tolist() == pytest.approx([45.05, -45.05, 0.0], abs=0.01)
+    assert values[3:].tolist() == pytest.approx([math.log(2), -math.log(2)])
+    assert stats.kstest(laplace_from_words(SecureSource().words(NUM)), "laplace").pvalue > FALSE_ALARM
+
+
+# --- the mechanism ---
+
+
+def request_for(chosen, dimension, accounting="sound", **changes):
+    parameters = json.dumps({**chosen.to_dict(), "accounting": accounting})
+    fields = {"noise_multiplier": 1.0, "clip_norm": 4.0, "sampling_probabilities": (0.25,)} | changes
+    return NoiseRequest(parameters=parameters, dimension=dimension, **fields)
+
+
+def noised(total, chosen=MIXTURE, seed=0, **changes):
+    request = request_for(chosen, len(total), **changes)
+    sums, (event,) = MECHANISM.add_noise(total.unsqueeze(0), request, [SeededSource(seed)])
+    return sums[0], event
+
+
+def test_every_part_of_the_sum_has_noise_in_proportion_to_the_clip_norm():
+    values = noised(torch.zeros(60_000))[0].double().numpy() / 4.0
+    for part in (values[:20_000], values[20_000:40_000], values[40_000:]):
+        assert fits_at_no_other_scale(part, MIXTURE)
+
+
+def test_the_scale_is_drawn_independently_for_every_coordinate():
+    sizes = np.log(np.abs(noised(torch.zeros(20_000), EXAMPLE)[0].numpy()) + 1e-9)
+    assert stats.pearsonr(sizes[:-1], sizes[1:]).pvalue > FALSE_ALARM
+    shared = np.log(np.abs(_lmo_noise(LAPLACE, 20_000, SeededSource(1))))
+    shared += np.repeat(np.log(_inverse_scales(EXAMPLE, 10_000, SeededSource(2))), 2)
+    assert stats.pearsonr(shared[:-1:2], shared[1::2]).pvalue < FALSE_ALARM, "the test must detect a shared scale"
+
+
+def test_the_event_states_noise_dimension_sampling_and_sensitivity():
+    total = torch.zeros(300)
+    assert noised(total, sensitivity_factor=math.sqrt(2))[1] == SubsampledLmo(
+        parameters=MIXTURE, sensitivity=math.sqrt(2), dimension=300, sampling_probability=0.25
+    )
+    assert noised(total, accounting="published")[1].accounting == "published"
+
+
+def test_neither_sensitivity_nor_accounting_changes_the_noise():
+    total = torch.arange(500.0)
+    plain = noised(total)[0]
+    assert torch.equal(plain, noised(total, sensitivity_factor=2.0)[0])
+    assert torch.equal(plain, noised(total, accounting="published")[0])
+    assert torch.equal(total, torch.arange(500.0)), "the input is unchanged"
+
+
+@pytest.mark.parametrize("value", [0.0, 1 / 3, -1e-7])
+def test_every_noised_sum_lies_on_the_same_grid(value):
+    step = 2.0 ** (math.floor(math.log2(4.0 * float(Columns.of(MIXTURE).quantile(0.75)))) - 18)
+    points = noised(torch.full((20_000,), value, dtype=torch.float64))[0] / step
+    assert torch.equal(points, points.round()), "no digits below the grid reveal the sum"
+
+
+def test_noise_without_a_mean_stays_finite():
+    heavy_tailed = parameters(gamma={"weight": 1, "shape": 0.1, "scale": 1.0})
+    values = noised(torch.zeros(50_000), heavy_tailed)[0]
+    assert torch.isfinite(values).all()
+    assert values.abs().max() > 1e30
+
+
+def test_each_client_gets_noise_from_its_own_source():
+    totals = torch.arange(12.0).view(3, 4)
+    request = request_for(LINEAR, 4, sampling_probabilities=(0.1, 0.2, 0.3))
+    sums, events = MECHANISM.add_noise(totals, request, [SeededSource(seed) for seed in range(3)])
+    for client in range(3):
+        assert torch.equal(sums[client], noised(totals[client], LINEAR, seed=client)[0])
+    assert [event.sampling_probability for event in events] == [0.1, 0.2, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"clip_norm": 0.0}, "clip_norm = 0.0"),
+        ({"clip_norm": math.nan}, "clip_norm = nan"),
+        ({"sensitivity_factor": 0.5}, "sensitivity_factor = 0.5"),
+        ({"sampling_probabilities": (0.1, 0.2)}, "1 sums, 2 sampling probabilities and 1 sources"),
+        ({"sampling_probabilities": (1.5,)}, "sampling_probability = 1.5"),
+        ({"accounting": "hopeful"}, "accounting = 'hopeful'"),
+    ],
+)
+def test_arguments_that_would_make_the_event_overstate_the_noise_are_refused(change, part):
+    with pytest.raises(ValueError, match=part):
+        noised(torch.zeros(3), **change)

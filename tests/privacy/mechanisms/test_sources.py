@@ -1,0 +1,193 @@
+"""Randomness has the right distributions, never repeats and is never shared between processes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource, _bernoulli_from_words, normal_from_words
+
+FALSE_ALARM = 1e-6
+NUM = 200_000
+
+
+@pytest.fixture(params=[SecureSource, lambda: SeededSource(0)], ids=["secure", "seeded"])
+def make(request):
+    """Makes a source of each kind."""
+    return request.param
+
+
+def test_normal_values_fit_the_standard_normal_and_no_other_scale(make):
+    values = make().normal(NUM).numpy().astype(float)
+    assert stats.kstest(values, "norm").pvalue > FALSE_ALARM
+    for scale in (2 / 3, 3 / 2):
+        assert stats.kstest(values * scale, "norm").pvalue < FALSE_ALARM
+
+
+def test_normal_tails_are_neither_truncated_nor_heavy(make):
+    values = np.abs(make().normal(2_000_000).numpy())
+    for threshold in (3.0, 4.0):
+        expected = 2 * stats.norm.sf(threshold)
+        assert stats.binomtest(int((values > threshold).sum()), len(values), expected).pvalue > FALSE_ALARM
+
+
+def test_consecutive_values_are_uncorrelated(make):
+    values = make().normal(NUM).numpy()
+    assert stats.pearsonr(values[:-1], values[1:]).pvalue > FALSE_ALARM
+
+
+def test_coins_have_the_given_probability_and_no_other(make):
+    heads = int(make().bernoulli(NUM, 0.01).sum())
+    assert stats.binomtest(heads, NUM, 0.01).pvalue > FALSE_ALARM
+    for other in (0.01 * 2 / 3, 0.015):
+        assert stats.binomtest(heads, NUM, other).pvalue < FALSE_ALARM
+
+
+def test_extreme_words_give_finite_mirrored_values():
+    words = np.array([0, 2**64 - 1, 2**63, 2**63 - 1], dtype=np.uint64)
+    values = normal_from_words(words).tolist()
+    assert values[0] == -values[1]
+    assert values[2] == -values[3] >= 0
+    assert all(math.isfinite(value) for value in values)
+    assert 9.1 < values[1] < 9.2
+    tail = normal_from_words(np.arange(8, dtype=np.uint64)).tolist()
+    assert tail == sorted(set(tail)), "each cell of the tail must have a value of its own"
+
+
+def test_normal_values_invert_the_distribution_function():
+    words = np.array([int(p * 2**64) for p in (0.025, 0.5, 0.84134475)], dtype=np.uint64)
+    assert normal_from_words(words).tolist() == pytest.approx([-1.959964, 0.0, 1.0], abs=1e-6)
+
+
+def test_coins_are_exact_at_0_and_1_and_round_down_in_between():
+    words = np.array([0, 2**64 - 1], dtype=np.uint64)
+    assert _bernoulli_from_words(words, 0.0).tolist() == [False, False]
+    assert _bernoulli_from_words(words, 1.0).tolist() == [True, True]
+    boundary = math.floor(math.ldexp(0.1, 64))
+    assert _bernoulli_from_words(np.array([boundary - 1, boundary], dtype=np.uint64), 0.1).tolist() == [True, False]
+    assert _bernoulli_from_words(words, 1e-30).tolist() == [False, False]
+    for bad in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match="probability"):
+            _bernoulli_from_words(words, bad)
+
+
+def test_secure_sources_never_agree_and_never_repeat():
+    one, two = SecureSource(), SecureSource()
+    first = one.normal(64)
+    assert not torch.equal(first, two.normal(64))
+    assert not torch.equal(first, one.normal(64))
+
+
+def test_no_global_seed_affects_the_secure_source():
+    draws = []
+    source = SecureSource()
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)  # deliberate: the global state must not matter
+        draws.append(source.normal(16))
+    assert not torch.equal(*draws)
+
+
+@pytest.mark.parametrize("same_id", [False, True])
+def test_a_forked_child_draws_different_values_even_with_the_same_process_id(monkeypatch, same_id):
+    if same_id:  # ids repeat: the system gives them to new processes
+        monkeypatch.setattr(os, "getpid", lambda: 4711)
+    source = SecureSource()
+    source.normal(1)
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writer, source.words(4).tobytes())
+        os._exit(0)
+    os.waitpid(child, 0)
+    in_child = np.frombuffer(os.read(reader, 32), dtype="<u8")
+    os.close(reader)
+    os.close(writer)
+    assert not set(in_child.tolist()) & set(source.words(4).tolist())
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_secure_source_cannot_be_pickled_or_copied(duplicate):
+    with pytest.raises(TypeError, match="belongs to its process"):
+        duplicate(SecureSource())
+
+
+def test_a_seeded_source_is_determined_by_its_labels_alone():
+    one = SeededSource(0, 3, "noise").normal(8)
+    assert torch.equal(one, SeededSource(0, 3, "noise").normal(8))
+    for labels in ((1, 3, "noise"), (0, 4, "noise"), (0, 3, "inclusion")):
+        assert not torch.equal(one, SeededSource(*labels).normal(8))
+
+
+WORD = st.integers(0, 2**64 - 1)
+
+
+@given(WORD, WORD)
+def test_values_increase_with_words_and_mirrored_words_give_mirrored_values(a, b):
+    words = np.array([*sorted((a, b)), 2**64 - 1 - a, a], dtype=np.uint64)
+    low, high, mirrored, value = normal_from_words(words).tolist()
+    assert low <= high
+    assert mirrored == -value
+
+
+# 20 equally likely cells, and two tails beyond 3.5 in which 930 of the 2e6 values are expected.
+def test_cells_and_tails_are_filled_as_the_normal_distribution_predicts(make):
+    edges = np.concatenate([[-np.inf, -3.5], stats.norm.ppf(np.arange(1, 20) / 20), [3.5, np.inf]])
+    values = make().normal(2_000_000).numpy().astype(float)
+
+    def pvalue(scale):
+        return stats.chisquare(np.histogram(values * scale, edges)[0], np.diff(stats.norm.cdf(edges)) * 2e6).pvalue
+
+    assert [scale for scale in (2 / 3, 1, 3 / 2) if pvalue(scale) > FALSE_ALARM] == [1]
+
+
+def test_drawing_no_values_gives_empty_tensors(make):
+    assert make().normal(0).shape == make().bernoulli(0, 0.5).shape == (0,)
+
+
+def test_consecutive_draws_continue_the_stream():
+    one, two = SeededSource("a"), SeededSource("a")
+    at_once = one.normal(6)
+    assert torch.equal(torch.cat([two.normal(2), two.normal(4)]), at_once)
+    assert not torch.equal(two.normal(6), at_once)
+
+
+@given(st.floats(0, 1), WORD)
+def test_a_coin_is_true_with_at_most_its_probability(probability, word):
+    (coin,) = _bernoulli_from_words(np.array([word], dtype=np.uint64), probability).tolist()
+    # In integers: true only if word + 1 <= p 2^64, so the number of true words is at most p 2^64.
+    numerator, denominator = probability.as_integer_ratio()
+    assert coin == ((word + 1) * denominator <= numerator * 2**64)
+
+
+def test_labels_of_different_type_or_order_give_different_streams():
+    streams = [SeededSource(*labels).normal(8) for labels in ((1, 2), (2, 1), ("1", 2), (1, 2, 0), (12,))]
+    assert len({tuple(stream.tolist()) for stream in streams}) == len(streams)
+
+
+def test_threads_that_share_a_source_draw_different_values():
+    source, drawn, failures = SecureSource(), [], []
+
+    def draw():
+        try:
+            for _ in range(300):
+                drawn.extend(source.words(512).tolist())
+        except RuntimeError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=draw) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(drawn)) == len(drawn)
+    assert failures == []

@@ -1,0 +1,190 @@
+"""What can be told of a run before anything slow is imported is told then, and the Hub is asked once."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fedpriv.config import ON_NODES, parse
+from fedpriv.errors import InputError
+from fedpriv.learning.adapters._locations import hub_problem as problem_here
+from fedpriv.learning.data import federated
+from fedpriv.runs.plan import preflight
+from server import app
+from server.observer import LogObserver
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def values(table, tiny_bert):
+    return {"data": str(table), "client_column": "site", "model": str(tiny_bert)}
+
+
+def test_a_run_that_can_start_passes(values, tmp_path):
+    preflight.check(parse(values | {"out": str(tmp_path / "new")}))
+    assert not (tmp_path / "new").exists()
+    preflight.check(parse({"data": ON_NODES, "labels": "a,b"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label_column": "lable"}, "label_column = 'lable': .* it has text, label, site"),
+        ({"data": "none.csv"}, "data = 'none.csv': no such file"),
+        ({"test_data": "none.csv"}, "test_data = 'none.csv': no such file"),
+        ({"budget_epsilon": [1.0, 2.0]}, "budget_epsilon = .*: has 2 entries for 3 clients"),
+        ({"aggregation": "flora", "client_ranks": [4]}, "client_ranks = .*: has 1 entries for 3 clients"),
+        ({"min_clients": 9}, "min_clients = 9: there are 3 clients"),
+        (
+            {"data": ON_NODES, "labels": "a,b", "num_clients": 4, "min_clients": 5},
+            "min_clients = 5: there are 4 clients",
+        ),
+        (
+            {"mechanism": "lmo", "mechanism_parameters": "none.json"},
+            "mechanism_parameters = 'none.json': cannot be read",
+        ),
+        ({"track": "mlflow"}, "track = mlflow: needs mlflow"),
+        ({"noise_multiplier": 0}, "noise_multiplier = 0: allowed only on public data"),
+        ({"comparison": True, "test_data": "none.csv"}, "comparison = true: .* allowed only on public data"),
+        ({"privacy_view": "aggregate"}, "privacy_view = aggregate: does not hold: .*secure_aggregation = false"),
+        (
+            {"task": "CAUSAL_LM", "prompt_column": "text", "response_column": "label", "test_data": "none.csv"},
+            "generated_answers = .*: .* needs rouge-score",
+        ),
+        ({"model": "./none"}, "model = './none': no such folder"),
+        ({"model": "all-MiniLM-L6-v3"}, "model = .*HF_HUB_OFFLINE.*; did you mean all-MiniLM-L6-v2[?]"),
+        ({"model": "a model"}, "model = 'a model': no folder here, and no possible name"),
+        ({"batch_size": 4000}, "batch_size = 4000"),
+        ({"out": str(ROOT)}, "out = .*: already holds a run"),
+        ({"out": str(ROOT / "LICENSE")}, "out = .*: already holds a run"),
+    ],
+)
+def test_what_is_wrong_with_folder_model_or_data_is_one_line(values, changes, message, monkeypatch):
+    monkeypatch.setattr("fedpriv.runs.show._tracker.find_spec", lambda name: None)
+    monkeypatch.setattr("fedpriv.learning.training.evaluation.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=message) as caught:
+        preflight.check(parse(values | changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"noise_multiplier": 0}, {"comparison": True, "test_data": "t.csv"}, {"privacy_view": "aggregate"}]
+)
+def test_a_coordinator_refuses_it_too_before_it_loads_anything_or_asks_a_node(values, changes, tmp_path):
+    config = parse(values | changes | {"out": str(tmp_path / "out"), "model": "none"})
+    with pytest.raises(InputError, match=f"{min(changes)} = "):
+        app.run(None, config, LogObserver())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_s_data_are_looked_at_once_and_all_problems_told(values, monkeypatch):
+    loaded, load = [], federated.load
+    monkeypatch.setattr(federated, "load", lambda config: loaded.append(config) or load(config))
+    configs = [parse(values | {"rank": rank, "num_clients": k}) for rank in (2, 4) for k in (2, 3)]
+    assert preflight.problems(configs) == []
+    assert len(loaded) == 2
+    few = [parse(values | {"min_clients": num}) for num in (1, 4, 5, 5)]
+    assert [line.split(":")[0] for line in preflight.problems(few)] == ["min_clients = 4", "min_clients = 5"]
+    assert len(loaded) == 3
+    bad = [parse(values | {"model": f"./{name}"}) for name in "ab"]
+    assert [line[:13] for line in preflight.problems(bad)] == ["model = './a'", "model = './b'"]
+
+
+def told(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The refusal of a run, and what it had loaded by then."""
+    code = (
+        "import sys; from simulations.__main__ import app\n"
+        "try: app(sys.argv[1:])\n"
+        "except SystemExit as ended: print(ended.code, *sorted(sys.modules))"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+SWEEP = ("sweep", "simulations/configs/sweeps/rank.toml")
+
+
+@pytest.mark.parametrize("command", [("run",), pytest.param(SWEEP, marks=pytest.mark.slow)])
+def test_neither_torch_nor_flower_is_loaded_before_a_wrong_column_is_told(command, table):
+    done = told(*command, "-c", f"data={table}", "-c", "label_column=lable")
+    code, *modules = done.stdout.split()
+    assert code == "2"
+    assert "label_column = 'lable'" in done.stderr
+    assert "fedpriv.learning.data._tables" in modules, "the check would be blind"
+    assert not {"torch", "transformers", "peft", "flwr", "ray", "matplotlib"} & set(modules)
+
+
+@contextmanager
+def hub(status: int, error: str) -> Iterator[tuple[str, list[str]]]:
+    """A server that answers as the Hub does, and the paths that it was asked for."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            if error:
+                self.send_header("X-Error-Code", error)
+            self.end_headers()
+
+        def log_message(self, *_arguments: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+PROBLEM = (
+    "import sys; from fedpriv.learning.adapters._locations import hub_problem; "
+    "print(hub_problem('nobody/none', sys.argv[1]))"
+)
+
+
+def problem(endpoint: str, kind: str, home: Path) -> str:
+    environment = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", PROBLEM, kind]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_a_name_that_the_hub_lacks_is_asked_for_once(tmp_path):
+    with hub(404, "RepoNotFound") as (endpoint, asked):
+        assert "has none of that name" in problem(endpoint, "model", tmp_path)
+    assert asked == ["/nobody/none/resolve/main/config.json"]
+
+
+@pytest.mark.slow
+def test_another_error_of_the_hub_is_left_to_its_own_clients(tmp_path):
+    for status, error in ((404, "EntryNotFound"), (503, "")):
+        with hub(status, error) as (endpoint, asked):
+            assert problem(endpoint, "model", tmp_path) == ""
+        assert len(asked) == 1
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_not_there_is_told_at_once(tmp_path):
+    with hub(200, "") as (endpoint, _):
+        pass
+    assert "cannot be reached" in problem(endpoint, "model", tmp_path)
+
+
+def test_a_data_set_in_the_cache_is_found_under_the_name_that_its_library_gives_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    (tmp_path / "keivalya___med_quad-medical_qn_a_dataset").mkdir()  # as datasets.builder names it
+    assert problem_here("keivalya/MedQuad-MedicalQnADataset", "dataset") == ""
+    assert problem_here("keivalya/Other", "dataset").startswith("not in the cache")

@@ -1,0 +1,115 @@
+"""The page of a language model's run shows perplexity and answers, and no text of a model becomes markup."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._rows import Sample
+from fedpriv.runs._writer import RunWriter
+from fedpriv.runs.show._report_page import write_report
+from simulations.display import TerminalObserver
+from tests.runs.show.test_page import Page
+
+FIGURES = {
+    "perplexity": 9.87,
+    "perplexity_initial": 14.2,
+    "perplexity_non_private": 8.5,
+    "log_perplexity_change": -0.3637,
+    "log_perplexity_change_standard_error": 0.0213,
+    "rouge_l": 0.2154,
+    "rouge_l_initial": 0.1821,
+    "rouge_l_non_private": 0.2323,
+    "rouge_l_standard_error": 0.0111,
+    "rouge_l_change": 0.0333,
+    "rouge_l_change_standard_error": 0.0099,
+    "num_generated": 12,
+}
+HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> & {{ 7 * 7 }}"
+
+
+def page_of(run_dir: Path) -> tuple[str, Page]:
+    html = write_report(run_dir).read_text()
+    return html, Page(html)
+
+
+def language_run(write_run, **changes: object) -> Path:
+    run_dir = write_run(**(FIGURES | changes))
+    for path in (run_dir / "rounds.csv", run_dir / "comparison" / "rounds.csv"):
+        with path.open() as file:
+            rows = list(csv.DictReader(file))
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0], "test_perplexity"])
+            writer.writeheader()
+            writer.writerows(row | {"test_perplexity": 14.2 / (1 + int(row["round"]))} for row in rows)
+    texts = [Sample(prompt=f"p{i}", reference="r", untrained="u", private=f"a{i}", non_private="n") for i in range(11)]
+    hostile = Sample(prompt=HOSTILE, reference=HOSTILE, untrained=HOSTILE, private=HOSTILE, non_private=HOSTILE)
+    RunWriter(run_dir).write_answers([hostile, *texts])
+    return run_dir
+
+
+def test_texts_of_models_and_data_are_escaped(write_run):
+    html, page = page_of(language_run(write_run))
+    assert HOSTILE not in html
+    assert "<script" not in html
+    assert "onerror" not in [name for name, _ in page.attributes]
+    assert page.cells.count(HOSTILE) == 5, "a reader sees the text as it is"
+
+
+def test_the_page_has_ten_samples_and_all_figures(write_run):
+    _, page = page_of(language_run(write_run))
+    assert {"p0", "a0", "p8", "a8"} <= set(page.cells)
+    assert "p9" not in page.cells
+    assert "The first 10 of 12 prompts" in page.text
+    for figure in ("9.87", "14.20", "8.50", "0.2154 ± 0.0111", "0.1821", "0.2323"):
+        assert figure in page.cells
+    assert "log perplexity -0.3637 ± 0.0213, ROUGE-L +0.0333 ± 0.0099" in page.text
+
+
+def test_perplexity_stands_where_accuracy_is_the_share_of_next_tokens(write_run):
+    _, page = page_of(language_run(write_run))
+    assert "Test perplexity" in page.text
+    assert "Test accuracy" not in page.text
+    assert "Perplexity with DP" in page.text
+    confusion = {"confusion_matrix": [[3, 1], [0, 4]], "labels": ["yes", "no"], "macro_f1": 0.87}
+    _, page = page_of(language_run(lambda **changes: write_run("answers", **changes), **confusion))
+    assert "Test perplexity" in page.text
+    assert "Test accuracy" in page.text
+    assert "Accuracy with DP" in page.text
+
+
+def test_a_run_without_comparison_or_answers_has_a_page(write_run):
+    absent = {key: None for key in FIGURES if "rouge" in key or "non_private" in key or key == "num_generated"}
+    run_dir = language_run(write_run, **absent)
+    (run_dir / "samples.jsonl").unlink()
+    _, page = page_of(run_dir)
+    assert "9.87" in page.cells
+    assert "prompts with answers" not in page.text
+    assert "ROUGE-L compares" not in page.text
+
+
+def test_answers_of_a_run_without_privacy_are_not_called_private(write_run):
+    _, page = page_of(language_run(write_run, private=False))
+    assert "private" not in page.cells
+    assert "this run" in page.cells
+
+
+def test_a_classifier_s_page_says_nothing_of_answers(write_run):
+    _, page = page_of(write_run())
+    assert "Perplexity" not in page.text
+    assert "ROUGE" not in page.text
+
+
+def test_the_terminal_shows_perplexity_and_what_changed(write_run):
+    run_dir = language_run(write_run)
+    console = Console(file=io.StringIO(), width=100)
+    TerminalObserver(console).finished(run_dir, RunFolder(run_dir).summary)
+    text = console.file.getvalue()
+    assert "9.87" in text
+    assert "against untrained, paired: log perplexity -0.3637 ± 0.0213" in text
+    assert json.dumps(0.871)[:5] not in text, "a share of next tokens is no accuracy to be proud of"
