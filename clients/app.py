@@ -1,4 +1,4 @@
-"""The Flower ClientApp of a data holder: a pipe to the vault, which alone reads records, charges and releases.
+"""The Flower ClientApp of a data holder: it carries frames to the vault, which alone reads records and releases.
 
 The coordinator ships this code, so it must not matter what it does: it sees only what it may send anyway. Neither torch
 nor anything that reads records is loaded here. On a node without a vault, as in a simulation, the vault's functions
@@ -8,41 +8,56 @@ answer in this process.
 from __future__ import annotations
 
 import logging
-from functools import partial
+from pathlib import Path
+from typing import cast
 
-from flwr.app import Context, Message
+from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 import fedpriv
-from clients.pipe import VAULT_KEY, carry
-from fedpriv.holder.wire import frames
+from fedpriv.holder.wire.frame import FAILED, FRAME, OWN, Request, Response, Scalars, ask, carried, frame_in
 
 log = logging.getLogger("flwr")
 
-_QUERIES = (
-    frames.REGISTER,  # the node's registration, before the first round
-    frames.AFFORD,  # how much of the planned run the node's budget allows, before the first round
-    frames.EVALUATE,  # noised counts of hits and misses, after the last round
-    # Secure aggregation, in each round; `train` comes before the last two.
-    frames.ADVERTISE,  # fresh keys for an attempt at a sum
-    frames.SHARE,  # sealed shares of the node's seeds for its peers
-    frames.CHECK,  # whose shares the node cannot use
-    frames.CONFIRM,  # the node's signature of the list of survivors
-    frames.REVEAL,  # shares of what the sum is still masked by
-)
-
-
-def _answered(kind: str, message: Message, context: Context) -> Message:
-    if kind == frames.REGISTER:
-        log.info("clients use %s", fedpriv.__file__)
-    if VAULT_KEY in context.node_config:
-        return carry(kind, message, context)
-    from clients import node  # loads torch, which a pipe does without
-
-    return node.answered(kind, message, context)
-
+# The key of a node's configuration that names the vault's socket.
+VAULT_KEY = "vault"
 
 app = ClientApp()
-app.train()(partial(_answered, frames.TRAIN))
-for query in _QUERIES:
-    app.query(query)(partial(_answered, query))
+
+
+@app.train()
+@app.query()
+def answered(message: Message, context: Context) -> Message:
+    """The node's answer to a message, whatever it asks."""
+    if message.metadata.group_id == "0":  # before the first round
+        log.info("clients use %s", fedpriv.__file__)
+    try:
+        request = request_of(message, context)
+        if VAULT_KEY in context.node_config:
+            return message_of(ask(Path(str(context.node_config[VAULT_KEY])), request), message)
+        from clients import node  # loads torch, which a carrier does without
+
+        return message_of(node.answered(request, context), message)
+    except (OSError, ValueError) as error:
+        log.error("failed: %s", error)
+        reason = "failed; this node's vault does not answer, its log says why"
+        return message_of(Response.of(code=FAILED, reason=reason), message)
+
+
+def request_of(message: Message, context: Context) -> Request:
+    """The request that a message carries, beside what Flower and the server tell this node.
+
+    Raises:
+        FrameError: the message carries no frame.
+    """
+    content = message.content if message.has_content() else RecordDict()
+    # Flower's records may also hold lists and bytes, which no frame carries and no server tells.
+    own = cast("Scalars", dict(content.config_records[OWN]) if OWN in content.config_records else {})
+    return Request(frame=frame_in(content.array_records), run_config=dict(context.run_config), own=own)
+
+
+def message_of(response: Response, message: Message) -> Message:
+    """The reply to a message that carries a response."""
+    if response.code:
+        return Message(Error(response.code, response.reason), reply_to=message)
+    return Message(RecordDict({FRAME: ArrayRecord({FRAME: Array(**carried(response.frame))})}), reply_to=message)

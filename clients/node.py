@@ -1,6 +1,6 @@
 """A simulated data holder in this process: what its node's configuration says, and its side of a round.
 
-The vault's functions answer, behind Flower's messages. The vault of a node with records of its own has its settings.
+The vault's functions answer. The vault of a node with records of its own has its settings.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from flwr.app import Context, Message
+from flwr.app import Context
 
-from clients.pipe import message_of, request_of
 from fedpriv.config import EMBEDDED, RunConfig
 from fedpriv.files import Journal
 from fedpriv.holder.vault import NodePolicy, refused
@@ -19,8 +18,7 @@ from fedpriv.holder.vault import answer as vault
 from fedpriv.holder.vault.answer import Prepared
 from fedpriv.holder.vault.holder import Holder, parsed
 from fedpriv.holder.vault.settings import NodeLimits, VaultSettings
-from fedpriv.holder.wire.frames import TRAIN, Request, Response
-from fedpriv.learning.training.local_update import ClientUpdate
+from fedpriv.holder.wire.frame import Request, Response
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.ledger.holders import path_of
 
@@ -107,38 +105,22 @@ def _simulated_ledger(config: RunConfig, client: object) -> Path | None:
     return path_of(Path(config.ledger), known[client])
 
 
-def answered(kind: str, message: Message, context: Context) -> Message:
-    """The reply to a message of any kind."""
+def answered(request: Request, context: Context) -> Response:
+    """The node's answer to a request of any kind."""
     try:
-        return message_of(vault.answer(*_request_and_holder(kind, message, context)), message)
+        return vault.answer(request, holder_of(context))
     except Exception as error:
-        return failed(message, error)
+        return failed(error)
 
 
-def prepare(message: Message, context: Context) -> Prepared | Message:
-    """The update that a train message asks for, checked and charged; or the reply if there is nothing to execute."""
+def prepare(request: Request, context: Context) -> Prepared | Response:
+    """The update that a request asks for, checked and charged; or the response if there is nothing to execute."""
     try:
-        prepared = vault.prepare(*_request_and_holder(TRAIN, message, context))
+        return vault.prepare(request, holder_of(context))
     except Exception as error:
-        return failed(message, error)
-    return message_of(prepared, message) if isinstance(prepared, Response) else prepared
+        return failed(error)
 
 
-def reply(message: Message, prepared: Prepared, update: ClientUpdate | Exception) -> Message:
-    """The upload, once it is stored, or an error that says only that the guard refused or that training failed.
-
-    Args:
-        message: as given to `prepare`.
-        prepared: what that returned.
-        update: what became of its task.
-    """
-    return message_of(vault.settle(prepared, update), message)
-
-
-def failed(message: Message, error: Exception) -> Message:
-    """The reply to a message that failed; the error's text must not leave the node."""
-    return message_of(refused(error, Journal(None)), message)
-
-
-def _request_and_holder(kind: str, message: Message, context: Context) -> tuple[Request, Holder]:
-    return request_of(kind, message, context), holder_of(context)
+def failed(error: Exception) -> Response:
+    """The response to a request that failed; the error's text must not leave the node."""
+    return refused(error, Journal(None))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import AFFORD, Request
 from server.costs import RoundCosts
-from server.exchange import Exchange, reason_of
+from server.exchange import Exchange, MalformedError, answer_in, message_to
 from server.observer import Observer
 from server.registration import NO_NODE, Nodes, label_of
 
@@ -65,9 +66,8 @@ def _affordable(grid: Grid, config: RunConfig, nodes: Nodes, costs: RoundCosts, 
     for client, (node_id, _) in nodes.items():
         if node_id == NO_NODE:
             continue
-        fields = protocol.pack_plan(costs.planned(client, after, config.rounds - after))
-        content = RecordDict({protocol.INSTRUCTION: ConfigRecord(fields)})
-        asked.append((Message(content, node_id, protocol.AFFORD, group_id="0"), client))
+        fields = kinds.pack_plan(costs.planned(client, after, config.rounds - after))
+        asked.append((message_to(node_id, Request.of(AFFORD, fields=fields)), client))
     replies = list(Exchange().replies(grid, [message for message, _ in asked], _SECONDS))
     # Messages have ids once they are sent; an error of the link names no node.
     by_message = {message.metadata.message_id: client for message, client in asked}
@@ -75,13 +75,10 @@ def _affordable(grid: Grid, config: RunConfig, nodes: Nodes, costs: RoundCosts, 
     for reply in replies:
         client = by_message[reply.metadata.reply_to_message_id]
         try:
-            releases = reply.content[protocol.AFFORDABLE]["releases"]
-        except (ValueError, KeyError, TypeError):
-            releases = None
-        if type(releases) is not int:
-            reason = reason_of(reply) if reply.has_error() else "its reply is malformed"
-            log.warning("node of client %s does not say what its budget allows: %s", client, reason)
+            answer: kinds.Affordable = answer_in(reply, AFFORD)
+        except MalformedError as error:
+            log.warning("node of client %s does not say what its budget allows: %s", client, error)
             continue
-        rounds = max(0, releases - len(costs.evaluation_releases))
+        rounds = max(0, answer.releases - len(costs.evaluation_releases))
         found[client] = min(after + rounds, config.rounds)
     return found

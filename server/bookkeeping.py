@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.accounting.accountants import PrivacySpent
 from fedpriv.privacy.accounting.calibration import first_rounds_within
 from fedpriv.privacy.accounting.events import Event

@@ -27,7 +27,7 @@ import fedpriv
 from fedpriv.config import KEYS, Fact, RunConfig
 from fedpriv.errors import InputError
 from fedpriv.files import remove_files, sync_folder
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
 from fedpriv.learning.aggregation import GlobalModel
 from fedpriv.learning.data.digests import DataDigests

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.protocol import Broadcast, EvaluationRelease
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import EVALUATE, Request
+from fedpriv.holder.wire.kinds import Broadcast, EvaluationRelease
 from fedpriv.learning.aggregation import GlobalModel
 from fedpriv.learning.training.private_evaluation import EvaluationSpec, planned_event
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.accounting.intervals import AccuracyEstimate, accuracy_from_counts
 from server.bookkeeping import Books
-from server.exchange import Exchange, MalformedError, reason_of, records_of, wire_bytes
+from server.exchange import Exchange, MalformedError, answer_in, content_of, digest_of, message_to, wire_bytes
 from server.registration import Nodes, label_of
 from server.round import Receipts
 
@@ -77,24 +77,14 @@ def evaluate_privately(
     """
     clients = [client for client in books.able_to_evaluate() if client not in skipped]
     broadcast = Broadcast(adapter=model.adapter, merged=model.merged)
-    arrays = records_of(protocol.pack_model(broadcast))
-    instruction = protocol.pack_instruction(run, round_, spec)
-    contents = {
-        client: RecordDict(
-            {
-                **arrays,
-                protocol.INSTRUCTION: ConfigRecord(instruction | (receipts.shown_to(client) if receipts else {})),
-            }
-        )
-        for client in clients
-    }
-    books.charge_evaluation(round_, dict.fromkeys(clients, protocol.request_digest(broadcast, spec)))
+    fields = kinds.pack_instruction(run, round_, spec)
+    request = Request.of(EVALUATE, fields=fields, arrays=kinds.pack_model(broadcast))
+    books.charge_evaluation(round_, dict.fromkeys(clients, request.digest))
+    told = {client: replace(request, own=receipts.shown_to(client) if receipts else {}) for client in clients}
     by_node = {nodes[client][0]: client for client in clients}
-    messages = [
-        Message(contents[client], node_id, protocol.EVALUATE, group_id=str(round_))
-        for node_id, client in by_node.items()
-    ]
+    messages = [message_to(node_id, told[client], round_) for node_id, client in by_node.items()]
     releases: dict[int, EvaluationRelease] = {}
+    digests: dict[int, str] = {}
     bytes_up: dict[int, int] = {}
     for reply in Exchange().replies(grid, messages, seconds):
         client = by_node.get(reply.metadata.src_node_id)
@@ -102,14 +92,14 @@ def evaluate_privately(
             if client is None or client in releases:
                 raise MalformedError("not expected")
             releases[client] = _read(reply, round_, planned_event(spec))
+            digests[client] = digest_of(reply)
             if receipts is not None:
-                receipts.take(client, reply)
+                receipts.take(client, releases[client].receipt)
             bytes_up[client] = wire_bytes(reply.content)
         except MalformedError as error:
             who = "a stranger" if client is None else label_of(nodes, client)
             log.warning("evaluation, %s: %s", who, error)
-    replies = {client: protocol.pack_reply(release) for client, release in releases.items()}
-    books.settle_evaluation({client: hashlib.sha256(reply).hexdigest() for client, reply in replies.items()})
+    books.settle_evaluation(digests)
     counts = [releases[client].counts for client in sorted(releases)]
     return PrivateEvaluation(
         estimate=accuracy_from_counts(
@@ -121,7 +111,7 @@ def evaluate_privately(
         num_asked=len(clients),
         num_answers=len(counts),
         bytes_up=bytes_up,
-        bytes_down={client: wire_bytes(content) for client, content in contents.items()},
+        bytes_down={client: wire_bytes(content_of(each)) for client, each in told.items()},
     )
 
 
@@ -131,12 +121,7 @@ def _read(reply: Message, round_: int, event: Event) -> EvaluationRelease:
     Raises:
         MalformedError: it is an error, malformed, or not what was asked for.
     """
-    if reply.has_error():
-        raise MalformedError(reason_of(reply))
-    try:
-        release = protocol.unpack(protocol.EvaluationRelease, reply.content.config_records[protocol.RELEASE])
-    except (KeyError, ValueError, TypeError) as error:
-        raise MalformedError(f"malformed reply: {error}") from None
+    release: EvaluationRelease = answer_in(reply, EVALUATE)
     if release.round != round_ or release.event != event:
         raise MalformedError(f"reply of round {release.round} paid {release.event}, asked were {round_} and {event}")
     return release

@@ -5,23 +5,22 @@ A reply that is malformed is refused by name.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.carrier import CARRIER, packed, unpacked
-from fedpriv.holder.wire.protocol import Broadcast, UploadRelease
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import FRAME, OWN, TRAIN, Request, Response, carried, frame_in
+from fedpriv.holder.wire.kinds import Broadcast, UploadRelease
 from fedpriv.learning.adapters import Adapter, difference, norm
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.operate.flower import seconds_to_pause
@@ -99,10 +98,36 @@ class Exchange:
         return num_late
 
 
-def records_of(arrays: protocol.Arrays) -> dict[str, ArrayRecord]:
-    """{record's name: record that carries its tensors}."""
-    named = {name: {key: tensor.numpy() for key, tensor in tensors.items()} for name, tensors in arrays.items()}
-    return {name: ArrayRecord({CARRIER: Array(**packed(each))}) for name, each in named.items()}
+def message_to(node_id: int, request: Request, round_: int = 0) -> Message:
+    """The message that carries a request to a node; its type says only whether records are to be trained on."""
+    return Message(content_of(request), node_id, TRAIN if request.kind == TRAIN else "query", group_id=str(round_))
+
+
+def content_of(request: Request) -> RecordDict:
+    """The frame of a request, and what the node alone is told."""
+    own = {OWN: ConfigRecord(dict(request.own))} if request.own else {}
+    return RecordDict({FRAME: ArrayRecord({FRAME: Array(**carried(request.frame))}), **own})
+
+
+def answer_in(reply: Message, kind: str) -> Any:
+    """What a reply answers to a request of this kind; see `kinds.KINDS`.
+
+    Raises:
+        MalformedError: it is an error, or malformed; one line that says why.
+    """
+    if reply.has_error():
+        raise MalformedError(reason_of(reply))
+    with _malformed_by_name():
+        return kinds.answer_of(kind, _response_in(reply))
+
+
+def digest_of(reply: Message) -> str:
+    """The digest of a reply, as the node's ledger records it."""
+    return _response_in(reply).digest
+
+
+def _response_in(reply: Message) -> Response:
+    return Response(frame_in(reply.content.array_records))
 
 
 def wire_bytes(content: RecordDict) -> int:
@@ -152,8 +177,22 @@ class ExpectedReply:
     max_norm: float | None = None
 
 
-def read_reply(reply: Message, expected: ExpectedReply) -> tuple[Adapter | None, str]:
-    """The uploaded adapter, or None from a client that stays silent; and the digest that the client's ledger records.
+class Read(NamedTuple):
+    """What a client's reply holds.
+
+    Attributes:
+        content: the uploaded adapter, or the client's part in a sum; None from a client that stays silent.
+        digest: of the reply, as the client's ledger records it.
+        receipt: of the charge, as text; empty without any.
+    """
+
+    content: Adapter | Vector | None
+    digest: str
+    receipt: str
+
+
+def read_reply(reply: Message, expected: ExpectedReply) -> Read:
+    """The uploaded adapter, or None from a client that stays silent.
 
     Args:
         reply: one without an error.
@@ -163,27 +202,24 @@ def read_reply(reply: Message, expected: ExpectedReply) -> tuple[Adapter | None,
         MalformedError: one line that names what is wrong.
     """
     with _malformed_by_name():
-        release = _release_of(reply, expected)
-        records = reply.content.array_records
+        response = _response_in(reply)
+        release = _release_of(response, expected)
         if release.silent:
-            if records:
-                raise MalformedError(f"silent, but sends {', '.join(records)}")
-            return None, _digest(release, {})
-        if records.keys() != {protocol.ADAPTER}:
-            raise MalformedError(f"records {', '.join(records) or 'none'}, not {protocol.ADAPTER}")
-        arrays = {name: torch.from_numpy(array) for name, array in unpacked(records[protocol.ADAPTER]).items()}
-        adapter = protocol.unpack_upload(arrays, expected.broadcast, expected.spec, expected.initial)
+            if response.arrays:
+                raise MalformedError(f"silent, but sends {', '.join(response.arrays)}")
+            return Read(None, response.digest, release.receipt)
+        adapter = kinds.unpack_upload(response.arrays, expected.broadcast, expected.spec, expected.initial)
     for name, tensor in adapter.items():
         if not torch.isfinite(tensor).all():
             raise MalformedError(f"{name}: holds NaN or infinity")
     size = norm(difference(adapter, expected.broadcast.adapter))
     if expected.max_norm is not None and size > expected.max_norm:
         raise MalformedError(f"its update has norm {size:.4g}, max_update_norm is {expected.max_norm:g}")
-    return adapter, _digest(release, arrays)
+    return Read(adapter, response.digest, release.receipt)
 
 
-def read_sum(reply: Message, expected: ExpectedReply, *, dimension: int, modulus_bits: int) -> tuple[Vector, str]:
-    """A client's part in a sum, uint32 or uint64 [values], and the digest that the client's ledger records.
+def read_sum(reply: Message, expected: ExpectedReply, *, dimension: int, modulus_bits: int) -> Read:
+    """A client's part in a sum, uint32 or uint64 [values].
 
     Args:
         reply: one without an error.
@@ -195,16 +231,15 @@ def read_sum(reply: Message, expected: ExpectedReply, *, dimension: int, modulus
         MalformedError: one line that names what is wrong.
     """
     with _malformed_by_name():
-        release = _release_of(reply, expected)
-        records = reply.content.array_records
-        arrays = {name: unpacked(record) for name, record in records.items()}
-        if {name: list(named) for name, named in arrays.items()} != {protocol.ADAPTER: [protocol.SUM]}:
-            raise MalformedError(f"records {', '.join(records) or 'none'}: must hold {protocol.SUM} alone")
-        vector = arrays[protocol.ADAPTER][protocol.SUM]
+        response = _response_in(reply)
+        release = _release_of(response, expected)
+        named = response.arrays.get(kinds.ADAPTER, {})
+        if list(named) != [kinds.SUM]:
+            raise MalformedError(f"arrays {', '.join(named) or 'none'}: must be {kinds.SUM} alone")
+        vector = named[kinds.SUM]
     if vector.dtype != np.dtype(f"int{modulus_bits}") or vector.shape != (dimension,):
-        raise MalformedError(f"{protocol.SUM}: {vector.dtype} {vector.shape}, must be int{modulus_bits} ({dimension},)")
-    digest = _digest(release, {protocol.SUM: torch.from_numpy(vector)})
-    return vector.view(np.dtype(f"uint{modulus_bits}")), digest
+        raise MalformedError(f"{kinds.SUM}: {vector.dtype} {vector.shape}, must be int{modulus_bits} ({dimension},)")
+    return Read(vector.view(np.dtype(f"uint{modulus_bits}")), response.digest, release.receipt)
 
 
 def reason_of(reply: Message) -> str:
@@ -223,9 +258,9 @@ def _malformed_by_name() -> Iterator[None]:
         raise MalformedError(f"malformed reply: {error}") from None
 
 
-def _release_of(reply: Message, expected: ExpectedReply) -> UploadRelease:
+def _release_of(response: Response, expected: ExpectedReply) -> UploadRelease:
     """The statement of the reply, which is what was expected."""
-    release = protocol.unpack(protocol.UploadRelease, reply.content.config_records[protocol.RELEASE])
+    release: UploadRelease = kinds.answer_of(TRAIN, response)
     if release.round != expected.round:
         raise MalformedError(f"reply of round {release.round} in round {expected.round}")
     if release.event != expected.event:
@@ -235,7 +270,3 @@ def _release_of(reply: Message, expected: ExpectedReply) -> UploadRelease:
     if release.silent and not expected.broadcast.signs:
         raise MalformedError("silent, though it was not asked to judge its update")
     return release
-
-
-def _digest(release: UploadRelease, arrays: dict[str, torch.Tensor]) -> str:
-    return hashlib.sha256(protocol.pack_reply(release, arrays)).hexdigest()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedpriv.config import RunConfig
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.accounting.recipe import LearningRate
 from fedpriv.privacy.accounting.views import default_delta
 from fedpriv.runs import RoundRow

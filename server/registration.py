@@ -7,16 +7,17 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedpriv.errors import InputError
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import REGISTER, Request
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.entries import DataSet
 from fedpriv.texts import holder_label
-from server.exchange import reason_of
+from server.exchange import answer_in, message_to, reason_of
 
 log = logging.getLogger("flwr")
 
@@ -52,11 +53,9 @@ class Inquiry:
         """
         asked = {*leave_out, *self._waiting.values()}
         new = [node_id for node_id in grid.get_node_ids() if node_id not in asked]
+        request = Request.of(REGISTER)
         for start in range(0, max(1, len(new)), _MOST_AT_ONCE):
-            messages = [
-                Message(RecordDict(), node_id, protocol.REGISTER, group_id="0")
-                for node_id in new[start : start + _MOST_AT_ONCE]
-            ]
+            messages = [message_to(node_id, request) for node_id in new[start : start + _MOST_AT_ONCE]]
             grid.push_messages(messages)
             self._waiting |= {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
             yield from self._pulled(grid)
@@ -143,13 +142,9 @@ def read_registration(reply: Message, node_keys: Path | None) -> Registration:
     Raises:
         ValueError: one line that says why the node cannot take part.
     """
-    if reply.has_error():
-        raise ValueError(reason_of(reply))
-    if protocol.REGISTRATION not in reply.content.config_records:
-        raise ValueError(f"{protocol.REGISTRATION}: missing")
-    registration = protocol.unpack(protocol.Registration, reply.content.config_records[protocol.REGISTRATION])
-    if registration.software != protocol.SOFTWARE:
-        raise ValueError(f"software = {registration.software!r}: the server runs {protocol.SOFTWARE}")
+    registration: Registration = answer_in(reply, REGISTER)
+    if registration.software != kinds.SOFTWARE:
+        raise ValueError(f"software = {registration.software!r}: the server runs {kinds.SOFTWARE}")
     _check_signature(registration, node_keys / f"{registration.client}.pub" if node_keys else None)
     return registration
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import remove_files
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.adapters import Adapter, Merged
 from fedpriv.learning.aggregation import GlobalModel
 from fedpriv.learning.training.workbench import Workbench

@@ -17,15 +17,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedpriv.config import FederationSection, RunConfig
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import REFUSED, RETIRED
-from fedpriv.holder.wire.protocol import Broadcast
-from fedpriv.learning.adapters import Adapter
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import REFUSED, RETIRED, Request
+from fedpriv.holder.wire.kinds import Broadcast
 from fedpriv.learning.training.evaluation import Evaluation
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.privacy.accounting.views import rho_bar
@@ -33,12 +32,10 @@ from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.receipts import ReceiptLog, from_text
 from fedpriv.runs import USABLE, ClientRow, RoundRow
 from server.bookkeeping import Books
-from server.exchange import MalformedError, Vector, reason_of, wire_bytes
+from server.exchange import MalformedError, Read, content_of, message_to, reason_of, wire_bytes
 from server.registration import NO_NODE, Inquiry, Nodes, check_same, label_of, read_registration
 
 log = logging.getLogger("flwr")
-
-Read = Callable[[int, Message], tuple[Adapter | Vector | None, str]]
 
 _STATUS_OF_ERROR = {REFUSED: "refused", RETIRED: "retired"}
 
@@ -56,27 +53,28 @@ class RoundRequest:
 
     Attributes:
         broadcast: the model as these clients read it.
-        content: of the message.
-        num_bytes: of the content when it is sent.
-        digest: of the broadcast and the instruction; charges are keyed by it.
+        request: what they are asked, and what one of them alone is told.
+        digest: of the request, and of the terms of a sum; charges are keyed by it.
     """
 
     broadcast: Broadcast
-    content: RecordDict
-    num_bytes: int
+    request: Request
     digest: str
 
-    def with_fields(self, fields: Mapping[str, str], terms: bytes = b"") -> RoundRequest:
+    @cached_property
+    def num_bytes(self) -> int:
+        """Of the request when it is sent."""
+        return wire_bytes(content_of(self.request))
+
+    def told(self, own: Mapping[str, str], terms: bytes = b"") -> RoundRequest:
         """The request with the terms of a sum, and for one client with what its peers sealed for it, or its receipt.
 
         Args:
-            fields: further ones of the instruction.
+            own: what the client alone is told.
             terms: their digest: other terms make another request; empty without terms.
         """
-        instruction = ConfigRecord({**self.content.config_records[protocol.INSTRUCTION], **fields})
-        content = RecordDict({**self.content, protocol.INSTRUCTION: instruction})
         digest = hashlib.sha256(self.digest.encode() + terms).hexdigest() if terms else self.digest
-        return replace(self, content=content, num_bytes=wire_bytes(content), digest=digest)
+        return replace(self, request=replace(self.request, own={**self.request.own, **own}), digest=digest)
 
 
 class _Status(NamedTuple):
@@ -84,13 +82,6 @@ class _Status(NamedTuple):
 
     name: str
     detail: str = ""
-
-
-class _RoundUpload(NamedTuple):
-    """The upload of a client, an adapter or its part in a sum, and the digest of its reply."""
-
-    content: Adapter | Vector
-    digest: str
 
 
 class Round:
@@ -117,7 +108,7 @@ class Round:
         self.messages: dict[int, Message] = {}
         self.replies: dict[int, Message] = {}
         self.statuses: dict[int, _Status] = {}
-        self.uploads: dict[int, _RoundUpload] = {}
+        self.uploads: dict[int, Read] = {}
         self.heard: set[int] = set()
         self.bytes_up: Counter[int] = Counter()
         self.bytes_down: Counter[int] = Counter()
@@ -134,7 +125,7 @@ class Round:
 
     def message_to(self, client: int, node_id: int, request: RoundRequest) -> Message:
         """The message that carries the request to the client, which counts as asked from now on."""
-        message = Message(request.content, node_id, "train", group_id=str(self.number))
+        message = message_to(node_id, request.request, self.number)
         self.requests[client], self.messages[client] = request, message
         self.statuses[client] = _Status("no reply")
         self.heard.discard(client)
@@ -144,12 +135,12 @@ class Round:
         """Note that the client dropped out of the round's sum before it was asked, so that it is not charged."""
         self.statuses[client] = _Status("left out", reason)
 
-    def collect(self, replies: Iterable[Message], read: Read) -> dict[int, str]:
+    def collect(self, replies: Iterable[Message], read: Callable[[int, Message], Read]) -> dict[int, str]:
         """Judge replies; of each client only the first one counts.
 
         Args:
             replies: in any order, from any node.
-            read: what a client's reply without an error holds; None and a digest if it stays silent.
+            read: what a client's reply without an error holds.
 
         Returns:
             {client: reason} of those that replied that their budget is spent.
@@ -172,17 +163,17 @@ class Round:
                 log.warning("round %s, %s: %s", self.number, label_of(self._nodes, client), status.detail)
         return retired
 
-    def _judge(self, client: int, reply: Message, read: Read) -> _Status:
+    def _judge(self, client: int, reply: Message, read: Callable[[int, Message], Read]) -> _Status:
         """The status that a reply gives its client; a sound upload is kept."""
         if reply.has_error():
             return _Status(_STATUS_OF_ERROR.get(reply.error.code, "failed"), reason_of(reply))
         try:
-            content, digest = read(client, reply)
+            found = read(client, reply)
         except MalformedError as error:
             return _Status("malformed", str(error))
-        if content is None:
+        if found.content is None:
             return _Status("silent")
-        self.uploads[client] = _RoundUpload(content, digest)
+        self.uploads[client] = found
         return _Status("ok")
 
     def _subject_of(self, error: Message) -> int | None:
@@ -371,7 +362,7 @@ class Receipts:
             for client, lines in signers.items()
         }
         for client, (_, registration) in nodes.items():
-            self._add(client, registration.receipt)
+            self.take(client, registration.receipt)
 
     @staticmethod
     def of(config: RunConfig, run_folder: Path, nodes: Nodes) -> Receipts:
@@ -380,19 +371,16 @@ class Receipts:
         return Receipts(path, _signers(config, nodes), nodes)
 
     def shown_to(self, client: int) -> dict[str, str]:
-        """The fields of a request to the client besides its instruction; empty for a node that has sent no receipt."""
+        """What the client alone is told; nothing for a node that has sent no receipt."""
         newest = self._newest.get(client)
-        return {} if newest is None else {protocol.RECEIPT: newest.text()}
+        return {} if newest is None else {kinds.RECEIPT: newest.text()}
 
-    def take(self, client: int, reply: Message) -> None:
-        """Keep the receipt in a client's sound reply, if it is newer than the one that is known.
+    def take(self, client: int, text: str) -> None:
+        """Keep the receipt in a client's sound reply, if there is one, and it is newer than the one that is known.
 
         Raises:
             LedgerError: it cannot be written.
         """
-        self._add(client, str(reply.content.config_records[protocol.RELEASE].get(protocol.RECEIPT, "")))
-
-    def _add(self, client: int, text: str) -> None:
         if not text or client not in self._signers:
             return
         receipt, known, label = from_text(text), self._newest.get(client), label_of(self._nodes, client)

@@ -10,16 +10,16 @@ from typing import cast
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
 from fedpriv.holder.sums import DealerError, ProtocolError, TooFewError
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import TRAIN
-from fedpriv.holder.wire.protocol import Broadcast
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import TRAIN, Request, Scalars
+from fedpriv.holder.wire.kinds import Broadcast
 from fedpriv.learning.adapters import Adapter, Merged
 from fedpriv.learning.aggregation import RULES, GlobalModel, fresh_start, recentred, started
 from fedpriv.learning.aggregation.server_optimizers import ServerOptimizer, server_step
@@ -33,7 +33,7 @@ from fedpriv.privacy.mechanisms.sources import SeededSource
 from fedpriv.runs import USABLE, ClientRow, RoundRow
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
-from server.exchange import Exchange, ExpectedReply, Vector, read_reply, read_sum, records_of, wire_bytes
+from server.exchange import Exchange, ExpectedReply, Read, Vector, read_reply, read_sum
 from server.observer import Follow, answers
 from server.registration import Nodes
 from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Receipts, Round, RoundRequest, client_rows, round_row
@@ -144,7 +144,7 @@ class RuleStrategy(Strategy):
             clients = self.select(round_.number, exclude=round_.messages)
         if not clients or round_.num_usable + len(clients) < self._config.min_clients:
             return []
-        instruction = ConfigRecord({**protocol.pack_instruction(self._run, round_.number, self.spec), **config})
+        instruction = {**kinds.pack_instruction(self._run, round_.number, self.spec), **cast("Scalars", config)}
         ranks = {client: self._config.rank_of(client) for client in clients}
         by_rank = {rank: self._request(rank, instruction) for rank in dict.fromkeys(ranks.values())}
         requests = {client: by_rank[rank] for client, rank in ranks.items()}
@@ -157,7 +157,7 @@ class RuleStrategy(Strategy):
         self.books.charge(round_.number, digests, among=self._attempt.terms.by_client if self._attempt else None)
         if self._receipts is not None:
             shown = {client: self._receipts.shown_to(client) for client in requests}
-            requests |= {client: requests[client].with_fields(fields) for client, fields in shown.items() if fields}
+            requests |= {client: requests[client].told(own) for client, own in shown.items() if own}
         return [round_.message_to(client, self._nodes[client][0], requests[client]) for client in requests]
 
     def _opened(self, requests: Mapping[int, RoundRequest], sums: SecureSums) -> dict[int, RoundRequest]:
@@ -188,7 +188,7 @@ class RuleStrategy(Strategy):
         digest = self._attempt.terms.digest()
         for client, reason in self._attempt.left_out.items():
             round_.leave_out(client, reason)
-        return {client: request.with_fields(fields, digest) for client, fields in self._attempt.fields.items()}
+        return {client: request.told(own, digest) for client, own in self._attempt.fields.items()}
 
     def _without(self, dishonest: Mapping[int, str], requests: Mapping[int, RoundRequest]) -> dict[int, RoundRequest]:
         """The requests of the others; the run asks the dishonest no more, and nobody was charged yet.
@@ -207,7 +207,7 @@ class RuleStrategy(Strategy):
             )
         return others
 
-    def _request(self, rank: int, instruction: ConfigRecord) -> RoundRequest:
+    def _request(self, rank: int, instruction: Scalars) -> RoundRequest:
         """The request to clients of this rank in the current round."""
         model, round_ = self.model, self._round.number
         adapter = model.adapter
@@ -217,10 +217,9 @@ class RuleStrategy(Strategy):
         # The codec rounds values that are public, so a seed does; only both sides must read the same.
         rounding = SeededSource(self._config.seed, round_, "broadcast")
         whole = Broadcast(adapter=adapter, merged=model.merged, signs=signs)
-        arrays = protocol.pack_broadcast(whole, self.spec, model.initial, rounding)
-        broadcast = protocol.unpack_broadcast(arrays, self.spec, model.initial)
-        content = RecordDict({**records_of(arrays), protocol.INSTRUCTION: instruction})
-        return RoundRequest(broadcast, content, wire_bytes(content), protocol.request_digest(broadcast, self.spec))
+        arrays, broadcast = kinds.pack_broadcast(whole, self.spec, model.initial, rounding)
+        request = Request.of(TRAIN, fields=instruction, arrays=arrays)
+        return RoundRequest(broadcast, request, request.digest)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -244,23 +243,23 @@ class RuleStrategy(Strategy):
         doing = {known[node_id]: until if node_id in silent else "replied" for node_id in asked if node_id in known}
         self._follow(answers(self._round.number, len(asked) - len(silent), len(asked), doing))
 
-    def _read(self, client: int, reply: Message) -> tuple[Adapter | Vector | None, str]:
-        """The content of a client's reply, and the digest that the client's ledger records."""
+    def _read(self, client: int, reply: Message) -> Read:
+        """What a client's reply holds."""
         expected = self._expected_reply(client)
         if self._attempt is None:
-            read: tuple[Adapter | Vector | None, str] = read_reply(reply, expected)
+            read = read_reply(reply, expected)
         else:
             terms = self._attempt.terms
             read = read_sum(reply, expected, dimension=terms.dimension, modulus_bits=terms.modulus_bits)
         if self._receipts is not None:
-            self._receipts.take(client, reply)
+            self._receipts.take(client, read.receipt)
         return read
 
     def _close_round(self) -> ArrayRecord | None:
         """Settle the round and make the next model, if enough clients replied."""
         # Ordered by partition id: sums do not depend on the order of arrival.
         uploads = dict(sorted(self._round.uploads.items()))
-        adapters = self._adapters({client: upload.content for client, upload in uploads.items()})
+        adapters = self._adapters({k: upload.content for k, upload in uploads.items() if upload.content is not None})
         weights = self.books.costs.weights(uploads) if uploads else {}
         self.books.settle({client: upload.digest for client, upload in uploads.items()})
         self._rows = client_rows(self._round, self.books, self.spec, weights)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedpriv.config import RunConfig
@@ -26,11 +25,12 @@ from fedpriv.holder.sums.server import (
     collect_signatures,
     recover,
 )
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import ADVERTISE, CHECK, CONFIRM, REVEAL, SHARE, Request
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.privacy.mechanisms.grid import SumGrid
-from server.exchange import Exchange, Vector, reason_of, wire_bytes
+from server.exchange import Exchange, MalformedError, Vector, answer_in, message_to, reason_of, wire_bytes
 from server.registration import label_of
 from server.round import Round
 
@@ -113,24 +113,25 @@ class SecureSums:
             noise_multiplier=spec.noise_multiplier,
             request=request,
         )
-        fields = {protocol.TERMS: terms.text()}
+        fields = {kinds.TERMS: terms.text()}
         if not self._config.masks:
             return Opened(terms=terms, fields=dict.fromkeys(terms.by_client, fields), dealt=None)
         unanswered: dict[int, str] = {}
         ask = partial(self._ask, link, round_, terms, unanswered)
         with _naming(unanswered):
-            shown = collect_advertisements(terms, ask(protocol.ADVERTISE, dict.fromkeys(terms.by_client, fields)))
+            advertise = Request.of(ADVERTISE, own=fields)
+            shown = collect_advertisements(terms, ask(dict.fromkeys(terms.by_client, advertise)))
             self._log(round_, "advertisement", shown.refused)
-            dealt = collect_shares(shown, ask(protocol.SHARE, self._steps(terms, shown.shown, shown.message())))
+            dealt = collect_shares(shown, ask(dict.fromkeys(shown.shown, self._step(terms, SHARE, shown.message()))))
             self._log(round_, "shares", dealt.refused)
-            sealed = {k: protocol.pack_step(self._run, terms.attempt, dealt.message(k)) for k in dealt.dealt}
-            checked = collect_checks(dealt, ask(protocol.CHECK, sealed))
+            sealed = {k: self._step(terms, CHECK, dealt.message(k)) for k in dealt.dealt}
+            checked = collect_checks(dealt, ask(sealed))
             self._log(round_, "check", checked.refused)
         reasons = {**shown.refused, **dealt.refused, **checked.refused, **unanswered}
         dealt = checked
         return Opened(
             terms=terms,
-            fields={client: {**fields, protocol.SEALED: dealt.message(client)} for client in dealt.dealt},
+            fields={client: {**fields, kinds.SEALED: dealt.message(client)} for client in dealt.dealt},
             dealt=dealt,
             left_out={k: reasons.get(k, "no answer in time") for k in terms.by_client if k not in dealt.dealt},
             dishonest=dealt.dishonest,
@@ -158,11 +159,11 @@ class SecureSums:
         ask = partial(self._ask, link, round_, terms, unanswered)
         with _naming(unanswered):
             masked = collect_masked(opened.dealt, vectors)
-            signed = collect_signatures(
-                masked, ask(protocol.CONFIRM, self._steps(terms, masked.survivors, masked.message()))
-            )
+            confirm = self._step(terms, CONFIRM, masked.message())
+            signed = collect_signatures(masked, ask(dict.fromkeys(masked.survivors, confirm)))
             self._log(round_, "signature", signed.refused)
-            recovered = recover(signed, ask(protocol.REVEAL, self._steps(terms, signed.signatures, signed.message())))
+            reveal = self._step(terms, REVEAL, signed.message())
+            recovered = recover(signed, ask(dict.fromkeys(signed.signatures, reveal)))
         self._log(round_, "shares", recovered.refused)
         return recovered.values
 
@@ -176,8 +177,8 @@ class SecureSums:
             scale=grid.scales[client],
         )
 
-    def _steps(self, terms: Terms, clients: Iterable[int], message: str) -> dict[int, dict[str, Any]]:
-        return dict.fromkeys(clients, protocol.pack_step(self._run, terms.attempt, message))
+    def _step(self, terms: Terms, kind: str, message: str) -> Request:
+        return Request.of(kind, fields=kinds.pack(kinds.Step(run=self._run, attempt=terms.attempt, message=message)))
 
     def _ask(
         self,
@@ -185,18 +186,16 @@ class SecureSums:
         round_: Round,
         terms: Terms,
         unanswered: dict[int, str],
-        kind: str,
-        fields: Mapping[int, Mapping[str, Any]],
+        requests: Mapping[int, Request],
     ) -> dict[int, str]:
         """{client: the text that it answers}, of those that do in time; of the others `unanswered` gets the reason."""
         messages, clients, answers = [], {}, {}
-        for addressee, each in fields.items():
-            content = RecordDict({protocol.INSTRUCTION: ConfigRecord(dict(each))})
-            node_id = self._nodes[addressee][0]
-            clients[node_id] = addressee
-            round_.bytes_down[addressee] += wire_bytes(content)
-            messages.append(Message(content, node_id, kind, group_id=str(round_.number)))
-        round_.heard.difference_update(fields)  # what it answered before is not the last thing that it was asked
+        for addressee, request in requests.items():
+            message = message_to(self._nodes[addressee][0], request, round_.number)
+            clients[message.metadata.dst_node_id] = addressee
+            round_.bytes_down[addressee] += wire_bytes(message.content)
+            messages.append(message)
+        round_.heard.difference_update(requests)  # what it answered before is not the last thing that it was asked
         for reply in self._exchange.replies(link, messages, self._config.round_seconds):
             client = clients.get(reply.metadata.src_node_id)
             if client is None or client in answers:
@@ -206,10 +205,10 @@ class SecureSums:
             if reply.has_error():
                 unanswered[client] = reason_of(reply)
                 who = label_of(self._nodes, client)
-                log.warning("round %s, %s, %s: %s", terms.round, who, kind, unanswered[client])
+                log.warning("round %s, %s, %s: %s", terms.round, who, requests[client].kind, unanswered[client])
             else:
                 round_.bytes_up[client] += wire_bytes(reply.content)
-                answers[client] = _text_of(reply)
+                answers[client] = _text_of(reply, requests[client].kind)
         return answers
 
     def _log(self, round_: Round, what: str, refused: Mapping[int, str]) -> None:
@@ -227,8 +226,10 @@ def _naming(unanswered: Mapping[int, str]) -> Iterator[None]:
         raise TooFewError("; ".join([str(error), *named])) from None
 
 
-def _text_of(reply: Message) -> str:
+def _text_of(reply: Message, kind: str) -> str:
     """The text of an answer; empty, which no step reads, if there is none."""
-    records = reply.content.config_records
-    text = records[protocol.STEP].get(protocol.MESSAGE) if protocol.STEP in records else ""
-    return text if isinstance(text, str) else ""
+    try:
+        words: kinds.Words = answer_in(reply, kind)
+    except MalformedError:
+        return ""
+    return words.message

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedpriv.config import RunConfig
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.models.variants import stored_in
 from fedpriv.privacy.accounting.recipe import LearningRate
 from fedpriv.privacy.accounting.views import default_delta

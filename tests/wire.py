@@ -1,27 +1,66 @@
-"""Tensors in the records of messages, for tests that play one side."""
+"""Requests and answers in Flower's messages, for tests that play one side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Message
 from torch import Tensor
 
-from fedpriv.holder.wire.carrier import CARRIER, packed, unpacked
+from clients.app import message_of
+from fedpriv.holder.wire import frame
+from fedpriv.holder.wire.frame import OWN, Arrays, Request, Response, Scalars, frame_in
+from server.exchange import message_to
 
 
-def record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    """The record that carries these tensors."""
-    return carried({name: tensor.numpy() for name, tensor in tensors.items()})
+def asked(
+    kind: str,
+    node_id: int = 7,
+    *,
+    fields: Scalars | None = None,
+    arrays: Arrays | None = None,
+    own: Scalars | None = None,
+    round_: int = 0,
+) -> Message:
+    """The message by which a server asks a node."""
+    return message_to(node_id, Request.of(kind, fields=fields, arrays=arrays, own=own), round_)
 
 
-def carried(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
-    """The record that carries these arrays."""
-    return ArrayRecord({CARRIER: Array(**packed(arrays))})
+def request_in(message: Message) -> Request:
+    """The request that a message carries, without a run's configuration."""
+    own = message.content.config_records
+    return Request(frame=frame_in(message.content.array_records), own=dict(own[OWN]) if OWN in own else {})
 
 
-def tensors_of(record: ArrayRecord) -> dict[str, Tensor]:
-    """The tensors that a record carries."""
-    return {name: torch.from_numpy(array) for name, array in unpacked(record).items()}
+def answered(
+    message: Message, fields: Scalars | None = None, *, arrays: Arrays | None = None, code: int = 0, reason: str = ""
+) -> Message:
+    """A node's reply to a message."""
+    return message_of(Response.of(fields=fields, arrays=arrays, code=code, reason=reason), message)
+
+
+def response_in(reply: Message) -> Response:
+    """The response that a reply without an error carries."""
+    return Response(frame_in(reply.content.array_records))
+
+
+def with_body(sent: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """The frame with another body, which its header names."""
+    end = frame.PREFIX_BYTES + int.from_bytes(sent[:4], "big")
+    header, body = json.loads(sent[frame.PREFIX_BYTES : end]), sent[end:]
+    changed = change(body)
+    assert changed != body
+    return frame._joined({name: value for name, value in header.items() if name not in ("version", "body")}, changed)
+
+
+def arrays_of(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """The arrays of tensors."""
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def tensors_of(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """The tensors of arrays."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

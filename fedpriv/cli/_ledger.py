@@ -417,7 +417,7 @@ def _of_node(node: VaultSettings) -> Exhibit:
 
 
 def _of_run(folder: Path) -> Exhibit:
-    from fedpriv.holder.wire import protocol
+    from fedpriv.holder.wire import frame
     from fedpriv.learning.adapters import public_name, weights_digests
     from fedpriv.privacy.ledger.evidence import Exhibit
     from fedpriv.runs import RunFolder, files
@@ -428,7 +428,7 @@ def _of_run(folder: Path) -> Exhibit:
         ledger=folder / files.LEDGER,
         receipts=(Path(f"{ledger}.receipts") if ledger else folder.parent / "receipts.jsonl",),
         registrations={
-            client: {"version": protocol.VERSION, **registered} for client, registered in run.registrations.items()
+            client: {"version": frame.VERSION, **registered} for client, registered in run.registrations.items()
         },
         config=run.config,
         environment=run.environment,

@@ -29,7 +29,7 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from fedpriv.config import RunConfig, parse
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.accounting.recipe import LearningRate
 from fedpriv.runs import RoundRow
 from server.observer import LogObserver, RunProgress

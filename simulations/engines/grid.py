@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 
-from clients.node import failed, prepare, reply
-from fedpriv.holder.vault.answer import Prepared
+from clients.app import message_of, request_of
+from clients.node import failed, prepare
+from fedpriv.holder.vault.answer import Prepared, settle
+from fedpriv.holder.wire.frame import TRAIN, Response
 from fedpriv.learning.training.local_update import Execute
 from simulations.engines.flower_private import Run, empty_run, set_message_id
-
-TRAIN = "train"
 
 # Requests and tasks that exist at a time: enough to fill stacked passes and Ray's actors.
 _MOST_AT_ONCE = 250
@@ -102,18 +102,18 @@ class LocalGrid(Grid):
         for position, message in enumerate(messages):
             context = self._contexts[message.metadata.dst_node_id]
             try:
-                if self._execute is not None and message.metadata.message_type == TRAIN:
-                    answer = prepare(message, context)
-                else:
-                    answer = self._evaluate(message, context)
+                if self._execute is None or message.metadata.message_type != TRAIN:
+                    replies[position] = self._evaluate(message, context)
+                    continue
+                answer = prepare(request_of(message, context), context)
             except Exception as error:  # one node's failure must not end the round
-                answer = failed(message, error)
-            if isinstance(answer, Message):
-                replies[position] = answer
+                answer = failed(error)
+            if isinstance(answer, Response):
+                replies[position] = message_of(answer, message)
             else:
                 prepared[position] = answer
         tasks = [each.task for each in prepared.values()]
         updates = self._execute(tasks) if self._execute is not None and tasks else []
         for (position, each), update in zip(prepared.items(), updates, strict=True):
-            replies[position] = reply(messages[position], each, update)
+            replies[position] = message_of(settle(each, update), messages[position])
         return [replies[position] for position in range(len(messages))]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedpriv.config import RunConfig
 from fedpriv.files import replaced_file
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.adapters import B_SUFFIX, INNER_SUFFIX
 from fedpriv.learning.data.records import Item
 from fedpriv.learning.training import Body, FeatureCache

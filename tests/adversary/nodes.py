@@ -20,8 +20,8 @@ from fedpriv.config import ON_NODES, RunConfig, Scalar, parse, to_flower
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.vault.settings import FILE, ApprovedModel, VaultSettings, models_text
-from fedpriv.holder.wire import frames, protocol
-from fedpriv.holder.wire.frames import FrameError, Request, Response
+from fedpriv.holder.wire import frame, kinds
+from fedpriv.holder.wire.frame import FrameError, Request, Response
 from fedpriv.learning.adapters._locations import model_digest
 from fedpriv.learning.training import workbench as workbench_module
 from fedpriv.learning.training.local_update import UpdateSpec
@@ -71,12 +71,20 @@ class Question:
         config: the run's configuration, in Flower's form.
         fields: the instruction of a train message.
         arrays: of a train message.
+        own: what the node alone is told.
     """
 
     kind: str
     config: Mapping[str, Scalar]
     fields: Mapping[str, Scalar] = field(default_factory=dict)
     arrays: Arrays = field(default_factory=dict)
+    own: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def request(self) -> Request:
+        """As the node gets it."""
+        arrays = {part: {name: np.asarray(a) for name, a in named.items()} for part, named in self.arrays.items()}
+        return Request.of(self.kind, self.config, fields=self.fields, arrays=arrays, own=self.own)
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class Answer:
     @property
     def response(self) -> Response:
         """What the bytes say."""
-        return frames.unpack_response(self.frame)
+        return Response(self.frame)
 
     @property
     def code(self) -> int:
@@ -101,7 +109,8 @@ class Answer:
 
     def __repr__(self) -> str:
         response = self.response
-        arrays = {name: float(array.astype(float).sum()) for name, array in response.arrays.items()}
+        named = response.arrays.get(kinds.ADAPTER, {})
+        arrays = {name: float(array.astype(float).sum()) for name, array in named.items()}
         return f"Answer({response.code}, {response.reason!r}, {response.fields}, sums of arrays = {arrays})"
 
 
@@ -193,7 +202,7 @@ def run_config(**changes: object) -> RunConfig:
 
 def registering(config: RunConfig, **changes: Scalar) -> Question:
     """The question for a registration in this run; the coordinator may change its configuration as it likes."""
-    return Question(kind=frames.REGISTER, config={**to_flower(config), **changes})
+    return Question(kind=frame.REGISTER, config={**to_flower(config), **changes})
 
 
 def training(
@@ -203,6 +212,7 @@ def training(
     round_: int = 1,
     run: str = "run",
     fields: Mapping[str, Scalar] | None = None,
+    own: Mapping[str, Scalar] | None = None,
     **changes: Scalar,
 ) -> Question:
     """The question for one local update.
@@ -213,25 +223,25 @@ def training(
         round_: from 1.
         run: its name.
         fields: of the instruction, where it differs from the run's configuration.
+        own: what the node alone is told.
         changes: of the configuration that the node is told.
     """
     return Question(
-        kind=frames.TRAIN,
+        kind=frame.TRAIN,
         config={**to_flower(config), **changes},
-        fields={**protocol.pack_instruction(run, round_, UpdateSpec.of(config)), **(fields or {})},
-        arrays={protocol.ADAPTER: adapter},
+        fields={**kinds.pack_instruction(run, round_, UpdateSpec.of(config)), **(fields or {})},
+        arrays={kinds.ADAPTER: adapter},
+        own=own or {},
     )
 
 
 def ask(node: Node, question: Question, holder: Holder | None = None) -> Answer:
     """Send the question through the node's frames; all that comes back. Without a holder, the vault starts now."""
-    arrays = {record: {name: np.asarray(a) for name, a in named.items()} for record, named in question.arrays.items()}
-    request = Request(kind=question.kind, run_config=question.config, fields=question.fields, arrays=arrays)
     try:
-        received = frames.unpack_request(frames.pack_request(request))
+        received = Request.unpacked(question.request.packed())
     except FrameError as error:
-        return Answer(frames.pack_response(Response(code=frames.REFUSED, reason=f"refused: {error}")))
-    return Answer(frames.pack_response(answer(received, holder or Holder.of(node.settings))))
+        return Answer(Response.of(code=frame.REFUSED, reason=f"refused: {error}").frame)
+    return Answer(answer(received, holder or Holder.of(node.settings)).frame)
 
 
 def num_charges(node: Node) -> int:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedpriv.holder.wire import frames, protocol
+from fedpriv.holder.wire import frame, kinds
 from fedpriv.learning.aggregation._cmfl import pack_signs
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release
@@ -362,22 +362,22 @@ def _layer(adapter: Adapter) -> str:
 # Further records of a message.
 _USUAL_RECORDS: list[Callable[[Adapter], Mapping[str, Mapping[str, Tensor]]]] = [
     lambda adapter: {},
-    lambda adapter: {protocol.SIGNS: {protocol.SIGNS: pack_signs(moved(adapter))}},
-    lambda adapter: {protocol.MERGED: {f"{_layer(adapter)}.left": torch.eye(64) * 1e3}},
+    lambda adapter: {kinds.SIGNS: {kinds.SIGNS: pack_signs(moved(adapter))}},
+    lambda adapter: {kinds.MERGED: {f"{_layer(adapter)}.left": torch.eye(64) * 1e3}},
 ]
 
 _HOSTILE_RECORDS: list[Callable[[Adapter], Mapping[str, Mapping[str, Tensor]]]] = [
-    lambda adapter: {protocol.MERGED: {f"{_layer(adapter)}.left": torch.full((64, 64), 1e30)}},
-    lambda adapter: {protocol.MERGED: {"no.such.layer.left": torch.ones(2, 2)}},
-    lambda adapter: {protocol.SIGNS: {protocol.SIGNS: torch.full((3,), 255, dtype=torch.uint8)}},
+    lambda adapter: {kinds.MERGED: {f"{_layer(adapter)}.left": torch.full((64, 64), 1e30)}},
+    lambda adapter: {kinds.MERGED: {"no.such.layer.left": torch.ones(2, 2)}},
+    lambda adapter: {kinds.SIGNS: {kinds.SIGNS: torch.full((3,), 255, dtype=torch.uint8)}},
     lambda adapter: {"something else": {"x": torch.ones(1)}},
 ]
 
 
 _RELEASE = Release(event=SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25), rho_bar=1.0)
 _PLANS = [
-    protocol.pack_plan([(_RELEASE, 3)]),
-    protocol.pack_plan([(_RELEASE, 10**6), (replace(_RELEASE, aggregate_scale=2.0), 1)]),
+    kinds.pack_plan([(_RELEASE, 3)]),
+    kinds.pack_plan([(_RELEASE, 10**6), (replace(_RELEASE, aggregate_scale=2.0), 1)]),
     {"plan": "[[1, 2, 3]]"},
     {},
 ]
@@ -392,9 +392,9 @@ def _questions(draw: st.DrawFn, adapter: Adapter) -> Question:
     """A registration, or a request for an update; about half of those could be honest."""
     config = _config(draw)
     if _one_in(draw, 8):
-        return Question(kind=draw(st.sampled_from([frames.REGISTER] * 4 + [frames.TRAIN, ""])), config=config)
+        return Question(kind=draw(st.sampled_from([frame.REGISTER] * 4 + [frame.TRAIN, ""])), config=config)
     if _one_in(draw, 16):
-        return Question(kind=frames.AFFORD, config=config, fields=draw(st.sampled_from(_PLANS)))
+        return Question(kind=frame.AFFORD, config=config, fields=draw(st.sampled_from(_PLANS)))
     names = draw(st.lists(st.sampled_from(sorted(_USUAL)), max_size=6, unique=True))
     fields = {"noise_multiplier": 1.5} | {name: draw(st.sampled_from(_USUAL[name])) for name in names}
     if _one_in(draw, 4):
@@ -404,7 +404,7 @@ def _questions(draw: st.DrawFn, adapter: Adapter) -> Question:
     further = draw(st.sampled_from(_HOSTILE_RECORDS if _one_in(draw, 8) else _USUAL_RECORDS))(adapter)
     question = honest(broadcast, **fields)
     if _one_in(draw, 12):
-        malformed = draw(st.sampled_from([{}, {"version": protocol.VERSION}, {"run": "run", "round": None}]))
+        malformed = draw(st.sampled_from([{}, {"version": frame.VERSION}, {"run": "run", "round": None}]))
         question = replace(question, fields=malformed)
     return replace(question, config=config, arrays={**question.arrays, **further})
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from fedpriv.config import to_flower
 from fedpriv.errors import InputError
 from fedpriv.holder.vault.holder import Holder, bench_of, run_of
-from fedpriv.holder.wire import frames
+from fedpriv.holder.wire import frame
 from fedpriv.learning.adapters import load_base, model_digest, model_state
 from fedpriv.learning.training import workbench
 from tests.adversary import models
@@ -219,4 +219,4 @@ def test_a_node_refuses_a_model_that_got_a_link_after_its_approval(tiny_bert, tm
     (tmp_path / "outside").mkdir()
     linked_templates(folder, tmp_path / "outside")
     answer = ask(node, registering(run_config())).response
-    assert (answer.code, "its files changed" in answer.reason) == (frames.REFUSED, True)
+    assert (answer.code, "its files changed" in answer.reason) == (frame.REFUSED, True)

@@ -17,8 +17,7 @@ from fedpriv.config import to_flower
 from fedpriv.holder.vault._closing import Closing
 from fedpriv.holder.vault._service import Worker
 from fedpriv.holder.vault.settings import FILE
-from fedpriv.holder.wire import frames, protocol
-from fedpriv.holder.wire.frames import Request
+from fedpriv.holder.wire import frame, kinds
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from tests.adversary.nodes import Question, make_node, run_config, training
 from tests.tiny import LABELS, WORDS
@@ -82,10 +81,10 @@ def jane_alone(adapter: Mapping[str, Tensor], round_: int) -> Question:
     seed = seed_that_picks(1e-3)
     config = run_config(test_data="", evaluation_noise_multiplier=1000.0, test_fraction=1e-3, seed=seed, batch_size=1)
     return Question(
-        kind=frames.EVALUATE,
+        kind=frame.EVALUATE,
         config=to_flower(config),
-        fields=protocol.pack_instruction("run", round_, EvaluationSpec(noise_multiplier=1000.0)),
-        arrays={protocol.ADAPTER: adapter},
+        fields=kinds.pack_instruction("run", round_, EvaluationSpec(noise_multiplier=1000.0)),
+        arrays={kinds.ADAPTER: adapter},
     )
 
 
@@ -106,10 +105,8 @@ ATTACKS = {"a full batch": everyone, "an evaluation of one": jane_alone}
 
 def seconds(worker: Worker, question: Question) -> float:
     """How long the vault takes to answer."""
-    arrays = {part: {name: np.asarray(t) for name, t in named.items()} for part, named in question.arrays.items()}
-    request = Request(kind=question.kind, run_config=question.config, fields=question.fields, arrays=arrays)
     begin = time.perf_counter()
-    response = frames.unpack_response(worker.answer(frames.pack_request(request)))
+    response = frame.Response(worker.answer(question.request.packed()))
     taken = time.perf_counter() - begin
     assert not response.code, response.reason
     return taken

@@ -23,17 +23,14 @@ from fedpriv.holder.vault import _service
 from fedpriv.holder.vault._closing import Closing
 from fedpriv.holder.vault._service import Worker, run_worker
 from fedpriv.holder.vault.settings import VaultSettings
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import (
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import (
     REGISTER,
     TRAIN,
     Request,
     Response,
     ask,
-    pack_request,
-    pack_response,
     receive,
-    unpack_response,
 )
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.workbench import workbench
@@ -68,8 +65,8 @@ def train(small_run, table):
     initial = {name: tensor.numpy() for name, tensor in workbench(config).initial.items()}
 
     def build(run: str, **changes: object) -> Request:
-        fields = {**protocol.pack_instruction(run, 1, UpdateSpec.of(config)), "sampling_probability": 1.0, **changes}
-        return Request(kind=TRAIN, run_config=to_flower(config), fields=fields, arrays={protocol.ADAPTER: initial})
+        fields = {**kinds.pack_instruction(run, 1, UpdateSpec.of(config)), "sampling_probability": 1.0, **changes}
+        return Request.of(kind=TRAIN, run_config=to_flower(config), fields=fields, arrays={kinds.ADAPTER: initial})
 
     return build
 
@@ -105,7 +102,8 @@ def num_charges(settings: VaultSettings, run: str) -> int:
 
 
 def same(one: Response, other: Response) -> bool:
-    return one.fields == other.fields and all(np.array_equal(one.arrays[n], other.arrays[n]) for n in other.arrays)
+    named, others = one.arrays[kinds.ADAPTER], other.arrays[kinds.ADAPTER]
+    return one.fields == other.fields and all(np.array_equal(named[name], others[name]) for name in others)
 
 
 def is_closed(answer: Response) -> bool:
@@ -215,7 +213,7 @@ def run_out_of_memory(connection, folder) -> None:
 def test_a_record_for_which_memory_runs_out_closes_the_node_instead_of_counting_as_zero(settings, train):
     worker = Worker(settings.folder, Closing.of(settings), run_out_of_memory)
     try:
-        answer, another = (unpack_response(worker.answer(pack_request(train(run)))) for run in ("one", "another"))
+        answer, another = (Response(worker.answer(train(run).packed())) for run in ("one", "another"))
     finally:
         worker.stop()
     assert is_closed(answer)
@@ -252,15 +250,15 @@ def test_no_frame_is_received_while_another_is_held(tmp_path, monkeypatch):
             held.set()
             received_meanwhile.wait(0.5)
             held.clear()
-            return pack_response(Response(record="answer"))
+            return Response.of(fields={"said": "answer"}).frame
 
     def asked(_number: int) -> Response:
-        return ask(tmp_path / "socket", Request(kind=REGISTER, run_config={}))
+        return ask(tmp_path / "socket", Request.of(kind=REGISTER, run_config={}))
 
     monkeypatch.setattr(_service, "receive", watched)
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor() as pool:
         listener.bind(str(tmp_path / "socket"))
         listener.listen()
         threading.Thread(target=_service._accept, args=(listener, {os.geteuid()}, Holding()), daemon=True).start()
-        assert [answer.record for answer in pool.map(asked, range(3))] == ["answer"] * 3
+        assert [answer.fields["said"] for answer in pool.map(asked, range(3))] == ["answer"] * 3
     assert not received_meanwhile.is_set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedpriv.errors import LedgerError
-from fedpriv.holder.wire import frames
+from fedpriv.holder.wire import frame
 from fedpriv.privacy.ledger.entries import CHANGED
 from fedpriv.privacy.ledger.ledger import Ledger
 from tests.adversary.exchanges import N_K, ROWS
@@ -24,7 +24,7 @@ def distance(one: list[Sum], other: list[Sum], *, clip_norm: float) -> float:
     return float((first.values - second.values).norm()) / clip_norm
 
 
-def second_sums(approved, start, folder, rows, *, kind=frames.TRAIN):
+def second_sums(approved, start, folder, rows, *, kind=frame.TRAIN):
     """What the noise was about to be added to, for a second data set of these rows; the first one was of ROWS."""
     node = make_node(folder, ROWS, num_registered=N_K, models=approved)
     config = run_config(test_data="", evaluation_noise_multiplier=1.0, test_fraction=0.5)
@@ -33,13 +33,13 @@ def second_sums(approved, start, folder, rows, *, kind=frames.TRAIN):
     write_rows(node.records, rows)
     register_data(node, N_K, note="other patients, says the operator")
     restart()
-    question = training(config, start, round_=2) if kind == frames.TRAIN else evaluating(config, start)
+    question = training(config, start, round_=2) if kind == frame.TRAIN else evaluating(config, start)
     with standing_in(StandIns(watched=len(ROWS))) as seen:
         assert ask(node, question).code == 0
     return seen.sums
 
 
-@pytest.mark.parametrize("kind", [frames.TRAIN, frames.EVALUATE])
+@pytest.mark.parametrize("kind", [frame.TRAIN, frame.EVALUATE])
 def test_neighbours_of_which_one_equals_an_earlier_data_set_are_told_apart_by_one_record_alone(
     approved, starts, tmp_path, kind
 ):
@@ -48,7 +48,7 @@ def test_neighbours_of_which_one_equals_an_earlier_data_set_are_told_apart_by_on
         second_sums(approved, starts["tiny"], tmp_path / str(len(rows)), rows, kind=kind)
         for rows in (ROWS, [*ROWS, MORE])
     )
-    assert distance(one, other, clip_norm=run_config().clip_norm if kind == frames.TRAIN else 1.0) <= 1 + 1e-9
+    assert distance(one, other, clip_norm=run_config().clip_norm if kind == frame.TRAIN else 1.0) <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("reason", ["the disk is full or fails", "cannot be written (read-only?)"])

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from fedpriv.holder.vault._charging import charge
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire import frame, kinds
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.risk import risk_of
@@ -165,12 +165,12 @@ def _registered(node: Node, client: int) -> dict[str, Any]:
         name=f"Clinic {client}",
         data_set=node.data_set.id,
         keeps_replies=True,
-        software=protocol.SOFTWARE,
+        software=kinds.SOFTWARE,
         identity=keys.public_line(node.folder / "vault.key"),
         receipt=node.newest.text(),
     )
     signature = keys.sign(node.folder / "vault.key", statement.signed)
-    return {"version": protocol.VERSION, **vars(replace(statement, signature=signature))}
+    return {"version": frame.VERSION, **vars(replace(statement, signature=signature))}
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -20,15 +20,14 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fedpriv import files
 from fedpriv.holder.vault import _disk, _ring, _service
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder
-from fedpriv.holder.wire import frames
-from fedpriv.holder.wire.frames import Request, Response
+from fedpriv.holder.wire import frame
+from fedpriv.holder.wire.frame import Request, Response
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import (
     Node,
@@ -132,12 +131,10 @@ def vaults_child(node: Node) -> Iterator[multiprocessing.connection.Connection]:
 
 
 def answered(pipe, question: Question) -> Response:
-    arrays = {record: {name: np.asarray(a) for name, a in named.items()} for record, named in question.arrays.items()}
-    request = Request(kind=question.kind, run_config=question.config, fields=question.fields, arrays=arrays)
-    pipe.send_bytes(frames.pack_request(request))
+    pipe.send_bytes(question.request.packed())
     while (message := pipe.recv_bytes())[:1] != _service.ANSWERED:
         pass
-    return frames.unpack_response(message[1:])
+    return Response(message[1:])
 
 
 def filled(world: World, approved, starts, worlds: Path) -> Filled:
@@ -196,7 +193,7 @@ def test_a_node_without_room_refuses_everything_in_words_and_charges_nothing(app
     node = make_node(tmp_path / "node", ROWS, num_registered=N_K, models=approved)
     config = run_config(**EVALUATED)
     asked = [registering(config), training(config, starts["tiny"]), evaluating(config, starts["tiny"])]
-    asked += [Question(kind=kind, config={}) for kind in (frames.AFFORD, frames.ADVERTISE, frames.REVEAL)]
+    asked += [Question(kind=kind, config={}) for kind in (frame.AFFORD, frame.ADVERTISE, frame.REVEAL)]
     monkeypatch.setattr(files, "free_bytes", lambda _: files.FLOOR_BYTES - 1)
     for question in asked:
         assert ask(node, question).response.reason.startswith("refused: disk: this node needs 67108864 bytes of room")
@@ -209,11 +206,11 @@ def test_a_node_without_room_refuses_everything_in_words_and_charges_nothing(app
 def test_what_nobody_pays_for_is_noted_within_a_quota_and_counted_beyond_it(approved, starts, tmp_path, monkeypatch):
     node = make_node(tmp_path / "node", ROWS, num_registered=N_K, models=approved)
     monkeypatch.setattr(_disk, "_QUOTA_BYTES", 20_000)
-    request = Request(kind="\u2603" * 1000, run_config={}, fields={"run": "\u2603" * 1000, "round": 1})
+    request = Request.of(kind="\u2603" * 1000, run_config={}, fields={"run": "\u2603" * 1000, "round": 1})
     for _ in range(5):  # processes
         holder = Holder.of(node.settings)
         for _ in range(50):
-            assert answer(request, holder).code == frames.REFUSED
+            assert answer(request, holder).code == frame.REFUSED
     holder.journal.write("charged", run="run", round=1)
     *_, last = events = [json.loads(line) for line in node.settings.events.read_text().splitlines()]
     noted = [event for event in events if event["event"] == "refused"]

@@ -9,7 +9,7 @@ import pytest
 
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.holder.vault import _reply_times
-from fedpriv.holder.wire import frames, protocol
+from fedpriv.holder.wire import frame, kinds
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import (
@@ -39,10 +39,10 @@ def node(approved, tmp_path):
 
 def evaluating(config: RunConfig, adapter: dict, round_: int = 4) -> Question:
     return Question(
-        kind=frames.EVALUATE,
+        kind=frame.EVALUATE,
         config=to_flower(config),
-        fields=protocol.pack_instruction("run", round_, EvaluationSpec(noise_multiplier=1.0)),
-        arrays={protocol.ADAPTER: adapter},
+        fields=kinds.pack_instruction("run", round_, EvaluationSpec(noise_multiplier=1.0)),
+        arrays={kinds.ADAPTER: adapter},
     )
 
 
@@ -73,7 +73,7 @@ def test_data_registered_between_the_checks_and_the_charge_are_not_used(node, st
         return rehearsed
 
     monkeypatch.setattr(_reply_times, "rehearse", rehearse)
-    assert asked(node, training(run_config(), starts["tiny"])) == (frames.REFUSED, False)
+    assert asked(node, training(run_config(), starts["tiny"])) == (frame.REFUSED, False)
     assert num_charges(node) == 0
 
 
@@ -93,7 +93,7 @@ def test_a_model_that_changes_after_the_first_look_is_not_run(approved, starts, 
     file = folder / "tokenizer_config.json"
     file.write_text(file.read_text() + " ")
     # Another seed loads the model anew.
-    assert ask(node, training(run_config(seed=5), starts["tiny"], round_=2)).code == frames.REFUSED
+    assert ask(node, training(run_config(seed=5), starts["tiny"], round_=2)).code == frame.REFUSED
 
 
 def test_records_that_the_model_cannot_read_add_nothing_to_an_evaluation(approved, starts, tmp_path):
@@ -107,5 +107,5 @@ def test_records_that_the_model_cannot_read_add_nothing_to_an_evaluation(approve
 @pytest.mark.parametrize("codec", ["float32", "int8", "ternary"])
 def test_noise_that_no_upload_could_hold_is_refused_before_its_charge(node, starts, noise, codec):
     question = training(run_config(noise_multiplier=noise, upload_codec=codec), starts["tiny"])
-    assert ask(node, question).code == frames.REFUSED
+    assert ask(node, question).code == frame.REFUSED
     assert num_charges(node) == 0

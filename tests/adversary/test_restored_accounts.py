@@ -10,7 +10,7 @@ import pytest
 
 from fedpriv.errors import InputError
 from fedpriv.holder.flower import UpdateMod
-from fedpriv.holder.wire.frames import FAILED, REFUSED, RETIRED
+from fedpriv.holder.wire.frame import FAILED, REFUSED, RETIRED
 from fedpriv.privacy.accounting import epsilon_of
 from fedpriv.privacy.ledger.receipts import ReceiptLog
 from tests.cli.command_line import as_json

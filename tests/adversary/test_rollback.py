@@ -12,14 +12,14 @@ import pytest
 import tomli_w
 from flwr.app import ArrayRecord, Message
 
-from clients.pipe import message_of, request_of
+from clients.app import message_of, request_of
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.errors import TooFewClientsError
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import FILE
-from fedpriv.holder.wire import frames, protocol
+from fedpriv.holder.wire import frame, kinds
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading, verify_with_head
@@ -69,13 +69,13 @@ def begun(node: Node) -> None:
 
 def asked(node: Node, start, round_: int, shown: str | None = "", **fields):
     """The answer to a request for a round, in which the coordinator shows the newest receipt that it knows."""
-    named = {} if shown is None else {protocol.RECEIPT: shown}
-    return ask(node, training(run_config(rounds=9), start, round_=round_, fields=named | fields))
+    named = {} if shown is None else {kinds.RECEIPT: shown}
+    return ask(node, training(run_config(rounds=9), start, round_=round_, fields=fields, own=named))
 
 
 def receipt_in(answer) -> Receipt:
     assert answer.code == 0, answer
-    return from_text(answer.response.fields[protocol.RECEIPT])
+    return from_text(answer.response.fields[kinds.RECEIPT])
 
 
 def copied(node: Node, folder: Path, names=LEDGER) -> Path:
@@ -98,7 +98,7 @@ def restored(node: Node, backup: Path, forgets: tuple[str, ...] = ()) -> None:
 
 def refuses(node: Node, answer) -> bool:
     before = num_charges(node)
-    refused = answer.code == frames.REFUSED and "its operator must recover it" in answer.response.reason
+    refused = answer.code == frame.REFUSED and "its operator must recover it" in answer.response.reason
     return refused and num_charges(node) == before
 
 
@@ -150,7 +150,7 @@ def test_a_counter_file_stops_a_snapshot_that_nobody_else_knows_of(approved, sta
     counter = tmp_path / "elsewhere.jsonl"
     node = make_node(tmp_path / "node", ROWS, num_registered=N_K, models=approved)
     set_up(node, counter_file=str(counter))
-    assert asked(node, starts["tiny"], 1).code == frames.REFUSED, "nobody has begun it"
+    assert asked(node, starts["tiny"], 1).code == frame.REFUSED, "nobody has begun it"
     assert num_charges(node) == 0
     begun(node)
     assert asked(node, starts["tiny"], 1).code == 0
@@ -181,7 +181,7 @@ def test_a_counter_file_that_cannot_be_used_stops_every_charge(approved, starts,
         counter.unlink()
         counter.mkdir()
     answer = asked(node, starts["tiny"], 1)
-    assert (answer.code, num_charges(node)) == (frames.REFUSED, 0)
+    assert (answer.code, num_charges(node)) == (frame.REFUSED, 0)
     assert answer.response.reason == "refused: this node's ledger cannot be used; its log says why"
 
 
@@ -196,9 +196,9 @@ def test_no_request_makes_a_counter_file_that_is_missing(approved, starts, tmp_p
     asked(node, starts["tiny"], 2)
     restored(node, backup, forgets=("receipts.jsonl",))
     unmounted = counter.rename(tmp_path / "unmounted")
-    asking = replace(registering(run_config(rounds=9)), fields={protocol.RECEIPT: ""})
-    assert (ask(node, asking).code, counter.exists()) == (frames.REFUSED, False)
-    assert asked(node, starts["tiny"], 2).code == frames.REFUSED
+    asking = registering(run_config(rounds=9))
+    assert (ask(node, asking).code, counter.exists()) == (frame.REFUSED, False)
+    assert asked(node, starts["tiny"], 2).code == frame.REFUSED
     assert (num_charges(node), counter.exists()) == (1, False)
     unmounted.rename(counter)
     assert refuses(node, asked(node, starts["tiny"], 2))
@@ -212,7 +212,7 @@ def test_no_other_data_set_pays_for_the_records_that_a_running_vault_reads(node,
     file.write_text(file.read_text().replace("records.csv", "other.csv"))
     register_data(node, N_K, note="other people")
     refused = ask(node, training(run_config(rounds=9), starts["tiny"], round_=1), holder)
-    assert (refused.code, num_charges(node)) == (frames.REFUSED, 0)
+    assert (refused.code, num_charges(node)) == (frame.REFUSED, 0)
     assert "its operator must restart it" in refused.response.reason
     restart()
     assert asked(node, starts["tiny"], 1).code == 0
@@ -230,14 +230,14 @@ def test_a_ledger_that_was_made_again_has_lost_what_was_charged_to_the_data_set_
 
 def test_a_key_that_was_exchanged_under_a_running_vault_signs_nothing(node, starts):
     holder = Holder.of(node.settings)
-    asked_once = replace(registering(run_config(rounds=9)), fields={protocol.RECEIPT: ""})
+    asked_once = registering(run_config(rounds=9))
     assert ask(node, asked_once, holder).code == 0
     kept = node.settings.receipts.read_bytes()
     for path in (node.settings.key, keys.public_path(node.settings.key)):
         path.unlink()
     keys.make_key_pair(node.settings.key)
     refused = ask(node, training(run_config(rounds=9), starts["tiny"], round_=1), holder)
-    assert (refused.code, node.settings.receipts.read_bytes()) == (frames.REFUSED, kept)
+    assert (refused.code, node.settings.receipts.read_bytes()) == (frame.REFUSED, kept)
     assert num_charges(node) == 0
 
 
@@ -269,7 +269,7 @@ def test_nothing_but_the_nodes_own_signature_closes_it_or_charges_it(node, start
     ]
     for round_, text in enumerate(shown, start=3):
         config = run_config(rounds=20)
-        answer = ask(node, training(config, starts["tiny"], round_=round_, fields={protocol.RECEIPT: text}))
+        answer = ask(node, training(config, starts["tiny"], round_=round_, own={kinds.RECEIPT: text}))
         assert receipt_in(answer).counter == round_, text
     assert num_charges(node) == len(shown) + 2
 
@@ -286,7 +286,7 @@ def test_nothing_but_the_nodes_own_signature_closes_it_or_charges_it(node, start
 )
 def test_malformed_receipts_are_refused_in_one_line_and_close_nothing(node, starts, text):
     answer = asked(node, starts["tiny"], 1, text)
-    assert (answer.code, num_charges(node)) == (frames.REFUSED, 0)
+    assert (answer.code, num_charges(node)) == (frame.REFUSED, 0)
     assert "\n" not in answer.response.reason
     assert len(answer.response.reason) < 300
     assert asked(node, starts["tiny"], 1).code == 0
@@ -326,9 +326,8 @@ class Link:
         asked = [message for message in self.messages if message.metadata.message_id in message_ids]
         return [message_of(self._answer(message), message) for message in asked]
 
-    def _answer(self, message: Message) -> frames.Response:
-        kind = {protocol.REGISTER: frames.REGISTER}.get(message.metadata.message_type, frames.TRAIN)
-        return answer(request_of(kind, message, self.context), Holder.of(self.node.settings))
+    def _answer(self, message: Message) -> frame.Response:
+        return answer(request_of(message, self.context), Holder.of(self.node.settings))
 
 
 def statuses_of_a_run(node: Node, start, folder: Path, run: str, rounds: int) -> list[str]:

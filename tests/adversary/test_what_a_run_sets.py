@@ -11,8 +11,8 @@ from fedpriv.config import ON_NODES, RunConfig, parse, to_flower
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder, bench_of, run_of
 from fedpriv.holder.vault.settings import VaultSettings
-from fedpriv.holder.wire import frames, protocol
-from fedpriv.holder.wire.frames import Request
+from fedpriv.holder.wire import frame, kinds
+from fedpriv.holder.wire.frame import Request
 from fedpriv.learning.training import private_evaluation
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
@@ -83,12 +83,12 @@ def used(settings: VaultSettings, config: RunConfig, monkeypatch, *, kind: str, 
 
     holder = Holder.of(settings)
     initial = bench_of(run_of(to_flower(config), holder), holder).initial
-    spec = EvaluationSpec.of(config) if kind == frames.EVALUATE else UpdateSpec.of(config)
-    request = Request(
+    spec = EvaluationSpec.of(config) if kind == frame.EVALUATE else UpdateSpec.of(config)
+    request = Request.of(
         kind=kind,
         run_config=to_flower(config),
-        fields=protocol.pack_instruction("run", round_, spec),
-        arrays={protocol.ADAPTER: {name: tensor.numpy() for name, tensor in initial.items()}},
+        fields=kinds.pack_instruction("run", round_, spec),
+        arrays={kinds.ADAPTER: {name: tensor.numpy() for name, tensor in initial.items()}},
     )
     with monkeypatch.context() as patch:
         patch.setattr(Workbench, "tokenize", tokenize)
@@ -116,8 +116,8 @@ def test_runs_that_set_other_texts_evaluate_the_same_records_and_train_on_no_oth
     for number, changes in enumerate(runs):
         config = run_config(settings, model, **changes)
         aside, train = (
-            used(settings, config, monkeypatch, kind=kind, round_=2 * number + 1 + (kind == frames.EVALUATE))
-            for kind in (frames.EVALUATE, frames.TRAIN)
+            used(settings, config, monkeypatch, kind=kind, round_=2 * number + 1 + (kind == frame.EVALUATE))
+            for kind in (frame.EVALUATE, frame.TRAIN)
         )
         if not evaluated:  # the first run allows every response
             evaluated, trained = aside, train

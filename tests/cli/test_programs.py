@@ -47,7 +47,7 @@ def test_a_written_app_has_the_bundle_that_nodes_approve(tmp_path, capsys):
     digest = approvals.bundle_digest(tmp_path / "my-app")
     assert digest == approvals.bundle_digest(apps.FLOWER_APP)
     assert digest in capsys.readouterr().out
-    (tmp_path / "my-app/clients/pipe.py").write_text("changed = True\n")
+    (tmp_path / "my-app/clients/node.py").write_text("changed = True\n")
     assert approvals.bundle_digest(tmp_path / "my-app") != digest
 
 

@@ -6,31 +6,32 @@ import csv
 from pathlib import Path
 
 import pytest
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 
 from clients.app import app
 from clients.node import TRUST_KEY, TRUST_VARIABLE
 from fedpriv.config import parse, to_flower
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import FAILED, REFUSED
+from fedpriv.holder.wire.frame import FAILED, REFUSED, REGISTER, TRAIN
+from fedpriv.holder.wire.kinds import answer_of
+from tests.wire import asked, response_in
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
 
 def ask(values: dict[str, object], kind: str, **node_config: object) -> Message:
-    content = RecordDict({protocol.INSTRUCTION: ConfigRecord({"version": 1})} if kind == "train" else {})
     context = Context(1, 7, {"partition-id": 0, **node_config}, RecordDict(), to_flower(parse(values)))
-    return app(Message(content, 7, kind, group_id="1"), context)
+    return app(asked(kind), context)
 
 
 def test_registration_states_public_numbers_alone(small_run):
-    reply = ask(small_run, protocol.REGISTER, **{TRUST_KEY: True})
-    registration = protocol.unpack(protocol.Registration, reply.content[protocol.REGISTRATION])
+    reply = ask(small_run, REGISTER, **{TRUST_KEY: True})
+    response = response_in(reply)
+    registration = answer_of(REGISTER, response)
     assert (registration.client, registration.name) == (0, "site-0")
-    assert set(reply.content) == {protocol.REGISTRATION}
+    assert not response.arrays
 
 
-@pytest.mark.parametrize("kind", ["train", protocol.REGISTER])
+@pytest.mark.parametrize("kind", [TRAIN, REGISTER])
 def test_a_failure_is_told_without_its_cause(small_run, tmp_path, kind):
     secret = tmp_path / "secret.csv"
     with Path(secret).open("w", newline="") as file:
@@ -41,17 +42,17 @@ def test_a_failure_is_told_without_its_cause(small_run, tmp_path, kind):
     assert not any(word in reply.error.reason for word in ("secret", "label", "Jane", "Traceback"))
 
 
-@pytest.mark.parametrize("kind", ["train", protocol.REGISTER])
+@pytest.mark.parametrize("kind", [TRAIN, REGISTER])
 def test_a_node_takes_no_data_path_from_the_coordinator(small_run, monkeypatch, kind):
     monkeypatch.delenv(TRUST_VARIABLE, raising=False)
     reply = ask(small_run, kind)
     assert reply.error.code == REFUSED
     assert "takes no data from a run's configuration" in reply.error.reason
     monkeypatch.setenv(TRUST_VARIABLE, "1")
-    assert not ask(small_run, protocol.REGISTER).has_error()
+    assert not ask(small_run, REGISTER).has_error()
 
 
 def test_a_node_without_data_in_this_run_says_so(small_run):
-    reply = ask(small_run, protocol.REGISTER, **{TRUST_KEY: True, "partition-id": 9})
+    reply = ask(small_run, REGISTER, **{TRUST_KEY: True, "partition-id": 9})
     assert reply.error.code == REFUSED
     assert "partition-id = 9: must lie in 0..2" in reply.error.reason

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 
 from clients import node as node_keys
-from clients.node import answered, prepare, reply
+from clients.app import message_of, request_of
+from clients.node import answered, prepare
 from fedpriv.config import parse, to_flower
 from fedpriv.files import Journal
 from fedpriv.holder.vault import _charging, refused
+from fedpriv.holder.vault.answer import Prepared, settle
 from fedpriv.holder.vault.settings import NodeLimits
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import FAILED, REFUSED, REGISTER, RETIRED
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import FAILED, REFUSED, REGISTER, RETIRED, TRAIN, Response
 from fedpriv.learning.training import workbench as workbench_module
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.stacked import execute_one_by_one
@@ -25,7 +27,7 @@ from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading, verify_with_head
-from tests.wire import record, tensors_of
+from tests.wire import arrays_of, asked, request_in, response_in
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
@@ -42,15 +44,17 @@ class Node:
 
     def message(self, round_: int = 1, *, run: str = "run", shift: float = 0.0, **changes: object) -> Message:
         adapter = {name: tensor + shift for name, tensor in workbench(self.config).initial.items()}
-        fields = {**protocol.pack_instruction(run, round_, UpdateSpec.of(self.config)), **changes}
-        content = RecordDict({protocol.ADAPTER: record(adapter), protocol.INSTRUCTION: ConfigRecord(fields)})
-        return Message(content, 7, "train", group_id="1")
+        fields = {**kinds.pack_instruction(run, round_, UpdateSpec.of(self.config)), **changes}
+        return asked(TRAIN, fields=fields, arrays={kinds.ADAPTER: arrays_of(adapter)})
 
     def ask(self, message: Message) -> Message:
-        prepared = prepare(message, self.context)
-        if isinstance(prepared, Message):
-            return prepared
-        return reply(message, prepared, self.execute([prepared.task])[0])
+        prepared = self.prepare(message)
+        if isinstance(prepared, Response):
+            return message_of(prepared, message)
+        return message_of(settle(prepared, self.execute([prepared.task])[0]), message)
+
+    def prepare(self, message: Message) -> Prepared | Response:
+        return prepare(request_of(message, self.context), self.context)
 
     @property
     def num_charged(self) -> int:
@@ -72,10 +76,7 @@ def node(small_run, tmp_path) -> Node:
 
 def uploaded(reply: Message) -> bytes:
     assert not reply.has_error(), reply.error
-    arrays = tensors_of(reply.content.array_records[protocol.ADAPTER])
-    return protocol.pack_reply(
-        protocol.unpack(protocol.UploadRelease, reply.content.config_records[protocol.RELEASE]), arrays
-    )
+    return response_in(reply).frame
 
 
 def test_a_message_replayed_ten_times_gets_ten_identical_replies_for_one_charge(node):
@@ -85,22 +86,22 @@ def test_a_message_replayed_ten_times_gets_ten_identical_replies_for_one_charge(
 
 
 def test_anything_else_that_is_asked_is_another_charge(node):
-    asked = [
+    messages = [
         node.message(),
         node.message(round_=2),
         node.message(round_=2, run="other"),
         node.message(round_=2, shift=1e-3),
         node.message(round_=2, learning_rate=0.25),
     ]
-    replies = [uploaded(node.ask(message)) for message in asked]
-    assert len(set(replies)) == node.num_charged == len(asked)
+    replies = [uploaded(node.ask(message)) for message in messages]
+    assert len(set(replies)) == node.num_charged == len(messages)
 
 
 def test_a_task_that_failed_after_its_charge_is_noise_alone_and_never_computed_again(node):
     message = node.message()
-    prepared = prepare(message, node.context)
+    prepared = node.prepare(message)
     assert len(prepared.task.data)
-    failed = uploaded(reply(message, prepared, RuntimeError("out of memory")))
+    failed = uploaded(message_of(settle(prepared, RuntimeError("out of memory")), message))
     assert uploaded(node.ask(message)) == failed
     assert node.num_charged == 1
 
@@ -108,18 +109,18 @@ def test_a_task_that_failed_after_its_charge_is_noise_alone_and_never_computed_a
 def test_a_charge_without_a_reply_is_honoured_with_noise_alone(node):
     """A crash in between may have had its cause in a record; a second attempt would tell."""
     message = node.message()
-    prepare(message, node.context)
-    assert not len(prepare(message, node.context).task.data)
+    node.prepare(message)
+    assert not len(node.prepare(message).task.data)
     assert uploaded(node.ask(message))
     assert node.num_charged == 1
 
 
 def test_two_computations_of_one_charge_release_one_result(node):
     message = node.message()
-    prepared = [prepare(message, node.context) for _ in range(2)]
+    prepared = [node.prepare(message) for _ in range(2)]
     updates = node.execute([each.task for each in prepared])
     assert not torch.equal(*(next(iter(update.adapter.values())) for update in updates)), "noise differs"
-    replies = [reply(message, each, update) for each, update in zip(prepared, updates, strict=True)]
+    replies = [message_of(settle(each, update), message) for each, update in zip(prepared, updates, strict=True)]
     assert len(set(map(uploaded, replies))) == 1
     assert node.num_charged == 1
 
@@ -158,13 +159,13 @@ def test_the_registered_number_of_records_stays_when_the_file_changes(small_run,
     table = tmp_path / "records.csv"
     table.write_text(Path(str(small_run["data"])).read_text())
     node = Node(small_run | {"data": str(table)}, tmp_path / "node.sqlite")
-    ask = partial(answered, REGISTER, Message(RecordDict(), 7, protocol.REGISTER, group_id="0"))
-    first = protocol.unpack(protocol.Registration, ask(node.context).content[protocol.REGISTRATION])
+    ask = partial(answered, request_of(asked(REGISTER), node.context))
+    first = kinds.answer_of(REGISTER, ask(node.context))
     rows = list(csv.reader(table.open()))
     with table.open("w", newline="") as file:
         csv.writer(file).writerows(rows[:-40])
     workbench_module.forget()
-    second = protocol.unpack(protocol.Registration, ask(node.context).content[protocol.REGISTRATION])
+    second = kinds.answer_of(REGISTER, ask(node.context))
     assert second == first
     uploaded(node.ask(node.message()))
     with reading(node.ledger) as db:
@@ -206,11 +207,11 @@ def test_a_ledger_that_cannot_be_used_stops_every_release(node, harm, caplog):
 
 def test_an_upload_that_cannot_be_stored_is_not_sent(node):
     message = node.message()
-    prepared = prepare(message, node.context)
+    prepared = node.prepare(message)
     (update,) = node.execute([prepared.task])
     with Ledger(node.ledger):
-        assert reply(message, prepared, update).error.code == REFUSED
-    assert uploaded(reply(message, prepared, update))
+        assert settle(prepared, update).code == REFUSED
+    assert not settle(prepared, update).code
 
 
 HOSTILE = {
@@ -244,16 +245,17 @@ def test_a_node_that_trusts_nobody_has_limits_without_a_policy_file(small_run, t
 
 @pytest.mark.parametrize("harm", ["shape", "extra layer", "missing"])
 def test_an_adapter_that_does_not_fit_is_refused_before_anything_is_charged(node, harm):
-    message = node.message()
-    arrays = tensors_of(message.content.array_records[protocol.ADAPTER])
-    name = next(iter(arrays))
+    request = request_in(node.message())
+    arrays = {record: dict(named) for record, named in request.arrays.items()}
+    adapter = arrays[kinds.ADAPTER]
+    name = next(iter(adapter))
     if harm == "shape":
-        arrays[name] = arrays[name].T.contiguous()
+        adapter[name] = adapter[name].T
     elif harm == "missing":
-        del arrays[name]
+        del adapter[name]
     else:
-        message.content[protocol.MERGED] = record({"no.such.layer.left": arrays[name]})
-    message.content[protocol.ADAPTER] = record(arrays)
+        arrays[kinds.MERGED] = {"no.such.layer.left": adapter[name]}
+    message = asked(TRAIN, fields=request.fields, arrays=arrays)
     assert node.ask(message).error.code == FAILED
     assert node.num_charged == 0
     assert not node.ask(node.message()).has_error()
@@ -268,7 +270,7 @@ def test_a_refusal_quotes_no_more_than_a_line_of_what_was_sent():
 def test_a_charge_without_a_reply_is_not_honoured_by_another_data_set(node):
     """Its upload would be paid by data that it does not touch."""
     message = node.message()
-    prepare(message, node.context)
+    node.prepare(message)
     with Ledger(node.ledger) as ledger:
         ledger.register("0", 52, 1e-3, note="a new study, no record in common")
     reply = node.ask(message)

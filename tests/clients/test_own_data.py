@@ -7,23 +7,24 @@ import shutil
 from pathlib import Path
 
 import pytest
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, RecordDict
 
 from clients import node
-from clients.app import app
+from clients.app import app, request_of
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.errors import InputError
+from fedpriv.holder.vault.answer import settle
 from fedpriv.holder.vault.holder import bench_of, run_of
 from fedpriv.holder.vault.settings import VaultSettings
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import REFUSED
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import REFUSED, REGISTER, TRAIN
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.stacked import execute_one_by_one
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.ledger import Ledger
 from tests.tiny import LABELS
 from tests.vaults import make_vault, write_records
-from tests.wire import record
+from tests.wire import arrays_of, asked, response_in
 
 pytestmark = pytest.mark.usefixtures("as_a_task", "quick_nodes")
 
@@ -53,10 +54,10 @@ def context(small_run, table, settings) -> Context:
     return Context(1, 7, {node.FOLDER_KEY: str(settings.folder)}, RecordDict(), to_flower(config))
 
 
-def registration(context: Context) -> protocol.Registration:
-    reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), context)
+def registration(context: Context) -> kinds.Registration:
+    reply = app(asked(REGISTER), context)
     assert not reply.has_error(), reply.error
-    return protocol.unpack(protocol.Registration, reply.content[protocol.REGISTRATION])
+    return kinds.answer_of(REGISTER, response_in(reply))
 
 
 def test_the_node_registers_its_own_records_and_signs(context, records, settings):
@@ -72,18 +73,13 @@ def test_the_node_registers_its_own_records_and_signs(context, records, settings
 def test_it_trains_on_them_and_notes_what_it_did(context, settings):
     bench = bench_of(run_of(context.run_config, node.holder_of(context)), node.holder_of(context))
     spec = UpdateSpec.of(parse(dict(context.run_config)))
-    content = RecordDict(
-        {
-            protocol.ADAPTER: record(bench.initial),
-            protocol.INSTRUCTION: ConfigRecord(protocol.pack_instruction("run", 1, spec)),
-        }
-    )
-    message = Message(content, 7, "train", group_id="1")
+    fields, arrays = kinds.pack_instruction("run", 1, spec), {kinds.ADAPTER: arrays_of(bench.initial)}
+    message = asked(TRAIN, fields=fields, arrays=arrays)
     assert "data" not in vars(bench), "nothing reads records before the charge"
-    prepared = node.prepare(message, context)
+    prepared = node.prepare(request_of(message, context), context)
     assert len(prepared.task.data) == registration(context).num_records
-    reply = node.reply(message, prepared, execute_one_by_one(bench.model, [prepared.task])[0])
-    assert protocol.ADAPTER in reply.content
+    response = settle(prepared, execute_one_by_one(bench.model, [prepared.task])[0])
+    assert kinds.ADAPTER in response.arrays
     with Ledger(settings.ledger) as ledger:
         assert [key.round for key, _ in ledger.releases_of(ledger.data_set().id, "run")] == [1]
     events = settings.events.read_text()
@@ -105,7 +101,7 @@ def test_it_trains_on_them_and_notes_what_it_did(context, settings):
 )
 def test_a_run_decides_nothing_that_its_operator_has_decided(context, values, reason):
     moved = Context(1, 7, dict(context.node_config), RecordDict(), {**context.run_config, **values})
-    reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), moved)
+    reply = app(asked(REGISTER), moved)
     assert reply.error.code == REFUSED
     assert reason in reply.error.reason
 
@@ -118,7 +114,7 @@ def test_the_runs_columns_do_not_choose_the_nodes(context):
 
 def test_a_node_without_records_takes_no_part_in_such_a_run(context):
     bare = Context(1, 7, {node.CLIENT_KEY: 1}, RecordDict(), context.run_config)
-    reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), bare)
+    reply = app(asked(REGISTER), bare)
     assert reply.error.code == REFUSED
     assert "no records of its own" in reply.error.reason
 
@@ -142,7 +138,7 @@ def test_a_node_that_its_operator_has_not_finished_takes_no_part(context, settin
         settings.models.unlink()
     else:
         make_vault(settings.folder, settings.data, tiny_bert, budget_epsilon=None)
-    reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), context)
+    reply = app(asked(REGISTER), context)
     assert reply.error.code == REFUSED
     assert reason in reply.error.reason
 
@@ -153,7 +149,7 @@ def test_a_model_whose_files_changed_since_it_was_approved_is_not_run(context, s
     make_vault(settings.folder, settings.data, copy)
     moved = Context(1, 7, dict(context.node_config), RecordDict(), {**context.run_config, "model": str(copy)})
     (copy / "tokenizer.json").write_text("{}")
-    reply = app(Message(RecordDict(), 7, protocol.REGISTER, group_id="0"), moved)
+    reply = app(asked(REGISTER), moved)
     assert reply.error.code == REFUSED
     assert "changed since this node's operator approved them" in reply.error.reason
 

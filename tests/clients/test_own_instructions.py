@@ -11,8 +11,8 @@ from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.holder.vault import _records, answer
 from fedpriv.holder.vault._tokens import TokenFile
 from fedpriv.holder.vault.holder import Holder, bench_of, run_of
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import REFUSED, Request
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import REFUSED, Request
 from fedpriv.learning.data.chat import RESPONSE_MASK, ChatFormat
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.workbench import forget, load_model
@@ -65,17 +65,17 @@ def update(settings, config, *, round_=1):
     """The values of the upload for one request to train."""
     forget()
     start = load_model(config, labels=())[1].initial
-    instruction = protocol.pack_instruction("run", round_, UpdateSpec.of(config))
-    arrays = {protocol.ADAPTER: {name: tensor.numpy() for name, tensor in start.items()}}
-    request = Request(kind="train", run_config=to_flower(config), fields=instruction, arrays=arrays)
+    instruction = kinds.pack_instruction("run", round_, UpdateSpec.of(config))
+    arrays = {kinds.ADAPTER: {name: tensor.numpy() for name, tensor in start.items()}}
+    request = Request.of(kind="train", run_config=to_flower(config), fields=instruction, arrays=arrays)
     response = answer.answer(request, Holder.of(settings))
     assert response.code == 0, response.reason
-    return torch.cat([torch.as_tensor(array).flatten() for array in response.arrays.values()])
+    return torch.cat([torch.as_tensor(array).flatten() for array in response.arrays[kinds.ADAPTER].values()])
 
 
 def refusal(settings, config):
     response = answer.answer(
-        Request(kind="register", run_config=to_flower(config), fields={}, arrays={}), Holder.of(settings)
+        Request.of(kind="register", run_config=to_flower(config), fields={}, arrays={}), Holder.of(settings)
     )
     assert response.code == REFUSED
     return response.reason

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from server.honest_app import app  # what this file takes the place of
 
+from fedpriv.holder.wire.frame import Request, frame_in
 from server.exchange import Exchange
 
 __all__ = ["app"]
@@ -18,7 +19,7 @@ send = Exchange.replies
 def halting(self, grid, messages, seconds):
     """Halt while the file ROUND-KIND.reached exists, if there is a file ROUND-KIND."""
     metadata = messages[0].metadata
-    name = f"{metadata.group_id}-{metadata.message_type.rpartition('.')[2]}"
+    name = f"{metadata.group_id}-{Request(frame=frame_in(messages[0].content.array_records)).kind}"
     reached, deadline = HALTS / f"{name}.reached", time.monotonic() + LONGEST_SECONDS
     if (HALTS / name).exists():
         (HALTS / name).rename(reached)

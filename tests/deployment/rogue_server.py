@@ -3,21 +3,18 @@
 It writes what the nodes answered to answers.json in the run's folder.
 """
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import ServerApp
 
 from fedpriv.config import parse
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.carrier import unpacked
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import TRAIN, Request
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.workbench import workbench
-from server.exchange import records_of, wire_bytes
+from server.exchange import digest_of, message_to, wire_bytes
 from server.registration import register_nodes
 
 app = ServerApp()
@@ -39,11 +36,8 @@ def main(grid, context):
     }
 
     def message(node_id, spec):
-        content = {
-            **records_of({protocol.ADAPTER: initial}),
-            protocol.INSTRUCTION: ConfigRecord(protocol.pack_instruction("rogue", 1, spec)),
-        }
-        return Message(RecordDict(content), node_id, "train", group_id="1")
+        fields, arrays = kinds.pack_instruction("rogue", 1, spec), {name: t.numpy() for name, t in initial.items()}
+        return message_to(node_id, Request.of(TRAIN, fields=fields, arrays={kinds.ADAPTER: arrays}), 1)
 
     answers = {"lies": {}, "replays": []}
     for name, spec in lies.items():
@@ -53,14 +47,7 @@ def main(grid, context):
     first = nodes[0][0]
     replies = list(grid.send_and_receive([message(first, honest) for _ in range(NUM_REPEATS)], timeout=400))
     for reply in replies:
-        release = protocol.unpack(protocol.UploadRelease, reply.content.config_records[protocol.RELEASE])
-        arrays = {key: torch.from_numpy(a) for key, a in unpacked(reply.content[protocol.ADAPTER]).items()}
-        answers["replays"].append(
-            {
-                "sha256": hashlib.sha256(protocol.pack_reply(release, arrays)).hexdigest(),
-                "bytes": wire_bytes(reply.content),
-            }
-        )
+        answers["replays"].append({"sha256": digest_of(reply), "bytes": wire_bytes(reply.content)})
     out = Path(config.out)
     out.mkdir(parents=True)
     (out / "answers.json").write_text(json.dumps(answers))

@@ -17,8 +17,8 @@ from clients.deploy.supernode import running_vault
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.files import FLOOR_BYTES
 from fedpriv.holder.vault.settings import VaultSettings
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import REGISTER, TRAIN, Request, Response, ask
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import REGISTER, TRAIN, Request, Response, ask
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.operate.logs import Log
@@ -62,8 +62,8 @@ def build(small_run, table, tiny_bert):
 
     def request(number: int, **changes: object) -> Request:
         config = configs[number % 2]
-        fields = {**protocol.pack_instruction(f"run {number:04}", 1, UpdateSpec.of(config)), **changes}
-        return Request(kind=TRAIN, run_config=to_flower(config), fields=fields, arrays={protocol.ADAPTER: initial})
+        fields = {**kinds.pack_instruction(f"run {number:04}", 1, UpdateSpec.of(config)), **changes}
+        return Request.of(kind=TRAIN, run_config=to_flower(config), fields=fields, arrays={kinds.ADAPTER: initial})
 
     return request
 
@@ -86,7 +86,7 @@ def until_refused(settings: VaultSettings, build) -> tuple[int, Response]:
     num_requests = 0
     for number in count():
         update, unpaid = build(number), build(number, noise_multiplier=0.0)
-        for request in (update, update, Request(kind=REGISTER, run_config=update.run_config), *[unpaid] * 3):
+        for request in (update, update, Request.of(kind=REGISTER, run_config=update.run_config), *[unpaid] * 3):
             response = ask(settings.socket, request)
             if "disk" in response.reason or "ledger" in response.reason or num_requests > MOST_REQUESTS:
                 return num_requests, response

@@ -5,7 +5,6 @@ One process loads everything once and forks: every child is a process of its own
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -18,12 +17,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 
 from clients import node
 from clients import node as node_keys
+from clients.app import message_of, request_of
 from fedpriv.config import RunConfig, parse, to_flower
-from fedpriv.holder.wire import protocol
+from fedpriv.holder.vault.answer import settle
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import TRAIN, Response
 from fedpriv.learning.aggregation._fedavg import weights_by_size
 from fedpriv.learning.training.local_update import UpdateSpec, planned_event
 from fedpriv.learning.training.stacked import execute_one_by_one
@@ -39,7 +41,7 @@ from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
-from tests.wire import record, tensors_of
+from tests.wire import arrays_of, asked, response_in
 
 # A child is killed at a random instant after it sent a random number of replies, at most so many: an instant counted
 # from its start alone would come before its first reply on a busy machine.
@@ -48,11 +50,8 @@ MOST_REPLIES = 8
 
 def sent(wire: int, client: int, round_: int, reply: Message) -> None:
     """Tell the parent what left the node: from here on it counts as released."""
-    records = reply.content.array_records
-    arrays = tensors_of(records[protocol.ADAPTER]) if records else {}
-    release = reply.content.config_records[protocol.RELEASE]
-    digest = hashlib.sha256(protocol.pack_reply(protocol.unpack(protocol.UploadRelease, release), arrays)).hexdigest()
-    os.write(wire, (json.dumps([client, round_, digest, release["event"]]) + "\n").encode())
+    response = response_in(reply)
+    os.write(wire, (json.dumps([client, round_, response.digest, response.fields["event"]]) + "\n").encode())
 
 
 def tapped(grid: type[LocalGrid], wire: int) -> type[LocalGrid]:
@@ -62,9 +61,8 @@ def tapped(grid: type[LocalGrid], wire: int) -> type[LocalGrid]:
         def _answer(self, messages):
             replies = super()._answer(messages)
             for reply in replies:
-                if reply.has_content() and protocol.RELEASE in reply.content:
-                    release = reply.content.config_records[protocol.RELEASE]
-                    sent(wire, reply.metadata.src_node_id - 2, release["round"], reply)
+                if reply.has_content() and "event" in (fields := response_in(reply).fields):
+                    sent(wire, reply.metadata.src_node_id - 2, fields["round"], reply)
             return replies
 
     return TappedGrid
@@ -88,14 +86,13 @@ def one_node(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
     with task_identity(1):
         for round_ in range(int(seen.read_text()) if seen.exists() else 1, 10**6):
             spec = replace(UpdateSpec.of(config), num_rounds=10**6)
-            instruction = ConfigRecord(protocol.pack_instruction("run", round_, spec))
-            content = RecordDict({protocol.ADAPTER: record(bench.initial), protocol.INSTRUCTION: instruction})
-            message = Message(content, 7, "train", group_id="1")
-            reply = node.prepare(message, context)
-            if not isinstance(reply, Message):
-                reply = node.reply(message, reply, execute([reply.task])[0])
-            assert not reply.has_error(), reply.error
-            sent(wire, 0, round_, reply)
+            fields, arrays = kinds.pack_instruction("run", round_, spec), {kinds.ADAPTER: arrays_of(bench.initial)}
+            message = asked(TRAIN, fields=fields, arrays=arrays)
+            response = node.prepare(request_of(message, context), context)
+            if not isinstance(response, Response):
+                response = settle(response, execute([response.task])[0])
+            assert not response.code, response.reason
+            sent(wire, 0, round_, message_of(response, message))
             (folder / "next").write_text(str(round_ + 1))
             (folder / "next").replace(seen)
 

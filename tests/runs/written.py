@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.aggregation._fedavg import GlobalModel
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._rows import ClientRow, RoundRow

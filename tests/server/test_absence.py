@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message
 
 from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.protocol import Registration, UploadRelease
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import REGISTER
+from fedpriv.holder.wire.kinds import Registration, UploadRelease
 from fedpriv.learning.aggregation._fedavg import GlobalModel
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.ledger import Ledger
@@ -25,7 +26,7 @@ from server.registration import NO_NODE
 from server.round import Absences
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import set_message_id, task_identity
-from tests.wire import record
+from tests.wire import answered, arrays_of, request_in
 
 SIZES = {0: 600, 1: 300, 2: 100}
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
@@ -80,10 +81,10 @@ class Nodes:
         for message in messages:
             self._num += 1
             set_message_id(message, f"m{self._num}")
-            if message.metadata.message_type == protocol.REGISTER:
+            if request_in(message).kind == REGISTER:
                 self.questions.append(message.metadata.dst_node_id)
             if (reply := self._reply(message)) is not None:
-                slow = message.metadata.message_type == protocol.REGISTER
+                slow = request_in(message).kind == REGISTER
                 (self._late if slow else self._replies)[f"m{self._num}"] = reply
         return []
 
@@ -94,10 +95,9 @@ class Nodes:
 
     def _reply(self, message):
         node_id = message.metadata.dst_node_id
-        if message.metadata.message_type == protocol.REGISTER:
-            content = ConfigRecord(protocol.pack(self.registered[node_id]))
-            return Message(RecordDict({protocol.REGISTRATION: content}), reply_to=message)
-        self.round = message.content.config_records[protocol.INSTRUCTION]["round"]
+        if request_in(message).kind == REGISTER:
+            return answered(message, kinds.pack(self.registered[node_id]))
+        self.round = request_in(message).fields["round"]
         client = self.registered[node_id].client
         self.trained.append((self.round, client))
         if self.gone(node_id):
@@ -107,9 +107,8 @@ class Nodes:
             error.metadata.__dict__["_src_node_id"] = LINK
             return error
         honest = {"round": self.round, "event": self.strategy.event(client), "num_records": SIZES[client]}
-        release = ConfigRecord(protocol.pack(UploadRelease(**honest)))
-        adapter = record({name: torch.ones_like(t) for name, t in ADAPTER.items()})
-        return Message(RecordDict({protocol.RELEASE: release, protocol.ADAPTER: adapter}), reply_to=message)
+        adapter = arrays_of({name: torch.ones_like(t) for name, t in ADAPTER.items()})
+        return answered(message, kinds.pack(UploadRelease(**honest)), arrays={kinds.ADAPTER: adapter})
 
     def run(self, secrets, num_rounds: int, nodes=None, **changes) -> Absences:
         """Carry out a run over these nodes with the real strategy and a ledger, and return who is skipped."""

@@ -7,18 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app import Error, Message
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import REFUSED
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import AFFORD, REFUSED
+from fedpriv.holder.wire.kinds import Registration
 from server.affordable import check_affordable
 from server.costs import RoundCosts
 from server.observer import LogObserver
 from server.registration import NO_NODE
 from simulations.engines.flower_private import set_message_id, task_identity
+from tests.wire import answered, request_in
 
 LINK = 1
 SHORT = "site 0 (0): 5, site 1 (1): 2, site 2 (2): 5"
@@ -45,10 +46,10 @@ class Nodes:
         for number, message in enumerate(messages):
             set_message_id(message, f"m{number}")
             node_id = message.metadata.dst_node_id
-            assert message.metadata.message_type == protocol.AFFORD
-            self.plans[node_id - 100] = message.content.config_records[protocol.INSTRUCTION]
+            assert request_in(message).kind == AFFORD
+            self.plans[node_id - 100] = request_in(message).fields
             answer = self._answers[node_id - 100]
-            reply = Message(RecordDict({protocol.AFFORDABLE: ConfigRecord({"releases": answer})}), reply_to=message)
+            reply = answered(message, {"releases": answer})
             if answer == "":
                 reply = Message(Error(REFUSED, "refused: kind = 'afford'"), reply_to=message)
             if answer == "gone":  # Flower's link answers for a node that left
@@ -90,7 +91,7 @@ def checked(answers, *, after=0, missing=(), **changes):
 def test_a_run_that_fits_is_begun_without_a_word():
     grid, told = checked([6, 6, 6])
     assert not told.notices
-    planned = protocol.unpack_plan(grid.plans[1], "local")
+    planned = kinds.unpack_plan(grid.plans[1], "local")
     assert sum(number for _, number in planned) == ROUNDS
 
 
@@ -135,7 +136,7 @@ def test_a_node_that_does_not_say_keeps_no_run_from_beginning(bad):
 def test_a_resumed_run_asks_the_nodes_that_are_there_for_the_rounds_that_are_left():
     grid, told = checked([4, 4, 4], after=2, missing=(1,))
     assert grid.plans.keys() == {0, 2}
-    assert sum(number for _, number in protocol.unpack_plan(grid.plans[0], "local")) == 4
+    assert sum(number for _, number in kinds.unpack_plan(grid.plans[0], "local")) == 4
     assert not told.notices
 
 
@@ -151,10 +152,10 @@ def test_the_evaluation_after_the_last_round_has_to_fit_too():
         checked([6, 6, 6], **with_evaluation)
     grid, told = checked([7, 7, 7], **with_evaluation)
     assert not told.notices
-    assert [number for _, number in protocol.unpack_plan(grid.plans[0], "local")] == [1, ROUNDS]
+    assert [number for _, number in kinds.unpack_plan(grid.plans[0], "local")] == [1, ROUNDS]
 
 
 def test_each_view_has_its_own_prices():
     grid, _ = checked([6, 6, 6], secure_aggregation=True, min_clients=3, local_steps=1)
-    local, aggregate = (protocol.unpack_plan(grid.plans[0], view)[0][0] for view in ("local", "aggregate"))
+    local, aggregate = (kinds.unpack_plan(grid.plans[0], view)[0][0] for view in ("local", "aggregate"))
     assert aggregate.noise_multiplier > local.noise_multiplier

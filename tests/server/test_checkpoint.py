@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fedpriv.config import BY_RECIPE, parse, read
 from fedpriv.errors import InputError
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.adapters._arithmetic import Product
 from fedpriv.learning.aggregation._fedavg import GlobalModel
 from fedpriv.privacy.ledger.ledger import Ledger

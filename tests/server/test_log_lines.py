@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fedpriv.config import RunConfig, parse
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.operate.flower import _run_in_foreground
 from fedpriv.texts import holder_label

@@ -9,16 +9,16 @@ import re
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.carrier import unpacked
-from fedpriv.holder.wire.protocol import UploadRelease
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import FRAME, Arrays, Response, Scalars, carried
+from fedpriv.holder.wire.kinds import UploadRelease
 from fedpriv.learning.adapters.codecs import CODECS
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.server.test_strategy import ADAPTER, SIZES, ask, make_strategy
-from tests.wire import carried, record
+from tests.wire import answered, arrays_of
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
@@ -40,10 +40,10 @@ def harmed_array(rng: random.Random, good: np.ndarray) -> np.ndarray:
             return np.array(3.0, dtype=np.float32)
 
 
-def harmed_bytes(rng: random.Random, array: Array) -> Array:
+def harmed_bytes(rng: random.Random, content: bytes) -> Array:
     """The bytes that carry all arrays, with a header, data or name of a format that is wrong."""
     kind = rng.choice(["truncated", "garbage", "type", "huge", "empty", "longer", "lying", "crowd", "names", "lengths"])
-    content, formatted = array.data, array.stype
+    formatted = carried(content)["stype"]
     match kind:
         case "truncated":
             content = content[: rng.randrange(len(content))]
@@ -67,15 +67,12 @@ def harmed_bytes(rng: random.Random, array: Array) -> Array:
             content = content.replace(b'"A"', b'"B"') if b'"A"' in content else content[:-1]
         case "lengths":
             content = b"\xff" * 8 + content[8:]
-    return Array(array.dtype, (len(content),), formatted, content)
+    return Array(**{**carried(content), "stype": formatted})
 
 
-def harmed(rng: random.Random, message: Message, good: RecordDict) -> Message:
+def harmed(rng: random.Random, message: Message, release: Scalars, good: Arrays) -> Message:
     """The reply with something wrong in it."""
-    records = dict(good)
-    arrays = unpacked(records[protocol.ADAPTER])
-    carrier = None
-    release = dict(records[protocol.RELEASE])
+    fields, records, arrays = dict(release), dict(good), dict(good[kinds.ADAPTER])
     name = rng.choice(sorted(arrays))
     match rng.choice(
         ["array"] * 3 + ["bytes"] * 4 + ["missing", "extra", "renamed", "record", "field", "value", "silent"]
@@ -83,8 +80,9 @@ def harmed(rng: random.Random, message: Message, good: RecordDict) -> Message:
         case "array":
             arrays[name] = harmed_array(rng, arrays[name])
         case "bytes":
-            ((key, array),) = records[protocol.ADAPTER].items()
-            carrier = ArrayRecord({key: harmed_bytes(rng, array)})
+            whole = Response.of(fields=fields, arrays=good).frame
+            harm = ArrayRecord({FRAME: harmed_bytes(rng, whole)})
+            return Message(RecordDict({FRAME: harm}), reply_to=message)
         case "missing":
             del arrays[name]
         case "extra":
@@ -92,18 +90,14 @@ def harmed(rng: random.Random, message: Message, good: RecordDict) -> Message:
         case "renamed":
             arrays[f"{name}x"] = arrays.pop(name)
         case "record":
-            records["metrics" if rng.random() < 0.5 else "more"] = carried(arrays)
+            records["metrics" if rng.random() < 0.5 else "more"] = arrays
         case "field":
-            release.pop(rng.choice(sorted(release)))
+            fields.pop(rng.choice(sorted(fields)))
         case "value":
-            key = rng.choice(sorted(release))
-            release[key] = rng.choice([9999, -1, 2**62, 3.5, "", "{}", "[" * 1000, b"x", [1, 2]])
+            fields[rng.choice(sorted(fields))] = rng.choice([9999, -1, 2**62, 3.5, "", "{}", "[" * 1000])
         case "silent":
-            release["silent"] = True
-    carrier = carrier or carried(arrays)
-    return Message(
-        RecordDict({**records, protocol.ADAPTER: carrier, protocol.RELEASE: ConfigRecord(release)}), reply_to=message
-    )
+            fields["silent"] = True
+    return answered(message, fields, arrays={**records, kinds.ADAPTER: arrays})
 
 
 @pytest.mark.parametrize("num", [80, pytest.param(250, marks=pytest.mark.slow)])
@@ -113,7 +107,7 @@ def harmed(rng: random.Random, message: Message, good: RecordDict) -> Message:
 def test_many_malformed_replies(codec, num):
     rng = random.Random(codec)
     strategy = make_strategy(upload_codec=codec, rounds=num)
-    broadcast = protocol.Broadcast(adapter=ADAPTER)
+    broadcast = kinds.Broadcast(adapter=ADAPTER)
     reasons: dict[str, int] = {}
     for round_ in range(1, num + 1):
         messages = ask(strategy, round_)
@@ -122,19 +116,16 @@ def test_many_malformed_replies(codec, num):
             event = strategy.event(client)
             release = UploadRelease(round=round_, event=event, num_records=SIZES[client])
             moved = {name: torch.full_like(tensor, 0.25) for name, tensor in ADAPTER.items()}
-            encoded = protocol.pack_upload(moved, broadcast, strategy.spec, ADAPTER, SeededSource(round_, client))
-            good = RecordDict(
-                {
-                    protocol.ADAPTER: record(encoded),
-                    protocol.RELEASE: ConfigRecord(protocol.pack(release)),
-                }
-            )
-            replies.append(harmed(rng, message, good) if client == 1 else Message(good, reply_to=message))
+            encoded = kinds.pack_upload(moved, broadcast, strategy.spec, ADAPTER, SeededSource(round_, client))
+            fields = kinds.pack(release)
+            bad = harmed(rng, message, fields, encoded) if client == 1 else None
+            replies.append(bad or answered(message, fields, arrays=encoded))
         arrays, _ = strategy.aggregate_train(round_, replies)
         assert [row.status for row in strategy._rows] == ["ok", "malformed", "ok"], strategy._rows[1].detail
         assert strategy._rows[1].detail
         assert "\n" not in strategy._rows[1].detail
-        reasons[strategy._rows[1].detail.split(":")[0]] = reasons.get(strategy._rows[1].detail.split(":")[0], 0) + 1
+        reason = ":".join(strategy._rows[1].detail.split(":")[:2])
+        reasons[reason] = reasons.get(reason, 0) + 1
         for tensor in arrays.to_torch_state_dict().values():
             torch.testing.assert_close(tensor, torch.full_like(tensor, 0.25))
     assert sum(reasons.values()) == num
@@ -145,8 +136,7 @@ def test_an_event_that_costs_less_is_malformed_too():
     strategy = make_strategy()
     message = ask(strategy)[0]
     cheap = SubsampledGaussian(noise_multiplier=50.0, sampling_probability=1e-6)
-    release = protocol.pack(UploadRelease(round=1, event=cheap, num_records=SIZES[0]))
-    content = {protocol.ADAPTER: record(ADAPTER), protocol.RELEASE: ConfigRecord(release)}
-    strategy.aggregate_train(1, [Message(RecordDict(content), reply_to=message)])
+    release = kinds.pack(UploadRelease(round=1, event=cheap, num_records=SIZES[0]))
+    strategy.aggregate_train(1, [answered(message, release, arrays={kinds.ADAPTER: arrays_of(ADAPTER)})])
     assert strategy._rows[0].status == "malformed"
     assert "the instruction costs" in strategy._rows[0].detail

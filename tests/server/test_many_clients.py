@@ -20,13 +20,13 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import Array, ArrayRecord, Context, Message
 
 from clients.app import app as client_app
 from clients.node import BUDGET_KEY, LEDGER_KEY
 from fedpriv.config import RunConfig, parse
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.carrier import unpacked
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import FRAME, TRAIN, Response, carried
 from fedpriv.learning.training.evaluation import Evaluation
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateTask, planned_event
 from fedpriv.learning.training.workbench import workbench
@@ -42,10 +42,10 @@ from server.registration import register_nodes
 from server.strategy import RuleStrategy
 from simulations.engines import federation
 from simulations.engines.flower_private import set_message_id, task_identity
-from simulations.engines.grid import TRAIN, LocalGrid
+from simulations.engines.grid import LocalGrid
 from simulations.tiny_bert import make_tiny_bert
 from tests.tiny import LABELS, WORDS, write_table
-from tests.wire import carried
+from tests.wire import request_in, response_in
 
 # (clients, rounds) of a run: two rounds more than the budgets last show that who retired is asked no more.
 SIZES = [(20, 5), pytest.param((200, 8), marks=pytest.mark.slow)]
@@ -92,7 +92,7 @@ class UnreliableGrid(LocalGrid):
             self._working += len(messages)
         for message in messages:
             set_message_id(message, f"m{len(self.sent)}")
-            round_ = message.content.config_records[protocol.INSTRUCTION]["round"]
+            round_ = request_in(message).fields["round"]
             self.sent[message.metadata.message_id] = round_, message.metadata.dst_node_id - federation._FIRST_NODE_ID
             self._pool.submit(self._deliver, message)
         return [message.metadata.message_id for message in messages]
@@ -126,9 +126,10 @@ class UnreliableGrid(LocalGrid):
 
 
 def _spoil(reply: Message) -> None:
-    arrays = unpacked(reply.content.array_records[protocol.ADAPTER])
-    next(iter(arrays.values())).fill(np.nan)
-    reply.content[protocol.ADAPTER] = carried(arrays)
+    response = response_in(reply)
+    next(iter(response.arrays[kinds.ADAPTER].values())).fill(np.nan)
+    spoilt = Response.of(fields=response.fields, arrays=response.arrays)
+    reply.content[FRAME] = ArrayRecord({FRAME: Array(**carried(spoilt.frame))})
 
 
 class Clock:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedpriv.config import parse
 from fedpriv.errors import LedgerError
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.protocol import Registration, UploadRelease
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.receipts import Receipt, ReceiptLog, from_text
@@ -58,29 +57,23 @@ def receipts(folder, *, registered: str = "", node_keys: bool = True) -> Receipt
     return Receipts.of(config, folder / "runs" / "first", nodes)
 
 
-def reply(receipt: str) -> Message:
-    message = Message(RecordDict(), 7, "train", group_id="1")
-    release = protocol.pack(UploadRelease(round=1, event=EVENT, num_records=40, receipt=receipt))
-    return Message(RecordDict({protocol.RELEASE: ConfigRecord(release)}), reply_to=message)
-
-
 def test_the_newest_is_shown_to_its_node_in_this_run_and_the_next(folder):
     first = receipts(folder)
     assert first.shown_to(0) == {}, "its node has sent none"
     links = chain(folder, 3)
     for link in (links[1], links[3], links[2]):
-        first.take(0, reply(link.text()))
-    assert from_text(first.shown_to(0)[protocol.RECEIPT]) == links[3]
+        first.take(0, link.text())
+    assert from_text(first.shown_to(0)[kinds.RECEIPT]) == links[3]
     assert first.shown_to(1) == {}
     again = receipts(folder, registered=links[2].text())
-    assert from_text(again.shown_to(0)[protocol.RECEIPT]) == links[3], "a node that was restored registers with less"
+    assert from_text(again.shown_to(0)[kinds.RECEIPT]) == links[3], "a node that was restored registers with less"
     assert list(ReceiptLog(folder / "ledger.sqlite.receipts").read()) == [links[1], links[3]]
 
 
 def test_what_a_key_signed_that_was_exchanged_is_shown_until_the_new_one_has_signed_as_much(folder):
     """A ledger that is restored while its key is exchanged is noticed: the new key signs its older state."""
     before = chain(folder, 3)
-    receipts(folder).take(0, reply(before[3].text()))
+    receipts(folder).take(0, before[3].text())
     old = (folder / "nodes" / "0.pub").read_text()
     (folder / "key-0").rename(folder / "old"), (folder / "key-0.pub").unlink()
     keys.make_key_pair(folder / "key-0")
@@ -88,22 +81,22 @@ def test_what_a_key_signed_that_was_exchanged_is_shown_until_the_new_one_has_sig
     (folder / "nodes" / "0.earlier").write_text(old)
     after = chain(folder, 4)
     restored = receipts(folder, registered=after[2].text())
-    assert from_text(restored.shown_to(0)[protocol.RECEIPT]) == before[3]
+    assert from_text(restored.shown_to(0)[kinds.RECEIPT]) == before[3]
     whole = receipts(folder, registered=after[3].text())
-    assert from_text(whole.shown_to(0)[protocol.RECEIPT]) == after[3]
-    whole.take(0, reply(replace(after[4]).signed(folder / "old").text()))
-    assert from_text(whole.shown_to(0)[protocol.RECEIPT]) == after[3], "the old key signs nothing new"
-    assert from_text(receipts(folder).shown_to(0)[protocol.RECEIPT]) == after[3]
+    assert from_text(whole.shown_to(0)[kinds.RECEIPT]) == after[3]
+    whole.take(0, replace(after[4]).signed(folder / "old").text())
+    assert from_text(whole.shown_to(0)[kinds.RECEIPT]) == after[3], "the old key signs nothing new"
+    assert from_text(receipts(folder).shown_to(0)[kinds.RECEIPT]) == after[3]
 
 
 def test_a_registration_brings_the_first(folder):
     (begin,) = chain(folder, 0)
-    assert from_text(receipts(folder, registered=begin.text()).shown_to(0)[protocol.RECEIPT]) == begin
+    assert from_text(receipts(folder, registered=begin.text()).shown_to(0)[kinds.RECEIPT]) == begin
 
 
 def test_only_what_the_nodes_registered_key_signed_of_its_data_set_is_kept(folder, caplog):
     kept, own, other = receipts(folder), chain(folder, 2), chain(folder, 9, client=1)
-    kept.take(0, reply(own[1].text()))
+    kept.take(0, own[1].text())
     foreign = replace(own[2], counter=9, data_set="data of 1").signed(folder / "key-0")
     for link in (
         replace(own[2], counter=9),
@@ -113,23 +106,23 @@ def test_only_what_the_nodes_registered_key_signed_of_its_data_set_is_kept(folde
         other[9],
         foreign,
     ):
-        kept.take(0, reply(link.text()))
-        assert from_text(kept.shown_to(0)[protocol.RECEIPT]) == own[1]
+        kept.take(0, link.text())
+        assert from_text(kept.shown_to(0)[kinds.RECEIPT]) == own[1]
     assert caplog.text.count("is not kept") == 6
-    kept.take(0, reply(""))
+    kept.take(0, "")
 
 
 def test_of_two_charges_with_one_number_the_first_is_kept(folder, caplog):
     kept, one, other = receipts(folder), chain(folder, 2), chain(folder, 2, run="after the restore")
-    kept.take(0, reply(one[2].text()))
-    kept.take(0, reply(other[2].text()))
-    assert from_text(kept.shown_to(0)[protocol.RECEIPT]) == one[2]
+    kept.take(0, one[2].text())
+    kept.take(0, other[2].text())
+    assert from_text(kept.shown_to(0)[kinds.RECEIPT]) == one[2]
     assert "signed two different charges as number 2" in caplog.text
 
 
 def test_without_registered_keys_nothing_is_kept(folder):
     kept = receipts(folder, node_keys=False)
-    kept.take(0, reply(chain(folder, 1)[1].text()))
+    kept.take(0, chain(folder, 1)[1].text())
     assert kept.shown_to(0) == {}
     assert not (folder / "ledger.sqlite.receipts").exists()
 
@@ -138,4 +131,4 @@ def test_a_log_that_cannot_be_written_is_named(folder):
     kept = receipts(folder)
     (folder / "ledger.sqlite.receipts").mkdir()
     with pytest.raises(LedgerError, match=r"ledger\.sqlite\.receipts: .*; the receipts of nodes cannot be kept"):
-        kept.take(0, reply(chain(folder, 1)[1].text()))
+        kept.take(0, chain(folder, 1)[1].text())

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, RecordDict
 from safetensors.torch import load_file
 
 from clients import node
 from clients import node as node_keys
 from fedpriv.config import parse, read, to_flower
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import Request
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.training import noise_plan
 from fedpriv.learning.training.noise_plan import calibrated, derived_learning_rate, with_learning_rates
 from fedpriv.learning.training.schedule import RunSchedule
@@ -34,7 +35,7 @@ from server.bookkeeping import Books
 from server.observer import LogObserver, described
 from simulations.engines import federation
 from simulations.engines.flower_private import task_identity
-from tests.wire import record
+from tests.wire import arrays_of
 
 TARGET, SIZES = 3.0, [84, 56, 52]
 ROUNDS = {"rounds": 8, "lora_rounds": 3, "target_epsilon": TARGET, "delta": 1e-5, "baselines": False}
@@ -315,13 +316,10 @@ def test_the_start_is_in_the_node_s_ledger_before_it_is_computed(recipe, tmp_pat
     keys = {"partition-id": 0, node_keys.TRUST_KEY: True, node_keys.LEDGER_KEY: str(ledger)}
     context = Context(1, 7, keys, RecordDict(), to_flower(values))
     spec = RunSchedule.of(config).spec(1)
-    content = {
-        protocol.ADAPTER: record(workbench(values).initial),
-        protocol.INSTRUCTION: ConfigRecord(protocol.pack_instruction("run", 1, spec)),
-    }
+    arrays = {kinds.ADAPTER: arrays_of(workbench(values).initial)}
+    request = Request.of("train", to_flower(values), fields=kinds.pack_instruction("run", 1, spec), arrays=arrays)
     with task_identity(1):
-        message = Message(RecordDict(content), 7, "train", group_id="1")
-        task = node.prepare(message, context).task
+        task = node.prepare(request, context).task
         with reading(ledger) as db:  # nothing is computed yet
             (entry,) = [entry for entry in db.entries() if entry.phase == "charged"]
             (release,) = [release for data_set in db.data_sets() for release in db.releases(data_set.id)]

@@ -6,14 +6,16 @@ import time
 from dataclasses import replace
 
 import pytest
-from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app import Error, Message, RecordDict
 
 from fedpriv.errors import InputError
 from fedpriv.holder.sums import Participant
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import REGISTER
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.ledger import keys
 from server.registration import read_registration, register_nodes
+from tests.wire import answered, asked
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
@@ -40,9 +42,8 @@ def signed(registration: Registration, key, **changes: object) -> Registration:
 
 
 def reply_with(registration: Registration, message: Message | None = None) -> Message:
-    message = message or Message(RecordDict(), 7, protocol.REGISTER, group_id="0")
-    content = ConfigRecord(protocol.pack(registration))
-    return Message(RecordDict({protocol.REGISTRATION: content}), reply_to=message)
+    message = message or asked(REGISTER)
+    return answered(message, kinds.pack(registration))
 
 
 NODE = Registration(client=0, num_records=40, name="St. Anna", data_set="5eed", keeps_replies=True)
@@ -87,10 +88,10 @@ def test_a_node_that_was_admitted_by_flowers_key_alone_is_named(node_keys, tmp_p
 
 
 def test_an_error_or_an_empty_reply_takes_no_part():
-    message = Message(RecordDict(), 7, protocol.REGISTER, group_id="0")
+    message = asked(REGISTER)
     with pytest.raises(ValueError, match="could not be verified"):
         read_registration(Message(Error(8, "The FAB could not\nbe verified."), reply_to=message), None)
-    with pytest.raises(ValueError, match="registration: missing"):
+    with pytest.raises(ValueError, match="must be one array, 'frame'"):
         read_registration(Message(RecordDict(), reply_to=message), None)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedpriv.config import RunConfig, parse
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.training.noise_plan import calibrated
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.ledger.ledger import Ledger

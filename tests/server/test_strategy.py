@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message
 
+from clients.app import message_of
 from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.protocol import Registration, UploadRelease
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import Response
+from fedpriv.holder.wire.kinds import Registration, UploadRelease
 from fedpriv.learning.training.evaluation import Evaluation
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
@@ -23,7 +24,7 @@ from server.bookkeeping import Books
 from server.exchange import MalformedError, read_reply
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import SERVER_NODE_ID, set_message_id
-from tests.wire import record
+from tests.wire import answered, arrays_of, request_in, response_in, with_body
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
@@ -61,12 +62,10 @@ def ask(strategy: RuleStrategy, round_: int = 1) -> list[Message]:
 
 def answer(strategy: RuleStrategy, message: Message, value: float, *, adapter=None, **claims) -> Message:
     client = message.metadata.dst_node_id - 100
-    adapter = adapter or record({name: torch.full_like(t, value) for name, t in ADAPTER.items()})
+    adapter = adapter or {name: torch.full_like(t, value) for name, t in ADAPTER.items()}
     honest = {"round": 1, "event": strategy.event(client), "num_records": SIZES[client]}
-    content = {protocol.RELEASE: ConfigRecord(protocol.pack(UploadRelease(**{**honest, **claims})))}
-    if not claims.get("silent"):
-        content[protocol.ADAPTER] = adapter
-    return Message(RecordDict(content), reply_to=message)
+    arrays = {} if claims.get("silent") else {kinds.ADAPTER: arrays_of(adapter)}
+    return answered(message, kinds.pack(UploadRelease(**{**honest, **claims})), arrays=arrays)
 
 
 def test_average_is_weighted_by_registered_sizes_in_any_order_of_arrival():
@@ -166,7 +165,7 @@ def test_a_round_ends_at_its_deadline_and_what_comes_later_is_counted_and_discar
     strategy = make_strategy(on_round=lambda row, clients: seen.append((row, clients)))
 
     def answers(message):
-        round_ = message.content.config_records[protocol.INSTRUCTION]["round"]
+        round_ = request_in(message).fields["round"]
         late = message.metadata.dst_node_id == 101 and round_ == 1
         return answer(strategy, message, 9.0 if late else float(round_), round=round_), 2 if late else 0
 
@@ -242,15 +241,13 @@ def test_clients_are_chosen_by_partition_id_alone():
     assert all(len(set(clients)) == 2 for clients in chosen)
 
 
-def with_bytes(carrier: ArrayRecord, change: Callable[[bytes], bytes]) -> ArrayRecord:
-    """The record with other bytes."""
-    ((name, array),) = carrier.items()
-    content = change(array.data)
-    assert content != array.data
-    return ArrayRecord({name: Array(array.dtype, (len(content),), array.stype, content)})
+BAD_BODIES = {
+    "lying header": lambda body: body.replace(b"[2,3]", b"[999]"),
+    "garbage": lambda body: b"\x80pickle",
+}
 
 
-def bad_arrays(case: str) -> ArrayRecord:
+def bad_arrays(case: str) -> dict[str, torch.Tensor]:
     good = {name: tensor.clone() for name, tensor in ADAPTER.items()}
     match case:
         case "nan":
@@ -265,11 +262,7 @@ def bad_arrays(case: str) -> ArrayRecord:
             del good["B"]
         case "extra":
             good["C"] = torch.zeros(1)
-        case "lying header":
-            return with_bytes(record(good), lambda content: content.replace(b"[2,3]", b"[999]"))
-        case "garbage":
-            return with_bytes(record(good), lambda content: b"\x80pickle")
-    return record(good)
+    return good
 
 
 @pytest.mark.parametrize(
@@ -289,6 +282,8 @@ def test_malformed_adapter_is_refused_by_name_and_counted_and_the_round_goes_on(
     strategy = make_strategy()
     messages = ask(strategy)
     bad = answer(strategy, messages[1], 0.0, adapter=bad_arrays(case))
+    if case in BAD_BODIES:
+        bad = message_of(Response(with_body(response_in(bad).frame, BAD_BODIES[case])), messages[1])
     with pytest.raises(MalformedError, match=named):
         read_reply(bad, strategy._expected_reply(1))
     arrays, _ = strategy.aggregate_train(1, [answer(strategy, messages[0], 3.0), bad])
@@ -315,7 +310,7 @@ def test_reply_that_claims_something_else_is_refused_by_name(claims, named):
 
 def test_reply_without_a_release_is_refused():
     strategy = make_strategy()
-    reply = Message(RecordDict({protocol.ADAPTER: record(ADAPTER)}), reply_to=ask(strategy)[0])
+    reply = answered(ask(strategy)[0], arrays={kinds.ADAPTER: arrays_of(ADAPTER)})
     with pytest.raises(MalformedError, match="malformed reply"):
         read_reply(reply, strategy._expected_reply(0))
 
@@ -385,7 +380,7 @@ def test_a_late_reply_that_comes_twice_costs_its_client_nothing() -> None:
             return sorted(super().pull_messages(message_ids) * 2, key=lambda reply: reply.metadata.reply_to_message_id)
 
     def answers(message: Message) -> tuple[Message, int]:
-        round_ = message.content.config_records[protocol.INSTRUCTION]["round"]
+        round_ = request_in(message).fields["round"]
         late = message.metadata.dst_node_id == 101 and round_ == 1
         return answer(strategy, message, 1.0, round=round_), 2 if late else 0
 

@@ -14,8 +14,9 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError, TooFewClientsError
 from fedpriv.holder.sums import TooFewError, make_identity
 from fedpriv.holder.vault import _summed
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import CONFIRM, REGISTER, SHARE
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.training._coordinates import Coordinates
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.summing import mean_of_sum
@@ -30,6 +31,7 @@ from server.strategy import RuleStrategy
 from simulations.engines import federation
 from simulations.engines.flower_private import set_message_id
 from simulations.engines.grid import LocalGrid
+from tests.wire import request_in
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
@@ -101,7 +103,7 @@ def test_a_sum_that_never_begins_is_charged_to_nobody(strategy, monkeypatch, tmp
     assert charged(tmp_path) == {}
 
 
-@pytest.mark.parametrize(("lost", "charged_in"), [(protocol.SHARE, []), (protocol.CONFIRM, [1, 2])])
+@pytest.mark.parametrize(("lost", "charged_in"), [(SHARE, []), (CONFIRM, [1, 2])])
 def test_a_node_that_leaves_a_later_question_of_each_sum_unanswered_is_skipped(
     small_run, tmp_path, monkeypatch, lost, charged_in
 ):
@@ -111,10 +113,10 @@ def test_a_node_that_leaves_a_later_question_of_each_sum_unanswered_is_skipped(
         def push_messages(self, messages):
             arriving = []
             for message in messages:
-                kind, to = message.metadata.message_type, message.metadata.dst_node_id
+                kind, to = request_in(message).kind, message.metadata.dst_node_id
                 Lossy.asked += kind == lost and to == LAST_NODE_ID
                 # Once the rounds have begun it does not register again either.
-                if to == LAST_NODE_ID and (kind == lost or (kind == protocol.REGISTER and Lossy.asked)):
+                if to == LAST_NODE_ID and (kind == lost or (kind == REGISTER and Lossy.asked)):
                     set_message_id(message, f"lost {id(message)}")
                 else:
                     arriving.append(message)
@@ -153,7 +155,7 @@ def test_a_holder_reads_the_others_sum_off_the_next_model_and_each_has_paid_for_
 
     def noted_part(request, *args, part_of=_summed.part_of, **options):
         part = part_of(request, *args, **options)
-        starts[part.terms.round] = {k: torch.tensor(np.array(v)) for k, v in request.arrays[protocol.ADAPTER].items()}
+        starts[part.terms.round] = {k: torch.tensor(np.array(v)) for k, v in request.arrays[kinds.ADAPTER].items()}
         return part
 
     def noted_vector(part, update, vector=_summed.Part.vector):

@@ -12,19 +12,19 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message
 
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import TooFewClientsError
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.protocol import Registration, UploadRelease
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.kinds import Registration, UploadRelease
 from fedpriv.learning.training.evaluation import Evaluation
 from fedpriv.privacy.ledger.ledger import Ledger
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
 from tests.marks import slow
 from tests.server.test_strategy import SlowGrid
-from tests.wire import record
+from tests.wire import answered, arrays_of
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
@@ -94,11 +94,7 @@ def run_of(config: RunConfig, fails) -> tuple[dict[int, list[float]], list[list]
             return Message(Error(101, "training failed"), reply_to=message), 0
         client = message.metadata.dst_node_id - 100
         claims = UploadRelease(round=round_, event=strategy.event(client), num_records=SIZES[client])
-        content = {
-            protocol.RELEASE: ConfigRecord(protocol.pack(claims)),
-            protocol.ADAPTER: record(ADAPTER),
-        }
-        return Message(RecordDict(content), reply_to=message), 0
+        return answered(message, kinds.pack(claims), arrays={kinds.ADAPTER: arrays_of(ADAPTER)}), 0
 
     with contextlib.suppress(TooFewClientsError):
         strategy.start(SlowGrid(replies), ArrayRecord(ADAPTER), num_rounds=config.rounds, timeout=5)

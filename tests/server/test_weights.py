@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from fedpriv.config import RunConfig, parse
 from fedpriv.holder.sums import make_identity
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.protocol import Registration, UploadRelease
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.kinds import Registration, UploadRelease
 from fedpriv.learning.aggregation._fedavg import weights_by_size
 from fedpriv.learning.training.noise_plan import view_scale
 from fedpriv.learning.training.schedule import RunSchedule
 from fedpriv.learning.training.summing import client_masses, record_weights
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
-from tests.wire import record
+from tests.wire import answered
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
@@ -109,12 +110,11 @@ def test_a_round_costs_its_worst_case_whoever_replied(uploads):
         assert event.noise_multiplier < 1.5 * math.sqrt(2), "rounding costs something"
 
 
-def answered(strategy: RuleStrategy, message: Message) -> Message:
+def answer(strategy: RuleStrategy, message: Message) -> Message:
     client = message.metadata.dst_node_id - 100
     release = UploadRelease(round=1, event=strategy.event(client), num_records=SIZES[client])
-    vector = record({protocol.SUM: torch.full((10,), 2**20, dtype=torch.int32)})
-    content = {protocol.RELEASE: ConfigRecord(protocol.pack(release)), protocol.ADAPTER: vector}
-    return Message(RecordDict(content), reply_to=message)
+    vector = {kinds.SUM: np.full(10, 2**20, dtype=np.int32)}
+    return answered(message, kinds.pack(release), arrays={kinds.ADAPTER: vector})
 
 
 @pytest.mark.parametrize("num_replies", [2, 3])
@@ -131,7 +131,7 @@ def test_of_fewer_uploads_than_the_threshold_nothing_is_summed_or_kept(num_repli
         config, nodes, books=books, run="run", initial=ADAPTER, evaluate=lambda _: None, on_round=lambda *_: None
     )
     messages = list(strategy.configure_train(1, ArrayRecord(ADAPTER), ConfigRecord(), None))
-    arrays, _ = strategy.aggregate_train(1, [answered(strategy, message) for message in messages[:num_replies]])
+    arrays, _ = strategy.aggregate_train(1, [answer(strategy, message) for message in messages[:num_replies]])
     assert (arrays is not None) == (num_replies == 3)
     moved = any(tensor.any() for tensor in strategy.model.adapter.values())
     assert (moved, bool(strategy.model.optimizer_state)) == (num_replies == 3, num_replies == 3)

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from fedpriv.config import RunConfig
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.runs._rows import RoundRow
 from server.observer import RunProgress, answers
 from simulations.display import TerminalObserver, _screen_of

@@ -7,22 +7,21 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import parse, to_flower
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.carrier import unpacked
-from fedpriv.holder.wire.frames import FAILED, REFUSED
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import FAILED, FRAME, REFUSED, TRAIN
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.stacked import execute_one_by_one
 from fedpriv.learning.training.workbench import workbench
 from simulations.engines import grid as grid_module
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
-from tests.wire import record
+from tests.wire import arrays_of, asked, request_in, response_in
 
 
 @pytest.fixture
@@ -42,11 +41,10 @@ def grid(config):
         yield LocalGrid(contexts, execute, client_app)
 
 
-def train_message(config, node_id, **changes):
-    fields = {**protocol.pack_instruction("run", 1, UpdateSpec.of(config)), **changes}
-    adapter = record(workbench(config).initial)
-    content = RecordDict({protocol.ADAPTER: adapter, protocol.INSTRUCTION: ConfigRecord(fields)})
-    return Message(content, node_id, "train", group_id="1")
+def train_message(config, node_id, adapter=None, **changes):
+    fields = {**kinds.pack_instruction("run", 1, UpdateSpec.of(config)), **changes}
+    adapter = arrays_of(workbench(config).initial if adapter is None else adapter)
+    return asked(TRAIN, node_id, fields=fields, arrays={kinds.ADAPTER: adapter}, round_=1)
 
 
 def test_no_message_gives_no_reply(grid):
@@ -85,16 +83,15 @@ def test_a_simulated_node_keeps_nothing_in_its_context(grid, config):
 
 def test_messages_are_copied(grid, config):
     message = train_message(config, 10)
-    before = unpacked(message.content.array_records[protocol.ADAPTER])
+    before = bytes(request_in(message).frame)
     grid.send_and_receive([message])
-    after = unpacked(message.content.array_records[protocol.ADAPTER])
-    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert request_in(message).frame == before
 
 
 def test_one_failing_task_is_one_error_reply_and_tells_nothing(grid, config):
     secret = "SECRET RECORD"
-    messages = [train_message(config, node) for node in (10, 11, 12)]
-    messages[1].content[protocol.ADAPTER] = record({secret: torch.zeros(2)})
+    adapters = {10: None, 11: {secret: torch.zeros(2)}, 12: None}
+    messages = [train_message(config, node, adapter) for node, adapter in adapters.items()]
     replies = list(grid.send_and_receive(messages))
     assert [reply.has_error() for reply in replies] == [False, True, False]
     assert replies[1].error.code == FAILED
@@ -119,9 +116,11 @@ def test_a_malformed_instruction_is_an_error_reply(grid, config):
 def test_a_reply_holds_the_adapter_and_its_event_and_nothing_else(grid, config):
     """N_k is registered, and whether a client stays silent follows from its noised update."""
     (reply,) = grid.send_and_receive([train_message(config, 10)])
-    assert set(reply.content) == {protocol.ADAPTER, protocol.RELEASE}
-    assert set(reply.content[protocol.RELEASE]) == {"version", "round", "event", "num_records", "silent"}
-    assert unpacked(reply.content[protocol.ADAPTER]).keys() == set(workbench(config).initial)
+    response = response_in(reply)
+    assert set(reply.content) == {FRAME}
+    assert set(response.fields) == {"round", "event", "num_records", "silent"}
+    assert response.arrays.keys() == {kinds.ADAPTER}
+    assert response.arrays[kinds.ADAPTER].keys() == set(workbench(config).initial)
 
 
 def test_flowers_own_fedavg_drives_the_grid_unchanged():

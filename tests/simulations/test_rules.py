@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 import fedpriv
-from clients import node
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.holder.wire import protocol
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import Response
 from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX
 from fedpriv.learning.adapters._inner import OUTER_SUFFIX
 from fedpriv.learning.aggregation.rules import RULES
@@ -29,8 +29,7 @@ from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
 from server.observer import LogObserver
-from simulations.engines import federation
-from tests.wire import record, tensors_of
+from simulations.engines import federation, grid
 
 # Every day one of each kind that is saved: an adapter, weights, a merged base with adapters, inner matrices.
 EVERY_DAY = ("dp-lora", "fedavg", "flora", "fed-sb")
@@ -207,17 +206,15 @@ def test_mixed_ranks_are_refused_where_there_is_not_one_for_each_client(small_ru
 
 
 def test_a_client_that_sends_nonsense_is_named_in_the_table_and_the_run_goes_on(small_run, tmp_path, monkeypatch):
-    honest = node.message_of
+    honest = grid.message_of
 
     def poisoned(response, message):
-        reply = honest(response, message)
-        if message.metadata.dst_node_id == 3 and protocol.ADAPTER in reply.content:
-            arrays = tensors_of(reply.content[protocol.ADAPTER])
-            next(iter(arrays.values())).fill_(float("nan"))
-            reply.content[protocol.ADAPTER] = record(arrays)
-        return reply
+        if message.metadata.dst_node_id == 3 and kinds.ADAPTER in response.arrays:
+            next(iter(response.arrays[kinds.ADAPTER].values())).fill(float("nan"))
+            response = Response.of(fields=response.fields, arrays=response.arrays)
+        return honest(response, message)
 
-    monkeypatch.setattr(node, "message_of", poisoned)
+    monkeypatch.setattr(grid, "message_of", poisoned)
     folder = run(small_run, tmp_path / "poisoned")
     rows = clients(folder)
     assert set(rows[rows.status == "malformed"].client) == {1}

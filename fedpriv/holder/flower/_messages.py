@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedpriv.errors import InputError
 from fedpriv.holder.vault import RefusedError, RetiredError
-from fedpriv.holder.wire.frames import FAILED, MAX_ARRAYS_BYTES, REFUSED, RETIRED, Response, Scalar
+from fedpriv.holder.wire.frame import FAILED, MAX_ARRAYS_BYTES, REFUSED, RETIRED, Response, Scalar
 
 log = logging.getLogger("flwr")
 
@@ -198,12 +198,13 @@ def reply_of(message: Message, response: Response, shapes: Mapping[str, tuple[in
 
     Args:
         message: received.
-        response: that was stored; its `record` names the record of arrays.
+        response: that was stored, with one record of arrays.
         shapes: {array's name: its shape}, since a stored array has at least one axis.
     """
-    arrays = ArrayRecord({name: Array(array.reshape(shapes[name])) for name, array in response.arrays.items()})
+    ((record, named),) = response.arrays.items()
+    arrays = ArrayRecord({name: Array(array.reshape(shapes[name])) for name, array in named.items()})
     numbers = MetricRecord({name: value for name, value in response.fields.items() if not isinstance(value, str)})
-    return Message(RecordDict({response.record: arrays, METRICS: numbers}), reply_to=message)
+    return Message(RecordDict({record: arrays, METRICS: numbers}), reply_to=message)
 
 
 def refusing(message: Message, answer: Callable[[], Message]) -> Message:

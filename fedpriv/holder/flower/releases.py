@@ -43,7 +43,7 @@ from fedpriv.holder.vault import (
     store_reply,
 )
 from fedpriv.holder.vault.rollback import ReceiptWatch
-from fedpriv.holder.wire.frames import Response, Scalar, pack_response, unpack_response
+from fedpriv.holder.wire.frame import Response, Scalar
 from fedpriv.learning.training import UpdateNoise
 from fedpriv.privacy.accounting import Event, PrivacySpent, Release, SubsampledGaussian, epsilon_of
 from fedpriv.privacy.ledger import DataSet, Key, Ledger, reading
@@ -156,8 +156,8 @@ class Account:
         try:
             is_new, _ = charge(self._policy, key, release, self.data_set, noise_source=noise_source)
         except AlreadyReleasedError as answered:
-            return unpack_response(answered.content)
-        return unpack_response(store_reply(self._policy, key, release.event, pack_response(make(is_new))))
+            return Response(answered.content)
+        return Response(store_reply(self._policy, key, release.event, make(is_new).frame))
 
 
 AccountOf = Callable[[Context], Account]
@@ -319,7 +319,7 @@ def _key_of(message: Message, account: Account) -> Key:
 def _response_of(parameters: Parameters, metrics: Mapping[str, Scalar], account: Account) -> Response:
     """The response to store: parameters, the registered N_k, and numbers that the operator allows."""
     fields = {**metrics, NUM_EXAMPLES: account.data_set.num_records}
-    return Response(record=parameters.record, fields=fields, arrays=parameters.arrays)
+    return Response.of(fields=fields, arrays={parameters.record: parameters.arrays})
 
 
 def _trained(ask: _Ask, received: Parameters, allowed: Collection[str]) -> tuple[Parameters, dict[str, Scalar]]:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from fedpriv.holder.vault._charging import NodePolicy, RefusedError, registered_data_set
 from fedpriv.holder.vault.holder import Holder
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import Request, Response
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import Request, Response
 from fedpriv.privacy.accounting import filters
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.ledger.entries import DataSet
@@ -28,7 +28,7 @@ def afford(request: Request, holder: Holder) -> Response:
     """
     policy = holder.policy
     try:
-        planned = protocol.unpack_plan(request.fields, policy.budget_view)
+        planned = kinds.unpack_plan(request.fields, policy.budget_view)
     except ValueError as error:
         raise RefusedError(str(error)) from None
     total = sum(number for _, number in planned)
@@ -36,7 +36,7 @@ def afford(request: Request, holder: Holder) -> Response:
     # Where the holder starts the runs, the coordinator knows the budget.
     fitting = total if data_set is None or policy.fixed_schedule else _fitting(policy, data_set, planned)
     holder.journal.write("asked", planned=total, affordable=fitting)
-    return Response(record=protocol.AFFORDABLE, fields={"releases": fitting})
+    return Response.of(fields=kinds.pack(kinds.Affordable(releases=fitting)))
 
 
 def _fitting(policy: NodePolicy, data_set: DataSet, planned: Sequence[tuple[Event, int]]) -> int:

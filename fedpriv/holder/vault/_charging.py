@@ -16,7 +16,7 @@ from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import Journal, trace_without_message
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import NodeLimits
-from fedpriv.holder.wire.frames import FAILED, REFUSED, RETIRED, Response
+from fedpriv.holder.wire.frame import FAILED, REFUSED, RETIRED, FrameError, Response
 from fedpriv.privacy.accounting import filters
 from fedpriv.privacy.accounting.accountants import check_delta, stays_within
 from fedpriv.privacy.accounting.events import Event
@@ -58,7 +58,7 @@ def refused(error: Exception, journal: Journal, **named: str | int) -> Response:
     reason, said = "failed; this node's log says why", str(error)
     if isinstance(error, RetiredError):
         event, code, reason = "retired", RETIRED, f"retired: {error}"
-    elif isinstance(error, RefusedError):
+    elif isinstance(error, (RefusedError, FrameError)):  # of which neither quotes a record
         event, code, reason = "refused", REFUSED, f"refused: {error}"[:_LONGEST_REASON]
     elif isinstance(error, LedgerError):
         event, code, reason = "refused", REFUSED, "refused: this node's ledger cannot be used; its log says why"
@@ -66,7 +66,7 @@ def refused(error: Exception, journal: Journal, **named: str | int) -> Response:
         said = trace_without_message(error)
     if journal.write(event, **named, reason=reason):
         log.log(logging.WARNING if isinstance(error, RefusedError) else logging.ERROR, "%s: %s", event, said)
-    return Response(code=code, reason=reason)
+    return Response.of(code=code, reason=reason)
 
 
 class AlreadyReleasedError(Exception):

@@ -9,7 +9,7 @@ import torch
 from fedpriv.errors import InputError
 from fedpriv.holder.vault._charging import NodePolicy, RefusedError
 from fedpriv.holder.vault.settings import NodeLimits
-from fedpriv.holder.wire.protocol import Broadcast
+from fedpriv.holder.wire.kinds import Broadcast
 from fedpriv.learning.adapters.codecs import CODECS
 from fedpriv.learning.training.local_update import (
     COUNTS,

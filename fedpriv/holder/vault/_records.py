@@ -15,8 +15,8 @@ from fedpriv.holder.vault._charging import RefusedError
 from fedpriv.holder.vault._tokens import TokenFile
 from fedpriv.holder.vault.holder import Holder, NodeHolder, RecordsToRead, bench_of, run_of
 from fedpriv.holder.vault.settings import VaultSettings
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import Request, Response
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import Request, Response
 from fedpriv.learning.data.records import Encode, RecordSet
 from fedpriv.learning.training.canaries import audited
 from fedpriv.learning.training.workbench import Workbench
@@ -44,21 +44,21 @@ def register(request: Request, holder: Holder) -> Response:
             _charging.log_content(holder.policy, data_set, bench.content(client), _size(bench, client))
     signs = holder.identity_key is not None or config.secure_aggregation
     identity = _summed.identity_of(holder, client) if signs else None
-    registration = protocol.Registration(
+    registration = kinds.Registration(
         client=client,
         num_records=num_registered,
         name=name or f"client-{client}",
         # A node without a ledger remembers nothing, so its spending attaches to this run alone.
         data_set=data_set.id if data_set else secrets.token_hex(16),
         keeps_replies=data_set is not None,
-        software=protocol.SOFTWARE,
+        software=kinds.SOFTWARE,
         identity=identity.public_line if identity else "",
         receipt=_charging.signed_receipt(holder.policy, data_set),
     )
     if identity:
         registration = replace(registration, signature=identity.sign(registration.signed))
     holder.journal.write("registered", num_records=registration.num_records, data_set=registration.data_set)
-    return Response(record=protocol.REGISTRATION, fields=protocol.pack(registration))
+    return Response.of(fields=kinds.pack(registration))
 
 
 def registered(config: RunConfig, bench: Workbench | None, holder: Holder) -> tuple[DataSet | None, int]:

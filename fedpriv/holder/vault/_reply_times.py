@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from fedpriv.config import RunConfig
 from fedpriv.holder.vault.holder import NodeHolder
-from fedpriv.holder.wire.protocol import Broadcast
+from fedpriv.holder.wire.kinds import Broadcast
 from fedpriv.learning.data import TextData, federated
 from fedpriv.learning.training import PoissonSampler, private_evaluation
 from fedpriv.learning.training.local_update import COUNTS, UpdateSpec

@@ -32,17 +32,7 @@ from fedpriv.errors import InputError
 from fedpriv.holder.vault._closing import Closing
 from fedpriv.holder.vault._ring import Ring, heard_by
 from fedpriv.holder.vault.settings import CLOSED, VaultSettings
-from fedpriv.holder.wire.frames import (
-    FAILED,
-    REFUSED,
-    FrameError,
-    Request,
-    Response,
-    pack_response,
-    peer_uid,
-    receive,
-    unpack_request,
-)
+from fedpriv.holder.wire.frame import FAILED, REFUSED, FrameError, Request, Response, peer_uid, receive
 from fedpriv.privacy.ledger.users import user_named
 
 log = logging.getLogger(__name__)
@@ -164,9 +154,9 @@ class Worker:
             if self._may_have_records:
                 self._closing.close()  # before there is another child
                 self._start()
-                return pack_response(Response(code=REFUSED, reason=f"refused: {CLOSED}"))
+                return Response.of(code=REFUSED, reason=f"refused: {CLOSED}").frame
             self._start()
-        return pack_response(Response(code=FAILED, reason="failed; this node's log says why"))
+        return Response.of(code=FAILED, reason="failed; this node's log says why").frame
 
     def stop(self) -> None:
         """End the child; after a charge once the reply may leave, so that no record decides what is left behind.
@@ -242,7 +232,7 @@ def _converse(connection: socket.socket, worker: Worker, turn: threading.Lock) -
                         return
                     answer = worker.answer(frame)
                 except FrameError as error:  # what follows cannot be told from the rest of this frame
-                    connection.sendall(pack_response(Response(code=REFUSED, reason=f"refused: {error}")))
+                    connection.sendall(Response.of(code=REFUSED, reason=f"refused: {error}").frame)
                     return
                 connection.settimeout(_IDLE_SECONDS)
                 connection.sendall(answer)
@@ -350,16 +340,8 @@ def _answer_frames(connection: Connection, answer: Callable[[Request], Response]
             frame = connection.recv_bytes()
         except EOFError:
             return
-        request = _request(frame)
-        if isinstance(request, FrameError):
-            response = Response(code=REFUSED, reason=f"refused: {request}")
-        else:
-            response = answer(request)
-        connection.send_bytes(ANSWERED + pack_response(response))
-
-
-def _request(frame: bytes) -> Request | FrameError:
-    try:
-        return unpack_request(frame)
-    except FrameError as error:
-        return error
+        try:
+            response = answer(Request.unpacked(frame))
+        except FrameError as error:
+            response = Response.of(code=REFUSED, reason=f"refused: {error}")
+        connection.send_bytes(ANSWERED + response.frame)

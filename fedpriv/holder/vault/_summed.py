@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from fedpriv.config import RunConfig
 from fedpriv.holder.sums import (
@@ -37,8 +35,8 @@ from fedpriv.holder.vault import _charging
 from fedpriv.holder.vault._charging import NodePolicy, RefusedError
 from fedpriv.holder.vault.holder import Holder, NodeHolder, bench_of, run_of
 from fedpriv.holder.vault.settings import approved_peers
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import Request, Response
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import Request, Response
 from fedpriv.learning.adapters import Adapter
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, num_trained_values
 from fedpriv.learning.training.summing import num_included
@@ -102,7 +100,7 @@ class Part:
         """N_k, as the terms have it."""
         return self.terms.participant(self.client).num_records
 
-    def vector(self, update: ClientUpdate) -> Tensor:
+    def vector(self, update: ClientUpdate) -> np.ndarray:
         """The vector that leaves the node, int32 or int64 [values]: integers modulo 2^bits, masked if a session masks.
 
         Args:
@@ -118,7 +116,7 @@ class Part:
             words = self.session.mask(self.sealed, values) if self.session else to_words(values, self.terms)
         except ProtocolError as error:
             raise RefusedError(str(error)) from None
-        return torch.from_numpy(words.view(np.dtype(f"int{self.terms.modulus_bits}")))
+        return words.view(np.dtype(f"int{self.terms.modulus_bits}"))
 
 
 def identity_of(holder: Holder, client: int) -> Identity:
@@ -173,7 +171,7 @@ def part_of(
         raise RefusedError(f"terms: sampling_probability = {own.sampling_probability}: is not that of the request")
     bound = spec.clip_norm * num_included(spec, own.num_records)
     _check_grid(terms, client, bound)
-    sealed = str(request.fields.get(protocol.SEALED, ""))
+    sealed = str(request.own.get(kinds.SEALED, ""))
     if config.masks:
         session = _session_of(terms, client, sealed)
     elif not isinstance(holder, NodeHolder) and (holder.trusts_run or holder.policy.allow_not_private):
@@ -260,12 +258,12 @@ def reveal(request: Request, holder: Holder) -> Response:
 
 def _step(step: Callable[[Session, str], str], request: Request, holder: Holder) -> Response:
     client = _client(run_of(request.run_config, holder), holder)
-    run, attempt, message = protocol.unpack_step(request.fields)
+    asked = kinds.unpack(kinds.Step, request.fields)
     try:
-        answer = step(_sessions[client].of(run, attempt), message)
+        answer = step(_sessions[client].of(asked.run, asked.attempt), asked.message)
     except ProtocolError as error:
         raise RefusedError(str(error)) from None
-    holder.journal.write(request.kind, run=run, attempt=attempt)
+    holder.journal.write(request.kind, run=asked.run, attempt=asked.attempt)
     return _message(answer)
 
 
@@ -303,13 +301,13 @@ def _client(config: RunConfig, holder: Holder) -> int:
 def _terms(request: Request) -> Terms:
     """The terms in a request."""
     try:
-        return terms_from_text(str(request.fields.get(protocol.TERMS, "")))
+        return terms_from_text(str(request.own.get(kinds.TERMS, "")))
     except ProtocolError as error:
         raise RefusedError(f"terms: {error}") from None
 
 
 def _message(text: str) -> Response:
-    return Response(record=protocol.STEP, fields={protocol.MESSAGE: text})
+    return Response.of(fields=kinds.pack(kinds.Words(message=text)))
 
 
 def _check_policy(terms: Terms, client: int, policy: NodePolicy) -> None:

@@ -15,9 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from fedpriv.config import RunConfig
 from fedpriv.files import Journal, trace_without_message
 from fedpriv.holder.vault import _charging, _records, _reply_times, _summed
@@ -26,8 +23,8 @@ from fedpriv.holder.vault._charging import AlreadyReleasedError, NodePolicy, Ref
 from fedpriv.holder.vault._guard import check_broadcast, check_evaluation, check_instruction, check_limits, check_unit
 from fedpriv.holder.vault._summed import Part
 from fedpriv.holder.vault.holder import Holder, NodeHolder, RecordsToRead, bench_of, run_of
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import (
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import (
     ADVERTISE,
     AFFORD,
     CHECK,
@@ -37,10 +34,12 @@ from fedpriv.holder.wire.frames import (
     REVEAL,
     SHARE,
     TRAIN,
+    Arrays,
+    FrameError,
     Request,
     Response,
 )
-from fedpriv.holder.wire.protocol import Broadcast, EvaluationRelease, UploadRelease
+from fedpriv.holder.wire.kinds import Broadcast, EvaluationRelease, UploadRelease
 from fedpriv.learning.adapters import Adapter, difference
 from fedpriv.learning.aggregation import is_irrelevant
 from fedpriv.learning.training import PoissonSampler, private_evaluation
@@ -104,8 +103,7 @@ def answer(request: Request, holder: Holder) -> Response:
     """The node's answer; this function raises nothing."""
     try:
         holder.room.check()
-        if request.kind not in _ANSWERS:
-            raise RefusedError(f"kind = {request.kind!r}: must be one of {', '.join(_ANSWERS)}")
+        kinds.check(request)
         return _ANSWERS[request.kind](request, holder)
     except Exception as error:  # its text must not leave the node
         return _refused(error, request, holder)
@@ -147,7 +145,7 @@ def _charged(request: Request, holder: Holder) -> Prepared | Response:
         return _prepared(request, holder)
     except AlreadyReleasedError as released:
         _journal(request, holder, "sent_again")
-        return _response(request.kind, released.content)
+        return Response(released.content)
     except Exception as error:  # its text must not leave the node
         return _refused(error, request, holder)
 
@@ -166,13 +164,14 @@ def settle(prepared: Prepared, update: ClientUpdate | Exception) -> Response:
                 return _refused(update, request, holder)
             log.error("failed, so the release is noise alone: %s", trace_without_message(update))
             update = _noise_alone(prepared)
-        content = _content(prepared, update)
+        response = _response(prepared, update)
         prepared.room.close()
         if holder.policy.ledger is not None:
             note = (prepared.bench.content_note or NOT_READ) if isinstance(holder, NodeHolder) else None
-            content = _charging.store_reply(holder.policy, prepared.decoded.key, update.event, content, note)
+            key = prepared.decoded.key
+            response = Response(_charging.store_reply(holder.policy, key, update.event, response.frame, note))
         _journal(request, holder, "released")
-        return _response(request.kind, content)
+        return response
     except Exception as error:  # the release must not leave, and neither must the error's text
         _journal(request, holder, "withheld")  # of the length of `released`
         return refused(error, Journal(None))
@@ -217,7 +216,7 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
         release,
         data_set,
         noise_source=config.noise_source,
-        shown=str(request.fields.get(protocol.RECEIPT, "")),
+        shown=str(request.own.get(kinds.RECEIPT, "")),
     )
     # The last step before any record is touched. From here on until T has passed, nothing may leave.
     holder.before_records(reply.seconds if reply else 0.0)
@@ -307,17 +306,21 @@ def _journal(request: Request, holder: Holder, event: str) -> None:
 
 
 def _named(request: Request) -> dict[str, str | int]:
-    return {name: value for name in ("run", "round") if isinstance(value := request.fields.get(name), (str, int))}
+    """Run and round, where the request has a header that can be read, and names them."""
+    try:
+        fields = request.fields
+    except FrameError:
+        return {}
+    return {name: value for name in ("run", "round") if isinstance(value := fields.get(name), (str, int))}
 
 
 def _instruction(request: Request, config: RunConfig, holder: Holder, client: int, initial: Adapter) -> _Decoded:
     """The update that a train request asks for."""
-    run, round_, spec = protocol.unpack_instruction(UpdateSpec, request.fields)
-    broadcast = protocol.unpack_broadcast(_tensors(request), spec, initial)
-    digest = protocol.request_digest(broadcast, spec)
+    run, round_, spec = kinds.unpack_instruction(UpdateSpec, request.fields)
+    broadcast, digest = kinds.unpack_broadcast(request.arrays, spec, initial), request.digest
     part = None
     # Without terms the server is to see the upload itself, as it may ask for in any run: that is charged in full.
-    if config.secure_aggregation and protocol.TERMS in request.fields:
+    if config.secure_aggregation and kinds.TERMS in request.own:
         part = _summed.part_of(request, config, holder, client, spec=spec, digest=digest, adapter=broadcast.adapter)
     if part and (part.terms.run, part.terms.round) != (run, round_):
         raise RefusedError(f"terms: run, round = {part.terms.run}, {part.terms.round}: are not those of the request")
@@ -327,10 +330,9 @@ def _instruction(request: Request, config: RunConfig, holder: Holder, client: in
 
 def _evaluation(request: Request, config: RunConfig, _holder: Holder, client: int, _initial: Adapter) -> _Decoded:
     """The evaluation that a request asks for, whose counts are part of no sum."""
-    run, round_, spec = protocol.unpack_instruction(private_evaluation.EvaluationSpec, request.fields)
-    broadcast = protocol.unpack_model(_tensors(request))
-    key = _key(config, client, run, round_, protocol.request_digest(broadcast, spec))
-    return _Decoded(key, spec.update, broadcast, None)
+    run, round_, spec = kinds.unpack_instruction(private_evaluation.EvaluationSpec, request.fields)
+    key = _key(config, client, run, round_, request.digest)
+    return _Decoded(key, spec.update, kinds.unpack_model(request.arrays), None)
 
 
 def _key(config: RunConfig, client: int, run: str, round_: int, digest: str) -> Key:
@@ -338,14 +340,6 @@ def _key(config: RunConfig, client: int, run: str, round_: int, digest: str) -> 
     model = json.dumps(config.values_of_release, sort_keys=True)
     request = hashlib.sha256(f"{digest} {model}".encode()).hexdigest()
     return Key(run=run, client=str(client), round=round_, request=request)
-
-
-def _tensors(request: Request) -> dict[str, dict[str, Tensor]]:
-    """The arrays of a request as tensors, which share their memory where it may be written."""
-    return {
-        record: {name: torch.from_numpy(a if a.flags.writeable else a.copy()) for name, a in arrays.items()}
-        for record, arrays in request.arrays.items()
-    }
 
 
 def _noise_alone(prepared: Prepared) -> ClientUpdate:
@@ -359,23 +353,21 @@ def _noise_alone(prepared: Prepared) -> ClientUpdate:
     return update
 
 
-def _content(prepared: Prepared, update: ClientUpdate) -> bytes:
-    """The reply to a release that was executed, as it is stored."""
+def _response(prepared: Prepared, update: ClientUpdate) -> Response:
+    """The reply to a release that was executed."""
     (key, spec, broadcast, part), round_ = prepared.decoded, prepared.task.round
     if prepared.request.kind == EVALUATE:
         assert update.noised is not None, "counts are what was noised"
         counts = NoisedCounts.of(update.noised)
-        return protocol.pack_reply(
-            EvaluationRelease(round=round_, event=update.event, counts=counts, receipt=prepared.receipt)
-        )
+        answer = EvaluationRelease(round=round_, event=update.event, counts=counts, receipt=prepared.receipt)
+        return Response.of(fields=kinds.pack(answer))
     silent = part is None and _is_irrelevant(update.adapter, broadcast, spec, round_)
+    arrays: Arrays = {}
     if part is not None:
-        arrays = {protocol.SUM: part.vector(update)}
-    elif silent:
-        arrays = {}
-    else:
+        arrays = {kinds.ADAPTER: {kinds.SUM: part.vector(update)}}
+    elif not silent:
         rounding = _source(prepared.config, int(key.client), round_, "rounding")
-        arrays = protocol.pack_upload(update.adapter, broadcast, spec, prepared.bench.initial, rounding)
+        arrays = kinds.pack_upload(update.adapter, broadcast, spec, prepared.bench.initial, rounding)
     release = UploadRelease(
         round=round_,
         event=update.event,
@@ -383,7 +375,7 @@ def _content(prepared: Prepared, update: ClientUpdate) -> bytes:
         silent=silent,
         receipt=prepared.receipt,
     )
-    return protocol.pack_reply(release, arrays)
+    return Response.of(fields=kinds.pack(release), arrays=arrays)
 
 
 def _is_irrelevant(adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, round_: int) -> bool:
@@ -392,25 +384,6 @@ def _is_irrelevant(adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, rou
         return False
     update = difference(adapter, broadcast.adapter)
     return is_irrelevant(update, broadcast.signs, start=spec.relevance_threshold, round_=round_)
-
-
-def _response(kind: str, content: bytes) -> Response:
-    """The response that a stored reply holds.
-
-    Args:
-        kind: of the request.
-        content: as `_content` packs it.
-    """
-    if kind == EVALUATE:
-        counts, _ = protocol.unpack_reply(protocol.EvaluationRelease, content)
-        return Response(record=protocol.RELEASE, fields=protocol.pack(counts))
-    release, arrays = protocol.unpack_reply(protocol.UploadRelease, content)
-    return Response(
-        record=protocol.RELEASE,
-        fields=protocol.pack(release),
-        # In an order of their own: safetensors returns them in a random one.
-        arrays={name: arrays[name].numpy() for name in sorted(arrays)},
-    )
 
 
 def _source(config: RunConfig, client: int, round_: int, purpose: str) -> RandomSource:

@@ -27,7 +27,7 @@ from fedpriv.holder.vault.settings import (
     is_unchanged_model,
     read_models,
 )
-from fedpriv.holder.wire.frames import Scalar
+from fedpriv.holder.wire.frame import Scalar
 from fedpriv.learning.adapters import model_state
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateTask
 from fedpriv.learning.training.workbench import Workbench, workbench

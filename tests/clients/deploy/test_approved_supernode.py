@@ -187,5 +187,5 @@ def test_each_task_has_a_process_with_flower_and_nothing_of_the_bundle_imported(
         assert report["arguments"]["token"] == "secret"
         assert "secret" not in report["command"]
         modules = set(report["modules"])
-        assert {"flwr.supernode.runtime.run_clientapp", "fedpriv.holder.wire.frames"} <= modules
+        assert {"flwr.supernode.runtime.run_clientapp", "fedpriv.holder.wire.frame"} <= modules
         assert not {name for name in modules if name.split(".")[0] in ("clients", "server", "torch")}

@@ -11,7 +11,7 @@ from clients.deploy import doctor
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.holder.vault import history
-from fedpriv.holder.wire.frames import REGISTER, Request, ask
+from fedpriv.holder.wire.frame import REGISTER, Request, ask
 from fedpriv.operate.checks import Check
 from simulations.sites import run_in_process
 from tests.clients.deploy.conftest import heard
@@ -78,7 +78,7 @@ def test_a_colleague_edits_the_policy_and_restarts_and_then_approves_by_hand(nod
     assert "the next start notes that there are changes of policy.toml" in found.detail
     running = Running(node.vault)
     try:
-        anything = Request(kind=REGISTER, run_config={})
+        anything = Request.of(kind=REGISTER, run_config={})
         ask(node.vault.socket, anything)
         with node.approved.open("a") as file:
             file.write(f"{DIGEST}\n")

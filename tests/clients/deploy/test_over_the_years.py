@@ -17,7 +17,7 @@ from fedpriv.holder.vault import answer
 from fedpriv.holder.vault._tokens import TokenFile
 from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.vault.rollback import ReceiptWatch
-from fedpriv.holder.wire.frames import REFUSED
+from fedpriv.holder.wire.frame import REFUSED
 from fedpriv.learning.training.workbench import load_model
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.ledger.entries import CHARGED, Entry

@@ -16,7 +16,7 @@ from fedpriv.errors import InputError
 from fedpriv.holder.flower import Account, LedgerMod, UpdateMod, local_dp_event
 from fedpriv.holder.flower._messages import read_array
 from fedpriv.holder.vault import RefusedError
-from fedpriv.holder.wire.frames import FAILED, REFUSED, RETIRED
+from fedpriv.holder.wire.frame import FAILED, REFUSED, RETIRED
 from fedpriv.privacy.accounting import SubsampledGaussian, epsilon_of
 from fedpriv.privacy.ledger import reading
 from tests.holder.flower.nodes import START, Node, arrays_of, difference

@@ -14,14 +14,15 @@ from fedpriv.holder.sums import server as sums
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.vault.settings import VaultSettings
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import ADVERTISE, CHECK, CONFIRM, REVEAL, SHARE, TRAIN, Request, Response
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import ADVERTISE, CHECK, CONFIRM, REVEAL, SHARE, TRAIN, Request, Response
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.summing import grid_of
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.entries import Entry
 from fedpriv.privacy.ledger.reader import reading
+from tests.wire import arrays_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,8 @@ class Coordinator:
             )
             for client, vault in self.vaults.items()
         )
-        names = {"clip_norm": spec.clip_norm, "noise_multiplier": spec.noise_multiplier, "request": self.digest(spec)}
+        names = {"clip_norm": spec.clip_norm, "noise_multiplier": spec.noise_multiplier}
+        names["request"] = self.request(run, round_, spec).digest
         honest = Terms(
             run=run,
             round=round_,
@@ -74,22 +76,22 @@ class Coordinator:
     def initial(self):
         return workbench(self.config).initial
 
-    def digest(self, spec: UpdateSpec) -> str:
-        """Of the request for the initial adapter."""
-        broadcast = protocol.unpack_broadcast({protocol.ADAPTER: dict(self.initial)}, spec, self.initial)
-        return protocol.request_digest(broadcast, spec)
+    def request(self, run: str, round_: int, spec: UpdateSpec) -> Request:
+        """For an update of the initial adapter."""
+        fields = kinds.pack_instruction(run, round_, spec)
+        return Request.of(TRAIN, fields=fields, arrays={kinds.ADAPTER: arrays_of(self.initial)})
 
-    def ask(self, client: int, kind: str, fields: Mapping[str, Any], arrays: Any = None, **changes: Any) -> Response:
+    def ask(self, client: int, request: Request, **changes: Any) -> Response:
         """A vault's answer; it reads its folder anew, as after a restart, but for its sessions."""
         values = {**to_flower(self.config), **changes}
-        request = Request(kind=kind, run_config=values, fields=fields, arrays=arrays or {})
-        return answer(request, Holder.of(self.vaults[client]))
+        return answer(replace(request, run_config=values), Holder.of(self.vaults[client]))
 
     def advertise(self, client: int, terms: Terms) -> Response:
-        return self.ask(client, ADVERTISE, {protocol.TERMS: terms.text()})
+        return self.ask(client, Request.of(ADVERTISE, own={kinds.TERMS: terms.text()}))
 
     def step(self, client: int, kind: str, terms: Terms, message: str) -> Response:
-        return self.ask(client, kind, protocol.pack_step(terms.run, terms.attempt, message))
+        step = kinds.Step(run=terms.run, attempt=terms.attempt, message=message)
+        return self.ask(client, Request.of(kind, fields=kinds.pack(step)))
 
     def open(self, terms: Terms) -> sums.Dealt:
         """Keys and shares of all participants, and that all can use them."""
@@ -102,10 +104,8 @@ class Coordinator:
         self, client: int, terms: Terms, sealed: str, *, spec: UpdateSpec | None = None, round_: int = 0, **changes: Any
     ) -> Response:
         """The answer to a train request; without a text of sealed shares or terms, it holds none."""
-        instruction = protocol.pack_instruction(terms.run, round_ or terms.round, spec or self.spec)
-        fields = {**instruction, protocol.TERMS: terms.text(), protocol.SEALED: sealed}
-        arrays = {protocol.ADAPTER: {name: tensor.numpy() for name, tensor in self.initial.items()}}
-        return self.ask(client, TRAIN, fields, arrays, **changes)
+        request = self.request(terms.run, round_ or terms.round, spec or self.spec)
+        return self.ask(client, replace(request, own={kinds.TERMS: terms.text(), kinds.SEALED: sealed}), **changes)
 
     def close(self, dealt: sums.Dealt, answers: Mapping[int, Response]) -> sums.Recovered:
         """The sum of these answers to train requests."""
@@ -131,11 +131,11 @@ class Coordinator:
 def text(response: Response) -> str:
     """The text of an exchange's answer."""
     assert not response.code, response.reason
-    return str(response.fields[protocol.MESSAGE])
+    return str(response.fields["message"])
 
 
 def vector(response: Response) -> np.ndarray:
     """The masked vector in the answer to a train request."""
     assert not response.code, response.reason
-    words = response.arrays[protocol.SUM]
+    words = response.arrays[kinds.ADAPTER][kinds.SUM]
     return words.view(words.dtype.str.replace("i", "u"))

@@ -14,8 +14,8 @@ from fedpriv.holder.vault import _charging
 from fedpriv.holder.vault._charging import RetiredError
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import AFFORD, REFUSED, Request
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import AFFORD, REFUSED, Request
 from fedpriv.learning.training import workbench
 from fedpriv.privacy.accounting.events import SubsampledGaussian, to_json
 from fedpriv.privacy.accounting.filters import CommittedPlan
@@ -52,7 +52,7 @@ def release(noise_multiplier, sampling_probability=1.0):
 
 
 def affordable(holder, planned):
-    return answer(Request(kind=AFFORD, run_config={}, fields=protocol.pack_plan(planned)), holder)
+    return answer(Request.of(kind=AFFORD, run_config={}, fields=kinds.pack_plan(planned)), holder)
 
 
 def charged(holder, planned):
@@ -135,5 +135,5 @@ def test_slots_of_a_committed_plan_count(holder):
     ],
 )
 def test_a_plan_that_is_none_is_refused_by_name(holder, fields):
-    response = answer(Request(kind=AFFORD, run_config={}, fields=fields), holder(budget_epsilon=1.0))
+    response = answer(Request.of(kind=AFFORD, run_config={}, fields=fields), holder(budget_epsilon=1.0))
     assert (response.code, response.reason.startswith("refused: plan: ")) == (REFUSED, True)

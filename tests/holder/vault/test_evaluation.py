@@ -8,17 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, RecordDict
 
-from clients.app import app
-from clients.pipe import VAULT_KEY
+from clients.app import VAULT_KEY, app
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.holder.vault import answer as answering
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder, bench_of, run_of
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import EVALUATE, FAILED, REFUSED, RETIRED, TRAIN, Request, Response
-from fedpriv.holder.wire.protocol import Broadcast, request_digest
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import EVALUATE, FAILED, REFUSED, RETIRED, TRAIN, Request, Response
 from fedpriv.learning.training import private_evaluation, workbench
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.model import TrainingModel
@@ -27,11 +25,12 @@ from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.mechanisms.sources import SeededSource
+from server.exchange import message_to
 from simulations.engines.flower_private import task_identity
 from tests.holder.vault.running import Running
 from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault, write_records
-from tests.wire import record
+from tests.wire import response_in
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
 
@@ -59,13 +58,13 @@ class Node:
         self.initial = bench_of(run_of(self.run_config, self.holder), self.holder).initial
 
     def request(self, *, round_: int = 11, shift: float = 0.0, arrays=None, **fields: object) -> Request:
-        asked = protocol.pack_instruction("run", round_, EvaluationSpec(noise_multiplier=Z)) | fields
+        asked = kinds.pack_instruction("run", round_, EvaluationSpec(noise_multiplier=Z)) | fields
         adapter = {name: (tensor + shift).numpy() for name, tensor in self.initial.items()}
-        return Request(
+        return Request.of(
             kind=EVALUATE,
             run_config=self.run_config,
             fields=asked,
-            arrays={protocol.ADAPTER: adapter} if arrays is None else arrays,
+            arrays={kinds.ADAPTER: adapter} if arrays is None else arrays,
         )
 
     def ask(self, **changes: object) -> Response:
@@ -97,7 +96,7 @@ def test_an_evaluation_is_charged_and_answered_once(make):
     first, again = node.ask(), node.ask()
     assert first.fields == again.fields
     assert node.phases.count("charged") == node.phases.count("released") == 1
-    release = protocol.unpack(protocol.EvaluationRelease, first.fields)
+    release = kinds.unpack(kinds.EvaluationRelease, first.fields)
     assert (release.round, release.event) == (11, planned_event(EvaluationSpec(noise_multiplier=Z)))
     for changes in ({"shift": 0.5}, {"round_": 12}, {"noise_multiplier": 5.0}, {"run": "another"}):
         assert node.ask(**changes).fields != first.fields
@@ -121,10 +120,12 @@ def test_no_record_is_read_before_the_charge(make):
 )
 def test_a_record_more_moves_the_counts_by_at_most_one_and_nothing_else(make, same_noise, row):
     responses = [make(rows, name).ask() for rows, name in ((ROWS, "without"), ([row, *ROWS], "with"))]
-    counts = [np.array([response.fields.pop("hits"), response.fields.pop("misses")]) for response in responses]
-    for response in responses:
-        response.fields.pop(protocol.RECEIPT)  # signed with each node's own key, and of its own data set
-    assert vars(responses[0]) == vars(responses[1])
+    fields = [dict(response.fields) for response in responses]
+    counts = [np.array([each.pop("hits"), each.pop("misses")]) for each in fields]
+    for each in fields:
+        each.pop(kinds.RECEIPT)  # signed with each node's own key, and of its own data set
+    assert fields[0] == fields[1]
+    assert [(response.code, response.reason, response.arrays) for response in responses] == [(0, "", {})] * 2
     # Both sums are rounded to the grid, some 2^-18 of the noise.
     assert np.linalg.norm(counts[0] - counts[1]) <= 1 + 2**-14
 
@@ -190,7 +191,7 @@ def test_records_that_cannot_be_used_give_noise_alone(make, same_noise, monkeypa
     else:
         monkeypatch.setattr(private_evaluation, "_share", lambda *_: 1 / 0)
         monkeypatch.setattr(private_evaluation, "rehearse", lambda *_: 0.01)  # it would notice such a model
-    release = protocol.unpack(protocol.EvaluationRelease, node.ask().fields)
+    release = kinds.unpack(kinds.EvaluationRelease, node.ask().fields)
     sums, _ = private_evaluation.noised(
         torch.zeros(2, dtype=torch.float64), UpdateSpec.counts(Z), SeededSource(5, "evaluation")
     )
@@ -224,7 +225,7 @@ def test_a_charge_without_a_stored_answer_is_answered_by_noise_alone(make, same_
         node.ask()
     assert node.phases[-1] == "charged"
     response = node.ask()  # does not count again, or it would die
-    assert response.record == protocol.RELEASE
+    assert not response.arrays
     assert node.phases.count("charged") == 1
 
 
@@ -262,7 +263,7 @@ def test_what_the_policy_does_not_allow_is_refused_and_costs_nothing(make, field
         {"noise_multiplier": "4"},
         {"arrays": {}},
         {"arrays": {"adapter": {"unknown": np.zeros(3, np.float32)}}},
-        {"arrays": {"adapter": {}, "signs": {}}},
+        {"arrays": {"adapter": {}, "signs": {"signs": np.zeros(3, np.uint8)}}},
     ],
 )
 def test_a_malformed_request_costs_nothing(make, change):
@@ -280,7 +281,7 @@ def test_an_adapter_of_another_shape_or_with_infinities_is_refused_before_the_ch
         np.full(tensor.shape, np.inf, np.float32),
         np.full(tensor.shape, 1e5, np.float32),
     ):
-        assert node.ask(arrays={protocol.ADAPTER: whole | {name: array}}).code
+        assert node.ask(arrays={kinds.ADAPTER: whole | {name: array}}).code
     assert node.phases == ["registered"]
 
 
@@ -293,10 +294,8 @@ def test_seeded_noise_is_refused(make):
 
 
 def test_no_training_request_shares_the_key_of_an_evaluation(make):
-    node = make()
-    broadcast = Broadcast(adapter=node.initial)
-    spec = UpdateSpec.of(parse({"recipe": "dp-lora-paper"}))
-    assert request_digest(broadcast, spec) != request_digest(broadcast, EvaluationSpec(noise_multiplier=Z))
+    asked = make().request()
+    assert Request.of(TRAIN, fields=asked.fields, arrays=asked.arrays).digest != asked.digest
 
 
 def test_no_train_request_asks_for_counts_under_another_clip_norm(make):
@@ -304,7 +303,8 @@ def test_no_train_request_asks_for_counts_under_another_clip_norm(make):
     node = make()
     spec = replace(UpdateSpec.counts(Z), clip_norm=1e-3)
     for asked in (spec, UpdateSpec.counts(Z)):
-        request = replace(node.request(), kind=TRAIN, fields=protocol.pack_instruction("run", 1, asked))
+        fields = kinds.pack_instruction("run", 1, asked)
+        request = Request.of(TRAIN, node.run_config, fields=fields, arrays=node.request().arrays)
         response = answer(request, node.holder)
         assert (response.code, "objective = 'counts'" in response.reason) == (REFUSED, True)
     assert node.phases == ["registered"]
@@ -316,16 +316,9 @@ def test_an_evaluation_passes_the_pipe_and_the_socket(make):
     vault = Running(node.settings)
     try:
         context = Context(1, 7, {VAULT_KEY: str(node.settings.socket)}, RecordDict(), node.run_config)
-        asked = node.request()
-        content = RecordDict(
-            {
-                protocol.ADAPTER: record(node.initial),
-                protocol.INSTRUCTION: ConfigRecord(dict(asked.fields)),
-            }
-        )
         with task_identity(1):
-            replies = [app(Message(content, 7, protocol.EVALUATE, group_id="11"), context) for _ in range(2)]
-        releases = [protocol.unpack(protocol.EvaluationRelease, reply.content[protocol.RELEASE]) for reply in replies]
+            replies = [app(message_to(7, node.request(), 11), context) for _ in range(2)]
+        releases = [kinds.answer_of(EVALUATE, response_in(reply)) for reply in replies]
         assert releases[0] == releases[1]
         assert releases[0].event == planned_event(EvaluationSpec(noise_multiplier=Z))
     finally:

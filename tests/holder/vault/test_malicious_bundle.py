@@ -23,8 +23,8 @@ import pytest
 
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.holder.vault.settings import VaultSettings
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import (
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import (
     PREFIX_BYTES,
     REGISTER,
     TRAIN,
@@ -33,8 +33,6 @@ from fedpriv.holder.wire.frames import (
     Response,
     ask,
     frame_length,
-    pack_request,
-    unpack_response,
 )
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.workbench import workbench
@@ -141,9 +139,9 @@ def honest(small_run, table) -> list[Request]:
     own = {"data": ON_NODES, "test_data": str(table), "labels": ",".join(LABELS), "num_clients": 3, "simulate": False}
     config = parse({**values, **own})
     adapter = {name: tensor.numpy() for name, tensor in workbench(config).initial.items()}
-    fields = protocol.pack_instruction("run", 1, UpdateSpec.of(config))
-    asked = {"run_config": to_flower(config), "fields": fields, "arrays": {protocol.ADAPTER: adapter}}
-    return [Request(kind=REGISTER, run_config=to_flower(config)), Request(kind=TRAIN, **asked)]
+    fields = kinds.pack_instruction("run", 1, UpdateSpec.of(config))
+    asked = {"run_config": to_flower(config), "fields": fields, "arrays": {kinds.ADAPTER: adapter}}
+    return [Request.of(kind=REGISTER, run_config=to_flower(config)), Request.of(kind=TRAIN, **asked)]
 
 
 ODD: tuple[Any, ...] = (
@@ -162,7 +160,7 @@ def generated(honest: list[Request], number: int, seed: int) -> bytes:
         target = coins.choice([config, fields]) if fields else config
         target[coins.choice([*target, *target, "surprise"])] = coins.choice(ODD)
     if arrays and coins.random() < 0.3:
-        part = arrays[protocol.ADAPTER]
+        part = arrays[kinds.ADAPTER]
         name = coins.choice(list(part))
         part[name] = coins.choice(
             [
@@ -177,7 +175,7 @@ def generated(honest: list[Request], number: int, seed: int) -> bytes:
         if coins.random() < 0.3:
             arrays[coins.choice(["merged", "signs", "x"])] = part
     kind = request.kind if coins.random() < 0.95 else str(coins.choice(ODD))
-    frame = pack_request(Request(kind=kind, run_config=config, fields=fields, arrays=arrays))
+    frame = Request.of(kind=kind, run_config=config, fields=fields, arrays=arrays).packed()
     if coins.random() < 0.2:
         at = coins.randrange(len(frame))
         frame = coins.choice(
@@ -221,7 +219,7 @@ def attack(
     while content:
         length = int.from_bytes(content[:4], "big")
         if length:
-            responses.append(unpack_response(content[4 : 4 + length]))
+            responses.append(Response(content[4 : 4 + length]))
         content = content[4 + length :]
     return done.stdout, responses
 
@@ -232,15 +230,14 @@ def check_paid(settings: VaultSettings, responses: list[Response]) -> int:
         verify_with_head(db, settings.ledger)
         charged = [entry for entry in db.entries() if entry.phase == "charged"]
     uploads = [response for response in responses if response.arrays]
-    assert all(response.record == protocol.RELEASE and not response.code for response in uploads)
-    distinct = {next(iter(sorted((n, a.tobytes()) for n, a in r.arrays.items()))) for r in uploads}
+    assert all(kinds.answer_of(TRAIN, response) and not response.code for response in uploads)
+    distinct = {min((n, a.tobytes()) for n, a in r.arrays[kinds.ADAPTER].items()) for r in uploads}
     assert len(distinct) <= len(charged)
     events = {json.dumps(json.loads(entry.event), sort_keys=True) for entry in charged}
     assert {json.dumps(json.loads(str(r.fields["event"])), sort_keys=True) for r in uploads} <= events
     for response in responses:
         if not response.arrays and not response.code:
-            assert response.record == protocol.REGISTRATION
-            assert protocol.unpack(protocol.Registration, response.fields).num_records == 40
+            assert kinds.answer_of(REGISTER, response).num_records == 40
     return len(uploads)
 
 

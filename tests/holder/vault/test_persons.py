@@ -10,8 +10,8 @@ import pytest
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder, bench_of, run_of
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import EVALUATE, REFUSED, REGISTER, TRAIN, Request
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import EVALUATE, REFUSED, REGISTER, TRAIN, Request
 from fedpriv.learning.training import workbench
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
@@ -54,21 +54,21 @@ def run_config(tiny_bert, **changes):
 
 def asked(holder, config, kind, **fields):
     """The answer to a request, whose specification is that of the configuration but for the fields."""
-    request = Request(kind=kind, run_config=config, fields={}, arrays={})
+    request = Request.of(kind=kind, run_config=config, fields={}, arrays={})
     if kind != REGISTER:
         run = parse(dict(config))
         spec = EvaluationSpec.of(run) if kind == EVALUATE else UpdateSpec.of(run)
         initial = bench_of(run_of(config, holder), holder).initial
-        arrays = {protocol.ADAPTER: {name: np.zeros(t.shape, np.float32) for name, t in initial.items()}}
-        named = protocol.pack_instruction("run", 1 if kind == TRAIN else 11, spec) | fields
-        request = Request(kind=kind, run_config=config, fields=named, arrays=arrays)
+        arrays = {kinds.ADAPTER: {name: np.zeros(t.shape, np.float32) for name, t in initial.items()}}
+        named = kinds.pack_instruction("run", 1 if kind == TRAIN else 11, spec) | fields
+        request = Request.of(kind=kind, run_config=config, fields=named, arrays=arrays)
     return answer(request, holder)
 
 
 def test_updates_and_evaluations_cost_a_persons_event_over_the_registered_persons(holder, tiny_bert):
     own = holder(**OF_PERSONS)
     config = run_config(tiny_bert, evaluation_noise_multiplier=4.0)
-    assert protocol.unpack(protocol.Registration, asked(own, config, REGISTER).fields).num_records == P_K
+    assert kinds.unpack(kinds.Registration, asked(own, config, REGISTER).fields).num_records == P_K
     for kind in (TRAIN, EVALUATE):
         response = asked(own, config, kind)
         assert not response.code, response.reason
@@ -83,7 +83,7 @@ def test_updates_and_evaluations_cost_a_persons_event_over_the_registered_person
 def test_a_run_of_records_gets_nothing_from_a_node_of_persons(holder, tiny_bert, kind):
     own, records = holder(**OF_PERSONS), {"unit": "record", "evaluation_noise_multiplier": 4.0}
     config = run_config(tiny_bert, **records)
-    request = Request(kind=kind, run_config=config, fields={}, arrays={})
+    request = Request.of(kind=kind, run_config=config, fields={}, arrays={})
     response = answer(request, own)
     assert response.code == REFUSED
     assert response.reason == "refused: unit = record: this node's operator decided that the unit is the person"

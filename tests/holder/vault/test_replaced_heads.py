@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder, bench_of, run_of
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import REGISTER, TRAIN, Request
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import REGISTER, TRAIN, Request
 from fedpriv.learning.adapters import lora
 from fedpriv.learning.aggregation._head_start import head_of
 from fedpriv.learning.training import workbench
@@ -44,8 +44,8 @@ def test_it_registers_and_trains_start_head_and_adapter(model, tmp_path):
     run = {"model": str(model), "data": ON_NODES, "labels": list(LABELS), "num_clients": 3, "rounds": 4}
     config = parse(run | {"lora_rounds": 1, "noise_multiplier": 1e-4, "lora_noise_multiplier": 1e-4})
     run_config = to_flower(config)
-    registered = answer(Request(kind=REGISTER, run_config=run_config), holder)
-    assert protocol.unpack(protocol.Registration, registered.fields).num_records == NUM
+    registered = answer(Request.of(kind=REGISTER, run_config=run_config), holder)
+    assert kinds.unpack(kinds.Registration, registered.fields).num_records == NUM
 
     bench = bench_of(run_of(run_config, holder), holder)
     sizes = [NUM] * 3
@@ -55,16 +55,17 @@ def test_it_registers_and_trains_start_head_and_adapter(model, tmp_path):
     for phase, round_ in ROUNDS.items():
         assert schedule.phase(round_).name == phase
         response = answer(
-            Request(
+            Request.of(
                 kind=TRAIN,
                 run_config=run_config,
-                fields=protocol.pack_instruction("run", round_, schedule.spec(round_)),
-                arrays={protocol.ADAPTER: {name: tensor.numpy() for name, tensor in moved.items()}},
+                fields=kinds.pack_instruction("run", round_, schedule.spec(round_)),
+                arrays={kinds.ADAPTER: {name: tensor.numpy() for name, tensor in moved.items()}},
             ),
             holder,
         )
         assert not response.code, response.reason
-        uploads[phase] = {name: torch.from_numpy(array.copy()) - moved[name] for name, array in response.arrays.items()}
+        named = response.arrays[kinds.ADAPTER]
+        uploads[phase] = {name: torch.from_numpy(array.copy()) - moved[name] for name, array in named.items()}
     with reading(settings.ledger) as db:
         assert [e.phase for e in db.entries() if e.phase in ("charged", "released")] == ["charged", "released"] * 3
 

@@ -22,12 +22,12 @@ from fedpriv.holder.vault._closing import Closing
 from fedpriv.holder.vault._reply_times import log_odds, most_drawn
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder
-from fedpriv.holder.wire.frames import REGISTER, Request, pack_request, unpack_response
+from fedpriv.holder.wire.frame import REGISTER, Request, Response
 from fedpriv.learning.training import workbench
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.privacy.ledger.entries import DataSet
 from fedpriv.privacy.ledger.ledger import Ledger
-from tests.adversary.nodes import Question, make_node, run_config, training, write_rows
+from tests.adversary.nodes import make_node, run_config, training, write_rows
 from tests.holder.vault.running import ROOT
 from tests.tiny import LABELS, WORDS
 
@@ -105,19 +105,14 @@ def start(tiny_bert):
     return workbench.load_model(config, labels=LABELS)[1].initial
 
 
-def request_of(question: Question) -> Request:
-    arrays = {part: {name: t.numpy() for name, t in named.items()} for part, named in question.arrays.items()}
-    return Request(kind=question.kind, run_config=question.config, fields=question.fields, arrays=arrays)
-
-
 def everyone(start, round_: int = 1, **changes: object) -> Request:
     values = {"rounds": 1000, "local_steps": 4} | changes
-    return request_of(training(run_config(**values), start, round_=round_, fields={"sampling_probability": 1.0}))
+    return training(run_config(**values), start, round_=round_, fields={"sampling_probability": 1.0}).request
 
 
 def head(start, round_: int) -> Request:
     fields = {"sampling_probability": 1.0, "trains": "head", "optimizer": "sgd"}
-    return request_of(training(run_config(rounds=1000, local_steps=20), start, round_=round_, fields=fields))
+    return training(run_config(rounds=1000, local_steps=20), start, round_=round_, fields=fields).request
 
 
 def work(node, request: Request) -> tuple[float, float]:
@@ -208,7 +203,7 @@ def test_a_person_with_a_thousand_records_has_the_time_and_the_room_of_a_person(
     def asked(round_: int) -> Request:
         fields = {"sampling_probability": 1.0, "trains": "head", "optimizer": "sgd"}
         config = run_config(rounds=1000, local_steps=20, unit="person", max_records_per_person=3)
-        return request_of(training(config, start, round_=round_, fields=fields))
+        return training(config, start, round_=round_, fields=fields).request
 
     first, taken = work(own, asked(1))
     assert taken < first
@@ -293,15 +288,15 @@ def test_meanwhile_no_other_question_is_answered(node, start):
     own = node(reply_seconds=1.5)
     worker = _service.Worker(own.folder, Closing.of(own.settings))
     config = everyone(start).run_config
-    register = pack_request(Request(kind=REGISTER, run_config=config))
+    register = Request.of(kind=REGISTER, run_config=config).packed()
     try:
         worker.answer(register)  # loads the model
-        worker.answer(pack_request(everyone(start)))
+        worker.answer(everyone(start).packed())
         with ThreadPoolExecutor() as pool:
             begin = time.monotonic()
-            training_ = pool.submit(worker.answer, pack_request(everyone(start, 2)))
+            training_ = pool.submit(worker.answer, everyone(start, 2).packed())
             time.sleep(0.2)
-            assert not unpack_response(worker.answer(register)).code
+            assert not Response(worker.answer(register)).code
             assert training_.done()
             assert time.monotonic() - begin > 1.5
     finally:

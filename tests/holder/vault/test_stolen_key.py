@@ -26,9 +26,9 @@ from fedpriv.holder.sums import server as sums
 from fedpriv.holder.vault import _summed
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import VaultSettings
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import ADVERTISE, REFUSED, REGISTER, SHARE
-from fedpriv.holder.wire.protocol import Registration
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import ADVERTISE, REFUSED, REGISTER, SHARE, Request
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.receipts import Receipt
 from server.registration import read_registration
@@ -145,7 +145,7 @@ def victims_vector(site: Coordinator, terms: Terms, private: Mapping[int, Path])
     shares = sums.collect_shares(advertised, dealt)
     nothing = np.zeros(terms.dimension, dtype=np.int64)
     words = {c: peer.mask(shares.message(c), nothing) for c, peer in peers.items()}
-    upload = asked(site.train(VICTIM, terms, shares.message(VICTIM))).arrays[protocol.SUM]
+    upload = asked(site.train(VICTIM, terms, shares.message(VICTIM))).arrays[kinds.ADAPTER][kinds.SUM]
     words[VICTIM] = upload.view(upload.dtype.str.replace("i", "u"))
     masked = sums.collect_masked(shares, words)
     confirmed = {c: peer.confirm(masked.message()) for c, peer in peers.items()}
@@ -187,7 +187,7 @@ def test_a_key_that_a_supernode_reads_is_no_identity_even_if_it_was_approved(sit
         for client, line in lines.items():
             (vault.peers / f"{client}.pub").write_text(f"{line}\n")
         for named in (json.dumps(values), terms.text()):
-            answer = site.ask(VICTIM, ADVERTISE, {protocol.TERMS: named})
+            answer = site.ask(VICTIM, Request.of(ADVERTISE, own={kinds.TERMS: named}))
             assert answer.code == REFUSED
             assert ("identity = " in answer.reason) == (named != terms.text()), answer.reason
         assert "approved" in answer.reason
@@ -213,7 +213,7 @@ def test_a_vault_without_a_key_of_its_own_takes_part_in_nothing_and_says_what_to
     terms = site.terms("old")
     moved = [path.rename(tmp_path / path.name) for path in site.vaults[VICTIM].folder.glob("vault.key*")]
     try:
-        for answer in (site.advertise(VICTIM, terms), site.ask(VICTIM, REGISTER, {})):
+        for answer in (site.advertise(VICTIM, terms), site.ask(VICTIM, Request.of(REGISTER))):
             assert answer.code == REFUSED
             assert "stop it and run `fedpriv node new-key`" in answer.reason
     finally:

@@ -15,8 +15,8 @@ from fedpriv.config import ON_NODES, parse
 from fedpriv.holder.sums import Terms, _wire
 from fedpriv.holder.vault import _records, _summed
 from fedpriv.holder.vault.rollback import ReceiptWatch
-from fedpriv.holder.wire import protocol
-from fedpriv.holder.wire.frames import CONFIRM, EVALUATE, FAILED, REFUSED, RETIRED, REVEAL, SHARE, TRAIN
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.frame import CONFIRM, EVALUATE, FAILED, REFUSED, RETIRED, REVEAL, SHARE, Request
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from fedpriv.privacy.accounting import events
 from fedpriv.privacy.accounting.filters import filtered_epsilon
@@ -26,6 +26,7 @@ from fedpriv.privacy.ledger.receipts import Receipt, ReceiptLog
 from tests.holder.vault.sums import Coordinator, vector
 from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault, write_records
+from tests.wire import arrays_of
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
 
@@ -96,7 +97,7 @@ def test_the_server_learns_the_survivors_sum_and_each_vault_pays_for_the_thresho
     dealt = site.open(terms)
     answers = {client: site.train(client, terms, dealt.message(client)) for client in (1, 2, 3)}  # 0 drops out
     for answer, values in zip(answers.values(), sent, strict=True):
-        assert list(answer.arrays) == [protocol.SUM]
+        assert list(answer.arrays[kinds.ADAPTER]) == [kinds.SUM]
         assert np.mean(vector(answer).astype(np.int64) == values.numpy()) < 0.01, "masked"
     assert np.array_equal(site.close(dealt, answers).values, sum(values.numpy() for values in sent))
     # v_k = rho_k / B is in proportion to N_k: in the worst case the two smallest others survive, and the larger reads.
@@ -323,9 +324,7 @@ def test_an_upload_outside_the_protocol_counts_in_full_on_the_aggregate_view(sit
         return vaults.train(1, vaults.terms("plain"), "", secure_aggregation=False, privacy_view="local").code
 
     assert plain(site) == 0
-    instruction = protocol.pack_instruction("bare", 1, site.spec)
-    arrays = {protocol.ADAPTER: {name: tensor.numpy() for name, tensor in site.initial.items()}}
-    assert not site.ask(1, TRAIN, instruction, arrays).code, "a request without terms, though the run has sums"
+    assert not site.ask(1, site.request("bare", 1, site.spec)).code, "a request without terms, though the run has sums"
     assert [charge.aggregate_scale for charge in site.charges(1, "bare")] == [None]
     (charge,) = site.charges(1, "plain")
     assert charge.aggregate_scale is None
@@ -338,9 +337,9 @@ def test_an_upload_outside_the_protocol_counts_in_full_on_the_aggregate_view(sit
 
 def test_a_private_evaluation_is_charged_as_the_server_charges_it(site):
     """Its counts are seen one by one, so its cost is the same on every view."""
-    fields = protocol.pack_instruction("evaluation", 5, EvaluationSpec(noise_multiplier=4.0))
-    arrays = {"adapter": {name: tensor.numpy() for name, tensor in site.initial.items()}}
-    answer = site.ask(1, EVALUATE, fields, arrays, evaluation_noise_multiplier=4.0, test_data="")
+    fields = kinds.pack_instruction("evaluation", 5, EvaluationSpec(noise_multiplier=4.0))
+    request = Request.of(EVALUATE, fields=fields, arrays={kinds.ADAPTER: arrays_of(site.initial)})
+    answer = site.ask(1, request, evaluation_noise_multiplier=4.0, test_data="")
     assert not answer.code, answer.reason
     assert [charge.aggregate_scale for charge in site.charges(1, "evaluation")] == [1.0]
 
@@ -382,7 +381,7 @@ def line_of(site: Coordinator, client: int) -> str:
 @pytest.mark.parametrize("lie", [(), ("x",), None])
 def test_what_a_peer_says_of_receipts_cannot_be_changed_on_its_way(site, lie):
     terms = site.terms("stripped")
-    shown = {client: site.advertise(client, terms).fields[protocol.MESSAGE] for client in terms.by_client}
+    shown = {client: site.advertise(client, terms).fields["message"] for client in terms.by_client}
     texts = {client: _wire.advertisement_from_text(text) for client, text in shown.items()}
     assert all(each.receipts for each in texts.values())
     others = texts[0].receipts if lie is None else lie

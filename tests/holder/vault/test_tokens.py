@@ -14,7 +14,7 @@ import pytest
 
 from fedpriv.holder.vault import _charging, _tokens, answer
 from fedpriv.holder.vault._tokens import TokenFile
-from fedpriv.holder.wire.frames import REFUSED
+from fedpriv.holder.wire.frame import REFUSED
 from fedpriv.learning.data import records
 from fedpriv.learning.data.chat import ChatFormat
 from fedpriv.learning.training.workbench import load_model

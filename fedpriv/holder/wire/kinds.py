@@ -1,18 +1,23 @@
-"""Messages between server and clients: plain scalars, and tensors as named arrays."""
+"""The kinds of requests: what each asks, which arrays it may bring, what one node alone is told, and what answers it.
+
+A dataclass has the fields of a request or an answer; here they become the scalars and the arrays of a frame, and back.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
-import safetensors.torch
+import numpy as np
+import torch
 from torch import Tensor
 
 from fedpriv import texts
+from fedpriv.holder.wire import frame
+from fedpriv.holder.wire.frame import OWN, VERSION, Arrays, FrameError, Request, Response, Scalar, Scalars
 from fedpriv.learning.adapters import Adapter, Merged, codecs, merged_from_tensors, merged_to_tensors
 from fedpriv.learning.aggregation import pack_signs, unpack_signs
 from fedpriv.learning.training.local_update import UpdateSpec
@@ -24,41 +29,19 @@ from fedpriv.privacy.accounting.views import PlannedView, Release
 from fedpriv.privacy.ledger.receipts import FIELD, from_text
 from fedpriv.privacy.mechanisms.sources import RandomSource
 
-# Names of a message's records. The server sends the arrays adapter, merged and signs; a client sends adapter alone.
+# Records of a frame: what a model is made of, and an update or its part in a sum.
 ADAPTER = "adapter"
 MERGED = "merged"
 SIGNS = "signs"
-INSTRUCTION = "instruction"
-RELEASE = "release"
-REGISTRATION = "registration"
-AFFORDABLE = "affordable"
-
-REGISTER = "query.register"
-EVALUATE = "query.evaluate"
-AFFORD = "query.afford"
-
-# In a request, the newest receipt that is known of the node's charges; in an answer, the node's own newest one.
-RECEIPT = FIELD
-
-# What a train message and its reply hold besides these under secure aggregation: terms and sealed shares, as texts, and
-# the masked vector in place of the adapter.
-TERMS = "terms"
-SEALED = "sealed"
 SUM = "sum"
 
-# The exchanges around it, and their texts.
-ADVERTISE = "query.advertise"
-SHARE = "query.share"
-CHECK = "query.check"
-CONFIRM = "query.confirm"
-REVEAL = "query.reveal"
-STEP = "step"
-MESSAGE = "message"
-
-VERSION = 1
+# What one node alone is told: the newest receipt that is known of its charges, and in a sum its terms and the shares
+# that its peers have sealed for it. An answer has the node's own newest receipt.
+RECEIPT = FIELD
+TERMS = "terms"
+SEALED = "sealed"
 
 # What a node is asked whether its budget allows it, and how long such a plan may be.
-_PLAN = "plan"
 _MOST_PLANNED = 64
 _MOST_ROUNDS = 10**6
 
@@ -67,9 +50,6 @@ _MAX_TEXT_LENGTH = 300
 
 # What a node runs; all nodes of a run must run the same version.
 SOFTWARE = f"fedpriv {texts.VERSION}"
-
-Arrays = Mapping[str, Mapping[str, Tensor]]
-"""{record's name: {array's name: tensor}}"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,16 +71,7 @@ class Broadcast:
         return {ADAPTER: self.adapter, MERGED: merged_to_tensors(self.merged), SIGNS: self.signs}
 
 
-def request_digest(broadcast: Broadcast, spec: UpdateSpec | EvaluationSpec) -> str:
-    """SHA-256, in hex, of all that a release depends on, except the data, the noise and the key's other parts."""
-    digest = hashlib.sha256(repr(sorted(asdict(spec).items())).encode())
-    for part, tensors in broadcast.tensors().items():
-        for name, tensor in sorted(tensors.items()):
-            digest.update(f"{part} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
+@dataclass(frozen=True, kw_only=True)
 class _Statement:
     """A client's words to the server, whose fields are scalars on the wire; `label` names it in errors."""
 
@@ -190,7 +161,7 @@ class Registration(_Statement):
     @property
     def signed(self) -> bytes:
         """The bytes that a node signs: everything that it registers."""
-        return json.dumps(pack(replace(self, signature="")), sort_keys=True).encode()
+        return json.dumps({"version": VERSION, **pack(replace(self, signature=""))}, sort_keys=True).encode()
 
     def check(self) -> None:
         """See `_Statement`."""
@@ -201,50 +172,152 @@ class Registration(_Statement):
             raise ValueError(f"registration: {self}: needs client >= 0, num_records >= 1 and a data set id")
 
 
-Statement = TypeVar("Statement", UploadRelease, EvaluationRelease, Registration)
+@dataclass(frozen=True, kw_only=True)
+class Plan(_Statement):
+    """A planned run, as JSON of `pack_plan`; the node is asked how many of its releases its budget allows."""
+
+    label = "plan"
+
+    plan: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Affordable(_Statement):
+    """The number of planned releases that a node's budget allows, one after the other."""
+
+    label = "affordable"
+
+    releases: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(_Statement):
+    """A message of secure aggregation, for the node's session of this attempt."""
+
+    label = "step"
+
+    run: str
+    attempt: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words(_Statement):
+    """A node's answer in a session of secure aggregation."""
+
+    label = "words"
+
+    message: str
+
+
+Statement = TypeVar("Statement", bound=_Statement)
 Spec = TypeVar("Spec", UpdateSpec, EvaluationSpec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of requests.
+
+    Attributes:
+        asks: has the fields of the request; None if it has none.
+        arrays: the records that it may hold.
+        own: what one node may be told beside it.
+        answers: has the fields of the answer.
+        brings: the records that an answer may hold.
+    """
+
+    asks: type[UpdateSpec | EvaluationSpec | _Statement] | None = None
+    arrays: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+    answers: type[_Statement]
+    brings: tuple[str, ...] = ()
+
+
+_STEP = Kind(asks=Step, answers=Words)
+
+KINDS: Mapping[str, Kind] = {
+    # The node's registration, before the first round.
+    frame.REGISTER: Kind(answers=Registration),
+    # How much of the planned run the node's budget allows, before the first round.
+    frame.AFFORD: Kind(asks=Plan, answers=Affordable),
+    frame.TRAIN: Kind(
+        asks=UpdateSpec,
+        arrays=(ADAPTER, MERGED, SIGNS),
+        own=(RECEIPT, TERMS, SEALED),
+        answers=UploadRelease,
+        brings=(ADAPTER,),
+    ),
+    # Noised counts of hits and misses, after the last round.
+    frame.EVALUATE: Kind(asks=EvaluationSpec, arrays=(ADAPTER, MERGED), own=(RECEIPT,), answers=EvaluationRelease),
+    # Secure aggregation, in each round; `train` comes before the last two.
+    frame.ADVERTISE: Kind(own=(TERMS,), answers=Words),  # fresh keys for an attempt at a sum
+    frame.SHARE: _STEP,  # sealed shares of the node's seeds for its peers
+    frame.CHECK: _STEP,  # whose shares the node cannot use
+    frame.CONFIRM: _STEP,  # the node's signature of the list of survivors
+    frame.REVEAL: _STEP,  # shares of what the sum is still masked by
+}
+"""{what a request asks for: what it may hold, and what answers it}"""
+
+
+def check(request: Request) -> None:
+    """Refuse a request of an unknown kind, or with what belongs to another kind.
+
+    Raises:
+        FrameError: one line that names it.
+    """
+    if (kind := KINDS.get(request.kind)) is None:
+        raise FrameError(f"kind = {short(request.kind)}: must be one of {', '.join(KINDS)}")
+    unknown = {
+        "records": request.arrays.keys() - set(kind.arrays),
+        OWN: request.own.keys() - set(kind.own),
+        "fields": set() if kind.asks else request.fields.keys(),
+    }
+    for name, found in unknown.items():
+        if found:
+            raise FrameError(f"{name}: {request.kind} holds no {', '.join(map(short, sorted(found)))}")
+
 
 _TYPES = {"str": str, "int": int, "float": float, "bool": bool}
 
 
-def pack_instruction(run: str, round_: int, spec: UpdateSpec | EvaluationSpec) -> dict[str, Any]:
+def pack_instruction(run: str, round_: int, spec: UpdateSpec | EvaluationSpec) -> Scalars:
     """The server's instruction to a client as scalars."""
-    return {"version": VERSION, "run": run, "round": round_, **asdict(spec)}
+    return {"run": run, "round": round_, **asdict(spec)}
 
 
-def unpack_instruction(kind: type[Spec], scalars: Mapping[str, Any]) -> tuple[str, int, Spec]:
+def unpack_instruction(kind: type[Spec], scalars: Scalars) -> tuple[str, int, Spec]:
     """Run, round and specification of an update or an evaluation.
 
     Raises:
-        ValueError: another version, or a missing, unknown or mistyped field.
+        ValueError: a missing, unknown or mistyped field.
     """
-    # What secure aggregation adds to an instruction has readers of its own.
-    others = (TERMS, SEALED, RECEIPT) if kind is UpdateSpec else (RECEIPT,)
-    rest = _without_version({name: value for name, value in scalars.items() if name not in others})
+    rest = dict(scalars)
     run, round_ = _typed(rest, "run", str), _typed(rest, "round", int)
     spec = kind(**{each.name: _typed(rest, each.name, _TYPES[str(each.type)]) for each in fields(kind)})
     _refuse_unknown("instruction", rest)
     return run, round_, spec
 
 
-def pack_plan(planned: Sequence[tuple[Release, int]]) -> dict[str, Any]:
+def pack_plan(planned: Sequence[tuple[Release, int]]) -> Scalars:
     """The fields of the question whether a node's budget allows a run.
 
     Args:
         planned: (one of the client's releases, how many of them), in the order in which they would be charged.
     """
     views: tuple[PlannedView, ...] = ("local", "aggregate")
-    return {_PLAN: json.dumps([[*(events.to_json(release.charged_on(v)) for v in views), n] for release, n in planned])}
+    rows = [[*(events.to_json(release.charged_on(v)) for v in views), n] for release, n in planned]
+    return pack(Plan(plan=json.dumps(rows)))
 
 
-def unpack_plan(fields: Mapping[str, Any], view: PlannedView) -> list[tuple[Event, int]]:
+def unpack_plan(scalars: Scalars, view: PlannedView) -> list[tuple[Event, int]]:
     """(what one release costs on the view, how many of them), as `pack_plan` had them.
 
     Raises:
         ValueError: the fields are no plan, or its releases are too many.
     """
     try:
-        rows = [(row[view == "aggregate"], row[2]) for row in json.loads(str(fields[_PLAN]))[: _MOST_PLANNED + 1]]
+        plan = json.loads(unpack(Plan, scalars).plan)
+        rows = [(row[view == "aggregate"], row[2]) for row in plan[: _MOST_PLANNED + 1]]
         numbers = [number for _, number in rows if type(number) is int and 0 < number <= _MOST_ROUNDS]
         if not len(numbers) == len(rows) <= _MOST_PLANNED:
             raise ValueError
@@ -255,43 +328,24 @@ def unpack_plan(fields: Mapping[str, Any], view: PlannedView) -> list[tuple[Even
         ) from None
 
 
-def pack_step(run: str, attempt: str, message: str) -> dict[str, Any]:
-    """A message of secure aggregation, for the node's session of this attempt, as scalars."""
-    return {"version": VERSION, "run": run, "attempt": attempt, MESSAGE: message}
-
-
-def unpack_step(fields: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Run, attempt and message.
-
-    Raises:
-        ValueError: another version, or a missing, unknown or mistyped field.
-    """
-    rest = _without_version(fields)
-    values = _typed(rest, "run", str), _typed(rest, "attempt", str), _typed(rest, MESSAGE, str)
-    _refuse_unknown("step", rest)
-    return values
-
-
 def pack_model(broadcast: Broadcast) -> Arrays:
     """A model to evaluate, as float32 arrays; empty records are left out."""
-    return {name: tensors for name, tensors in broadcast.tensors().items() if tensors}
+    return {name: _arrays(tensors) for name, tensors in broadcast.tensors().items() if tensors}
 
 
 def unpack_model(arrays: Arrays) -> Broadcast:
     """The model that `pack_model` wrote.
 
     Raises:
-        ValueError: a record is missing or unknown.
+        ValueError: the adapter is missing.
     """
-    if unknown := sorted(arrays.keys() - {ADAPTER, MERGED}):
-        raise ValueError(f"model: unknown records {', '.join(unknown)}")
-    if ADAPTER not in arrays:
-        raise ValueError(f"model: {ADAPTER} is missing")
-    return Broadcast(adapter=dict(arrays[ADAPTER]), merged=merged_from_tensors(arrays.get(MERGED, {})))
+    return Broadcast(adapter=_adapter(arrays), merged=merged_from_tensors(_tensors(arrays.get(MERGED, {}))))
 
 
-def pack_broadcast(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, source: RandomSource) -> Arrays:
-    """A broadcast as arrays; empty records are left out.
+def pack_broadcast(
+    broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, source: RandomSource
+) -> tuple[Arrays, Broadcast]:
+    """A broadcast as arrays, of which empty records are left out, and as its readers have it, to the codec's precision.
 
     Args:
         broadcast: what to send.
@@ -299,16 +353,14 @@ def pack_broadcast(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, sou
         initial: the tensors at the start of the run, to which ternary codes refer.
         source: of the randomness in a codec's rounding.
     """
-    arrays: dict[str, Mapping[str, Tensor]] = {
-        ADAPTER: codecs.encode(broadcast.adapter, initial, spec.broadcast_codec, source)
-        if spec.broadcast_codec != "float32"
-        else broadcast.adapter
-    }
+    is_exact = spec.broadcast_codec == "float32"
+    adapter = broadcast.adapter if is_exact else codecs.encode(broadcast.adapter, initial, spec.broadcast_codec, source)
+    arrays: dict[str, Mapping[str, np.ndarray]] = {ADAPTER: _arrays(adapter)}
     if broadcast.merged:
-        arrays[MERGED] = merged_to_tensors(broadcast.merged)
+        arrays[MERGED] = _arrays(merged_to_tensors(broadcast.merged))
     if broadcast.signs:
-        arrays[SIGNS] = {SIGNS: pack_signs(broadcast.signs)}
-    return arrays
+        arrays[SIGNS] = {SIGNS: pack_signs(broadcast.signs).numpy()}
+    return arrays, broadcast if is_exact else unpack_broadcast(arrays, spec, initial)
 
 
 def unpack_broadcast(arrays: Arrays, spec: UpdateSpec, initial: Adapter) -> Broadcast:
@@ -317,35 +369,31 @@ def unpack_broadcast(arrays: Arrays, spec: UpdateSpec, initial: Adapter) -> Broa
     Raises:
         ValueError: a record or array is missing, unknown or malformed.
     """
-    if unknown := sorted(arrays.keys() - {ADAPTER, MERGED, SIGNS}):
-        raise ValueError(f"broadcast: unknown records {', '.join(unknown)}")
-    if ADAPTER not in arrays:
-        raise ValueError(f"broadcast: {ADAPTER} is missing")
-    adapter = dict(arrays[ADAPTER])
+    adapter = _adapter(arrays)
     if spec.broadcast_codec != "float32":
         adapter = codecs.decode(adapter, initial, spec.broadcast_codec)
     signs = {}
     if SIGNS in arrays:
         if arrays[SIGNS].keys() != {SIGNS}:
             raise ValueError(f"{SIGNS}: must hold exactly one array, of this name")
-        signs = unpack_signs(arrays[SIGNS][SIGNS], adapter)
-    return Broadcast(adapter=adapter, merged=merged_from_tensors(arrays.get(MERGED, {})), signs=signs)
+        signs = unpack_signs(_tensors(arrays[SIGNS])[SIGNS], adapter)
+    return Broadcast(adapter=adapter, merged=merged_from_tensors(_tensors(arrays.get(MERGED, {}))), signs=signs)
 
 
 def pack_upload(
     adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, initial: Adapter, source: RandomSource
-) -> dict[str, Tensor]:
+) -> Arrays:
     """A trained adapter, encoded by the specification's codec."""
-    return codecs.encode(adapter, _reference(broadcast, spec, initial), spec.codec, source)
+    return {ADAPTER: _arrays(codecs.encode(adapter, _reference(broadcast, spec, initial), spec.codec, source))}
 
 
-def unpack_upload(arrays: Mapping[str, Tensor], broadcast: Broadcast, spec: UpdateSpec, initial: Adapter) -> Adapter:
+def unpack_upload(arrays: Arrays, broadcast: Broadcast, spec: UpdateSpec, initial: Adapter) -> Adapter:
     """The adapter that an upload carries.
 
     Raises:
         ValueError: an array is missing, unexpected, or of the wrong type or shape.
     """
-    return codecs.decode(arrays, _reference(broadcast, spec, initial), spec.codec)
+    return codecs.decode(_adapter(arrays), _reference(broadcast, spec, initial), spec.codec)
 
 
 def _reference(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter) -> Adapter:
@@ -353,9 +401,23 @@ def _reference(broadcast: Broadcast, spec: UpdateSpec, initial: Adapter) -> Adap
     return initial if spec.quantization == "ternary" else broadcast.adapter
 
 
-def pack(statement: UploadRelease | EvaluationRelease | Registration) -> dict[str, Any]:
-    """A client's statement as scalars; an empty receipt is left out."""
-    scalars: dict[str, Any] = {"version": VERSION}
+def _adapter(arrays: Arrays) -> Adapter:
+    if ADAPTER not in arrays:
+        raise ValueError(f"{ADAPTER}: missing")
+    return _tensors(arrays[ADAPTER])
+
+
+def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def pack(statement: Statement) -> Scalars:
+    """A statement as scalars; an empty receipt is left out."""
+    scalars: dict[str, Scalar] = {}
     for each in fields(statement):
         value = getattr(statement, each.name)
         if isinstance(value, NoisedCounts):
@@ -365,17 +427,28 @@ def pack(statement: UploadRelease | EvaluationRelease | Registration) -> dict[st
     return scalars
 
 
-def unpack(kind: type[Statement], scalars: Mapping[str, Any]) -> Statement:
+def unpack(kind: type[Statement], scalars: Scalars) -> Statement:
     """The statement of this kind that `pack` wrote.
 
     Raises:
-        ValueError: another version, a missing, unknown or mistyped field, or a value that `check` refuses.
+        ValueError: a missing, unknown or mistyped field, or a value that `check` refuses.
     """
-    rest = _without_version(scalars)
+    rest = dict(scalars)
     statement = kind(**{each.name: _value(rest, each.name, str(each.type)) for each in fields(kind)})
     _refuse_unknown(kind.label, rest)
     statement.check()
     return statement
+
+
+def answer_of(kind: str, response: Response) -> Any:
+    """The answer to a request of this kind, whose class `KINDS` names.
+
+    Raises:
+        ValueError: it is malformed, or of another kind; one line that says why.
+    """
+    if unknown := response.arrays.keys() - set(KINDS[kind].brings):
+        raise ValueError(f"records {', '.join(sorted(unknown))}: are no part of an answer to {kind}")
+    return unpack(KINDS[kind].answers, response.fields)
 
 
 def _value(rest: dict[str, Any], name: str, kind: str) -> Any:
@@ -389,21 +462,6 @@ def _value(rest: dict[str, Any], name: str, kind: str) -> Any:
     return _typed(rest, name, _TYPES[kind])
 
 
-def pack_reply(release: UploadRelease | EvaluationRelease, arrays: Mapping[str, Tensor] | None = None) -> bytes:
-    """A reply as bytes, to be stored before it is sent: its scalars as JSON and, of an upload, the arrays.
-
-    A newline stands before the arrays, which are written as safetensors.
-    """
-    scalars = json.dumps(pack(release), sort_keys=True).encode()
-    return scalars if arrays is None else scalars + b"\n" + safetensors.torch.save(dict(arrays))
-
-
-def unpack_reply(kind: type[Statement], content: bytes) -> tuple[Statement, dict[str, Tensor]]:
-    """The scalars and arrays of a stored reply; no arrays in the answer to an evaluation."""
-    scalars, newline, arrays = content.partition(b"\n")
-    return unpack(kind, json.loads(scalars)), safetensors.torch.load(arrays) if newline else {}
-
-
 def _receipt(fields: dict[str, Any]) -> str:
     """Take out the receipt, as text; empty if there is none.
 
@@ -414,15 +472,6 @@ def _receipt(fields: dict[str, Any]) -> str:
     if text != "":
         from_text(text)
     return str(text)
-
-
-def _without_version(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the fields without the version, which must be the one that this code speaks."""
-    rest = dict(fields)
-    version = rest.pop("version", None)
-    if type(version) is not int or version != VERSION:
-        raise ValueError(f"version = {version!r}: this fedpriv speaks version {VERSION}")
-    return rest
 
 
 def _refuse_unknown(kind: str, rest: Mapping[str, Any]) -> None:

@@ -1,0 +1,33 @@
+"""An adapter is packed and unpacked once each way at the server, and once each way in the vault."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from fedpriv.config import parse
+from fedpriv.holder.wire import frame
+from server.observer import LogObserver
+from simulations.engines import federation
+
+ROUNDS, CLIENTS = 2, 3
+
+
+@pytest.mark.parametrize("changes", [{}, {"upload_codec": "int8"}], ids=["float32", "int8"])
+def test_an_adapter_is_packed_and_unpacked_once_each_way(small_run, tmp_path, monkeypatch, changes):
+    """The server packs one request for all clients of a round, and reads each reply; each vault reads and packs one."""
+    counts: Counter[str] = Counter()
+
+    def counted(name, function):
+        def call(*arguments):
+            counts[name] += any(map(len, arguments))
+            return function(*arguments)
+
+        return call
+
+    for name in ("packed_arrays", "unpacked_arrays"):
+        monkeypatch.setattr(frame, name, counted(name, getattr(frame, name)))
+    config = parse({**small_run, **changes, "rounds": ROUNDS, "out": str(tmp_path / "run")})
+    federation.run(config, LogObserver())
+    assert counts == {"packed_arrays": ROUNDS * (1 + CLIENTS), "unpacked_arrays": ROUNDS * (CLIENTS + CLIENTS)}

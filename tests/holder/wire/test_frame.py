@@ -1,0 +1,193 @@
+"""The frame: what was packed comes out, and of bytes that anyone may have made nothing else is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+from fedpriv.holder.wire import frame, kinds
+from fedpriv.holder.wire.frame import FRAME, OWN, FrameError, Request, Response, carried, frame_in
+from server.exchange import content_of
+from tests.wire import with_body
+
+ARRAYS = {
+    f"layer.{9 - index}": np.arange(6, dtype=kind).reshape(2, 3) + index
+    for index, kind in enumerate(("f4", "f2", "i1", "u1", "i8", "f4"))
+}
+FIELDS = {"run": "r", "round": 1, "rate": 0.1, "silent": False}
+
+
+def request(**changes) -> Request:
+    own = {"receipt": "a receipt"}
+    return Request.of(
+        "train", {"model": "tiny", "rank": 4}, **{"fields": FIELDS, "arrays": {"a": ARRAYS}, "own": own, **changes}
+    )
+
+
+def test_what_was_packed_comes_out_in_its_order_and_may_be_written():
+    found = Request.unpacked(request().packed())
+    assert (found.kind, found.run_config, found.own) == ("train", request().run_config, request().own)
+    assert {name: (value, type(value)) for name, value in found.fields.items()} == {
+        name: (value, type(value)) for name, value in FIELDS.items()
+    }
+    assert list(found.arrays["a"]) == list(ARRAYS)
+    for name, array in ARRAYS.items():
+        assert found.arrays["a"][name].dtype == array.dtype
+        np.testing.assert_array_equal(found.arrays["a"][name], array)
+        found.arrays["a"][name] += 1
+    assert Response.of().arrays == {}
+    response = Response(Response.of(code=100, reason="refused:\n no").frame)
+    assert (response.code, response.reason, response.fields) == (100, "refused: no", {})
+
+
+def test_the_digest_is_of_all_that_every_node_is_asked_alike_and_of_nothing_else():
+    digest = request().digest
+    assert Request.unpacked(request().packed()).digest == digest
+    assert request(own={}).digest == Request.of("train", fields=FIELDS, arrays={"a": ARRAYS}).digest == digest
+    others = [
+        request(fields={**FIELDS, "round": 2}),
+        request(fields={**FIELDS, "rate": 0.1 + 1e-16}),
+        request(arrays={"b": ARRAYS}),
+        request(arrays={"a": {**ARRAYS, "layer.9": ARRAYS["layer.9"] + np.float32(1e-6)}}),
+        request(arrays={"a": dict(reversed(ARRAYS.items()))}),
+        Request.of("evaluate", fields=FIELDS, arrays={"a": ARRAYS}),
+    ]
+    assert len({digest, *(other.digest for other in others)}) == 1 + len(others)
+
+
+def test_a_message_is_as_few_objects_as_one_array_and_fewer_bytes_than_many():
+    plain = RecordDict({"a": ArrayRecord({name: Array(array) for name, array in ARRAYS.items()})})
+    one, many = (get_all_nested_objects(each) for each in (content_of(request(own={})), plain))
+    assert (len(one), len(many)) == (4, 2 + 2 * len(ARRAYS))
+    assert sum(len(each.deflate()) for each in one.values()) < sum(len(each.deflate()) for each in many.values())
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        {},
+        {FRAME: ArrayRecord({FRAME: Array(np.zeros(3, "u1"))})},
+        {FRAME: ArrayRecord({FRAME: Array(**carried(b"x")), "more": Array(np.zeros(3))})},
+        {"other": ArrayRecord({FRAME: Array(**carried(b"x"))})},
+        {FRAME: ArrayRecord({FRAME: Array(**carried(b"x"))}), "more": ArrayRecord({})},
+    ],
+)
+def test_a_message_with_anything_else_carries_no_frame(records):
+    with pytest.raises(FrameError, match="must be one array, 'frame'"):
+        frame_in(records)
+
+
+def with_header(sent: bytes, change: Callable[[str], str]) -> bytes:
+    """The frame with another header, whose length it states."""
+    end = frame.PREFIX_BYTES + int.from_bytes(sent[:4], "big")
+    header = change(sent[frame.PREFIX_BYTES : end].decode()).encode()
+    return len(header).to_bytes(4, "big") + sent[4:8] + header + sent[end:]
+
+
+def replaced(old: str, new: str) -> Callable[[bytes], bytes]:
+    def change(sent: bytes) -> bytes:
+        changed = with_header(sent, lambda header: header.replace(old, new))
+        assert changed != sent
+        return changed
+
+    return change
+
+
+ROW = b'"dtype":"F32"'
+HARMS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "cut off": (lambda sent: sent[:-1], "its length"),
+    "trailing bytes": (lambda sent: sent + b"\0", "its length"),
+    "shorter than a prefix": (lambda sent: sent[:5], "its length"),
+    "a header of gigabytes": (lambda sent: b"\xff" + sent[1:], "at most"),
+    "a body of gigabytes": (lambda sent: sent[:4] + b"\xff" + sent[5:], "at most"),
+    "bytes moved from body to header": (
+        lambda sent: (
+            (int.from_bytes(sent[:4], "big") + 1).to_bytes(4, "big")
+            + (int.from_bytes(sent[4:8], "big") - 1).to_bytes(4, "big")
+            + sent[8:]
+        ),
+        "not JSON",
+    ),
+    "another version": (replaced('"version": 1', '"version": 2'), "of version 1"),
+    "no header": (lambda sent: with_header(sent, lambda _: "[]"), "of version 1"),
+    "a header too deep": (lambda sent: with_header(sent, lambda _: "[" * 10**5), "not JSON"),
+    "a field twice": (replaced('"round": 1', '"round": 1, "round": 2'), "names a field twice"),
+    "a header's field twice": (replaced('"version": 1', '"version": 1, "version": 1'), "names a field twice"),
+    "a field that is no scalar": (replaced('"round": 1', '"round": [1]'), "scalars alone"),
+    "fields that are none": (
+        lambda sent: with_header(sent, lambda h: re.sub('"fields": {[^}]*}', '"fields": []', h)),
+        "fields",
+    ),
+    "a field of the frame too many": (replaced('"version": 1', '"version": 1, "code": 0'), "must hold kind"),
+    "a field of the frame too few": (replaced('"kind": "train", ', ""), "must hold kind"),
+    "another body": (lambda sent: sent[:-1] + bytes([sent[-1] ^ 1]), "not what its header states"),
+    "a digest of nothing": (
+        lambda sent: with_header(sent, lambda h: re.sub('"body": "[0-9a-f]*"', '"body": ""', h)),
+        "not what its header states",
+    ),
+    "two arrays of one name": (replaced("layer.8", "layer.9"), "one name each"),
+    "a name too many": (replaced('["a", "layer.9"]', '["a", "layer.9"], ["a", "x"]'), "one name each"),
+    "a name too few": (replaced('["a", "layer.9"], ', ""), "one name each"),
+    "a name that is none": (replaced('["a", "layer.9"]', '["a", 9]'), "one name each"),
+    "names nested too deep": (replaced('["a", "layer.9"]', '[["a"], ["layer.9"]]'), "one name each"),
+    "a body of objects": (
+        lambda sent: with_body(sent, lambda body: body.replace(ROW, b'"dtype":"O32"')),
+        "one name each",
+    ),
+    "a pickled body": (lambda sent: with_body(sent, lambda _: b"\x80\x04pickled"), "one name each"),
+    "bytes after the arrays": (lambda sent: with_body(sent, lambda body: body + b"\0"), "one name each"),
+    "no body": (lambda sent: with_body(sent, lambda _: b""), "one name each"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_frame_that_states_what_it_does_not_hold_is_refused_in_one_line(harm):
+    change, reason = HARMS[harm]
+    harmed = Request(frame=change(request().frame))
+    with pytest.raises(FrameError, match=reason) as refused:
+        _ = harmed.kind, harmed.fields, harmed.arrays
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("part", ["run_config", OWN])
+def test_what_flower_and_the_server_tell_a_node_are_scalars_too(part):
+    told = {"run_config": {}, OWN: {}, part: {"x": [1]}}
+    with pytest.raises(FrameError, match=f"{part}: must hold scalars alone"):
+        Request.unpacked(frame._joined(told, request().frame))
+
+
+def test_an_array_of_objects_and_a_field_of_bytes_are_not_packed():
+    with pytest.raises(FrameError, match="a type that no frame holds"):
+        request(arrays={"a": {"b": np.array([object()])}})
+    with pytest.raises(FrameError, match="of a type that no frame holds"):
+        request(fields={"b": b"bytes"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (Request.of("steal"), "kind = 'steal': must be one of register, afford, train"),
+        (Request.of("register", fields={"run": "r"}), "fields: register holds no 'run'"),
+        (Request.of("register", own={"receipt": "x"}), "own: register holds no 'receipt'"),
+        (Request.of("afford", fields={"plan": "[]"}, arrays={"adapter": ARRAYS}), "records: afford holds no 'adapter'"),
+        (Request.of("evaluate", arrays={"adapter": ARRAYS, "signs": ARRAYS}), "records: evaluate holds no 'signs'"),
+        (Request.of("evaluate", own={"terms": "x"}), "own: evaluate holds no 'terms'"),
+        (Request.of("train", own={"budget": 9.0}), "own: train holds no 'budget'"),
+        (Request.of("share", own={"terms": "x"}), "own: share holds no 'terms'"),
+    ],
+)
+def test_what_belongs_to_another_kind_is_refused(asked, reason):
+    with pytest.raises(FrameError, match=re.escape(reason)):
+        kinds.check(asked)
+
+
+@pytest.mark.parametrize("kind", sorted(set(kinds.KINDS) - {"train"}))
+def test_only_an_update_brings_arrays(kind):
+    with pytest.raises(ValueError, match=f"are no part of an answer to {kind}"):
+        kinds.answer_of(kind, Response.of(arrays={"adapter": ARRAYS}))
