@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from pathlib import Path
 
 import pytest
 from flwr.app import Array, ArrayRecord
@@ -14,8 +13,9 @@ from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.wire import frame
 from fedpriv.holder.wire.frame import FRAME, Request, carried
+from fedpriv.privacy.ledger.reader import reading, verify
 from server.exchange import MalformedError, read_reply
-from tests.adversary.nodes import make_node, run_config, training
+from tests.adversary.nodes import Node, make_node, run_config, training
 from tests.adversary.test_over_time import N_K, ROWS
 from tests.holder.wire.test_frame import with_header
 from tests.server.test_strategy import ADAPTER, make_strategy
@@ -43,13 +43,15 @@ def mutated(sent: bytes, coins: random.Random) -> bytes:
     )()
 
 
-def state_of(folder: Path) -> dict[str, str]:
-    """The digest of each file of a node, less its log of what it refused."""
-    return {
+def state_of(node: Node) -> dict[str, str]:
+    """The digest of each file of a node, less its log of what it refused; of its ledger, that of the last entry."""
+    files = {
         str(file): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file() and file.suffix != ".jsonl"
+        for file in sorted(node.folder.rglob("*"))
+        if file.is_file() and file.suffix != ".jsonl" and not file.name.startswith("ledger.sqlite")
     }
+    with reading(node.settings.ledger) as db:
+        return files | {"ledger": verify(db, node.settings.ledger).digest}
 
 
 @pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -60,15 +62,15 @@ def test_a_vault_refuses_frames_that_anyone_has_changed_in_one_line_and_writes_n
     node, coins = make_node(tmp_path / "node", ROWS, num_registered=N_K, models=approved), random.Random(number)
     holder, honest = Holder.of(node.settings), training(run_config(), starts["tiny"]).request
     refused = 0
-    before = state_of(node.folder)
+    before = state_of(node)
     for _ in range(number):
         changed = mutated(honest.frame, coins)
         response = answer(Request(frame=changed, run_config=honest.run_config), holder)
         if response.code:
             refused += 1
             assert "\n" not in response.reason
-            assert state_of(node.folder) == before, changed[:200]
-        before = state_of(node.folder)
+            assert state_of(node) == before, changed[:200]
+        before = state_of(node)
     assert refused > 0.9 * number
 
 
