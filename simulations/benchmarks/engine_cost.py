@@ -99,7 +99,7 @@ def own_apps(num_clients: int, rounds: int) -> float:
     """Seconds of fedpriv's own apps on the in-process grid, from registration to the report, with empty training."""
     from clients.app import app as client_app
     from fedpriv.config import parse
-    from fedpriv.learning.training.local_update import ClientUpdate, UpdateTask, planned_event
+    from fedpriv.learning.training.local_update import ClientUpdate, UpdateTask
     from fedpriv.learning.training.workbench import workbench
     from server.app import make_app
     from server.observer import LogObserver
@@ -125,7 +125,7 @@ def own_apps(num_clients: int, rounds: int) -> float:
             return [
                 ClientUpdate(
                     adapter=task.adapter,
-                    event=planned_event(task.spec, task.sampler.sampling_probability, task.adapter),
+                    event=task.event,
                     num_records=task.sampler.num_registered,
                 )
                 for task in tasks

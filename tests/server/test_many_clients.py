@@ -28,7 +28,7 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import FRAME, TRAIN, Response, carried
 from fedpriv.learning.training.evaluation import Evaluation
-from fedpriv.learning.training.local_update import ClientUpdate, UpdateTask, planned_event
+from fedpriv.learning.training.local_update import ClientUpdate, UpdateTask
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.ledger.entries import CHARGED, RELEASED, Entry
@@ -211,7 +211,7 @@ def run_rounds(folder: Path, num_clients: int, num_rounds: int) -> dict[str, Any
             return RuntimeError("SECRET RECORD")
         return ClientUpdate(
             adapter={name: tensor + shift(client) for name, tensor in task.adapter.items()},
-            event=planned_event(task.spec, task.sampler.sampling_probability, task.adapter),
+            event=task.event,
             num_records=task.sampler.num_registered,
         )
 

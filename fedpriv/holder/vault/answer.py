@@ -42,8 +42,8 @@ from fedpriv.holder.wire.frame import (
 from fedpriv.holder.wire.kinds import Broadcast, EvaluationRelease, UploadRelease
 from fedpriv.learning.adapters import Adapter, difference
 from fedpriv.learning.aggregation import is_irrelevant
-from fedpriv.learning.training import PoissonSampler, private_evaluation
-from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
+from fedpriv.learning.training import private_evaluation
+from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.learning.training.private_evaluation import NoisedCounts
 from fedpriv.learning.training.stacked import execute_one_by_one
 from fedpriv.learning.training.workbench import Workbench
@@ -203,12 +203,12 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
     bench = bench_of(config, holder)
     client, evaluates = holder.partition(bench.num_clients), request.kind == EVALUATE
     decoded = (_evaluation if evaluates else _instruction)(request, config, holder, client, bench.initial)
-    key, spec, broadcast, part = decoded
+    key, spec, broadcast, _ = decoded
     data_set, num_registered = _records.registered(config, bench, holder)
-    sampler, release = _checked(decoded, request.kind, config, bench, holder.policy, num_registered)
+    task, release = _checked(decoded, request.kind, config, bench, holder.policy, num_registered)
     reply = None  # which leaves at once, unless the records are the node's own
     if isinstance(holder, NodeHolder) and data_set is not None:
-        reply = _reply_times.of_release(spec, broadcast, sampler, config, bench, holder, data_set)
+        reply = _reply_times.of_release(spec, broadcast, task.sampler, config, bench, holder, data_set)
     room = holder.room.reserve_reply(sum(tensor.nbytes for tensor in broadcast.adapter.values()))
     is_new, receipt = _charging.charge(
         holder.policy,
@@ -230,16 +230,6 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
     reading = RecordsToRead(
         config=config, data_set=data_set, aside=evaluates, may_begin=reply is None or reply.is_first
     )
-    task = UpdateTask(
-        adapter=broadcast.adapter,
-        merged=broadcast.merged,
-        data=bench.no_records,
-        spec=spec,
-        round=key.round,
-        sampler=sampler,
-        noise=_source(config, client, key.round, "evaluation" if evaluates else "noise"),
-        grid=part.grid if part else None,
-    )
     return Prepared(
         task=task,
         reading=reading if may_read else None,
@@ -255,8 +245,8 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
 
 def _checked(
     decoded: _Decoded, kind: str, config: RunConfig, bench: Workbench, policy: NodePolicy, num_registered: int
-) -> tuple[PoissonSampler, Release]:
-    """Check with public inputs alone what is asked; the sampler of its records, and the release that is charged.
+) -> tuple[UpdateTask, Release]:
+    """Check with public inputs alone what is asked; its task, without records, and the release that is charged.
 
     Raises:
         RefusedError: the guard does not allow it.
@@ -276,15 +266,26 @@ def _checked(
             num_registered=num_registered,
             has_labels=bool(bench.label_names),
         )
-    coins, choices = (_source(config, int(key.client), key.round, purpose) for purpose in ("inclusion", "choices"))
-    sampler = spec.sampler(num_registered, coins, choices)
+    coins, choices, noise = (
+        _source(config, int(key.client), key.round, purpose)
+        for purpose in ("inclusion", "choices", "evaluation" if kind == EVALUATE else "noise")
+    )
+    task = UpdateTask(
+        adapter=broadcast.adapter,
+        merged=broadcast.merged,
+        data=bench.no_records,
+        spec=spec,
+        round=key.round,
+        sampler=spec.sampler(num_registered, coins, choices),
+        noise=noise,
+        grid=part.grid if part else None,
+    )
     if kind != EVALUATE:  # what a release costs can depend on how many values it has
         check_broadcast(broadcast, policy.limits)
         bench.model.check({name: tensor.shape for name, tensor in broadcast.adapter.items()})
         bench.model.check_merged(broadcast.merged)
-    event = planned_event(spec, sampler.sampling_probability, broadcast.adapter, part.grid if part else None)
     # A node knows of no other noise than its own, but under the terms that its peers have signed.
-    release = part.release(event) if part else Release(event=event, rho_bar=1.0)
+    release = part.release(task.event) if part else Release(event=task.event, rho_bar=1.0)
     if kind == EVALUATE:
         if config.secure_aggregation:  # counts go to the server one by one, so they cost the same on every view
             release = replace(release, aggregate_scale=1.0)
@@ -292,7 +293,7 @@ def _checked(
         private_evaluation.check_fits(bench.model, broadcast.adapter, broadcast.merged)
     else:
         check_limits(spec, release.charged_on(policy.budget_view), key.round, policy.limits)
-    return sampler, release
+    return task, release
 
 
 def _refused(error: Exception, request: Request, holder: Holder) -> Response:

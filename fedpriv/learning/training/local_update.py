@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -225,6 +226,11 @@ class UpdateTask:
     noise: RandomSource
     merged: Merged = field(default_factory=dict)
     grid: ClientGrid | None = None
+
+    @cached_property
+    def event(self) -> Event:
+        """The event that the update returns, and that is charged before it is computed; raises as `planned_event`."""
+        return planned_event(self.spec, self.sampler.sampling_probability, self.adapter, self.grid)
 
 
 class TrainedModel(Protocol):

@@ -100,13 +100,12 @@ def counted(model: TrainedModel, task: UpdateTask) -> ClientUpdate:
     Without records it is noise alone, and the model is not touched.
 
     Raises:
-        ValueError: the task does not fit, as `planned_event` and `check_fits` say, which belong before the charge.
+        ValueError: the task does not fit, as `UpdateTask.event` and `check_fits` say, which belong before the charge.
     """
-    planned = local_update.planned_event(task.spec, task.sampler.sampling_probability, {})
     exact = count(model, task.adapter, task.merged, task.data, _counted_together(task)) if len(task.data) else NO_COUNTS
     sums, event = noised(exact, task.spec, task.noise)
-    if event != planned:
-        raise RuntimeError(f"the evaluation cost {event}, but {planned} was planned and charged")
+    if event != task.event:
+        raise RuntimeError(f"the evaluation cost {event}, but {task.event} was planned and charged")
     return ClientUpdate(adapter=task.adapter, event=event, num_records=task.sampler.num_registered, noised=sums)
 
 

@@ -36,7 +36,6 @@ from fedpriv.learning.training.local_update import (
     UpdateSpec,
     UpdateTask,
     noise_request,
-    planned_event,
 )
 from fedpriv.learning.training.per_sample import Stack, per_sample_gradients
 from fedpriv.learning.training.private_evaluation import counted
@@ -92,7 +91,7 @@ def stacked_updates(model: TrainedModel, tasks: Sequence[UpdateTask]) -> list[Cl
     clients = _Clients.of(model, tasks)
     model.merge(tasks[0].merged)
     spec, on_upload = clients.spec, clients.spec.noise_on == "upload"
-    planned = [planned_event(spec, task.sampler.sampling_probability, task.adapter, task.grid) for task in tasks]
+    planned = [task.event for task in tasks]
     weights = trained_weights(spec, clients.broadcast, model.initial, clients.layout)
     events: list[list[Event]] = [[] for _ in tasks]
     for step in range(spec.local_steps):
