@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import cast
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedpriv.config import RunConfig
 from fedpriv.errors import TooFewClientsError
-from fedpriv.holder.sums import DealerError, ProtocolError, TooFewError
+from fedpriv.holder.sums import DealerError, ProtocolError
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import TRAIN, Request, Scalars
 from fedpriv.holder.wire.kinds import Broadcast
@@ -24,20 +23,20 @@ from fedpriv.learning.adapters import Adapter, Merged
 from fedpriv.learning.aggregation import RULES, GlobalModel, fresh_start, recentred, started
 from fedpriv.learning.aggregation.server_optimizers import ServerOptimizer, server_step
 from fedpriv.learning.training.evaluation import Evaluation
-from fedpriv.learning.training.local_update import UpdateSpec, num_trained_values, trained_names
+from fedpriv.learning.training.local_update import UpdateSpec, trained_names
 from fedpriv.learning.training.noise_plan import start_noise
 from fedpriv.learning.training.schedule import RunSchedule
-from fedpriv.learning.training.summing import mean_of_sum, mean_upload
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from fedpriv.runs import USABLE, ClientRow, RoundRow
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
-from server.exchange import Exchange, ExpectedReply, Read, Vector, read_reply, read_sum
+from server.exchange import Exchange, ExpectedReply, Read, Vector
 from server.observer import Follow, answers
 from server.registration import Nodes
 from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Receipts, Round, RoundRequest, client_rows, round_row
-from server.sums import Opened, SecureSums
+from server.sums import SecureSums
+from server.uploads import Updates, Uploads
 
 log = logging.getLogger("flwr")
 
@@ -80,7 +79,6 @@ class RuleStrategy(Strategy):
         self.schedule = RunSchedule.of(config)
         self.books = books
         self.model = resumed.model if resumed else GlobalModel(initial=initial, adapter=initial)
-        self.uploads: dict[int, tuple[Adapter, Merged]] = dict(resumed.uploads) if resumed else {}
         self.stopped: str | None = None
         self.absences = Absences(nodes) if absences is None else absences
         self._last_finished = resumed.round if resumed else None
@@ -93,8 +91,11 @@ class RuleStrategy(Strategy):
         self._follow = follow
         self._receipts = receipts
         self._exchange = Exchange(self._told)
-        self._sums = SecureSums(config, nodes, run=run, exchange=self._exchange) if config.secure_aggregation else None
-        self._attempt: Opened | None = None
+        self._updates: Updates = (
+            SecureSums(config, nodes, run=run, exchange=self._exchange, books=books)
+            if config.secure_aggregation
+            else Uploads(config, len(nodes), resumed.uploads if resumed else None)
+        )
         self._no_sum: ProtocolError | None = None
         self._round = Round(0, nodes)
         self._rows: list[ClientRow] = []
@@ -123,6 +124,11 @@ class RuleStrategy(Strategy):
         return self.books.costs.event(client, self._round.number)
 
     @property
+    def uploads(self) -> dict[int, tuple[Adapter, Merged]]:
+        """{client: (its last upload, what had been added to the frozen weights)}, of those that are kept."""
+        return self._updates.last
+
+    @property
     def spec(self) -> UpdateSpec:
         """The update that the current round asks for; before the first round, that of the first."""
         return self.schedule.spec(self._round.number)
@@ -148,64 +154,16 @@ class RuleStrategy(Strategy):
         ranks = {client: self._config.rank_of(client) for client in clients}
         by_rank = {rank: self._request(rank, instruction) for rank in dict.fromkeys(ranks.values())}
         requests = {client: by_rank[rank] for client, rank in ranks.items()}
-        if self._sums is not None:
-            requests = self._opened(requests, self._sums)
+        requests = self._updates.open(self._link, round_, requests, self.spec, self.model)
         digests = {client: request.digest for client, request in requests.items()}
         # Others may take their places, but not in the terms of a sum, whose requests are never repeated.
-        if self._sums is None and self.books.retired_by_request(round_.number, digests):
+        if not self._updates.is_sum and self.books.retired_by_request(round_.number, digests):
             return self._charged_messages(config)
-        self.books.charge(round_.number, digests, among=self._attempt.terms.by_client if self._attempt else None)
+        self.books.charge(round_.number, digests, among=self._updates.among)
         if self._receipts is not None:
             shown = {client: self._receipts.shown_to(client) for client in requests}
             requests |= {client: requests[client].told(own) for client, own in shown.items() if own}
         return [round_.message_to(client, self._nodes[client][0], requests[client]) for client in requests]
-
-    def _opened(self, requests: Mapping[int, RoundRequest], sums: SecureSums) -> dict[int, RoundRequest]:
-        """The requests of the clients that are still in the attempt once keys and shares have been exchanged.
-
-        Raises:
-            TooFewClientsError: they are fewer than a sum needs; nobody was charged.
-        """
-        round_, spec, (request, *_) = self._round, self.spec, requests.values()
-        sum_grid = self.books.costs.grid(round_.number)
-        assert sum_grid is not None  # as for every round under secure aggregation
-        try:
-            self._attempt = sums.open(
-                self._link,
-                round_,
-                requests,
-                spec=spec,
-                grid=sum_grid,
-                request=request.digest,
-                dimension=num_trained_values(self.model.adapter, spec.trains),
-            )
-        except TooFewError as error:
-            raise TooFewClientsError(
-                f"round {round_.number}: {error}; resume the run once more clients answer"
-            ) from None
-        if dishonest := self._attempt.dishonest:
-            return self._opened(self._without(dishonest, requests), sums)
-        digest = self._attempt.terms.digest()
-        for client, reason in self._attempt.left_out.items():
-            round_.leave_out(client, reason)
-        return {client: request.told(own, digest) for client, own in self._attempt.fields.items()}
-
-    def _without(self, dishonest: Mapping[int, str], requests: Mapping[int, RoundRequest]) -> dict[int, RoundRequest]:
-        """The requests of the others; the run asks the dishonest no more, and nobody was charged yet.
-
-        Raises:
-            TooFewClientsError: the others are fewer than a sum needs.
-        """
-        for client, reason in dishonest.items():
-            self.books.retire(client, reason)
-            self._round.leave_out(client, reason)
-        others = {client: request for client, request in requests.items() if client not in dishonest}
-        if len(others) < self._config.min_clients:
-            raise TooFewClientsError(
-                f"round {self._round.number}: {'; '.join(dishonest.values())}; {len(others)} clients are left, "
-                f"min_clients = {self._config.min_clients}"
-            )
-        return others
 
     def _request(self, rank: int, instruction: Scalars) -> RoundRequest:
         """The request to clients of this rank in the current round."""
@@ -245,12 +203,7 @@ class RuleStrategy(Strategy):
 
     def _read(self, client: int, reply: Message) -> Read:
         """What a client's reply holds."""
-        expected = self._expected_reply(client)
-        if self._attempt is None:
-            read = read_reply(reply, expected)
-        else:
-            terms = self._attempt.terms
-            read = read_sum(reply, expected, dimension=terms.dimension, modulus_bits=terms.modulus_bits)
+        read = self._updates.read(reply, self._expected_reply(client))
         if self._receipts is not None:
             self._receipts.take(client, read.receipt)
         return read
@@ -267,33 +220,17 @@ class RuleStrategy(Strategy):
         if not self._has_enough or adapters is None:
             return None
         if uploads:
-            shares = [1.0] if self._sums is not None else list(weights.values())
+            shares = [1.0] if self._updates.is_sum else list(weights.values())
             self.model = self._next_model(adapters, shares, [self.books.sizes[client] for client in uploads])
         return ArrayRecord(self.model.adapter)
 
     def _adapters(self, contents: Mapping[int, Adapter | Vector]) -> list[Adapter] | None:
-        """The adapters that the rule averages: the uploads or, if only a sum is known, what stands for their average.
-
-        None if there is no sum; then `_no_sum` says why.
-        """
-        if self._sums is None or self._attempt is None:
-            adapters = cast("Mapping[int, Adapter]", contents)
-            last = {client: (adapter, self.model.merged) for client, adapter in adapters.items()}
-            if self._config.keeps_uploads_of(len(self._nodes)):
-                self.uploads |= last
-            elif self._config.integral_epsilon is not None:
-                self.uploads = last
-            return list(adapters.values())
+        """The adapters that the rule averages; None if there is no sum, and `_no_sum` says why."""
         try:
-            total = self._sums.close(self._link, self._round, self._attempt, cast("Mapping[int, Vector]", contents))
+            return self._updates.close(self._link, self._round, contents, self.spec, self.model)
         except ProtocolError as error:
             self._no_sum = error
-            if isinstance(error, DealerError):
-                self.books.retire(error.client, str(error))
             return None
-        mean = mean_of_sum(self._config, self.spec, self.books.sizes, torch.from_numpy(total), contents.keys())
-        broadcast = next(iter(self._round.requests.values())).broadcast
-        return [mean_upload(broadcast.adapter, self.spec, mean)]
 
     def _next_model(self, adapters: Sequence[Adapter], weights: Sequence[float], sizes: Sequence[int]) -> GlobalModel:
         """The global model that a round makes of these adapters, in which clients of these sizes take part."""
@@ -376,7 +313,7 @@ class RuleStrategy(Strategy):
             while messages:
                 self._collect(self._exchange.replies(grid, messages, timeout))
                 # A sum is of those that have exchanged keys: nobody can join them.
-                messages = [] if self._has_enough or self._sums else self._charged_messages(config)
+                messages = [] if self._has_enough or self._updates.is_sum else self._charged_messages(config)
             arrays = self._close_round()
             result.arrays = arrays or result.arrays
             self._report(round_, started)

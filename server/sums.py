@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedpriv.config import RunConfig
-from fedpriv.holder.sums import Participant, Terms, TooFewError, to_centred, word_dtype
+from fedpriv.errors import TooFewClientsError
+from fedpriv.holder.sums import DealerError, Participant, Terms, TooFewError, to_centred, word_dtype
 from fedpriv.holder.sums.server import (
     Dealt,
     collect_advertisements,
@@ -28,11 +30,26 @@ from fedpriv.holder.sums.server import (
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import ADVERTISE, CHECK, CONFIRM, REVEAL, SHARE, Request
 from fedpriv.holder.wire.kinds import Registration
-from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.learning.adapters import Adapter, Merged
+from fedpriv.learning.aggregation import GlobalModel
+from fedpriv.learning.training.local_update import UpdateSpec, num_trained_values
+from fedpriv.learning.training.summing import mean_of_sum, mean_upload
 from fedpriv.privacy.mechanisms.grid import SumGrid
-from server.exchange import Exchange, MalformedError, Vector, answer_in, message_to, reason_of, wire_bytes
+from server.bookkeeping import Books
+from server.exchange import (
+    Exchange,
+    ExpectedReply,
+    MalformedError,
+    Read,
+    Vector,
+    answer_in,
+    message_to,
+    read_sum,
+    reason_of,
+    wire_bytes,
+)
 from server.registration import label_of
-from server.round import Round
+from server.round import Round, RoundRequest
 
 log = logging.getLogger("flwr")
 
@@ -60,21 +77,112 @@ class Opened:
 
 
 class SecureSums:
-    """The exchanges of a run's sums.
+    """The sums of a run, which are all that the server learns of its clients' updates; see `uploads.Updates`.
 
     Args:
         config: of the run.
         nodes: {client: (node id, registration)}.
         run: the run's random id.
         exchange: with the nodes.
+        books: say what a sum costs, and retire who is dishonest.
     """
 
+    is_sum = True
+
     def __init__(
-        self, config: RunConfig, nodes: Mapping[int, tuple[int, Registration]], *, run: str, exchange: Exchange
+        self,
+        config: RunConfig,
+        nodes: Mapping[int, tuple[int, Registration]],
+        *,
+        run: str,
+        exchange: Exchange,
+        books: Books,
     ) -> None:
-        self._config, self._nodes, self._run, self._exchange = config, nodes, run, exchange
+        self._config, self._nodes, self._run, self._exchange, self._books = config, nodes, run, exchange, books
+        self._attempt: Opened | None = None
+        self.last: dict[int, tuple[Adapter, Merged]] = {}
+
+    @property
+    def among(self) -> Iterable[int] | None:
+        """The clients in the terms of the sum."""
+        return self._attempt.terms.by_client if self._attempt else None
 
     def open(
+        self, link: Grid, round_: Round, requests: Mapping[int, RoundRequest], spec: UpdateSpec, model: GlobalModel
+    ) -> dict[int, RoundRequest]:
+        """The requests of the clients that are still in the attempt once keys and shares have been exchanged."""
+        (request, *_) = requests.values()
+        sum_grid = self._books.costs.grid(round_.number)
+        assert sum_grid is not None  # as for every round under secure aggregation
+        try:
+            opened = self._attempt = self.attempt(
+                link,
+                round_,
+                requests,
+                spec=spec,
+                grid=sum_grid,
+                request=request.digest,
+                dimension=num_trained_values(model.adapter, spec.trains),
+            )
+        except TooFewError as error:
+            raise TooFewClientsError(
+                f"round {round_.number}: {error}; resume the run once more clients answer"
+            ) from None
+        if opened.dishonest:
+            others = self._without(opened.dishonest, requests, round_)
+            return self.open(link, round_, others, spec, model)
+        for client, reason in opened.left_out.items():
+            round_.leave_out(client, reason)
+        digest = opened.terms.digest()
+        return {client: request.told(own, digest) for client, own in opened.fields.items()}
+
+    def _without(
+        self, dishonest: Mapping[int, str], requests: Mapping[int, RoundRequest], round_: Round
+    ) -> dict[int, RoundRequest]:
+        """The requests of the others; the run asks the dishonest no more, and nobody was charged yet.
+
+        Raises:
+            TooFewClientsError: the others are fewer than a sum needs.
+        """
+        for client, reason in dishonest.items():
+            self._books.retire(client, reason)
+            round_.leave_out(client, reason)
+        others = {client: request for client, request in requests.items() if client not in dishonest}
+        if len(others) < self._config.min_clients:
+            raise TooFewClientsError(
+                f"round {round_.number}: {'; '.join(dishonest.values())}; {len(others)} clients are left, "
+                f"min_clients = {self._config.min_clients}"
+            )
+        return others
+
+    def read(self, reply: Message, expected: ExpectedReply) -> Read:
+        """See `read_sum`."""
+        assert self._attempt is not None, "nobody is asked before the sum is opened"
+        terms = self._attempt.terms
+        return read_sum(reply, expected, dimension=terms.dimension, modulus_bits=terms.modulus_bits)
+
+    def close(
+        self, link: Grid, round_: Round, contents: Mapping[int, Adapter | Vector], spec: UpdateSpec, model: GlobalModel
+    ) -> list[Adapter]:
+        """What stands for the average of the updates, of which only the sum is known.
+
+        Raises:
+            TooFewError: fewer clients are left than a sum needs, so nothing is unmasked.
+            DealerError: a client, which the run asks no more, dealt shares that do not fit together.
+        """
+        if self._attempt is None:  # nobody was asked
+            return []
+        vectors = {client: content for client, content in contents.items() if isinstance(content, np.ndarray)}
+        try:
+            total = self.total(link, round_, self._attempt, vectors)
+        except DealerError as error:
+            self._books.retire(error.client, str(error))
+            raise
+        mean = mean_of_sum(self._config, spec, self._books.sizes, torch.from_numpy(total), vectors.keys())
+        broadcast = next(iter(round_.requests.values())).broadcast
+        return [mean_upload(broadcast.adapter, spec, mean)]
+
+    def attempt(
         self,
         link: Grid,
         round_: Round,
@@ -137,7 +245,7 @@ class SecureSums:
             dishonest=dealt.dishonest,
         )
 
-    def close(self, link: Grid, round_: Round, opened: Opened, vectors: Mapping[int, Vector]) -> npt.NDArray[np.int64]:
+    def total(self, link: Grid, round_: Round, opened: Opened, vectors: Mapping[int, Vector]) -> npt.NDArray[np.int64]:
         """The sum of what these clients sent, int64 [values].
 
         Args:

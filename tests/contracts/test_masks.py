@@ -137,7 +137,7 @@ def test_a_round_with_too_few_ends_by_name_and_its_charges_stand(values, tmp_pat
 
 
 def test_a_round_that_is_repeated_after_a_crash_is_a_new_attempt_with_charges_of_its_own(values, tmp_path, monkeypatch):
-    close, attempts = SecureSums.close, []
+    close, attempts = SecureSums.total, []
 
     def crash(self, link, round_, opened, vectors):
         attempts.append(opened.terms.attempt)
@@ -145,7 +145,7 @@ def test_a_round_that_is_repeated_after_a_crash_is_a_new_attempt_with_charges_of
             raise RuntimeError("the server's machine loses power")
         return close(self, link, round_, opened, vectors)
 
-    monkeypatch.setattr(SecureSums, "close", crash)
+    monkeypatch.setattr(SecureSums, "total", crash)
     with pytest.raises(RuntimeError, match="power"):
         run(values, tmp_path / "run", secure_masks=True)
     run(values, tmp_path / "run", secure_masks=True, resume=str(tmp_path / "run"))

@@ -75,12 +75,12 @@ def charged(tmp_path) -> dict[int, float]:
 
 
 def test_who_dropped_out_before_training_is_not_charged_but_stays_in_the_terms(strategy, monkeypatch, tmp_path):
-    def without_2(*args, open_=strategy._sums.open, **options):
+    def without_2(*args, open_=strategy._updates.attempt, **options):
         opened = open_(*args, **options)
         fields = {client: each for client, each in opened.fields.items() if client != 2}
         return replace(opened, fields=fields, left_out={2: "no answer in time"})
 
-    monkeypatch.setattr(strategy._sums, "open", without_2)
+    monkeypatch.setattr(strategy._updates, "attempt", without_2)
     assert ask(strategy) == [0, 1, 3]
     # In the worst case the other survivors are the two smallest clients that signed, as each node computes it, and the
     # larger of them reads the sum.
@@ -97,7 +97,7 @@ def test_a_sum_that_never_begins_is_charged_to_nobody(strategy, monkeypatch, tmp
     def too_few(*_, **__):
         raise TooFewError("advertisements: came from 1 clients, must come from at least 3; client 0: refused: closed")
 
-    monkeypatch.setattr(strategy._sums, "open", too_few)
+    monkeypatch.setattr(strategy._updates, "attempt", too_few)
     with pytest.raises(TooFewClientsError, match=r"round 1: advertisements: .* client 0: refused: closed; resume"):
         ask(strategy)
     assert charged(tmp_path) == {}
