@@ -74,7 +74,7 @@ def registered(config: RunConfig, bench: Workbench | None, holder: Holder) -> tu
             raise RefusedError("ledger: this node has none, and releases nothing that it cannot record")
         return data_set, data_set.num_records
     client = holder.partition(bench.num_clients)
-    canaries = audited(config, bench, client)
+    canaries = audited(config, bench, client) if config.audit else None
     num_records = canaries.num_registered if canaries else _size(bench, client)
     data_set = _charging.registered_data_set(holder.policy, bench.accounts[client], num_records)
     return data_set, data_set.num_records if data_set else num_records
@@ -109,8 +109,7 @@ def of_release(reading: RecordsToRead, bench: Workbench, holder: Holder) -> Reco
             return bench.tokenize(bench.set_aside(client))
         if own:
             return bench.client(client, _encode(config, bench, own.settings, data_set))
-        canaries = audited(config, bench, client)
-        return canaries.records if canaries else bench.client(client)
+        return audited(config, bench, client).records if config.audit else bench.client(client)
     except Exception as error:  # whatever the file holds must not decide whether there is a release
         if holder.policy.allow_not_private or is_memory_failure(error):
             raise

@@ -41,7 +41,7 @@ from fedpriv.holder.wire.frame import (
 )
 from fedpriv.holder.wire.kinds import Broadcast, EvaluationRelease, UploadRelease
 from fedpriv.learning.adapters import Adapter, difference
-from fedpriv.learning.aggregation import is_irrelevant
+from fedpriv.learning.aggregation import RULES
 from fedpriv.learning.training import private_evaluation
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.learning.training.private_evaluation import NoisedCounts
@@ -362,7 +362,12 @@ def _response(prepared: Prepared, update: ClientUpdate) -> Response:
         counts = NoisedCounts.of(update.noised)
         answer = EvaluationRelease(round=round_, event=update.event, counts=counts, receipt=prepared.receipt)
         return Response.of(fields=kinds.pack(answer))
-    silent = part is None and _is_irrelevant(update.adapter, broadcast, spec, round_)
+    withholds = RULES[prepared.config.aggregation].withholds
+    silent = (
+        part is None
+        and withholds is not None
+        and withholds(difference(update.adapter, broadcast.adapter), broadcast.signs, spec.relevance_threshold, round_)
+    )
     arrays: Arrays = {}
     if part is not None:
         arrays = {kinds.ADAPTER: {kinds.SUM: part.vector(update)}}
@@ -377,14 +382,6 @@ def _response(prepared: Prepared, update: ClientUpdate) -> Response:
         receipt=prepared.receipt,
     )
     return Response.of(fields=kinds.pack(release), arrays=arrays)
-
-
-def _is_irrelevant(adapter: Adapter, broadcast: Broadcast, spec: UpdateSpec, round_: int) -> bool:
-    """Whether the update points away from the federation's last step; before the first step no update does."""
-    if not broadcast.signs or not spec.relevance_threshold:
-        return False
-    update = difference(adapter, broadcast.adapter)
-    return is_irrelevant(update, broadcast.signs, start=spec.relevance_threshold, round_=round_)
 
 
 def _source(config: RunConfig, client: int, round_: int, purpose: str) -> RandomSource:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.learning.aggregation._cmfl import is_irrelevant as is_irrelevant
     from fedpriv.learning.aggregation._cmfl import pack_signs as pack_signs
     from fedpriv.learning.aggregation._cmfl import unpack_signs as unpack_signs
     from fedpriv.learning.aggregation._fedavg import GlobalModel as GlobalModel

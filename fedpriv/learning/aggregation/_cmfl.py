@@ -51,8 +51,13 @@ def threshold(start: float, round_: int) -> float:
     return start / math.sqrt(round_)
 
 
-def is_irrelevant(update: Mapping[str, Tensor], signs: Mapping[str, Tensor], *, start: float, round_: int) -> bool:
-    """Whether a client stays silent, since its update's `relevance` is below the round's `threshold`."""
+def is_irrelevant(update: Mapping[str, Tensor], signs: Mapping[str, Tensor], start: float, round_: int) -> bool:
+    """Whether a client stays silent, since its update's `relevance` is below the round's `threshold`.
+
+    Before the first step of the federation, when there are no signs, no update is.
+    """
+    if not signs or not start:
+        return False
     return relevance(update, signs) < threshold(start, round_)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     Aggregate = Callable[[GlobalModel, Sequence[Adapter], Sequence[float]], GlobalModel]
     Finish = Callable[[GlobalModel], GlobalModel]
+    Withholds = Callable[[Adapter, Adapter, float, int], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +32,13 @@ class Rule(RuleFacts):
             names and shapes (ranks may differ where clients restart), and from their weights, which sum to one.
         finish: what is made of the model after the step of the server's optimizer, in another basis; its function stays
             the same. None makes nothing.
+        withholds: whether a client keeps its noised update to itself, from that, the signs of the last global update,
+            `relevance_threshold` and the round; it costs as much all the same. None sends every update.
     """
 
     aggregate: Aggregate
     finish: Finish | None = None
+    withholds: Withholds | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rebases", self.finish is not None)
@@ -81,9 +85,10 @@ def _late(place: str) -> Callable[..., Any]:
     return function
 
 
-def _known(name: str, aggregate: str, finish: str | None = None) -> Rule:
+def _known(name: str, aggregate: str, **hooks: str) -> Rule:
     """A rule of which the configuration has the facts; its functions are imported when they are first called."""
-    return Rule(**asdict(RULE_FACTS[name]), aggregate=_late(aggregate), finish=_late(finish) if finish else None)
+    late: Any = {hook: _late(place) for hook, place in hooks.items()}
+    return Rule(**asdict(RULE_FACTS[name]), aggregate=_late(aggregate), **late)
 
 
 _AVERAGE = "_fedavg:average"
@@ -94,10 +99,10 @@ RULES = _Rules(
         "dp-lora": _known("dp-lora", _AVERAGE),
         "fedavg": _known("fedavg", _AVERAGE),
         "t-fedavg": _known("t-fedavg", "_t_fedavg:t_fedavg"),
-        "cmfl": _known("cmfl", "_cmfl:cmfl"),
+        "cmfl": _known("cmfl", "_cmfl:cmfl", withholds="_cmfl:is_irrelevant"),
         "ffa-lora": _known("ffa-lora", _AVERAGE),
         "rolora": _known("rolora", _AVERAGE),
-        "fedsvd": _known("fedsvd", _AVERAGE, "_fedsvd:rebased"),
+        "fedsvd": _known("fedsvd", _AVERAGE, finish="_fedsvd:rebased"),
         "fed-sb": _known("fed-sb", _AVERAGE),
         "fedex-lora": _known("fedex-lora", "_fedex_lora:fedex_lora"),
         "flora": _known("flora", "_flora:flora"),

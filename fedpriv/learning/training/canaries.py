@@ -235,8 +235,8 @@ def audited_client(
     )
 
 
-def audited(config: RunConfig, bench: Workbench, index: int) -> AuditedClient | None:
-    """A client with its canaries; None in a run without an audit.
+def audited(config: RunConfig, bench: Workbench, index: int) -> AuditedClient:
+    """A client of a run with an audit, with its canaries.
 
     The coins use the run's seed, since the auditor has to know them: they protect only canaries.
 
@@ -248,8 +248,7 @@ def audited(config: RunConfig, bench: Workbench, index: int) -> AuditedClient | 
     Raises:
         InputError: there are too few records.
     """
-    if not config.audit:
-        return None
+    assert config.audit, "a run without an audit has no canaries"
     plan = CanaryPlan(
         kind=config.audit,
         num=config.audit_canaries,

@@ -265,5 +265,4 @@ def audit_of(
 
 
 def _clients(config: RunConfig, bench: Workbench) -> list[AuditedClient]:
-    found = (audited(config, bench, index) for index in range(len(bench.data.clients)))
-    return [client for client in found if client is not None]
+    return [audited(config, bench, index) for index in range(len(bench.data.clients))]

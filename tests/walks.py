@@ -1,0 +1,180 @@
+"""Four walks through the house, traced in real runs: `python -m tests.walks [round|gradient|report|http] [--files]`.
+
+`round` goes from the strategy asking for a round to the new global model, `gradient` from a CSV's path to a client's
+noised step, `report` from what the rounds cost to the report page, and `http` from a run's folder to the answer of a
+request. A file of ours counts with its lines if one of its functions ran on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import server.app
+from fedpriv.config import RunConfig, parse
+from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
+from fedpriv.learning.training.stacked import execute_one_by_one
+from fedpriv.learning.training.workbench import Workbench
+from fedpriv.privacy.mechanisms.sources import SeededSource
+from server.observer import LogObserver
+from server.strategy import RuleStrategy
+from simulations.engines import federation
+from simulations.tiny_bert import make_tiny_bert
+from tests.tiny import LABELS, WORDS
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = tuple(str(ROOT / package) + "/" for package in ("fedpriv", "clients", "server", "simulations"))
+
+
+@dataclass
+class Walk:
+    """What a way enters, in any thread, while it is open."""
+
+    codes: set[CodeType] = field(default_factory=set)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Note what runs while the block does."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """Note what runs from now on."""
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def end(self) -> None:
+        """Note nothing more."""
+        threading.setprofile(None)
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name != "<module>" and code.co_filename.startswith(OURS):
+            self.codes.add(code)
+
+    def between(self, owner: Any, first: str, last_owner: Any, last: str) -> None:
+        """Be open from each call of one function to the return of another."""
+        begun = getattr(owner, first)
+
+        def begin(*arguments: Any) -> Any:
+            self.begin()
+            return begun(*arguments)
+
+        setattr(owner, first, begin)
+        ended = getattr(last_owner, last)
+
+        def end(*arguments: Any) -> Any:
+            try:
+                return ended(*arguments)
+            finally:
+                self.end()
+
+        setattr(last_owner, last, end)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """{file: its lines}."""
+        names = sorted({code.co_filename for code in self.codes})
+        return {str(Path(name).relative_to(ROOT)): len(Path(name).read_text().splitlines()) for name in names}
+
+    @property
+    def num_functions(self) -> int:
+        """The number of distinct functions, those within functions and comprehensions left out."""
+        return len({code for code in self.codes if "<" not in code.co_qualname})
+
+
+def _config(folder: Path) -> RunConfig:
+    table = folder / "records.csv"
+    rows = [f"{WORDS[i % len(WORDS)]} {WORDS[i * 7 % len(WORDS)]},{LABELS[i % len(LABELS)]},{i % 2}" for i in range(60)]
+    table.write_text("\n".join(["text,label,site", *rows, ""]))
+    model = make_tiny_bert(folder / "tiny-bert", [*WORDS, *LABELS])
+    values = {
+        **{"model": str(model), "data": str(table), "client_column": "site", "layers": "last-1", "rank": 4},
+        **{"rounds": 2, "local_steps": 2, "batch_size": 8, "noise_multiplier": 1.0},
+        **{"simulate": True, "comparison": False, "out": str(folder / "run")},
+    }
+    return parse(values)
+
+
+def _round(walk: Walk, folder: Path) -> None:
+    walk.between(RuleStrategy, "configure_train", RuleStrategy, "_close_round")
+    federation.run(_config(folder), LogObserver())
+
+
+def _gradient(walk: Walk, folder: Path) -> None:
+    config = _config(folder)
+    bench, spec = Workbench(config), UpdateSpec.of(config)
+    del bench.__dict__["data"]  # the classes were read for the model, which is no part of the way
+    with walk.open():
+        records = bench.client(0)
+        sampler = spec.sampler(records.num_units, SeededSource(1), SeededSource(2))
+        task = UpdateTask(
+            adapter=bench.initial, data=records, spec=spec, round=1, sampler=sampler, noise=SeededSource(3)
+        )
+        (update,) = execute_one_by_one(bench.model, [task])
+    if isinstance(update, Exception):
+        raise update
+
+
+def _report(walk: Walk, folder: Path) -> None:
+    for name in ("summarize", "_write_report"):
+        walk.between(server.app, name, server.app, name)
+    federation.run(_config(folder), LogObserver())
+
+
+def _http(walk: Walk, folder: Path) -> None:
+    from fastapi.testclient import TestClient
+
+    from fedpriv.models.serving.http.app import create_app
+    from fedpriv.models.serving.http.cards import Cards
+    from fedpriv.models.serving.http.limits import RequestLimits
+    from fedpriv.models.serving.http.tokens import Tokens
+    from fedpriv.models.serving.scheduler import open_serving
+
+    federation.run(_config(folder), LogObserver())
+    run = folder / "run"
+    with walk.open():
+        serving = open_serving(run, memory_bytes=2**30, max_waiting=8, base_dtype="auto", model="")
+        limits = RequestLimits(drain_seconds=1)
+        with TestClient(create_app(serving, Cards(run), Tokens(None), limits, {})) as client:
+            answer = client.post("/v1/classify", json={"model": "global", "input": "a text"})
+            answer.raise_for_status()
+        serving.close()
+
+
+WALKS: dict[str, Callable[[Walk, Path], None]] = {
+    "round": _round,
+    "gradient": _gradient,
+    "report": _report,
+    "http": _http,
+}
+
+
+def main() -> None:
+    """Print how many files, lines and functions a walk enters."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("walk", choices=WALKS, help="which")
+    parser.add_argument("--files", action="store_true", help="print each file with its lines")
+    wanted = parser.parse_args()
+    walk = Walk()
+    with tempfile.TemporaryDirectory() as folder:
+        WALKS[wanted.walk](walk, Path(folder))
+    for file, lines in walk.files.items() if wanted.files else ():
+        print(f"{lines:5} {file}")
+    print(f"{wanted.walk}: {len(walk.files)} files, {sum(walk.files.values())} lines, {walk.num_functions} functions")
+
+
+if __name__ == "__main__":
+    main()
