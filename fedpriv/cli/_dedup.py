@@ -247,7 +247,7 @@ def _line(outcome: Outcome) -> str:
 
 def _utility(outcome: Outcome) -> str:
     """Its loss in words, of accuracy or of perplexity; empty if its records are private or nothing was proven."""
-    from fedpriv.models.variants.outcomes import perplexity
+    from fedpriv.models.variants.manifests import perplexity
     from fedpriv.runs.figures import format_bound
 
     before, after = outcome.utility_before, outcome.utility_after

@@ -56,8 +56,8 @@ def list_(store: StorePath) -> Result:
 
     Example: fedpriv dedup list store
     """
-    from fedpriv.models.variants.kept import stored_models
     from fedpriv.models.variants.store import Store
+    from fedpriv.models.variants.stored import stored_models
 
     with Store(store, read_only=True) as opened:
         models = stored_models(opened)
@@ -75,13 +75,13 @@ def remove(
 
     Example: fedpriv dedup remove store client-2 client-3
     """
-    from fedpriv.models.variants import kept
+    from fedpriv.models.variants import stored
     from fedpriv.models.variants.store import Store
 
     _check_store(store)
     with Store(store) as opened:
-        kept.remove(opened, names)
-        left, kept_values = opened.names, kept.kept_for_others(opened, names)
+        stored.remove(opened, names)
+        left, kept_values = opened.names, stored.kept_for_others(opened, names)
     lines = [f"{len(left)} variants left: {', '.join(left) or 'none'}"]
     for name, others in kept_values.items():
         lines.append(f"note: the values of {name} stay in the store, since {', '.join(others)} are restored with them")

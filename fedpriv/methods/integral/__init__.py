@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from fedpriv.methods.integral._networks import num_parameters as num_parameters
     from fedpriv.methods.integral._networks import perceptron as perceptron
     from fedpriv.methods.integral._networks import to_vector as to_vector
+    from fedpriv.methods.integral._selection import Advice as Advice
     from fedpriv.methods.integral._selection import Anonymity as Anonymity
     from fedpriv.methods.integral._selection import Cluster as Cluster
+    from fedpriv.methods.integral._selection import Indices as Indices
     from fedpriv.methods.integral._selection import Linkage as Linkage
     from fedpriv.methods.integral._selection import Measure as Measure
+    from fedpriv.methods.integral._selection import Subsamples as Subsamples
+    from fedpriv.methods.integral._selection import advice as advice
     from fedpriv.methods.integral._selection import anonymity as anonymity
+    from fedpriv.methods.integral._selection import disjoint_subsamples as disjoint_subsamples
     from fedpriv.methods.integral._selection import select as select
     from fedpriv.methods.integral._selection import statement as statement
-    from fedpriv.methods.integral._subsamples import Advice as Advice
-    from fedpriv.methods.integral._subsamples import Indices as Indices
-    from fedpriv.methods.integral._subsamples import Subsamples as Subsamples
-    from fedpriv.methods.integral._subsamples import advice as advice
-    from fedpriv.methods.integral._subsamples import disjoint_subsamples as disjoint_subsamples
     from fedpriv.methods.integral._training import OPTIMIZERS as OPTIMIZERS
     from fedpriv.methods.integral._training import PrivateSchedule as PrivateSchedule
     from fedpriv.methods.integral._training import TrainingSchedule as TrainingSchedule

@@ -20,7 +20,7 @@ from fedpriv.learning.training import PoissonSampler
 from fedpriv.learning.training.clipping import add_clipped, clipped_sums
 from fedpriv.learning.training.summing import noised_sum
 from fedpriv.methods.integral._networks import from_vectors, is_perceptron, to_vector
-from fedpriv.methods.integral._subsamples import Indices
+from fedpriv.methods.integral._selection import Indices
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.mechanisms.sources import RandomSource
 

@@ -26,8 +26,15 @@ from torch import Tensor, nn
 
 from fedpriv.errors import InputError
 from fedpriv.methods.integral._networks import aligned, metrics
-from fedpriv.methods.integral._selection import Linkage, Measure, Vectors, distances, select
-from fedpriv.methods.integral._subsamples import Indices, disjoint_subsamples
+from fedpriv.methods.integral._selection import (
+    Indices,
+    Linkage,
+    Measure,
+    Vectors,
+    disjoint_subsamples,
+    distances,
+    select,
+)
 from fedpriv.methods.integral._training import (
     PrivateSchedule,
     TrainingSchedule,

@@ -11,8 +11,15 @@ from torch import Tensor, nn
 
 from fedpriv.errors import InputError
 from fedpriv.methods.integral._networks import NetworkMetrics, aligned, majority_class, metrics
-from fedpriv.methods.integral._selection import Cluster, Linkage, Measure, check_epsilon, select
-from fedpriv.methods.integral._subsamples import Subsamples, disjoint_subsamples
+from fedpriv.methods.integral._selection import (
+    Cluster,
+    Linkage,
+    Measure,
+    Subsamples,
+    check_epsilon,
+    disjoint_subsamples,
+    select,
+)
 from fedpriv.methods.integral._training import TrainingSchedule, train_stacked
 
 # Epochs after which recurrence and accuracy are measured, in addition to the last.

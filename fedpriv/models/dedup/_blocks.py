@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.models.dedup._base_selection import Assignment, Selection, fair_limits
-from fedpriv.models.dedup.algorithms import algorithm
+from fedpriv.models.dedup.algorithms import algorithm, minhash_similarity
 from fedpriv.models.dedup.distance import nearest
-from fedpriv.models.dedup.mistique import minhash_similarity
 from fedpriv.models.dedup.planning import (
     DedupSettings,
     ValidationCharge,

@@ -19,8 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fedpriv.models.serving._engine import Weights
 from fedpriv.models.serving._jobs import PassCounter, ServingJob, check_finite, failure, tell
-from fedpriv.models.serving._sampling import TokenTexts, generator_of, next_token, penalized, scored
-from fedpriv.models.serving._texts import Text
+from fedpriv.models.serving._texts import Text, TokenTexts, generator_of, next_token, penalized, scored
 from fedpriv.models.serving.requests import Failed, Finished, Generate, Piece, ScoredToken, ServingError
 
 

@@ -27,8 +27,7 @@ from fedpriv.models.serving.requests import (
     ServingError,
     Tokens,
 )
-from fedpriv.models.serving.sources import VariantMemory
-from fedpriv.models.variants.cache import NoRoomError
+from fedpriv.models.serving.sources import NoRoomError, VariantMemory
 
 
 @dataclass(eq=False, kw_only=True)

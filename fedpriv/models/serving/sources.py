@@ -1,18 +1,18 @@
 """Sources of variants and their base: the folder of a run, or a store of deduplicated variants.
 
-Variants are read into memory when they are asked for, and the least recently used ones are given up for others.
+Variants are read into bounded memory when they are asked for, and those used longest ago are given up for others.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -29,10 +29,18 @@ from fedpriv.models.publishing.saved import GLOBAL, SavedVariant
 from fedpriv.models.serving._engine import Weights
 from fedpriv.models.serving.requests import DamagedVariantError, ServingError, UnknownVariantError
 from fedpriv.models.variants import is_store
-from fedpriv.models.variants.cache import BoundedCache, CacheStatistics, NoRoomError
-from fedpriv.models.variants.kept import VariantFolders, readers_of
+from fedpriv.models.variants.folders import VariantFolders
 from fedpriv.models.variants.store import Store
+from fedpriv.models.variants.stored import readers_of
 from fedpriv.runs import RunFolder, files
+
+log = logging.getLogger(__name__)
+
+_Read = Callable[[int], Mapping[str, Tensor]]
+"""The tensors of a variant from the disk, given the most bytes that they may take: a small store may hold models of any
+size. Raises ServingError before it reads more, and any other exception if they are damaged."""
+
+Held = TypeVar("Held")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -192,13 +200,6 @@ def _read(
     return {tensor: as_tensor(values) for tensor, values in tensors.items()}
 
 
-log = logging.getLogger(__name__)
-
-_Read = Callable[[int], Mapping[str, Tensor]]
-"""The tensors of a variant from the disk, given the most bytes that they may take: a small store may hold models of any
-size. Raises ServingError before it reads more, and any other exception if they are damaged."""
-
-
 class VariantMemory:
     """Variants in bounded memory. Not thread-safe, except that `statistics` may be read from any thread.
 
@@ -283,3 +284,101 @@ def _check_room(name: str, num_bytes: int, most_bytes: int) -> None:
 
 def _bytes_of(variants: Iterable[Weights]) -> int:
     return sum(weights.num_bytes for weights in variants)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStatistics:
+    """Counts of a cache's work so far.
+
+    Attributes:
+        hits: requests for variants that were in memory.
+        misses: requests for which something was read.
+        bytes_read: from files or stores.
+        bytes_in_memory: of the variants in memory; what several have in common counts once.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    bytes_read: int = 0
+    bytes_in_memory: int = 0
+
+
+class NoRoomError(RuntimeError):
+    """Variants in use leave no room now; there will be some when they are given back."""
+
+
+class BoundedCache(Generic[Held]):
+    """Variants in memory, by the time of their last use. Not thread-safe, but `statistics` may be read from any thread.
+
+    Args:
+        num_bytes: of all that is held together.
+
+    Attributes:
+        statistics: of its work so far.
+    """
+
+    def __init__(self, num_bytes: Callable[[Collection[Held]], int]) -> None:
+        self._num_bytes = num_bytes
+        self._held: OrderedDict[str, Held] = OrderedDict()
+        self.statistics = CacheStatistics()
+
+    @property
+    def names(self) -> list[str]:
+        """The variants in memory, least recently used first."""
+        return list(self._held)
+
+    @property
+    def held(self) -> Collection[Held]:
+        """The memory of each of them."""
+        return self._held.values()
+
+    def get(self, name: str) -> Held | None:
+        """The memory of a variant; None if it is not held."""
+        return self._held.get(name)
+
+    def keep(self, name: str, held: Held, *, bytes_read: int, again: bool = False) -> None:
+        """Hold a variant as the one that was used last, and count the request for it.
+
+        Args:
+            name: of the variant.
+            held: its memory.
+            bytes_read: for this request; 0 is a hit.
+            again: whether the request has had the variant before, and is counted already.
+        """
+        before, is_new = self.statistics, self._held.get(name) is not held
+        self._held[name] = held
+        self._held.move_to_end(name)
+        self.statistics = CacheStatistics(
+            hits=before.hits + (not bytes_read and not again),
+            misses=before.misses + (bool(bytes_read) and not again),
+            bytes_read=before.bytes_read + bytes_read,
+            bytes_in_memory=self._num_bytes(self._held.values()) if is_new else before.bytes_in_memory,
+        )
+
+    def make_room(self, attempt: Callable[[], Held | None], *, in_use: Iterable[str]) -> Held:
+        """The first result of the attempt that is not None; after each other, the variant used longest ago is given up.
+
+        Args:
+            attempt: to find memory for a variant.
+            in_use: variants that stay.
+
+        Raises:
+            NoRoomError: all variants that are left are in use.
+        """
+        kept = set(in_use)
+        while (found := attempt()) is None:
+            oldest = next((name for name in self._held if name not in kept), None)
+            if oldest is None:
+                raise NoRoomError
+            del self._held[oldest]
+        return found
+
+    def forget(self, name: str) -> None:
+        """Give up a variant, if it is held."""
+        self._held.pop(name, None)
+        self.statistics = replace(self.statistics, bytes_in_memory=self._num_bytes(self._held.values()))
+
+    def clear(self) -> None:
+        """Give up all variants."""
+        self._held.clear()
+        self.statistics = replace(self.statistics, bytes_in_memory=0)

@@ -27,16 +27,9 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import remove_files, sync_folder
-from fedpriv.models.variants._index import FILE, MOST_BYTES, Digests, Index, State
-from fedpriv.models.variants._manifests import (
-    Manifest,
-    array_sha256,
-    number_blocks,
-    numbers_by_digest,
-    rows_of,
-)
-from fedpriv.models.variants._opening import (
+from fedpriv.models.variants._folder import (
     LOCK,
+    RowFile,
     check_folder,
     damaged_rows,
     damaged_tensors,
@@ -44,11 +37,18 @@ from fedpriv.models.variants._opening import (
     own_files,
     problems,
 )
-from fedpriv.models.variants._rows import RowFile
+from fedpriv.models.variants._index import FILE, MOST_BYTES, Digests, Index, State
 from fedpriv.models.variants.blocks import BlockLayout, Tensors, layout_of, tensors_in
 from fedpriv.models.variants.folders import Described
 from fedpriv.models.variants.lossless import Reference
-from fedpriv.models.variants.outcomes import utilities
+from fedpriv.models.variants.manifests import (
+    Manifest,
+    array_sha256,
+    number_blocks,
+    numbers_by_digest,
+    rows_of,
+    utilities,
+)
 
 CHARGES_FILE = "charges.json"
 """A file that outlives the models of a store, for the charges of private records that validated them"""

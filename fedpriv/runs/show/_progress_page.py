@@ -27,9 +27,9 @@ from fedpriv.runs import RunFolder, RunStatus, files, resume_command, spent_on_v
 from fedpriv.runs.figures import figures, format_bound, format_delta, format_epsilon
 from fedpriv.runs.show import _plots
 from fedpriv.runs.show._report_page import Panel, panel, quality_panels, templates
-from fedpriv.runs.show._share import SHARE, Share
 from fedpriv.runs.show._sweeps import STATES, read_sweep, sweep_table
 from fedpriv.runs.show._terminal import clients_so_far, last_events, troubles
+from fedpriv.runs.show._tracking import SHARE, Share
 from fedpriv.texts import printable
 
 log = logging.getLogger("fedpriv")

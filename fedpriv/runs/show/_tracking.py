@@ -2,7 +2,7 @@
 the run goes on.
 
 It reads the folder, so it knows nothing that is not released. At the end the tracker gets files too: copies without
-the paths of the machine that made them.
+the paths of the machine that made them. `Share` bounds the time that showing a run takes from it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,62 @@ from fedpriv.config import MachineSection, Track
 from fedpriv.runs import ClientRow, RoundRow, RunFolder, column_types, files, is_alive
 from fedpriv.runs.figures import figures
 from fedpriv.runs.show import _tracker
-from fedpriv.runs.show._share import Share
 from fedpriv.runs.show._tables import ReadStored, nothing_stored
 from fedpriv.runs.show._tracker import Ending, Place, TrackedRun, Tracker, tracker_of
 
+SHARE = 0.02
+
 # How long a tracker may take after the run, for what is still to be sent; and after one that failed.
 END_SECONDS, SHORT_SECONDS = 60.0, 15.0
+
 # Events that may wait; a tracker that is further behind is given up.
 _MOST_WAITING = 1000
-_LONGEST_REASON = 200
 
+_LONGEST_REASON = 200
 Tell = Callable[[Ending | None], None]
+
 # A run that is followed is of this version, so a column that it lacks is damage.
 _ROUND_COLUMNS, _CLIENT_COLUMNS = tuple(column_types(RoundRow)), tuple(column_types(ClientRow))
 
 # The columns that a sweep's own run gets; all rows of sweep.csv hold the same.
 _SWEEP_FIGURES = ("epsilon_sum", "delta_sum", "num_runs_in_sum")
+
+# Of the global model's folder, which also holds the releases that the server deduplicates by.
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json", "fedpriv.json", "README.md")
+
+GLOBAL = "global"
+
+
+class Share:
+    """Says when something may be done again, such that it takes at most a fiftieth of all time.
+
+    Args:
+        expected: seconds that it takes at first.
+        clock: by which it is timed.
+
+    Attributes:
+        expected: seconds that it took last.
+    """
+
+    def __init__(self, expected: float = 0.0, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.monotonic
+        self._began = time.monotonic()
+        self._spent, self.expected = 0.0, expected
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is time for it."""
+        return self._spent + self.expected <= SHARE * (time.monotonic() - self._began)
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """Count the time of the block."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self.expected = self._clock() - started
+            self._spent += self.expected
 
 
 class Tracking:
@@ -335,11 +375,6 @@ def _sweep_figures(table: Path) -> dict[str, float]:
     with table.open(newline="", encoding="utf-8") as file:
         row: dict[str, Any] = next(csv.DictReader(file), {})
     return {f"sweep/{name}": float(row[name]) for name in _SWEEP_FIGURES if row.get(name)}
-
-
-# Of the global model's folder, which also holds the releases that the server deduplicates by.
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json", "fedpriv.json", "README.md")
-GLOBAL = "global"
 
 
 def stage_run(run_folder: Path, into: Path, stored_in: ReadStored) -> None:

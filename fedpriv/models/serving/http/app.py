@@ -15,8 +15,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from fedpriv.models.serving.http._catalogue import PUBLIC_BASE, Catalogue
-from fedpriv.models.serving.http._entrance import CONTENT_TYPE, Entrance, ServerMetrics
 from fedpriv.models.serving.http._openai_answers import (
     Answers,
     EventStream,
@@ -37,7 +35,15 @@ from fedpriv.models.serving.http._openai_requests import (
     engine_requests,
     parsed,
 )
-from fedpriv.models.serving.http.limits import InFlight, RequestLimits, ThreadTurns
+from fedpriv.models.serving.http.cards import PUBLIC_BASE, Catalogue
+from fedpriv.models.serving.http.limits import (
+    CONTENT_TYPE,
+    Entrance,
+    InFlight,
+    RequestLimits,
+    ServerMetrics,
+    ThreadTurns,
+)
 from fedpriv.models.serving.http.refusals import RefusalError, of_engine
 from fedpriv.models.serving.http.tokens import ANYONE, Token, Tokens
 from fedpriv.models.serving.requests import Classified, Classify, Embed, Embedded, ServingError

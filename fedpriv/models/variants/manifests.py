@@ -1,9 +1,10 @@
-"""A store's records of its models: a manifest for each, and the numbers of the blocks."""
+"""A store's records of its models: a manifest for each, what deduplication did to it, and the numbers of the blocks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.models.variants.blocks import BlockLayout, TensorSpec
+
+CATALOGUE = np.dtype([("block", "<i8"), ("sha256", "u1", (32,))])
+"""One row for each row of blocks: the block's number, ascending, and the SHA-256 of its values."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -89,10 +93,6 @@ def array_sha256(array: NDArray[Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
-CATALOGUE = np.dtype([("block", "<i8"), ("sha256", "u1", (32,))])
-"""One row for each row of blocks: the block's number, ascending, and the SHA-256 of its values."""
-
-
 @dataclass(frozen=True, eq=False)
 class NumberedBlocks:
     """Blocks with their numbers.
@@ -145,3 +145,31 @@ def rows_of(catalogue: NDArray[Any], blocks: NDArray[np.integer[Any]]) -> NDArra
     known = (rows >= 0) & (rows < len(numbers))
     known[known] = numbers[rows[known]] == blocks[known]
     return np.where(known, rows, -1)
+
+
+def utilities(outcome: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The mean utility before and after, on the records that validated the variant; None if private."""
+    before, after = outcome.get("utility_before"), outcome.get("utility_after")
+    return None if before is None or after is None else (before, after)
+
+
+def is_accuracy(outcome: Mapping[str, Any]) -> bool:
+    """Whether its utility is accuracy; else it is minus the mean logarithm of the perplexity of responses."""
+    return bool(outcome.get("utility", "accuracy") == "accuracy")
+
+
+def accuracy_after(outcome: Mapping[str, Any]) -> float | None:
+    """The accuracy of the variant as it is stored; None if its records are private, or it has a perplexity."""
+    found = utilities(outcome)
+    return found[1] if found and is_accuracy(outcome) else None
+
+
+def perplexity_after(outcome: Mapping[str, Any]) -> float | None:
+    """The perplexity of responses of the variant as it is stored; None if it has an accuracy, or if it is unknown."""
+    found = utilities(outcome)
+    return perplexity(found[1]) if found and not is_accuracy(outcome) else None
+
+
+def perplexity(utility: float) -> float:
+    """The perplexity of a mean log likelihood; infinite where that is none."""
+    return math.exp(-utility) if utility > -700 else math.inf
