@@ -363,11 +363,7 @@ def _registered(ledger: Ledger, evaluator: Evaluator) -> DataSet:
 
 @contextmanager
 def _shown(*, quiet: bool) -> Iterator[Observer]:
-    """Show on stderr, within this context, what the observer is told; Ctrl-C ends it in one line and exit code 130.
-
-    Args:
-        quiet: show nothing but that line.
-    """
+    """Show on stderr, within this context, what the observer is told; Ctrl-C ends it in one line and exit code 130."""
     last: list[Progress] = []
 
     def line(progress: Progress) -> None:

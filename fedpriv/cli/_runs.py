@@ -30,6 +30,14 @@ if TYPE_CHECKING:
     from fedpriv.models.publishing.saved import LoadedVariant, SavedVariant
 
 
+License = Annotated[
+    str, typer.Option("--license", help="The Hub's identifier of a license, such as apache-2.0; by default none.")
+]
+
+# What `push` tells of every holder.
+_COSTS = ("client", "epsilon_local", "epsilon_rho", "epsilon_aggregate", "delta")
+
+
 def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")]) -> dict[str, str]:
     """Build a run's report.html again from its tables.
 
@@ -82,11 +90,6 @@ def watch(
     values = show_until_end(folder, Console(highlight=False, quiet=as_json))
     if as_json:
         show(values, [], as_json)
-
-
-License = Annotated[
-    str, typer.Option("--license", help="The Hub's identifier of a license, such as apache-2.0; by default none.")
-]
 
 
 def export(
@@ -175,10 +178,6 @@ def card(
         return Result({"variant": found.name, "card": path}, [path])
     text = cards.text(found, license=license)
     return Result({"variant": found.name, "card": text}, [text.rstrip("\n")])
-
-
-# What `push` tells of every holder.
-_COSTS = ("client", "epsilon_local", "epsilon_rho", "epsilon_aggregate", "delta")
 
 
 def push(

@@ -94,11 +94,7 @@ class RunFolder:
     wrong with it.
 
     Args:
-        path: of the folder.
         now: the moment of the look, in seconds since the epoch; None for this one.
-
-    Attributes:
-        path, now: as given.
     """
 
     def __init__(self, path: Path | str, *, now: float | None = None) -> None:

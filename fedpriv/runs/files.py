@@ -81,20 +81,12 @@ def is_finished(run_dir: Path) -> bool:
 
 
 def read_config(run_dir: Path) -> RunConfig:
-    """The resolved configuration of the run in the folder.
-
-    Raises:
-        InputError: the file is missing, or holds no valid configuration.
-    """
+    """The resolved configuration of the run in the folder; InputError if it is missing, or not valid."""
     return configuration.parse(configuration.read(run_dir / CONFIG))
 
 
 def check_version(run_dir: Path) -> None:
-    """Refuse the folder of a run that was written in another way.
-
-    Raises:
-        InputError: it is of another version, or names none.
-    """
+    """Refuse, with an InputError, the folder of a run that is of another version, or names none."""
     path = run_dir / ENVIRONMENT
     version = read_values(path).get("version")
     if version != VERSION:
@@ -155,11 +147,7 @@ def missing(path: Path) -> InputError:
 
 
 def check_unused(folder: Path) -> None:
-    """Refuse a folder for a new run's results that holds something.
-
-    Raises:
-        InputError: it is not empty, or is a file.
-    """
+    """Refuse, with an InputError, a folder for a new run's results that is not empty, or is a file."""
     if not is_free(folder):
         raise InputError(f"out = {str(folder)!r}: already holds a run; name another folder, or resume it")
 
@@ -191,9 +179,6 @@ def marked_alive(run_dir: Path) -> Iterator[None]:
 
     Where the file system has no locks the block runs all the same, and nobody can tell.
 
-    Args:
-        run_dir: of a run or of a sweep.
-
     Raises:
         InputError: another process runs it.
     """
@@ -212,11 +197,7 @@ def marked_alive(run_dir: Path) -> Iterator[None]:
 
 
 def refuse_second(run_dir: Path) -> None:
-    """Refuse to touch a run or a sweep that another process runs.
-
-    Raises:
-        InputError: it does.
-    """
+    """Refuse, with an InputError, to touch a run or a sweep that another process runs."""
     if is_alive(run_dir):
         raise _second(run_dir)
 
@@ -245,11 +226,7 @@ def is_alive(run_dir: Path) -> bool | None:
 
 
 def _lock(file: int, run_dir: Path) -> bool:
-    """Lock the file; False where there are no locks.
-
-    Raises:
-        InputError: another process has it, which began at the same moment or on another machine.
-    """
+    """Lock the file; False where there are no locks."""
     if _SET is None or _boot() is None:
         return False
     try:

@@ -49,8 +49,6 @@ class Membership:
         auc: probability that a member's score exceeds a non-member's, with ties counted as one half.
         auc_low, auc_high: DeLong interval of the AUC.
         confidence: of all intervals, in (0, 1).
-        num_members, num_others: numbers of members and non-members.
-        rates: at each requested false positive rate.
     """
 
     auc: float
@@ -239,7 +237,6 @@ def plot_roc(attacks: Mapping[str, npt.ArrayLike], members: npt.ArrayLike, path:
     Args:
         attacks: {name: scores [records]}.
         members: bool [records].
-        path: of the PNG or SVG file.
     """
     from matplotlib.figure import Figure  # deferred: bounds and scores draw nothing
 

@@ -89,11 +89,6 @@ def _largest_rejected(
 
     Args:
         claims: maps parameters, [n] >= 0, to trade-off functions, one for each; a larger parameter claims less privacy.
-        largest: upper end of the search.
-        num_canaries: m.
-        num_guesses: g <= m, fixed.
-        num_correct: c <= g.
-        confidence: in (0, 1).
     """
     low, high = 0.0, largest
     for _ in range(_PASSES):
@@ -138,7 +133,6 @@ def schedule_epsilon(
     against Gaussian DP.
 
     Args:
-        events: of the record's holder, as they are charged.
         delta: in (0, 1), for epsilon.
         num_canaries: m.
         num_guesses: g <= m, fixed beforehand.
@@ -233,7 +227,6 @@ class AuditPower:
     """The lower bounds of epsilon that an audit may expect, as `one_run_audit` and as `schedule_epsilon` give them.
 
     Attributes:
-        num_canaries: m.
         num_guesses: fixed beforehand.
         num_correct: of an ideal attacker, in the median.
         largest, largest_f_dp: if every guess is right, as they may be without noise.

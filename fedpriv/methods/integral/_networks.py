@@ -28,6 +28,15 @@ HIDDEN: dict[str, tuple[int, ...]] = {
 
 _ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.ELU, nn.LeakyReLU, nn.SiLU, nn.Identity)
 
+# Passes over the layers; each lowers the distance, and a few were enough in every case seen.
+_MAX_PASSES = 20
+
+# How many costs of pairs of neurons are held in memory at once.
+_VALUES_AT_ONCE = 2**24
+
+_Permutations = list[Tensor]
+_Layers = list[tuple[Tensor, Tensor]]
+
 
 def is_perceptron(network: nn.Module) -> bool:
     """Whether the network is a Sequential of elementwise activations and distinct linear layers."""
@@ -77,7 +86,6 @@ def from_vectors(network: nn.Module, vectors: Tensor) -> dict[str, Tensor]:
     """{name: [..., *shape]}, views into the weight vectors of one or many networks.
 
     Args:
-        network: gives names and shapes.
         vectors: [..., values], in the order of `to_vector`.
     """
     named = dict(network.named_parameters())
@@ -107,7 +115,6 @@ def metrics(network: nn.Module, vector: Tensor, features: Tensor, labels: Tensor
     """Loss, accuracy and F1 of the network with these weights.
 
     Args:
-        network: gives the architecture.
         vector: [values].
         features: [records, ...], at least one.
         labels: int64 [records].
@@ -131,16 +138,6 @@ def _of_predictions(loss: float, predicted: Tensor, labels: Tensor) -> NetworkMe
     accuracy = float((predicted == labels).double().mean())
     f1 = f1_score(labels.numpy(), predicted.numpy(), average="macro", zero_division=0, labels=np.unique(labels.numpy()))
     return NetworkMetrics(loss=loss, accuracy=accuracy, f1=float(f1))
-
-
-# Passes over the layers; each lowers the distance, and a few were enough in every case seen.
-_MAX_PASSES = 20
-
-# How many costs of pairs of neurons are held in memory at once.
-_VALUES_AT_ONCE = 2**24
-
-_Permutations = list[Tensor]
-_Layers = list[tuple[Tensor, Tensor]]
 
 
 def aligned(network: nn.Module, vectors: Tensor, reference: Tensor) -> Tensor:

@@ -55,12 +55,7 @@ class Subsamples:
 
 
 def _largest_remainder(quotas: npt.NDArray[np.float64], total: int) -> Indices:
-    """Integers that sum to `total`, each the floor or ceiling of its quota; ties go to the smaller index.
-
-    Args:
-        quotas: >= 0, summing to `total` up to rounding.
-        total: >= 0.
-    """
+    """Integers that sum to `total`, each the floor or ceiling of its quota; ties go to the smaller index."""
     # Quotas that are whole up to rounding errors are made whole, so that no empty class gets a record.
     quotas = np.where(np.abs(quotas - np.rint(quotas)) < 1e-9, np.rint(quotas), quotas)
     floors = np.floor(quotas).astype(np.int64)
@@ -104,8 +99,6 @@ def disjoint_subsamples(
     Args:
         labels: int64 [records], classes from 0.
         size: N >= 1.
-        generator: deals the records of each class.
-        names: of the classes, for error messages.
 
     Raises:
         InputError: there are fewer than two subsamples, or too few records of a class for every subsample to get one.
@@ -172,7 +165,6 @@ class Advice:
         num_parameters: weights and biases, used in place of the VC dimension, as in the paper.
         rule_of_thumb: ten records per parameter.
         pac: (VC + ln(1 / delta)) / epsilon^2 records. The bound is known up to a constant, taken as 1 here.
-        chosen: the given subsample size, if any.
     """
 
     num_parameters: int
@@ -253,7 +245,6 @@ class Cluster:
         mean: [values], float64.
         largest_difference: between any two members, by the measure. Up to 2 epsilon in first-member clusters.
         near_mean: rows of all models within epsilon of the mean, members or not.
-        anonymity: of the generators of the models in `near_mean`.
     """
 
     members: tuple[int, ...]
@@ -293,11 +284,6 @@ def _first_member_clusters(vectors: Vectors, epsilon: float, measure: Measure = 
 
     Two members may be up to 2 epsilon apart, and the clusters depend on the order of the models.
 
-    Args:
-        vectors: [models, values].
-        epsilon: >= 0, units of the weights.
-        measure: as for `distances`.
-
     Source: Varshney and Torra 2023, Algorithm 1.
     """
     clusters: list[list[int]] = []
@@ -317,11 +303,6 @@ def _complete_clusters(vectors: Vectors, epsilon: float, measure: Measure = "lar
 
     The mean of such a cluster is within epsilon of each member. Merging is greedy, so a cluster of the largest
     possible size (a maximum clique) may be missed.
-
-    Args:
-        vectors: [models, values].
-        epsilon: >= 0, units of the weights.
-        measure: as for `distances`.
     """
     if measure not in get_args(Measure):
         raise InputError(f"measure = {measure!r}: must be one of {', '.join(get_args(Measure))}")
@@ -372,7 +353,6 @@ def select(
         vectors: [models, values], aligned or from one initialisation, finite.
         generators: the rows on which each model was trained.
         epsilon: finite, >= 0, units of the weights.
-        measure: as for `distances`.
         clustering: `first-member`, as published, or `complete`.
         top: number of clusters to return; all by default.
 
@@ -398,11 +378,7 @@ def select(
 
 
 def check_epsilon(epsilon: float) -> None:
-    """Refuse an epsilon that is not a distance.
-
-    Raises:
-        InputError: epsilon is not finite, or below 0.
-    """
+    """Refuse, with an InputError, an epsilon that is not finite, or below 0."""
     if not (math.isfinite(epsilon) and epsilon >= 0):
         raise InputError(f"epsilon = {epsilon}: must be finite and >= 0")
 

@@ -30,6 +30,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": torch.opti
 Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 """Logits, [networks, batch, classes], from stacked weights and their batches, [networks, batch, ...]."""
 
+# How many values of per-sample gradients are held in memory at once.
+_VALUES_AT_ONCE = 2**23
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSchedule:
@@ -140,10 +143,6 @@ def _forward(network: nn.Module, features: Tensor) -> Forward:
     return forward
 
 
-# How many values of per-sample gradients are held in memory at once.
-_VALUES_AT_ONCE = 2**23
-
-
 @dataclass(frozen=True, kw_only=True)
 class PrivateSchedule:
     """How a network is trained under differential privacy.
@@ -180,9 +179,7 @@ def train_privately(
         network: with the initial weights; no layer may mix records.
         features: [records, ...]; their number is the registered one.
         labels: int64 [records].
-        schedule: see `PrivateSchedule`.
         noise_multiplier: z >= 0.
-        source: of sampling and noise.
 
     Source: Abadi et al. 2016, Algorithm 1.
     """

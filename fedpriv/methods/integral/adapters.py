@@ -28,9 +28,7 @@ class RecurringVariants:
     """A cluster of clients with similar variants, and the mean of these variants.
 
     Attributes:
-        clients: members of the cluster.
         near_mean: clients whose variants are within epsilon of the mean; k is their number, each with its own records.
-        largest_difference: between any two members' maps.
         mean: an adapter whose products are the means of the members' products, of the smallest rank that allows it.
     """
 
@@ -68,7 +66,6 @@ def recurring_adapters(
         adapters: {client: adapter}, tensors by peft's names; ranks may differ if they share one scale.
         epsilon: finite, >= 0, in units of the model's weights.
         measure: as for `select`, over the entries of scale * B A and of the head together.
-        clustering: as for `select`.
         scale: LoRA's alpha / rank, by which B A is multiplied when added to the weights; > 0.
 
     Raises:

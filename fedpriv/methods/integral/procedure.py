@@ -33,7 +33,6 @@ class Data:
     Attributes:
         train_features, test_features: [records, ...].
         train_labels, test_labels: int64 [records], classes from 0.
-        classes: their names, for error messages.
     """
 
     train_features: Tensor
@@ -50,10 +49,7 @@ class SelectionSettings:
     Attributes:
         subsample_size: N.
         epsilon: units of the weights.
-        measure, clustering, top: as for `select`.
         align: whether each model's neurons are first brought into the order of the first model's.
-        schedule: of training.
-        seed: of subsamples and batches.
         epsilons: further values at which the trade-off is measured.
         keep: further epochs at which the trade-off is measured.
     """
@@ -104,15 +100,11 @@ class Recommendation:
     """The result of the procedure.
 
     Attributes:
-        subsamples: the generators.
         vectors: {epoch: [models, values]}, aligned if requested.
         clusters: the top clusters with two or more members, most recurrent first; may be empty.
         cluster_sizes: of all clusters, descending.
-        means: metrics of each cluster's mean.
         members: {row: metrics} of the models of these clusters.
-        plain: metrics of one model trained on all training records.
         majority: metrics of always predicting the most frequent class.
-        snapshots: over epochs and epsilon.
     """
 
     subsamples: Subsamples
@@ -132,7 +124,6 @@ def recommend(network: nn.Module, data: Data, settings: SelectionSettings) -> Re
     Args:
         network: with the initial weights from which all models are trained.
         data: subsamples are dealt from its training part alone.
-        settings: see `Settings`.
 
     Raises:
         InputError: there are too few records for two subsamples or for a class in each of them, a value is out of

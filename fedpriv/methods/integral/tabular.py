@@ -40,7 +40,6 @@ class PreparedTable(Data):
     """Features, float32, and labels of a table, split into two parts.
 
     Attributes:
-        feature_names: as given by the preprocessing.
         left_out: {column: why it is not a feature}.
         num_unlabelled: records without a label, which were left out.
     """
@@ -69,10 +68,7 @@ def prepare(
 
     Args:
         frame: one row per record, of strings or numbers.
-        target: the column with the class.
         test_fraction: in (0, 1).
-        seed: of the split.
-        drop: columns that must not become features.
         keep: columns that become features although they look like ids.
         scaling: of numeric columns: `standard`, to mean 0 and variance 1, or `min-max`, to [0, 1].
 

@@ -37,12 +37,18 @@ from fedpriv.privacy.accounting.lmo_parameters import Combination, LmoParameters
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
 EPSILONS = (0.3, 0.7, 2.0, 3.0)
 
 # Average reduction of the noise's absolute value against Gaussian noise: Yang et al., Figure 6.
 _PAPER_REDUCTION = {0.3: 0.9513, 0.7: 0.9219, 2.0: 0.8771, 3.0: 0.8731}
 
 Record = dict[str, Any]
+
+# Laplace noise is drawn wide and pale, so that it stays visible under LMO noise where the two coincide.
+_STYLES: dict[str, Any] = {"gaussian": {}, "laplace": {"linewidth": 6, "alpha": 0.35}, "lmo": {}}
+
+_SHARES = np.linspace(0.002, 0.998, 400)
 
 
 def compare(
@@ -66,10 +72,8 @@ def compare(
         budget: delta, steps, sampling and sensitivity; its epsilon and dimension are not used.
         epsilons: costs at which noises are compared, > 0.
         dimensions: of the noised vectors; 1 is a scalar, as in the paper.
-        combination: of the parts of u.
         objective: of the search; the tolerance of `usefulness` is the sensitivity.
         ablations: search every choice of one, two and three parts instead of only all three.
-        seed: of the search.
     """
     choices = _part_choices() if ablations else [PARTS]
     records: list[Record] = []
@@ -100,7 +104,6 @@ def reductions(records: Sequence[Record], sensitivity: float = 1.0) -> list[Reco
 
     Args:
         records: of `compare`, for a single release of a scalar, at all epsilons.
-        sensitivity: for which they were computed.
     """
     rows = []
     for epsilon in dict.fromkeys(record["epsilon"] for record in records):
@@ -169,18 +172,11 @@ def _gaussian_sizes(stddev: float) -> Record:
     }
 
 
-# Laplace noise is drawn wide and pale, so that it stays visible under LMO noise where the two coincide.
-_STYLES: dict[str, Any] = {"gaussian": {}, "laplace": {"linewidth": 6, "alpha": 0.35}, "lmo": {}}
-
-_SHARES = np.linspace(0.002, 0.998, 400)
-
-
 def write_plots(records: Sequence[Record], folder: Path) -> list[Path]:
     """Write the plots and return their files: noise sizes (Figure 6), variance and entropy (7), and any ablations.
 
     Args:
         records: from `comparison.compare`; with ablations they also give Figures 10 to 15.
-        folder: created if missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     figures = {"lmo-amplitude.png": _amplitudes(records), "lmo-variance-entropy.png": _against_epsilon(records)}
@@ -279,11 +275,9 @@ def coverage(
     `..._worst` are the largest.
 
     Args:
-        space: of the LMO noise.
         quantisations: in (0, 1].
         domain_sizes: numbers of cells, >= 2.
         num_samples: noises of each kind, >= 1.
-        seed: of both kinds.
 
     Raises:
         InputError: an argument is out of range.

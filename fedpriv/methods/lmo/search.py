@@ -114,7 +114,6 @@ def costs(candidates: Columns, budget: Budget, orders: npt.NDArray[np.int64], po
 
     Args:
         candidates: parameters, arrays of shape [...].
-        budget: gives delta and the kind of the releases.
         orders: integers >= 2; fewer are faster and give a larger epsilon.
         points: of the sound curve's grid; fewer are faster and give a larger epsilon.
     """
@@ -134,11 +133,6 @@ def costs(candidates: Columns, budget: Budget, orders: npt.NDArray[np.int64], po
 
 def fitted(parameters: LmoParameters, budget: Budget, *, largest_factor: float = _MAX_FACTOR) -> LmoParameters:
     """The parameters with u scaled by the largest factor within the budget, which gives the least such noise.
-
-    Args:
-        parameters: to be scaled.
-        budget: not to be exceeded.
-        largest_factor: upper limit of the factor.
 
     Raises:
         InputError: no noise of this kind within a factor of 1e6 meets the budget.
@@ -188,9 +182,7 @@ class SearchSpace:
 
     Attributes:
         combination: `mixture` or `linear`.
-        parts: which distributions are used.
         weight: of each part, if there is more than one; the weights of a mixture sum to one.
-        shape, scale, rate, low, high: as in `LmoParameters`.
 
     Raises:
         InputError: a range is empty or not positive, or no weights within their range sum to one.
@@ -236,11 +228,9 @@ class FoundNoise:
     """The noise that a search found.
 
     Attributes:
-        parameters: of the noise.
         value: of the objective; for `usefulness` the share of noise beyond the tolerance.
         epsilon: its cost, at the budget's delta and by its accounting.
         valid_dimension: the largest dimension for which that is an upper bound.
-        num_candidates: number of shapes tried.
     """
 
     parameters: LmoParameters
@@ -260,11 +250,8 @@ def search(
     results.
 
     Args:
-        space: parts and ranges.
-        budget: of one step or of a whole run.
         objective: to be minimised: variance, mean absolute value, or how often the noise exceeds `tolerance`.
         tolerance: in units of the clip norm, > 0, for `usefulness`.
-        seed: of both stages.
 
     Raises:
         InputError: no noise of the space meets the budget, the objective is infinite for all noises that do, or an

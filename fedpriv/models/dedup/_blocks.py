@@ -188,8 +188,6 @@ class Costs:
     """The bases of every variant, and the costs.
 
     Attributes:
-        work: the deduplication.
-        selection: of the bases.
         attempts: {variant: what validating it once is charged}.
     """
 
@@ -233,7 +231,6 @@ class Costs:
         """The cost of the variant once it is stored.
 
         Args:
-            name: of the variant.
             is_target: whether its bases were used; one with no replaced block has still consulted them.
         """
         names = (name, *self.originals(name)) if is_target else (name,)

@@ -37,6 +37,7 @@ Search = Callable[..., BlockSearchResult]
 
 LOSSLESS = "lossless"
 """Not a search: variants are stored bit for bit, see `fedpriv.models.dedup.pipeline`."""
+
 Blocks = npt.NDArray[np.floating]
 Words = npt.NDArray[np.uint64]
 
@@ -58,8 +59,6 @@ def mistique(
     """Replace similar blocks in batches in saliency order; the first batch that fails ends the search.
 
     Args:
-        num_blocks: positions in saliency order, 0 the least salient; >= 0.
-        accept: whether the model with exactly these positions replaced passes validation.
         similarity: [num_blocks], in [0, 1]: of each position's block to its substitute, from `minhash_similarity`;
             None treats every block as similar, which gives `dedup`.
         threshold: in [0, 1]; blocks that are less similar are left as they are.
@@ -110,7 +109,6 @@ def minhash_similarity(
         blocks: [blocks, values], finite.
         substitutes: [blocks, values], finite; row i is the substitute of block i.
         step: > 0, units of the weights, at least the largest weight times 2^-62; the resolution of equal values.
-        num_hashes: hash functions, >= 1.
         seed: of the hash functions, >= 0.
 
     Raises:
@@ -169,14 +167,10 @@ def mcts(
     early when everything is replaced or no state remains to be tried.
 
     Args:
-        num_blocks: positions in saliency order, 0 the least salient; >= 0.
-        accept: whether the model with exactly these positions replaced passes validation.
         batch: N, blocks that one action replaces, >= 1.
         iterations: descents, >= 1.
         seconds: no iteration begins later than this, >= 0; None sets no time limit, so that the result depends on the
             arguments only.
-        seed: of the random batches.
-        clock: returns the time in seconds, for `seconds`.
 
     Raises:
         InputError: a number is out of range.
@@ -199,6 +193,21 @@ def mcts(
             tree.iterate()
 
     return run_search(accept, walk)
+
+
+ALGORITHMS: dict[str, Search] = {
+    "drd": drd,
+    "dred": dred,
+    "greedy": greedy,
+    "mcts": mcts,
+    "dedup": dedup,
+    "mistique": mistique,
+}
+"""{name of a search: the search}, for blocks that a variant may take from its base."""
+
+
+METHODS = (*ALGORITHMS, LOSSLESS)
+"""Everything by which variants can be stored."""
 
 
 @dataclass
@@ -282,20 +291,6 @@ class _Tree:
         for state in reversed(path):
             if not self._children(state):
                 self.finished.add(state)
-
-
-ALGORITHMS: dict[str, Search] = {
-    "drd": drd,
-    "dred": dred,
-    "greedy": greedy,
-    "mcts": mcts,
-    "dedup": dedup,
-    "mistique": mistique,
-}
-"""{name of a search: the search}, for blocks that a variant may take from its base."""
-
-METHODS = (*ALGORITHMS, LOSSLESS)
-"""Everything by which variants can be stored."""
 
 
 def algorithm(name: str) -> Search:

@@ -71,15 +71,12 @@ def deduplicate(
 
     Args:
         variants: to be stored; those that are in the store already were stored by a call with the same arguments.
-        read_tensors: gives the tensors of a variant by name.
         evaluators: one for each variant; see `Evaluator`. Without loss they measure utilities that are not known, and
             may be missing.
         store: open for writing.
-        settings: see `DedupSettings`.
         private: how private validation records are queried; required if, and only if, an evaluator's are private.
         evaluation: what else decides a validation, such as the evaluator's name and seed; compared with that of
             variants that are stored already.
-        observer: is told how far it is.
 
     Returns:
         One for each variant: first those that stay as they are, then the others, each after its bases.
@@ -130,10 +127,7 @@ def check(
     """Refuse what `deduplicate` would refuse, as far as it can be known before any model is loaded.
 
     Args:
-        variants: see `deduplicate`.
-        read_tensors: see `deduplicate`.
         store: its folder, which may be missing.
-        settings: see `DedupSettings`.
         validation: the digest of how they are validated, if that is known; see `validation_digest`.
 
     Raises:
@@ -168,8 +162,6 @@ def validation_digest(evaluators: Evaluators, private: PrivateQueries | None, ev
     """The digest of how variants are validated.
 
     Args:
-        evaluators: {variant: its evaluator}.
-        private: how private records are queried.
         evaluation: what else decides a validation, such as the name of the evaluator.
     """
     fields = {name: _of_evaluator(each, private) for name, each in evaluators.items()}
@@ -195,12 +187,7 @@ def _stored_outcomes(
     """{variant that an earlier attempt stored: its outcome}.
 
     Args:
-        store: of that attempt, or a new one.
-        layouts: of all variants of this one.
         digests: of this attempt, as far as they are known, under their names in a provenance.
-
-    Raises:
-        InputError: one of the variants was stored in another way, or the store has other blocks.
     """
     for name, layout in layouts.items():
         store.check_blocks(name, layout)

@@ -82,7 +82,6 @@ from peft import AutoPeftModelForCausalLM
 model = AutoPeftModelForCausalLM.from_pretrained(".")  # this folder
 """
 
-
 _VLLM = """
 vllm serve BASE --enable-lora --max-lora-rank RANK --lora-modules NAME=.
 """
@@ -114,14 +113,14 @@ ollama create my-model -f Modelfile
 ollama run my-model "your question"
 """
 
+_MOST = 200
+
+# Letters, digits and what joins them in names: means nothing in Markdown where it begins with a letter.
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9 ,/.-]*")
+
 
 def lines(saved: SavedVariant, form: Form) -> list[str]:
-    """The section on use of a card, in Markdown.
-
-    Args:
-        saved: the variant.
-        form: what the card's folder holds.
-    """
+    """The section on use of a card, in Markdown."""
     if form == "adapter":
         return _of_adapter(saved)
     if form in get_args(GgufForm):
@@ -237,12 +236,6 @@ def _code(text: str, language: str = "python") -> list[str]:
     """A block of code; a text of the operator's in it stays within its quotes and the block."""
     fence = "`" * (1 + max(2, *map(len, re.findall("`+", text)), 0))
     return [f"{fence}{language}", *text.strip().splitlines(), fence, ""]
-
-
-_MOST = 200
-
-# Letters, digits and what joins them in names: means nothing in Markdown where it begins with a letter.
-_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9 ,/.-]*")
 
 
 def _one_line(text: str) -> str:

@@ -56,14 +56,7 @@ _WORDS_OF_LLAMA_3 = _WORDS_OF_QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
 def architecture_of(config: Any) -> MODEL_ARCH:
-    """llama.cpp's architecture for a model.
-
-    Args:
-        config: of a transformers model.
-
-    Raises:
-        InputError: none is known here.
-    """
+    """llama.cpp's architecture for a model; InputError if none is known here."""
     if config.model_type not in _ARCHITECTURES:
         raise InputError(f"model_type = {config.model_type!r}: --gguf knows {', '.join(_ARCHITECTURES)}; {ELSEWHERE}")
     return _ARCHITECTURES[config.model_type]
@@ -126,7 +119,6 @@ def as_llama_cpp(config: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[t
     """(llama.cpp's name, values in its order of rows) of tensors of a transformers model.
 
     Args:
-        config: of the model.
         named: (name, values [out] or [out, any]).
 
     Raises:
@@ -175,12 +167,7 @@ def _refuse_other_functions(config: Any) -> None:
 
 
 def add_sizes(writer: GGUFWriter, config: Any) -> None:
-    """Note the sizes of a model.
-
-    Args:
-        writer: of a file that is not begun.
-        config: of a Llama-like transformers model.
-    """
+    """Note the sizes of a model."""
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
@@ -203,8 +190,6 @@ def add_tokenizer(writer: GGUFWriter, loaded: LoadedVariant, source: GGUFReader 
     did so in training.
 
     Args:
-        writer: of a file that is not begun.
-        loaded: the variant.
         source: the file that its base came from, if any.
 
     Raises:

@@ -57,7 +57,6 @@ def text(saved: SavedVariant, *, form: Form = "adapter", license: str = "") -> s
     """The card of a variant.
 
     Args:
-        saved: the variant, in the folder of its run.
         form: what the card's folder holds: the adapter, or a whole model that was made of it.
         license: of the Hub's identifiers; empty states none.
 

@@ -32,6 +32,9 @@ _NAMES = "sentence_transformers.models"
 _IDENTITY = "torch.nn.modules.linear.Identity"
 _ACTIVATION = "torch.nn.modules.activation"
 
+_Part = tuple[str, dict[str, Any], dict[str, Tensor]]
+"""A module of sentence-transformers: its kind, its configuration and its tensors."""
+
 
 def form_of(saved: SavedVariant) -> Form:
     """The form in which a variant is exported.
@@ -90,8 +93,6 @@ def whole_folder(out: Path, saved: SavedVariant, form: Form) -> Iterator[Path]:
 
     Args:
         out: the folder; must not exist.
-        saved: the variant that is exported.
-        form: of the export.
 
     Raises:
         InputError: the folder exists.
@@ -175,16 +176,8 @@ def _write_sentences(loaded: LoadedVariant, folder: Path) -> None:
     _write_json(folder / "modules.json", modules)
 
 
-_Part = tuple[str, dict[str, Any], dict[str, Tensor]]
-"""A module of sentence-transformers: its kind, its configuration and its tensors."""
-
-
 def _head(model: Any, *, unit: bool) -> list[_Part]:
-    """The layers that follow the pooled vector.
-
-    Raises:
-        InputError: the head is of a kind that is not known here.
-    """
+    """The layers that follow the pooled vector."""
     found = pooling.linear_head(model)
     if found is not None:
         weight = found[1].weight.double() * (STATE_SCALE if unit else 1.0)

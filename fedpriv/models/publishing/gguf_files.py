@@ -77,11 +77,7 @@ class Exported:
 
 
 def check(saved: SavedVariant) -> None:
-    """Refuse a variant that is no language model.
-
-    Raises:
-        InputError: it is a classifier, whose head llama.cpp has not.
-    """
+    """Refuse, with an InputError, a variant that is no language model: llama.cpp has no classifier's head."""
     if saved.task != "CAUSAL_LM":
         raise InputError(f"gguf: {saved.name} is a classifier, and --gguf is for language models; leave it out")
 
@@ -92,7 +88,6 @@ def export(loaded: LoadedVariant, out: Path, *, form: GgufForm = "gguf", precisi
     Args:
         loaded: the variant; its adapter is merged into its base, so it is of no further use.
         out: the folder; must not exist.
-        form: both files, or one of them.
         precision: of the whole model's matrices. Vectors and the LoRA are in float32.
 
     Raises:
@@ -181,12 +176,7 @@ class TurnTexts:
         return ("" if chat[0][0] == "system" else self.opening) + "".join(turns)
 
     def in_go(self, *, before: str, after: str) -> str:
-        """The template of Go's text/template, as Ollama calls it.
-
-        Args:
-            before: of the run's, before what a user says.
-            after: of the run's, after it.
-        """
+        """The template of Go's text/template, as Ollama calls it."""
         opening = f"{{{{ if not .System }}}}{self.opening}{{{{ end }}}}" if self.opening else ""
         return (
             f"{opening}{{{{ range .Messages }}}}"
@@ -197,11 +187,7 @@ class TurnTexts:
 
 
 def turn_texts(tokenizer: Any) -> TurnTexts | None:
-    """The texts that a tokenizer's chat template puts around turns; None if it does anything else as well.
-
-    Args:
-        tokenizer: of transformers, with a chat template.
-    """
+    """The texts that a tokenizer's chat template puts around turns; None if it does anything else as well."""
 
     def render(chat: Chat) -> str:
         turns = [{"role": role, "content": text} for role, text in chat]
@@ -248,7 +234,6 @@ def modelfile(loaded: LoadedVariant, *, has_model: bool) -> tuple[str, bool]:
     """(content of the Modelfile, whether it has the chat template).
 
     Args:
-        loaded: a language model.
         has_model: whether model.gguf lies with it; else adapter.gguf alone does.
 
     Raises:

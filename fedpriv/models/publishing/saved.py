@@ -33,8 +33,13 @@ from fedpriv.models.variants.store import Store
 from fedpriv.runs import RunFolder, files
 
 GLOBAL = "global"
-
 _Task = Literal["SEQ_CLS", "CAUSAL_LM"]
+
+# Texts of a pass.
+_ROWS = 8
+
+# Prompts are not cut: one that is too long is refused.
+_NO_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,6 @@ class SavedVariant:
     """A variant on disk, in a folder of its own or in a store alone; its weights are not read yet.
 
     Attributes:
-        name: the variant's name in its run.
         folder: with its files; None where only a store has it.
         kept: reads it, by its name.
         run: its run; None for a variant that was copied elsewhere.
@@ -50,7 +54,6 @@ class SavedVariant:
         task: `SEQ_CLS` or `CAUSAL_LM`.
         settings: what its adapter_config.json says.
         convention: what its fedpriv.json says.
-        reading: how it reads texts.
     """
 
     name: str
@@ -98,10 +101,7 @@ class LoadedVariant:
     """A variant's model in float32, in eval mode.
 
     Attributes:
-        saved: which it is.
         peft_model: the base with the adapter, pooled as in training.
-        tokenizer: of transformers.
-        device: where it computes.
     """
 
     saved: SavedVariant
@@ -117,11 +117,7 @@ def names_in(run: Path) -> list[str]:
 
 
 def all_in(run: Path) -> list[SavedVariant]:
-    """The variants in a run's folder that are complete, `global` first.
-
-    Raises:
-        InputError: one of its files is damaged.
-    """
+    """The variants in a run's folder that are complete, `global` first; InputError if one of its files is damaged."""
     folder = RunFolder(run)
     return [_in_folder(run / files.VARIANTS / name, folder, "") for name in names_in(run)]
 
@@ -172,10 +168,7 @@ def of(reader: VariantFolders | Store, name: str, run: RunFolder, *, model: str 
     """The variant that a reader of variants has under a name.
 
     Args:
-        reader: has it.
-        name: of the variant.
         run: the folder of its run, or of what else it lies in.
-        model: see `find`.
 
     Raises:
         InputError, StoreError: it is damaged, or nothing says how it is used.
@@ -290,13 +283,6 @@ def _reading_of(folder: Path, convention: dict[str, Any]) -> TextReading:
     return TextReading.from_json(convention["reading"], where=str(where))
 
 
-# Texts of a pass.
-_ROWS = 8
-
-# Prompts are not cut: one that is too long is refused.
-_NO_LIMIT = 1 << 20
-
-
 @torch.inference_mode()
 def classify(
     loaded: LoadedVariant, texts: Sequence[str], pairs: Sequence[str] | None = None
@@ -367,8 +353,6 @@ def prompt_tokens(loaded: LoadedVariant, prompt: str, number: int) -> Tokens:
 
     Args:
         loaded: a causal model.
-        prompt: its text.
-        number: of the prompt, for errors.
 
     Raises:
         InputError: it cannot be read, or leaves no room for an answer.

@@ -22,18 +22,18 @@ from fedpriv.models.serving._jobs import PassCounter, ServingJob, check_finite, 
 from fedpriv.models.serving._texts import Text, TokenTexts, generator_of, next_token, penalized, scored
 from fedpriv.models.serving.requests import Failed, Finished, Generate, Piece, ScoredToken, ServingError
 
+_Place = tuple["KeyValues", int]
+"""The row of these with the states of all tokens of an answer but its last."""
+
+# Places behind the last token that a new cache has, so that rows grow without being copied.
+_ROOM = 64
+
 
 @dataclass(eq=False)
 class _Answer:
     """An answer that grows.
 
     Attributes:
-        job, request: whose it is.
-        text: of its tokens.
-        generator: of its draws.
-        tokens: prompt and answer.
-        num_new: of the answer.
-        weights: of its variant, while it has a row.
         num_of_turn: tokens since it got its row.
         untold: its tokens whose text was not given yet, if they are to be told.
     """
@@ -54,16 +54,10 @@ class _Answer:
         return len(self.request.prompt) + self.request.max_new_tokens
 
 
-_Place = tuple["KeyValues", int]
-"""The row of these with the states of all tokens of an answer but its last."""
-
-
 class Generation:
     """Works on `Generate`, in one thread.
 
     Args:
-        counter: of the server.
-        tokenizer: of transformers.
         ends: tokens after which an answer is complete.
     """
 
@@ -190,7 +184,6 @@ class Generation:
         """[answers] the logits that follow, or why there are none, and the row with the states.
 
         Args:
-            answers: at least one.
             states: of all their tokens but the last; None if they have none yet.
         """
         held = states or KeyValues([len(answer.tokens) for answer in answers], self._num_layers)
@@ -261,20 +254,14 @@ def _told(answer: _Answer, *, to_the_end: bool) -> tuple[ScoredToken, ...]:
     return told
 
 
-# Places behind the last token that a new cache has, so that rows grow without being copied.
-_ROOM = 64
-
-
 class KeyValues:
     """The states of some rows, to be read by one model.
 
     Args:
         lengths: tokens that each row holds, or will hold once the next pass has written them; at least one row.
-        num_layers: of the model.
         written: whether it holds them; else one pass of `max(lengths)` tokens a row is about to write them.
 
     Attributes:
-        lengths: tokens of each row.
         end: the place behind every row's last token.
     """
 
@@ -310,7 +297,6 @@ class KeyValues:
         """The states of a layer with those of a pass behind them.
 
         Args:
-            layer: its index.
             keys, values: [rows, heads, new places, width].
         """
         num_new = keys.shape[2]

@@ -54,11 +54,7 @@ class Tokenizing:
         tokenizer: a transformers tokenizer; this object changes its settings.
         model_name: to show in errors.
         chat: how the model's run put prompts to it.
-        max_tokens: of a text.
         cuts: whether a text is cut there, as in training, and not refused.
-
-    Attributes:
-        most_characters: that are tokenised of a text or chat.
     """
 
     def __init__(
@@ -144,7 +140,6 @@ class Text:
     """An answer's text as its tokens come; gives only what no later token can change or take back.
 
     Args:
-        tokenizer: of transformers.
         prompt: tokens before the answer.
         stop: texts before which the answer ends; empty ones never occur.
 
@@ -222,7 +217,6 @@ def penalized(logits: Tensor, said: Sequence[int], request: Generate) -> Tensor:
     Args:
         logits: [vocabulary].
         said: the answer's tokens so far, without its prompt.
-        request: has the penalties.
     """
     if not said or not (request.presence_penalty or request.frequency_penalty):
         return logits
@@ -238,7 +232,6 @@ def next_token(logits: Tensor, request: Generate, generator: torch.Generator) ->
 
     Args:
         logits: float32 [vocabulary], on the CPU.
-        request: says how to choose.
         generator: of the request; a greedy choice leaves it as it is.
 
     Source: Holtzman et al. 2020, section 3.1.
@@ -263,10 +256,8 @@ def scored(logits: Tensor, token: int, offset: int, num_alternatives: int, texts
 
     Args:
         logits: float32 [vocabulary] of the model, as they are.
-        token: that was chosen.
         offset: characters of the answer before it.
         num_alternatives: likeliest tokens to tell, >= 0.
-        texts: of all tokens.
     """
     log_probabilities = logits.double().log_softmax(dim=0)
     values, tokens = log_probabilities.topk(min(num_alternatives, len(logits)))
@@ -282,11 +273,7 @@ def scored(logits: Tensor, token: int, offset: int, num_alternatives: int, texts
 
 
 class TokenTexts(dict[int, str]):
-    """{token: its text behind another token}, special ones as they are written; each is found when it is asked for.
-
-    Args:
-        tokenizer: of transformers.
-    """
+    """{token: its text behind another token}, special ones as they are written; each is found when it is asked for."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()

@@ -49,7 +49,6 @@ class Source:
 
     Attributes:
         like: the first that says how it is used; what it shares with the others is that of the model that is served.
-        config: of the run, for the device and the base's format.
         readers: of each variant, by name, in the order in which they are listed.
         origin: the folder that they are read from, for people.
     """
@@ -66,7 +65,6 @@ class LoadedBase:
 
     Attributes:
         model: with an adapter like the variants'.
-        tokenizer: of transformers.
         ends: tokens that end a causal model's answer.
     """
 
@@ -82,7 +80,6 @@ def find(path: Path, *, model: str = "") -> Source:
     before the run was resumed, from their own files.
 
     Args:
-        path: of the run's folder or of the store.
         model: the base; empty for the one that the run, or else a variant, names.
 
     Raises:
@@ -179,15 +176,7 @@ def _read(
     """The tensors of a variant, checked against their digests; see `_Read`.
 
     Args:
-        reader: has it.
-        name: of the variant.
-        run: the folder of its run.
         like: a variant whose uses this one must have.
-        most_bytes: of its tensors.
-
-    Raises:
-        ServingError: they take more memory than that.
-        Exception: they are not those that were described, or are used in another way than the others.
     """
     _check_room(name, reader.memory_bytes(name), most_bytes)
     own, expected = _shared(saved.of(reader, name, run, model=like.model)), _shared(like)
@@ -209,7 +198,6 @@ class VariantMemory:
     Args:
         readers: by the variant's name; names come from requests and are looked up here and nowhere else.
         weights: turns a variant's name and tensors into what passes use; raises ValueError if they do not fit.
-        memory_bytes: of all variants in memory together.
     """
 
     def __init__(
@@ -228,7 +216,6 @@ class VariantMemory:
         """A variant, which stays in memory until `give_back` was called as often as this.
 
         Args:
-            name: of the variant.
             again: whether the request has had it before, and is counted already.
 
         Raises:
@@ -293,7 +280,6 @@ class CacheStatistics:
     Attributes:
         hits: requests for variants that were in memory.
         misses: requests for which something was read.
-        bytes_read: from files or stores.
         bytes_in_memory: of the variants in memory; what several have in common counts once.
     """
 
@@ -308,14 +294,7 @@ class NoRoomError(RuntimeError):
 
 
 class BoundedCache(Generic[Held]):
-    """Variants in memory, by the time of their last use. Not thread-safe, but `statistics` may be read from any thread.
-
-    Args:
-        num_bytes: of all that is held together.
-
-    Attributes:
-        statistics: of its work so far.
-    """
+    """Variants in memory by their last use. Not thread-safe, but any thread may read `statistics`."""
 
     def __init__(self, num_bytes: Callable[[Collection[Held]], int]) -> None:
         self._num_bytes = num_bytes
@@ -340,8 +319,6 @@ class BoundedCache(Generic[Held]):
         """Hold a variant as the one that was used last, and count the request for it.
 
         Args:
-            name: of the variant.
-            held: its memory.
             bytes_read: for this request; 0 is a hit.
             again: whether the request has had the variant before, and is counted already.
         """
@@ -357,10 +334,6 @@ class BoundedCache(Generic[Held]):
 
     def make_room(self, attempt: Callable[[], Held | None], *, in_use: Iterable[str]) -> Held:
         """The first result of the attempt that is not None; after each other, the variant used longest ago is given up.
-
-        Args:
-            attempt: to find memory for a variant.
-            in_use: variants that stay.
 
         Raises:
             NoRoomError: all variants that are left are in use.

@@ -34,8 +34,6 @@ class RowFile:
     """A file of rows.
 
     Attributes:
-        path: of the file.
-        dtype: of a row's values.
         row_shape: shape of one row; () where a row is one value.
     """
 
@@ -122,11 +120,7 @@ def is_store(path: Path) -> bool:
 
 
 def check_folder(path: Path, *, read_only: bool) -> None:
-    """Refuse a folder that is not a store and must not become one.
-
-    Raises:
-        InputError: it is missing, or holds something else.
-    """
+    """Refuse, with an InputError, a folder that is not a store and must not become one."""
     if path.exists() and not path.is_dir():
         raise InputError(f"store = {path}: a file; a store is a folder")
     if is_store(path):
@@ -142,7 +136,6 @@ def own_files(path: Path, state: State | None) -> Iterator[str]:
     """The names of files that a store wrote into its folder and does not need; files of others may be there too.
 
     Args:
-        path: of the folder.
         state: of the store; None if it needs none but its lock and the charges.
     """
     yield from _UNDER_WAY
@@ -157,7 +150,6 @@ def problems(index: Index, rows: RowFile | None) -> list[str]:
     """One line for each damaged tensor of a model, or damaged file; [] for a sound store.
 
     Args:
-        index: of the store.
         rows: the file of its blocks; None before the first model is stored.
     """
     lines, num_rows, catalogue = [], index.state.num_rows, index.catalogue
@@ -194,7 +186,6 @@ def damaged_rows(blocks: NDArray[Any], catalogue: NDArray[Any]) -> NDArray[np.bo
 
     Args:
         blocks: [k, block_size]; fewer rows if the file is too short, and the missing ones count as damaged.
-        catalogue: [k] of these blocks.
     """
     damaged = np.ones(len(catalogue), bool)
     for row, block in enumerate(np.ascontiguousarray(blocks).view(np.uint8)):
@@ -206,7 +197,6 @@ def damaged_tensors(manifest: Manifest, damaged: NDArray[np.bool_]) -> list[str]
     """One line for each tensor of a model that has damaged blocks.
 
     Args:
-        manifest: of the model.
         damaged: [num_blocks].
     """
     lines = []

@@ -32,7 +32,6 @@ class TensorSpec:
     """A tensor's name, shape and dtype.
 
     Attributes:
-        name: of the tensor.
         shape: () for a single value; a dimension may be 0.
         dtype: NumPy's name, one of `DTYPES`.
     """
@@ -198,7 +197,6 @@ def layout_of(tensors: Mapping[str, NDArray[Any]], block_size: int, dtype: str =
     """The layout of a model's tensors; two models of one architecture have equal layouts.
 
     Args:
-        tensors: {name: array}.
         block_size: values in a block, >= 1.
         dtype: of the tensors that are cut into blocks.
 

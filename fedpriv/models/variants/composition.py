@@ -108,6 +108,9 @@ class History:
         return self.events if self.ancestors is None else _by_data_set(self.ancestors)
 
 
+_Named = TypeVar("_Named", Claim, History)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _DataSetCost:
     """The cost of publishing for the records of one data set.
@@ -152,9 +155,6 @@ class PublicationCost:
         )
 
 
-_Named = TypeVar("_Named", Claim, History)
-
-
 def basic(claims: Iterable[Claim]) -> Guarantee:
     """The guarantee of anything computed from these models, by basic composition of their claims.
 
@@ -193,7 +193,6 @@ def publication_cost(
         deltas: {data set: in (0, 1)}, at which all methods are compared. `basic` divides it among the histories.
         extra: {data set: further releases}: private validation, saliency on private data, private utilities.
         overlapping: sets of ids that may share records; the events of all ids in a set count for each of them.
-        accountant: that composes events.
 
     Raises:
         ValueError: a data set has no delta, two different variants have one name, two different uploads have one key,

@@ -88,11 +88,7 @@ def describe(folder: Path, described: Described) -> None:
 
 
 def read(folder: Path) -> Described:
-    """The description of a variant.
-
-    Raises:
-        InputError: the file is missing, or was not written by `describe`.
-    """
+    """The description of a variant; InputError if the file is missing, or was not written by `describe`."""
     path = folder / FILE
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -127,11 +123,7 @@ def read_tensors(folder: Path) -> dict[str, NDArray[Any]]:
 
 
 def num_bytes(folder: Path) -> int:
-    """The bytes of a variant's tensors, as the heads of their files say.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """The bytes of a variant's tensors, as the heads of their files say; OSError if a file cannot be read."""
     total = 0
     for file in _tensor_files(folder):
         with file.open("rb") as opened:  # a head begins with its own length, in eight bytes
@@ -227,46 +219,29 @@ def _text(event: Event) -> str:
 
 
 class KeptVariants(Protocol):
-    """Variants by name; a `fedpriv.models.variants.Store` is one reader of them, `VariantFolders` is the other."""
+    """Variants by name; a `fedpriv.models.variants.Store` is one reader of them, `VariantFolders` is the other.
+
+    Whatever takes a name raises an InputError or a StoreError if there is no such variant, or it is damaged.
+    """
 
     @property
     def names(self) -> list[str]:
         """The variants that are whole, sorted."""
 
     def describe(self, name: str) -> Described | None:
-        """The description that a variant was added with; None for one that was stored without any.
-
-        Raises:
-            InputError, StoreError: there is no such variant, or its description is damaged.
-        """
+        """The description that a variant was added with; None for one that was stored without any."""
 
     def tensors(self, name: str) -> dict[str, NDArray[Any]]:
-        """A variant's tensors, checked against the digests that were kept with them.
-
-        Raises:
-            InputError, StoreError: there is no such variant, or it is damaged.
-        """
+        """A variant's tensors, checked against the digests that were kept with them."""
 
     def memory_bytes(self, name: str) -> int:
-        """The memory that a variant's tensors take, which is told before they are read.
-
-        Raises:
-            InputError, StoreError, OSError: there is no such variant, or it is damaged.
-        """
+        """The memory that a variant's tensors take, which is told before they are read; OSError if a file cannot be."""
 
     def sources(self, name: str) -> list[str]:
-        """The variant itself, and all whose values it may hold.
-
-        Raises:
-            InputError, StoreError: as of `describe`.
-        """
+        """The variant itself, and all whose values it may hold."""
 
     def is_chosen_privately(self, name: str) -> bool:
-        """Whether private records decided which values of its sources it holds, which no upload tells of.
-
-        Raises:
-            InputError, StoreError: as of `describe`.
-        """
+        """Whether private records decided which values of its sources it holds, which no upload tells of."""
 
 
 class VariantFolders:

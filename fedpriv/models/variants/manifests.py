@@ -23,7 +23,6 @@ class Manifest:
     """The description of a stored model, without its values.
 
     Attributes:
-        name: of the model.
         layout: its tensors and their blocks.
         blocks: [num_blocks] int64, read-only: the number of the stored block at each position. Numbers are permanent:
             two positions with the same number hold the same values, at any time and in any model.
@@ -58,21 +57,13 @@ class Manifest:
         return self.provenance.get("outcome") or {}
 
     def to_json(self) -> bytes:
-        """The manifest as the index keeps it, before it is compressed.
-
-        Raises:
-            TypeError: privacy or provenance hold more than plain values.
-        """
+        """The manifest as the index keeps it, before it is compressed; TypeError if it holds more than plain values."""
         content = {**vars(self), "layout": asdict(self.layout), "blocks": self.blocks.tolist()}
         return json.dumps(content).encode()
 
     @classmethod
     def from_json(cls, content: bytes) -> Manifest:
-        """The manifest that `to_json` wrote.
-
-        Raises:
-            ValueError: it did not; one line.
-        """
+        """The manifest that `to_json` wrote; ValueError, in one line, if it did not."""
         try:
             values = json.loads(content)
             specs = values.pop("layout")

@@ -39,10 +39,8 @@ class StoredModel:
     """A model of a store.
 
     Attributes:
-        name: of the model.
         bytes_own: that its removal and a compaction would free: its files, and the blocks or the basis that no
             other model uses.
-        num_blocks: in the model.
         num_shared: of these, positions whose block another model uses too.
         epsilon_before, epsilon_after: see `fedpriv.models.dedup.work.Outcome`; None if it was not deduplicated.
         accuracy, perplexity: on the validation records; None of what is not measured, if these are private, or if it
@@ -133,11 +131,7 @@ class StoredVariants:
         return TextTable(caption=f"What {num_variants} variants take", headers=("stored as", "bytes"), rows=rows)
 
     def closing_table(self, base_bytes: int | None) -> TextTable:
-        """The savings of deduplication and their cost, in a few rows.
-
-        Args:
-            base_bytes: size of the frozen model that they are adapters of; None if the run did not record it.
-        """
+        """The savings of deduplication and their cost, in a few rows."""
         num, logical, shared = len(self.outcomes), self.bytes_logical, self.bytes_stored
         sizes = [("adapters", logical, shared, "")]
         if base_bytes is not None:
@@ -238,7 +232,6 @@ def remove(store: Store, names: Collection[str]) -> None:
     would make that provenance a false statement. So a base goes no earlier than the models that name it.
 
     Args:
-        store: open for writing.
         names: of the models, which go all at once, so that an interruption leaves a store in which all named bases are
             present.
 

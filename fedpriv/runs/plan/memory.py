@@ -37,6 +37,12 @@ _GUESSES = 3
 # Torch, transformers and peft in a process, less than this; a CUDA context takes about as much on the GPU.
 PROCESS_BYTES = 750 * 10**6
 
+# Records of the largest pass that is counted where larger ones can be told from it.
+_MOST_COUNTED = 32
+
+# A vocabulary whose logits weigh nothing.
+_FEW_TOKENS = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySetting:
@@ -51,7 +57,6 @@ class MemorySetting:
         layers: `all`, `last-N` or indices.
         batch: records that pass at once, >= 1. A larger batch passes in several parts, to the same sum.
         max_length: tokens of each record, >= 2.
-        activation_checkpointing: whether trained layers run again in the backward pass.
         device: `cpu` or `cuda`; on a CPU a base in bfloat16 computes attention product by product.
 
     Raises:
@@ -85,10 +90,7 @@ class MemoryPlan:
     """The memory that a setting needs, in bytes.
 
     Attributes:
-        setting: as asked for.
         num_parameters: of the model, without the adapter; tied ones once.
-        num_trained: d, of the adapter.
-        base: frozen weights.
         adapter: the trained values, their start, sums in float64, noise and optimizer state.
         gradients: the batch's per-sample gradients, and once more in rows.
         cache_per_1000_records: states below the first trained layer, of records of `max_length` tokens; zero if the
@@ -188,13 +190,6 @@ def _largest(needed: Callable[[int], int], memory: float, start: int) -> int:
         guess = min(max(int(other + (memory - at_other) / slope), fits + 1), fails - 1)
         points.append((guess, needed(guess)))
     return max((number for number, need in points if need <= memory), default=0)
-
-
-# Records of the largest pass that is counted where larger ones can be told from it.
-_MOST_COUNTED = 32
-
-# A vocabulary whose logits weigh nothing.
-_FEW_TOKENS = 8
 
 
 @lru_cache(maxsize=256)
@@ -325,9 +320,6 @@ def _configuration(name: str) -> Any:
     Args:
         name: a local folder with a config.json, the path of a GGUF file, else one of `_CONFIGURATIONS` (its last part
             will do), else a model on the Hub, from which only the configuration is fetched.
-
-    Raises:
-        InputError: there is no such model.
     """
     from transformers import AutoConfig
 

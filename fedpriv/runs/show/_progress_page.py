@@ -78,7 +78,6 @@ class PageWriter:
     """Keeps `report.html` of a run or a sweep up to date; what goes wrong here is logged once, and ends no run.
 
     Args:
-        folder: of the run or the sweep.
         render: the page, given its time; see `RunPage` and `sweep_page`.
         silence: seconds for which a run may be silent.
     """
@@ -119,10 +118,6 @@ def kept_page(folder: Path, round_seconds: float) -> Iterator[Callable[[], None]
     """Keep the page of a run up to date: the block calls what it is given after each step.
 
     If the block fails, the last page says why. The report of a run that is finished is not written here.
-
-    Args:
-        folder: of the run.
-        round_seconds: what a round may take.
     """
     page = RunPage()
     writer = PageWriter(folder, page, round_seconds)
@@ -176,11 +171,7 @@ class RunPage:
 
 
 def sweep_page(folder: Path, timing: Timing) -> str:
-    """The page of a sweep as HTML; all text from the folder is escaped.
-
-    Raises:
-        InputError: the sweep's plan is damaged.
-    """
+    """The page of a sweep as HTML; all text from the folder is escaped; InputError if the sweep's plan is damaged."""
     sweep = read_sweep(folder, now=time.time())
     counts, table = Counter(run.state for run in sweep.runs), sweep_table(sweep)
     pages = [f"{run.key}/{files.REPORT}" if (folder / run.key / files.REPORT).is_file() else "" for run in sweep.runs]

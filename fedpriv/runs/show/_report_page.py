@@ -57,7 +57,6 @@ def write_report(run_dir: Path, stored: Stored | None = None) -> Path:
     Args:
         run_dir: holds config.toml, environment.json, rounds.csv, clients.csv, summary.json and, after a
             comparison run, comparison/ with rounds.csv and summary.json.
-        stored: the run's deduplicated variants, if it has any.
 
     Raises:
         InputError: one line that names the missing or wrong file, column or key, and what would be right.
@@ -78,8 +77,6 @@ def render(
     """The page of a finished run as HTML. All text from the run is escaped; only the plots are markup.
 
     Args:
-        run: its folder.
-        stored: its deduplicated variants, if it has any.
         config, environment: that the page tells; None for all that the folder holds.
 
     Raises:
@@ -265,9 +262,7 @@ def quality_panels(
     Args:
         rounds: of the run, with the columns of rounds.csv that it has.
         comparison: the same of the rounds without noise; None or empty without them.
-        name: of the run's own line.
         summary: of a finished run; empty before its end.
-        with_accuracy: whether it is worth a plot.
     """
     note = "On the server's own test set; round 0 is the untrained model."
     kinds: list[tuple[str, str, str, _plots.Format]] = [

@@ -52,11 +52,7 @@ class Report(pd.DataFrame):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Run:
-    """The folder of a finished run. Every frame is a copy, so that changing one changes nothing else.
-
-    Attributes:
-        folder: with everything that the run wrote.
-    """
+    """The folder of a finished run. Every frame is a copy, so that changing one changes nothing else."""
 
     folder: Path
     _read: RunFolder = field()
@@ -166,7 +162,6 @@ class Run:
 
         Args:
             what: `accuracy`, `loss` or `perplexity` on the test set, or `epsilon` of every client.
-            view: of the epsilon.
 
         Raises:
             InputError: there is no such plot, or the run did not measure it.

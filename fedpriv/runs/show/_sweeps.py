@@ -65,7 +65,6 @@ class Spending:
 
     Attributes:
         epsilon, delta: together.
-        num_runs: how many runs are in it.
         composed: whether the sweep's own table has composed the events; else the runs' figures are added.
     """
 

@@ -28,7 +28,14 @@ if TYPE_CHECKING:
 
 # A table of more clients helps nobody; all of them are in summary.json.
 _MOST_LISTED, _LISTED_OF_MANY = 200, 50
+
 _QUANTILES = {"least": 0.0, "50 %": 0.5, "90 %": 0.9, "99 %": 0.99, "most": 1.0}
+
+# A larger matrix cannot be read; summary.json has it.
+MOST_CLASSES = 20
+
+# samples.jsonl has all of them.
+MOST_SAMPLES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +160,6 @@ def joining_table(summary: Mapping[str, Any]) -> TextTable | None:
     """The gain of a holder by joining: its own model's accuracy beside the federation's; None if no own one is known.
 
     Both are tested on the holder's own test records, or on all where nobody knows whose they are.
-
-    Args:
-        summary: of a run.
     """
     clients = [client for client in summary["clients"] if client.get("own_alone_accuracy") is not None]
     if clients:
@@ -210,10 +214,6 @@ def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[floa
     return TextTable(caption=caption, headers=headers, rows=rows)
 
 
-# A larger matrix cannot be read; summary.json has it.
-MOST_CLASSES = 20
-
-
 def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
     """The accuracies of a run and of what it has to beat, the run itself first; what was not computed has no row.
 
@@ -266,7 +266,6 @@ class ConfusionTable:
     """A confusion matrix to be shown.
 
     Attributes:
-        labels: the classes.
         rows: a row for each true class: its name, its number of records, and for each predicted class the number and
             the share of the row, in [0, 1].
     """
@@ -286,10 +285,6 @@ def confusion_table(summary: Mapping[str, Any]) -> ConfusionTable | None:
         for label, counts in zip(labels, confusion, strict=True)
     )
     return ConfusionTable(labels=labels, rows=rows)
-
-
-# samples.jsonl has all of them.
-MOST_SAMPLES = 10
 
 
 def language_table(summary: Mapping[str, Any]) -> TextTable | None:
@@ -338,7 +333,6 @@ def sample_table(samples: Sequence[Sample], *, private: bool) -> TextTable | Non
     """The first samples, a row each; None without any.
 
     Args:
-        samples: of a run.
         private: whether the run was, by which its own answers are called.
     """
     if not samples:

@@ -98,7 +98,6 @@ def clients_so_far(run: RunStatus, spent: Mapping[int, float | None]) -> TextTab
     """A row for each client; of many clients, only for those in trouble.
 
     Args:
-        run: whose clients.
         spent: {client: epsilon on the run's view}.
     """
     num_unlisted = len(run.clients) - len(_listed(run.clients))

@@ -57,7 +57,6 @@ class Share:
 
     Args:
         expected: seconds that it takes at first.
-        clock: by which it is timed.
 
     Attributes:
         expected: seconds that it took last.
@@ -90,9 +89,7 @@ class Tracking:
     A tracker that fails, or does not keep up, is told no more; that is one notice, and nothing is raised.
 
     Args:
-        track: the tracker's name.
         teller: makes what tells the tracker what is new, given how the run ended, or None before.
-        folder: that holds all of it in any case.
         notice: is told once why something did not arrive, from any thread.
     """
 
@@ -189,8 +186,6 @@ class Position:
     """The last round that a tracker has been told, kept in tracker.json in the run's folder.
 
     Attributes:
-        tracker: which.
-        run: its id of the run; empty before there is one.
         round: the last one that it knows; -1 for none.
         finished: whether it knows the final figures and has the files.
     """
@@ -213,9 +208,6 @@ class RunTeller:
     """Tells a tracker what is new in a run's folder.
 
     Args:
-        tracker: where to.
-        name: of the tracker.
-        place: of the run.
         once: whether a run that the tracker knows to be finished is left alone; a run that is resumed is not.
     """
 
@@ -288,13 +280,7 @@ class SweepTeller:
     """Tells a tracker of each run of a sweep once that has ended; runs of a sweep are never resumed.
 
     Args:
-        tracker: where to.
-        name: of the tracker.
-        folder: the sweep's.
-        title: of the sweep.
-        keys: what varies.
         names: {folder of a run: what it is called}.
-        stored_in: reads the deduplicated variants of a run's folder.
     """
 
     def __init__(

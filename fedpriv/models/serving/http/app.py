@@ -70,10 +70,6 @@ def create_app(
     """The ASGI application of a server.
 
     Args:
-        serving: the engine.
-        cards: what its variants cost.
-        tokens: who may ask for which of them.
-        limits: of each client.
         aliases: {other name: variant}.
 
     Raises:

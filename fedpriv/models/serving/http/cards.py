@@ -63,7 +63,6 @@ class _Stored:
     """A variant as its store describes it.
 
     Attributes:
-        bases: whose blocks it may hold.
         stated: what it cost, with whatever was spent on validation; None if the store does not say.
         accuracy, perplexity: on the validation records; None of what is not measured, or if the records are private.
         is_private: validation was itself a release, which no upload tells of.
@@ -81,9 +80,6 @@ class Cards:
 
     Nothing is read before it is asked for: a description lists every upload behind a variant. An epsilon may take
     seconds, and is kept. May be used by one thread at a time.
-
-    Args:
-        source: the folder.
     """
 
     def __init__(self, source: Path) -> None:
@@ -305,7 +301,6 @@ class Catalogue:
     A token may use an alias if it may use the variant that the alias stands for: another name opens nothing.
 
     Args:
-        serving: has the variants.
         aliases: {alias: the variant that it stands for}.
 
     Raises:
@@ -324,11 +319,7 @@ class Catalogue:
                 raise InputError(f"alias = {f'{alias}={variant}'!r}: there is no variant {variant!r}")
 
     def resolve(self, token: Token, name: str) -> str:
-        """The variant that a name stands for.
-
-        Raises:
-            RefusalError: it stands for none, or the token may not use it; the two look the same.
-        """
+        """The variant that a name stands for; one RefusalError if there is none, and if the token may not use it."""
         variant = self._aliases.get(name, name)
         if not self.may(token, variant):
             raise unknown_model(name)

@@ -58,9 +58,7 @@ class RequestLimits:
     """Bounds on requests.
 
     Attributes:
-        body_bytes: of one request.
         num_inputs: texts or prompts of one request.
-        max_new_tokens: that one prompt is continued by.
         requests_per_token: under way at once; without tokens, of all clients together.
         inputs_per_token: texts or prompts of these requests together. One request alone may have `num_inputs`.
         connections_per_address: connections of nginx at once, and requests a second.
@@ -85,12 +83,7 @@ class RequestLimits:
 
 
 class InFlight:
-    """The requests under way and their inputs, counted for each token.
-
-    Args:
-        per_token: requests.
-        inputs_per_token: texts or prompts.
-    """
+    """The requests under way and their inputs, counted for each token."""
 
     def __init__(self, per_token: int, inputs_per_token: int) -> None:
         self._per_token, self._inputs_per_token = per_token, inputs_per_token
@@ -165,9 +158,6 @@ class ThreadTurns:
     """One thread, which ends when nothing waits for it, and with the process: no work delays the end.
 
     Whatever one client has waiting, another's next work has at most one of each other client before it.
-
-    Args:
-        name: of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -225,13 +215,6 @@ class Entrance:
 
     In this order, so that no client costs much before it is known who asks: the host, the token, the number of its
     requests under way, the kind and the length of the body.
-
-    Args:
-        app: the application.
-        tokens: who may ask.
-        limits: of each.
-        in_flight: the requests under way.
-        metrics: are told of every request.
     """
 
     def __init__(
@@ -303,7 +286,6 @@ class ServerMetrics:
     """The metrics of one server, in a registry of its own.
 
     Args:
-        statistics: of the engine, at the moment of asking.
         num_requests: under way, at the moment of asking.
     """
 

@@ -94,9 +94,6 @@ def configuration(address: Address, limits: RequestLimits, *, port: int, certifi
     """The configuration of an nginx that listens on a port for other machines.
 
     Args:
-        address: of the server behind it.
-        limits: of the server.
-        port: of nginx.
         certificate: PEM file of the certificate and those that sign it.
         key: PEM file of its key.
 

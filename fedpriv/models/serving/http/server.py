@@ -50,11 +50,7 @@ class Address:
             return self.host == "localhost"
 
     def check(self, *, has_tokens: bool, behind_proxy: bool) -> None:
-        """Refuse to be reached by other machines without a proxy and tokens.
-
-        Raises:
-            InputError: it would be.
-        """
+        """Refuse, with an InputError, to be reached by other machines without a proxy and tokens."""
         if not self.is_local and not (behind_proxy and has_tokens):
             raise InputError(
                 f"host = {self.host!r}: other machines could ask and listen in; keep 127.0.0.1 and put the nginx of "
@@ -62,11 +58,7 @@ class Address:
             )
 
     def bound(self) -> socket.socket:
-        """A socket that is bound to it.
-
-        Raises:
-            InputError: it cannot be.
-        """
+        """A socket that is bound to it; InputError if it cannot be."""
         try:
             if self.path is not None:
                 return _bound_to_path(self.path)
@@ -107,8 +99,6 @@ class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT, then finishes what is under way for `drain_seconds`; a second one ends it.
 
     Args:
-        app: the ASGI application.
-        address: where to listen.
         on_ready: is told the URL once clients can connect.
         drain_seconds: after which requests that are still under way are answered with 503.
     """
@@ -136,11 +126,7 @@ class Server(uvicorn.Server):
         self._address, self._on_ready = address, on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and tell where.
-
-        Raises:
-            InputError: the address cannot be listened on.
-        """
+        """Listen, and tell where; InputError if the address cannot be listened on."""
         bound = self._address.bound()
         await super().startup([bound])
         self._on_ready(self._address.url(bound))

@@ -34,7 +34,6 @@ class Token:
     """The rights of the bearer of a token.
 
     Attributes:
-        name: of the token, for the operator.
         sha256: of the token, in hexadecimal digits.
         variants: names, or patterns with `*`, `?` and `[...]`, of the variants that it may use.
         metrics: whether it may read /metrics, which tells how much all others ask.
@@ -127,9 +126,6 @@ def add_new(path: Path, name: str, variants: Sequence[str], *, metrics: bool = F
 
     Args:
         path: of the file, which is created if it is missing; what else stands there stays as it is.
-        name: of the token.
-        variants: see `Token`.
-        metrics: see `Token`.
 
     Raises:
         InputError: see `Token` and `read`; or the file has a token of that name.
