@@ -105,7 +105,7 @@ def export(
         str,
         typer.Option(
             help="With --gguf: of the whole model's matrices.",
-            click_type=OneOf("fedpriv.models.publishing._card_texts:Precision"),
+            click_type=OneOf("fedpriv.models.publishing.card:Precision"),
         ),
     ] = "float16",
 ) -> Result:

@@ -25,7 +25,15 @@ from scipy import stats
 from torch import Tensor, nn
 
 from fedpriv.errors import InputError
-from fedpriv.methods.integral._networks import aligned, metrics
+from fedpriv.methods.integral._networks import (
+    PrivateSchedule,
+    TrainingSchedule,
+    aligned,
+    metrics,
+    train_clipped_stacked,
+    train_privately,
+    train_stacked,
+)
 from fedpriv.methods.integral._selection import (
     Indices,
     Linkage,
@@ -34,13 +42,6 @@ from fedpriv.methods.integral._selection import (
     disjoint_subsamples,
     distances,
     select,
-)
-from fedpriv.methods.integral._training import (
-    PrivateSchedule,
-    TrainingSchedule,
-    train_clipped_stacked,
-    train_privately,
-    train_stacked,
 )
 from fedpriv.methods.integral.procedure import Data
 from fedpriv.privacy.accounting.calibration import noise_multiplier_for

@@ -24,8 +24,8 @@ from fedpriv.errors import InputError
 from fedpriv.files import new_folder
 from fedpriv.learning.adapters import pooling, quiet_transformers
 from fedpriv.learning.adapters.pooling import STATE_SCALE, normalizes
-from fedpriv.models.publishing import _card_texts, card
-from fedpriv.models.publishing._card_texts import Form
+from fedpriv.models.publishing import card
+from fedpriv.models.publishing.card import Form
 from fedpriv.models.publishing.saved import LoadedVariant, SavedVariant, ends_of
 
 _NAMES = "sentence_transformers.models"
@@ -116,7 +116,7 @@ def _readme(saved: SavedVariant, form: Form) -> str:
         [
             f"# An export of {saved.name}",
             "",
-            *_card_texts.lines(saved, form),
+            *card.lines_of_use(saved, form),
             "",
             "What it cost its data holders, the card of the adapter says that it was made of.",
             "",

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import gguf_file
-from fedpriv.models.publishing._card_texts import GgufForm, Precision
 from fedpriv.models.publishing._gguf import adapter_tensors, add_sizes, add_tokenizer, architecture_of, model_tensors
+from fedpriv.models.publishing.card import GgufForm, Precision
 from fedpriv.models.publishing.export import merged, whole_folder
 from fedpriv.models.publishing.saved import LoadedVariant, SavedVariant, ends_of
 

@@ -21,10 +21,10 @@ from fedpriv.exports import lazy_exports
 if TYPE_CHECKING:
     from fedpriv.models.variants._folder import is_store as is_store
     from fedpriv.models.variants.blocks import BlockLayout as BlockLayout
+    from fedpriv.models.variants.blocks import Manifest as Manifest
     from fedpriv.models.variants.blocks import layout_of as layout_of
     from fedpriv.models.variants.composition import publication_cost as publication_cost
     from fedpriv.models.variants.folders import Described as Described
-    from fedpriv.models.variants.manifests import Manifest as Manifest
     from fedpriv.models.variants.store import Store as Store
     from fedpriv.models.variants.stored import StoredModel as StoredModel
     from fedpriv.models.variants.stored import StoredVariants as StoredVariants

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InputError
 from fedpriv.models.variants._index import FILE, NEW, Index, State
-from fedpriv.models.variants.blocks import tensors_in
+from fedpriv.models.variants.blocks import Manifest, array_sha256, rows_of, tensors_in
 from fedpriv.models.variants.lossless import Reference
-from fedpriv.models.variants.manifests import Manifest, array_sha256, rows_of
 
 LOCK = "lock"
 _UNDER_WAY = (NEW, f"{NEW}-journal")

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.files import remove_files, sync_folder
+from fedpriv.models.variants.blocks import CATALOGUE, Manifest, array_sha256
 from fedpriv.models.variants.folders import Described, from_json, to_json
-from fedpriv.models.variants.manifests import CATALOGUE, Manifest, array_sha256
 
 FILE = "index.sqlite"
 VERSION = 1

@@ -38,17 +38,20 @@ from fedpriv.models.variants._folder import (
     problems,
 )
 from fedpriv.models.variants._index import FILE, MOST_BYTES, Digests, Index, State
-from fedpriv.models.variants.blocks import BlockLayout, Tensors, layout_of, tensors_in
-from fedpriv.models.variants.folders import Described
-from fedpriv.models.variants.lossless import Reference
-from fedpriv.models.variants.manifests import (
+from fedpriv.models.variants.blocks import (
+    BlockLayout,
     Manifest,
+    Tensors,
     array_sha256,
+    layout_of,
     number_blocks,
     numbers_by_digest,
     rows_of,
+    tensors_in,
     utilities,
 )
+from fedpriv.models.variants.folders import Described
+from fedpriv.models.variants.lossless import Reference
 
 CHARGES_FILE = "charges.json"
 """A file that outlives the models of a store, for the charges of private records that validated them"""

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.models.variants._folder import is_store
-from fedpriv.models.variants.folders import VariantFolders
-from fedpriv.models.variants.manifests import (
+from fedpriv.models.variants.blocks import (
     CATALOGUE,
     accuracy_after,
     is_accuracy,
@@ -26,6 +25,7 @@ from fedpriv.models.variants.manifests import (
     perplexity_after,
     utilities,
 )
+from fedpriv.models.variants.folders import VariantFolders
 from fedpriv.models.variants.store import Store
 from fedpriv.runs import files, parse_epsilon
 from fedpriv.runs.figures import MISSING, format_bound, format_bytes, format_delta, format_percent

@@ -5,13 +5,12 @@ What is told are pure functions of the tables, the summary and the configuration
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePath
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 from fedpriv.config import Fact, RunConfig, Track
 from fedpriv.errors import InputError
@@ -113,7 +112,7 @@ class TrackedRun(Protocol):
 
 
 class Tracker(Protocol):
-    """A module of this package that bears the tracker's name has these functions."""
+    """Opens runs in a tracker."""
 
     def open_run(self, place: Place, known: str | None) -> TrackedRun:
         """A new run, or the one with the id that is known."""
@@ -126,11 +125,6 @@ def check_installed(track: Track) -> None:
     """Refuse a tracker whose package is missing, with an InputError that names the extra to install."""
     if track != "none" and find_spec(track) is None:
         raise InputError(f"track = {track}: needs {track}; pip install 'fedpriv[{track}]', or use none")
-
-
-def tracker_of(track: Track) -> Tracker:
-    """The tracker of that name, whose package is loaded here."""
-    return cast(Tracker, importlib.import_module(f"fedpriv.runs.show._{track}"))
 
 
 @dataclass(frozen=True, kw_only=True)

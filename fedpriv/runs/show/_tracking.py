@@ -27,7 +27,8 @@ from fedpriv.runs import ClientRow, RoundRow, RunFolder, column_types, files, is
 from fedpriv.runs.figures import figures
 from fedpriv.runs.show import _tracker
 from fedpriv.runs.show._tables import ReadStored, nothing_stored
-from fedpriv.runs.show._tracker import Ending, Place, TrackedRun, Tracker, tracker_of
+from fedpriv.runs.show._tracker import Ending, Place, TrackedRun, Tracker
+from fedpriv.runs.show._trackers import tracker_of
 
 SHARE = 0.02
 

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from fedpriv.models.publishing import card
-from fedpriv.models.publishing._card_texts import markdown
+from fedpriv.models.publishing.card import markdown
 from fedpriv.models.publishing.saved import find
 from fedpriv.runs import RunFolder
 from tests.chats import chat_model

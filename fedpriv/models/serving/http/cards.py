@@ -21,6 +21,7 @@ from fedpriv.models.serving.http.refusals import unknown_model
 from fedpriv.models.serving.http.tokens import Token
 from fedpriv.models.serving.requests import BASE
 from fedpriv.models.variants import Manifest, folders, is_store
+from fedpriv.models.variants.blocks import accuracy_after, perplexity_after, utilities
 from fedpriv.models.variants.composition import (
     Guarantee,
     History,
@@ -30,7 +31,6 @@ from fedpriv.models.variants.composition import (
     smallest_deltas,
 )
 from fedpriv.models.variants.folders import Described
-from fedpriv.models.variants.manifests import accuracy_after, perplexity_after, utilities
 from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting.law import Unit
 from fedpriv.privacy.accounting.risk import Risk, risk_of_person, risks_of

@@ -24,7 +24,8 @@ from rich.console import Console
 
 from fedpriv.config import parse
 from fedpriv.runs import files
-from fedpriv.runs.show._tracker import CLIENT_METRICS, COMPARISON_METRICS, ROUND_METRICS, Place, tracker_of
+from fedpriv.runs.show._tracker import CLIENT_METRICS, COMPARISON_METRICS, ROUND_METRICS, Place
+from fedpriv.runs.show._trackers import tracker_of
 from fedpriv.runs.show._tracking import RunTeller, read_position
 from simulations.engines import federation
 from simulations.sites import free_port
