@@ -266,7 +266,6 @@ def _read_scores(path: Path, required: Sequence[str], optional: Sequence[str] = 
 
 
 def _flags(values: Array, name: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """The values 0 and 1 as bool."""
     import numpy as np
 
     if not np.isin(values, (0, 1)).all():

@@ -146,11 +146,7 @@ class OneOf(click.types.StringParamType):
         return [CompletionItem(name) for name in self.names() if name.startswith(incomplete)]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The value itself, if it is one of the names.
-
-        Raises:
-            InputError: it is not.
-        """
+        """The value itself; InputError if it is not one of the names."""
         text = super().convert(value, param, ctx)
         if self._check and text not in self.names():
             name = param.name if param else self.name

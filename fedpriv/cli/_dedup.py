@@ -329,7 +329,6 @@ def _short(text: str) -> str:
 
 
 def _line(outcome: Outcome) -> str:
-    """A line that tells how one variant was stored."""
     if outcome.untouched:
         return f"{outcome.name}: stays as it is, {outcome.untouched}; epsilon {outcome.epsilon_before:.4g}"
     needed = outcome.records_needed
@@ -463,7 +462,6 @@ def _shown(*, quiet: bool) -> Iterator[Observer]:
 
 
 def _progress_line(progress: Progress) -> str:
-    """The state in one line."""
     left = progress.seconds_left
     parts = [
         f"{progress.num_stored} of {progress.num_variants} variants stored",

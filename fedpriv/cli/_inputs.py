@@ -92,7 +92,6 @@ def check_data(
 
 
 def _check_texts(table: Table, columns: Mapping[str, str], *, model: str | None, max_length: int | None) -> Result:
-    """The numbers of a table of texts."""
     from fedpriv.config import RunConfig
     from fedpriv.learning.data import describe
 

@@ -124,11 +124,7 @@ def parse_rows(
 
 
 def parse_epsilon(value: object) -> float:
-    """The epsilon that a record holds; "inf", NaN and a missing one all mean that there is no bound.
-
-    Raises:
-        ValueError: the value is no number, or below 0.
-    """
+    """The epsilon that a record holds, infinite for "inf", NaN and a missing one; ValueError for what is none."""
     if value is None:
         return math.inf
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):

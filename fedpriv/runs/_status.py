@@ -139,11 +139,7 @@ class RunStatus:
 
 
 def status_of(folder: RunFolder) -> RunStatus:
-    """The status of the run in the folder, at the moment of the look.
-
-    Raises:
-        InputError: one line: the folder holds no run, or one of its files is damaged.
-    """
+    """The status of the run in the folder now; InputError if it holds no run, or one of its files is damaged."""
     return folder.once(_status_of)
 
 
@@ -199,17 +195,12 @@ def _status_of(folder: RunFolder) -> RunStatus:
 
 
 def _unit(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """The unit of the run's releases."""
     of_configuration = "client" if config.get("noise_on") == "upload" else config.get("unit", "record")
     return str(summary.get("unit", of_configuration))
 
 
 def spent_on_view(folder: RunFolder) -> dict[int, float | None]:
-    """{client: what it has spent on the run's view}: the final figure, or that of its last row; None before it.
-
-    Raises:
-        InputError: see `status_of`.
-    """
+    """{client: what it has spent on the run's view}: the final figure, or that of its last row; None before it."""
     return folder.once(_spent_on_view)
 
 

@@ -238,11 +238,7 @@ class ShownFigure:
 
 
 def figures(folder: RunFolder, page: Page) -> tuple[ShownFigure, ...]:
-    """The figures that a page shows of a run, in their order.
-
-    Raises:
-        InputError: a file that one of them is read from is missing or damaged.
-    """
+    """The figures that a page shows of a run, in order; InputError if a file of one is missing or damaged."""
     return tuple(
         ShownFigure(
             key=figure.key,

@@ -270,11 +270,7 @@ def many_runs_epsilon(
 def largest_error_rates(
     num_false_positives: int, num_without: int, num_false_negatives: int, num_with: int, *, confidence: float
 ) -> tuple[float, float]:
-    """Upper bounds of both error rates that hold together with this confidence; the counts are `many_runs_epsilon`'s.
-
-    Raises:
-        InputError: a count is out of range.
-    """
+    """Upper bounds of both error rates that hold together with this confidence; see `many_runs_epsilon`."""
     for name, errors, runs in (
         ("num_false_positives", num_false_positives, num_without),
         ("num_false_negatives", num_false_negatives, num_with),

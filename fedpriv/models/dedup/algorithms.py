@@ -294,11 +294,7 @@ class _Tree:
 
 
 def algorithm(name: str) -> Search:
-    """The search algorithm of that name.
-
-    Raises:
-        InputError: there is none, with those that are known.
-    """
+    """The search algorithm of that name; an InputError names those that are known."""
     if name not in ALGORITHMS:
         raise InputError(f"algorithm = {name!r}: known are {', '.join(METHODS)}")
     return ALGORITHMS[name]

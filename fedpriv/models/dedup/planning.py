@@ -177,11 +177,7 @@ class ValidationCharge:
 
 
 def read_charges(store: Path) -> list[ValidationCharge]:
-    """All charges for variants of the store, in the order in which they were made.
-
-    Raises:
-        StoreError: their file is damaged.
-    """
+    """All charges for variants of the store, in the order of their making; StoreError if their file is damaged."""
     path = store / CHARGES_FILE
     if not path.exists():
         return []

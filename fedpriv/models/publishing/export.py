@@ -37,11 +37,7 @@ _Part = tuple[str, dict[str, Any], dict[str, Tensor]]
 
 
 def form_of(saved: SavedVariant) -> Form:
-    """The form in which a variant is exported.
-
-    Raises:
-        InputError: neither library can express it.
-    """
+    """The form in which a variant is exported; InputError if neither library can express it."""
     if saved.task == "CAUSAL_LM" or saved.pooling == "model":
         return "transformers"
     if saved.pooling == "unit-model":

@@ -88,11 +88,7 @@ class SavedVariant:
 
     @cached_property
     def sources(self) -> list[str]:
-        """The variant itself, and all of the run's whose values it may hold.
-
-        Raises:
-            InputError, StoreError: it is not there, or damaged.
-        """
+        """The variant itself, and all of the run's whose values it may hold; an error if it is missing or damaged."""
         return self.kept.sources(self.name)
 
 

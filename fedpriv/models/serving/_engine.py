@@ -226,7 +226,6 @@ class SharedBase:
         return torch.cat(parts)
 
     def _shape(self, name: str, rank: int) -> tuple[int, ...]:
-        """The shape of a variant's tensor in its file."""
         shape = self._shapes[name]
         if name.endswith(A_SUFFIX):
             return rank, shape[1]

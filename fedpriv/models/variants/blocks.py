@@ -248,11 +248,7 @@ def _first_difference(expected: tuple[TensorSpec, ...], actual: tuple[TensorSpec
 
 
 def check_has_blocks(name: str, layout: BlockLayout) -> None:
-    """Refuse a variant whose tensors are all smaller than a block, so that it can share nothing.
-
-    Raises:
-        InputError: with the largest size that would do.
-    """
+    """Refuse a variant with an InputError if all its tensors are smaller than a block, so that it can share nothing."""
     if not layout.num_blocks:
         largest = max((each.size for each in layout.tensors if each.dtype == layout.dtype), default=0)
         raise InputError(

@@ -247,11 +247,7 @@ def client_ancestors(
 
 
 def uploads_of(data_set: str, charged: Iterable[tuple[Key, Release]], view: View = "local") -> list[Upload]:
-    """A data set's uploads from the result of `Ledger.releases_of`, each with its event on the view.
-
-    Raises:
-        ValueError: the view does not hold for one of them.
-    """
+    """A data set's uploads from `Ledger.releases_of`, with their events; ValueError where the view does not hold."""
     return [
         Upload(data_set=data_set, run=key.run, round=key.round, request=key.request, event=release.seen_by(view))
         for key, release in charged

@@ -122,11 +122,7 @@ class Store:
 
     @property
     def blocks(self) -> NDArray[Any]:
-        """[rows, block_size] of the store's dtype, mapped read-only; `rows` gives the row of a block.
-
-        Raises:
-            StoreError: the file is too short.
-        """
+        """[rows, block_size] of the store's dtype, mapped read-only; `rows` gives the row of a block."""
         if len(self._mapped) < self._index.state.num_rows:
             file = self._rows_file
             damage = file.damage(self._index.state.num_rows)
@@ -366,7 +362,6 @@ class Store:
         self.check_blocks(name, layout)
 
     def _check_writable(self) -> None:
-        """Refuse to proceed without the lock."""
         if self._writer is None:
             raise StoreError(f"{self.path}: not open for writing")
 
@@ -444,5 +439,4 @@ class Store:
 
 
 def _rows_file(path: Path, state: State) -> RowFile:
-    """The file of a store's blocks."""
     return RowFile(path / f"blocks.{state.generation}.npy", np.dtype(state.dtype), (state.block_size,))

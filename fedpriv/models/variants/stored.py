@@ -1,6 +1,6 @@
 """The contents of a store: its models, what deduplication saved and cost, as tables for the report and the terminal.
 
-A model that others name as their base cannot be removed from a store alone.
+A model that others name as their base cannot be removed from a store alone. Of a damaged store all raise StoreError.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class StoredVariants:
                 _others(outcome["bases"]),
                 "its own values" if self.lossless else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
                 *_utilities(outcome),
-                _limit(outcome.get("loss_limit")),
+                MISSING if outcome.get("loss_limit") is None else format_bound(max(0.0, outcome["loss_limit"])),
                 format_bound(outcome["epsilon_before"]),
                 format_bound(outcome["epsilon_after"]),
                 format_bound(outcome["epsilons"].get("basic")),
@@ -148,11 +148,7 @@ class StoredVariants:
 
 
 def stored_in(run_dir: Path) -> StoredVariants | None:
-    """The variants in the run's store; None without one, or if nothing in it comes from deduplication.
-
-    Raises:
-        StoreError: it is damaged or in use.
-    """
+    """The variants in the run's store; None without one, or if nothing in it comes from deduplication."""
     if not (run_dir / files.STORE).is_dir():
         return None
     with Store(run_dir / files.STORE, read_only=True) as store:
@@ -201,10 +197,6 @@ def _largest_fall(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return name, *_utilities(most), most["name"]
 
 
-def _limit(loss: float | None) -> str:
-    return MISSING if loss is None else format_bound(max(0.0, loss))
-
-
 def _utilities(outcome: Mapping[str, Any]) -> tuple[str, str]:
     """Accuracy or perplexity before and after."""
     found = utilities(outcome)
@@ -215,11 +207,7 @@ def _utilities(outcome: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def stored_models(store: Store) -> list[StoredModel]:
-    """All models of a store, in the order of their names; blocks are not read.
-
-    Raises:
-        StoreError: it is damaged.
-    """
+    """All models of a store, in the order of their names; blocks are not read."""
     counts = store.reference_counts
     return [_stored_model(store, name, counts) for name in store.names]
 
@@ -251,11 +239,7 @@ def remove(store: Store, names: Collection[str]) -> None:
 
 
 def kept_for_others(store: Store, names: Collection[str]) -> dict[str, list[str]]:
-    """{one of these names: the stored models that are restored with its values, which stay as long as they do}.
-
-    Raises:
-        StoreError: a manifest is damaged.
-    """
+    """{one of these names: the stored models that are restored with its values, which stay as long as they do}."""
     references = {name: store.manifest(name).provenance.get("reference") for name in store.names}
     found = {name: [other for other, of in references.items() if of == name != other] for name in names}
     return {name: others for name, others in found.items() if others}

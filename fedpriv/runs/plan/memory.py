@@ -127,11 +127,7 @@ class MemoryPlan:
 
 
 def memory_plan(setting: MemorySetting) -> MemoryPlan:
-    """The memory that the setting needs.
-
-    Raises:
-        InputError: there is no such model, it is not a causal language model, or it lacks a layer.
-    """
+    """The memory that the setting needs; InputError if its model is unknown, not causal, or lacks a layer."""
     model = _model_for(setting)
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and setting.max_length > positions:
@@ -140,7 +136,8 @@ def memory_plan(setting: MemorySetting) -> MemoryPlan:
     prefix = find_prefix(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     width = model.config.get_text_config().hidden_size
-    states = 1000 * setting.max_length * width * _bytes_of_base(setting) if prefix else 0
+    value_bytes = 4 if setting.bits == 32 else 2  # in the format that the base computes in
+    states = 1000 * setting.max_length * width * value_bytes if prefix else 0
     return MemoryPlan(
         setting=setting,
         num_parameters=sum(p.numel() for p in frozen.values()),
@@ -206,13 +203,7 @@ def _pass_bytes(setting: MemorySetting, vocabulary: int | None = None) -> int:
     return peak + (2 * max(p.numel() for p in _in_layers(model)) if setting.bits == 4 else 0)
 
 
-def _bytes_of_base(setting: MemorySetting) -> int:
-    """Bytes of a value in the format that the base computes in."""
-    return 4 if setting.bits == 32 else 2
-
-
 def _base_bytes(model: Any, bits: int) -> int:
-    """Bytes of the frozen weights."""
     total = sum(p.numel() for p in frozen_base(model).values())
     if bits != 4:
         return total * bits // 8

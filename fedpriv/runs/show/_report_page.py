@@ -83,6 +83,7 @@ def render(
         InputError: the run is not finished, or its folder is damaged.
     """
     summary = run.checked().summary
+    audit = summary.get("audit")
     accountant = "pld" if summary["accountant"] == "pld" else f"{summary['accountant']}, an upper bound"
     config = run.config if config is None else config
     environment = run.environment if environment is None else environment
@@ -110,15 +111,15 @@ def render(
             sums=_sums(run),
             readers=_readers(summary),
             earlier=_earlier_runs(summary),
-            retired=_retired(summary),
+            retired={str(c.get("name", c["client"])): c["rounds"] for c in summary["clients"] if c["retired"]},
             epsilon_rho=format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
             risk=risk_sentences(summary),
             risk_figures=risk_figures(summary),
             risk_panel=_risk_panel(summary),
-            audit=summary.get("audit"),
-            audit_bound=audit_bound(summary.get("audit")),
-            audit_curve_bound=audit_curve_bound(summary.get("audit")),
-            audit_claim=_audit_claim(summary.get("audit")),
+            audit=audit,
+            audit_bound=audit_bound(audit),
+            audit_curve_bound=audit_curve_bound(audit),
+            audit_claim=format_epsilon(audit["claimed_epsilon"], audit["delta"]) if audit else None,
             recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
             stored=stored,
             stored_answers=tables.stored_answer_table(run.stored_answers) if stored else None,
@@ -213,11 +214,6 @@ def _earlier_runs(summary: Mapping[str, Any]) -> str | None:
     )
 
 
-def _retired(summary: Mapping[str, Any]) -> dict[str, int]:
-    """Clients that retired before the end, and in how many rounds they took part."""
-    return {str(c.get("name", c["client"])): c["rounds"] for c in summary["clients"] if c["retired"]}
-
-
 def _charged(run: RunFolder) -> dict[str, str]:
     """The parameters that the accountant was given, as ranges over all clients and rounds."""
     names = {
@@ -231,7 +227,6 @@ def _charged(run: RunFolder) -> dict[str, str]:
 
 
 def _failures(run: RunFolder) -> dict[str, int]:
-    """The number of replies that failed, by status."""
     failed = run.clients.loc[run.clients["status"] != "ok", "status"].fillna("unknown")
     return {str(status): int(count) for status, count in failed.value_counts().sort_index().items()}
 
@@ -308,10 +303,6 @@ def _epsilon_panels(run: RunFolder) -> list[Panel]:
         svg = _plots.epsilon_plot(spent, title=title, name=f"epsilon-{view}")
         panels.append(panel(title, note, svg, spent, format_bound))
     return panels
-
-
-def _audit_claim(audit: Mapping[str, Any] | None) -> str | None:
-    return format_epsilon(audit["claimed_epsilon"], audit["delta"]) if audit else None
 
 
 def _risk_panel(summary: Mapping[str, Any]) -> Panel | None:

@@ -59,11 +59,7 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """The resolved configuration.
-
-        Raises:
-            InputError: another version wrote it, with keys that this one does not have.
-        """
+        """The resolved configuration; InputError if another version wrote it, with keys that this one does not have."""
         return self._read.settings
 
     @property
@@ -96,11 +92,7 @@ class Run:
 
     @property
     def ledger(self) -> pd.DataFrame:
-        """The entries of the run's ledger, a row each, once the chain of hashes is found intact.
-
-        Raises:
-            LedgerError: it is damaged, or lost entries or its head.
-        """
+        """The entries of the run's ledger, a row each; LedgerError if it is damaged, or lost entries or its head."""
         return entries_frame(self.folder / files.LEDGER)
 
     @property
@@ -215,11 +207,7 @@ class Run:
 
 
 def open_run(folder: str | Path) -> Run:
-    """The finished run in a folder.
-
-    Raises:
-        InputError: one line that names the missing or wrong file, column or key, and what would be right.
-    """
+    """The finished run in a folder; else an InputError says what is wrong in it, and what would be right."""
     path = Path(folder).expanduser().absolute()
     return Run(folder=path, _read=RunFolder(path).checked())
 

@@ -232,8 +232,9 @@ def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
         ("largest class", "majority_accuracy", "always guessing it"),
         ("untrained", "accuracy_initial", ""),
     )
+    macro_f1 = "" if summary["macro_f1"] is None else f"{summary['macro_f1']:.4f}"
     rows = [
-        ("private" if summary["private"] else "this run", format_accuracy(summary), _macro_f1(summary), cost),
+        ("private" if summary["private"] else "this run", format_accuracy(summary), macro_f1, cost),
         *((name, f"{summary[key]:.4f}", "", note) for name, key, note in others if summary[key] is not None),
     ]
     return TextTable(caption="Accuracies on one test set", headers=("", "accuracy", "macro F1", ""), rows=tuple(rows))
@@ -243,10 +244,6 @@ def _range_alone(summary: Mapping[str, Any]) -> str:
     """The range of the accuracies of the holders' own models, of which the row shows the mean."""
     low, high = (summary.get(f"alone_accuracy_{end}") for end in ("min", "max"))
     return "" if low is None or high is None else f"{low:.4f} to {high:.4f} on own records"
-
-
-def _macro_f1(summary: Mapping[str, Any]) -> str:
-    return "" if summary["macro_f1"] is None else f"{summary['macro_f1']:.4f}"
 
 
 def _trained_on(summary: Mapping[str, Any]) -> str:

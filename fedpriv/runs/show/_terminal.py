@@ -26,11 +26,7 @@ _SHOWN_APART = ("time", "event", "run", "round", "client")
 
 
 def show_status(folder: RunFolder, console: Console) -> None:
-    """Print the status of the run in the folder.
-
-    Raises:
-        InputError: the folder holds no run, or one of its files is damaged.
-    """
+    """Print the status of the run in the folder; InputError if it holds no run, or one of its files is damaged."""
     run = status_of(folder)
     console.print(_figures(folder, run))
     if run.resume_command:  # outside the table, so that it can be copied in one piece

@@ -95,7 +95,8 @@ class MlflowRun:
             InputError: a server elsewhere names a folder of this machine; it could have any file here overwritten.
         """
         uri = self._client.get_run(self._id).info.artifact_uri
-        if _is_remote(self._client.tracking_uri) and urlsplit(uri).scheme in ("", "file"):
+        is_remote = urlsplit(self._client.tracking_uri).scheme in ("http", "https")
+        if is_remote and urlsplit(uri).scheme in ("", "file"):
             raise InputError(
                 f"the MLflow server keeps files at {uri!r}, which would be on this machine; start it with "
                 "--serve-artifacts"
@@ -169,10 +170,6 @@ def _experiment(client: Any, sweep: str | None, artifacts: str | None = None) ->
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
         return str(client.get_experiment_by_name(name).experiment_id)
-
-
-def _is_remote(uri: str) -> bool:
-    return urlsplit(uri).scheme in ("http", "https")
 
 
 def _parts(values: list[Any], size: int) -> Iterator[list[Any]]:

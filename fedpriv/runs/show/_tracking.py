@@ -365,11 +365,7 @@ def _sweep_figures(table: Path) -> dict[str, float]:
 
 
 def stage_run(run_folder: Path, into: Path, stored_in: ReadStored) -> None:
-    """Write configuration, report and global adapter of a finished run into an empty folder.
-
-    Raises:
-        InputError: a file of the run is missing or damaged.
-    """
+    """Write configuration, report and global adapter of a finished run, if all are sound, into an empty folder."""
     from fedpriv.runs.show._report_page import render  # deferred: matplotlib
 
     run = RunFolder(run_folder).checked()

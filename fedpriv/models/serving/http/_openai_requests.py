@@ -172,11 +172,7 @@ Shape = TypeVar("Shape", bound=ModelRequest)
 
 
 def parsed(shape: type[Shape], body: bytes) -> Shape:
-    """The request in a body.
-
-    Raises:
-        RefusalError: it is not valid JSON, or not such a request; names the first thing that is wrong.
-    """
+    """The request in a body; a RefusalError names the first thing that is wrong in what is none."""
     try:
         return shape.model_validate_json(body)
     except ValidationError as error:

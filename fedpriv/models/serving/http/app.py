@@ -88,8 +88,6 @@ def create_app(
 
 
 class _Routes:
-    """The endpoints of one server."""
-
     def __init__(
         self, serving: Scheduler, catalogue: Catalogue, cards: Cards, limits: RequestLimits, metrics: ServerMetrics
     ) -> None:

@@ -25,7 +25,6 @@ from fedpriv.models.variants.blocks import accuracy_after, perplexity_after, uti
 from fedpriv.models.variants.composition import (
     Guarantee,
     History,
-    PublicationCost,
     events_on,
     publication_cost,
     smallest_deltas,
@@ -119,7 +118,7 @@ class Cards:
         units = {event.unit for each in described for event in _events(each.history)}
         note, method, guarantee, risk = "", "basic", by_store, None
         if len(described) == len(consulted) and not hidden and len(units) <= 1:
-            cost, risk = _composed(described), _risk(described)
+            cost, risk = publication_cost(*_united(described)), _risk(described)
             known = cost.guarantee
             if by_store is None or known.epsilon <= by_store.epsilon:
                 guarantee = known
@@ -232,11 +231,6 @@ def _stored(manifest: Manifest) -> _Stored:
         perplexity=perplexity_after(outcome),
         is_private=bool(manifest.bases and outcome) and utilities(outcome) is None,
     )
-
-
-def _composed(described: list[Described]) -> PublicationCost:
-    """The cost of reading all of them; one history of all uploads where these are known, since each counts once."""
-    return publication_cost(*_united(described))
 
 
 def _united(described: list[Described]) -> tuple[list[History], dict[str, float]]:

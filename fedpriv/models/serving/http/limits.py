@@ -97,11 +97,7 @@ class InFlight:
 
     @contextmanager
     def one_more(self, token: str) -> Iterator[Callable[[int], None]]:
-        """Count a request while it is under way; what it yields counts its inputs, once these are known.
-
-        Raises:
-            RefusalError: the token has as many as it may.
-        """
+        """Count a request under way, and with what it yields its inputs; RefusalError at the token's limit."""
         if self._counts[token] >= self._per_token:
             message = f"This token has {self._per_token} requests under way, which is its limit; wait for one of them."
             raise _too_many(message)

@@ -224,8 +224,7 @@ class Server(uvicorn.Server):
 def run(app: ASGIApp, tokens: Tokens, limits: RequestLimits, address: Address, on_ready: Callable[[str], None]) -> None:
     """Serve in this process's main thread until a signal ends it; SIGHUP reads the tokens again.
 
-    Raises:
-        InputError: the address cannot be listened on.
+    InputError if the address cannot be listened on.
     """
 
     def reload(number: int, frame: FrameType | None) -> None:

@@ -85,11 +85,7 @@ class Tokens:
         return self._path is not None
 
     def reload(self) -> int:
-        """Read the file again and return the number of tokens; if it is wrong, those of before stay.
-
-        Raises:
-            InputError: see `read`.
-        """
+        """Read the file again (see `read`) and return the number of tokens; if it is wrong, those of before stay."""
         if self._path is not None:
             self._tokens = read(self._path)
         return len(self._tokens)
