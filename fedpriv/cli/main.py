@@ -117,11 +117,7 @@ def fedpriv_command(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the console script, which ends in SystemExit: 0 for success, 1 for a failure, 2 for a user's mistake.
-
-    Args:
-        arguments: of the command line, without the program's name; by default this process's own.
-    """
+    """Run the console script, which ends in SystemExit: 0 for success, 1 for a failure, 2 for a user's mistake."""
     try:
         with naming_extras():
             app(arguments, prog_name="fedpriv")

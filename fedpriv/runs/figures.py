@@ -40,12 +40,7 @@ def format_delta(delta: float | None) -> str:
 
 
 def format_epsilon(epsilon: float | str | None, delta: float | None) -> str:
-    """An epsilon with its delta: `ε = 1.83 at δ = 1e-5`. An epsilon is never shown without one.
-
-    Args:
-        epsilon: >= 0; None, NaN and "inf" are shown as ∞.
-        delta: in (0, 1).
-    """
+    """An epsilon, or ∞, with its delta: `ε = 1.83 at δ = 1e-5`. An epsilon is never shown without one."""
     return f"ε = {format_bound(epsilon)} at δ = {format_delta(delta)}"
 
 

@@ -232,12 +232,7 @@ def _finite(name: str, values: npt.ArrayLike) -> Array:
 
 
 def plot_roc(attacks: Mapping[str, npt.ArrayLike], members: npt.ArrayLike, path: Path) -> None:
-    """Write the ROC curves of all attacks, on logarithmic axes to show low false positive rates.
-
-    Args:
-        attacks: {name: scores [records]}.
-        members: bool [records].
-    """
+    """Write the ROC curves of all attacks, on logarithmic axes to show low false positive rates."""
     from matplotlib.figure import Figure  # deferred: bounds and scores draw nothing
 
     figure = Figure(figsize=(5, 5), layout="constrained")

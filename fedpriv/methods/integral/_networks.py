@@ -128,13 +128,7 @@ class NetworkMetrics:
 
 
 def metrics(network: nn.Module, vector: Tensor, features: Tensor, labels: Tensor) -> NetworkMetrics:
-    """Loss, accuracy and F1 of the network with these weights.
-
-    Args:
-        vector: [values].
-        features: [records, ...], at least one.
-        labels: int64 [records].
-    """
+    """Loss, accuracy and F1, on at least one record, of the network with these weights."""
     with torch.no_grad():
         logits = functional_call(network, from_vectors(network, vector.to(features)), (features,))
     return _of_predictions(float(F.cross_entropy(logits, labels)), logits.argmax(dim=1), labels)

@@ -148,11 +148,7 @@ def _infer_members(
 
 
 def _success(shares: Sequence[float], confidence: float = 0.95) -> _Success:
-    """The mean of the trials' shares of correct answers, with its confidence interval.
-
-    Args:
-        shares: one for each trial, in [0, 1]; at least two.
-    """
+    """The mean of the trials' shares of correct answers, with its confidence interval."""
     if len(shares) < 2:
         raise InputError(f"trials = {len(shares)}: a confidence interval needs at least 2")
     if not 0 < confidence < 1:

@@ -197,12 +197,7 @@ def proof_records(num_records: int) -> NDArray[np.int64]:
 
 
 class PublicValidation:
-    """Validation on public records.
-
-    Args:
-        before: its utilities on all records, as it was given.
-        bound: of what it may lose in the mean, >= 0.
-    """
+    """Validation on public records."""
 
     searches = True
     proof: Proof | None = None

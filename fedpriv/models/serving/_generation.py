@@ -294,11 +294,7 @@ class KeyValues:
         self.end += num_new
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The states of a layer with those of a pass behind them.
-
-        Args:
-            keys, values: [rows, heads, new places, width].
-        """
+        """The states of a layer, [rows, heads, places, width] each, with those of a pass behind them."""
         num_new = keys.shape[2]
         held = self._layers[layer]
         if held is None or self.end + num_new > held[0].shape[2]:
@@ -318,11 +314,7 @@ class KeyValues:
 
     @classmethod
     def of_rows(cls, parts: Sequence[tuple[KeyValues, int]]) -> KeyValues:
-        """The given rows of given states, copied, so that what they came from may be freed.
-
-        Args:
-            parts: (states of one model, a row of them); at least one.
-        """
+        """The given rows of given states, copied, so that what they came from may be freed."""
         num_layers = len(parts[0][0]._layers)
         made = cls([held.lengths[row] for held, row in parts], num_layers, written=True)
         for layer in range(num_layers):

@@ -252,13 +252,7 @@ def next_token(logits: Tensor, request: Generate, generator: torch.Generator) ->
 
 
 def scored(logits: Tensor, token: int, offset: int, num_alternatives: int, texts: TokenTexts) -> ScoredToken:
-    """A token with its log-probability and those of the likeliest tokens, the chosen one among them if it is one.
-
-    Args:
-        logits: float32 [vocabulary] of the model, as they are.
-        offset: characters of the answer before it.
-        num_alternatives: likeliest tokens to tell, >= 0.
-    """
+    """A token with its log-probability and those of the likeliest tokens, the chosen one among them if it is one."""
     log_probabilities = logits.double().log_softmax(dim=0)
     values, tokens = log_probabilities.topk(min(num_alternatives, len(logits)))
     return ScoredToken(

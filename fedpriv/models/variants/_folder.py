@@ -193,11 +193,7 @@ def damaged_rows(blocks: NDArray[Any], catalogue: NDArray[Any]) -> NDArray[np.bo
 
 
 def damaged_tensors(manifest: Manifest, damaged: NDArray[np.bool_]) -> list[str]:
-    """One line for each tensor of a model that has damaged blocks.
-
-    Args:
-        damaged: [num_blocks].
-    """
+    """One line for each tensor of a model that has damaged blocks."""
     lines = []
     for name, positions in manifest.layout.blocked.items():
         if (bad := np.flatnonzero(damaged[positions.start : positions.stop])).size:

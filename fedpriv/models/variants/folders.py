@@ -245,11 +245,7 @@ class KeptVariants(Protocol):
 
 
 class VariantFolders:
-    """Variants in a folder each, under their folders' names.
-
-    Args:
-        path: of the folder that holds them, which may be missing.
-    """
+    """Variants in a folder each, under their folders' names; `path`, which holds them, may be missing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -76,11 +76,7 @@ def accuracy_figure(frame: pd.DataFrame, references: Mapping[str, float]) -> Fig
 
 
 def evaluation_plot(frame: pd.DataFrame, *, references: Mapping[str, float], name: str = "evaluation") -> str:
-    """One accuracy with its interval as an error bar, and what it has to beat as dotted lines.
-
-    Args:
-        frame: from `evaluation_lines`.
-    """
+    """The accuracy of `evaluation_lines` with its interval, and what it has to beat as dotted lines."""
     (round_,), (label, *_) = frame.index, frame.columns
     accuracy, low, high = frame.iloc[0]
     figure, axes = _axes([label, *references], _percent_tick)

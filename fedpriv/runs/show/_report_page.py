@@ -252,13 +252,7 @@ def quality_panels(
     *,
     with_accuracy: bool = True,
 ) -> list[Panel]:
-    """The plots of accuracy, perplexity and loss on the server's test set, of those that were measured.
-
-    Args:
-        rounds: of the run, with the columns of rounds.csv that it has.
-        comparison: the same of the rounds without noise; None or empty without them.
-        summary: of a finished run; empty before its end.
-    """
+    """The plots of accuracy, perplexity and loss on the server's test set, of those that were measured."""
     note = "On the server's own test set; round 0 is the untrained model."
     kinds: list[tuple[str, str, str, _plots.Format]] = [
         ("test_perplexity", "Test perplexity", note, format_number),

@@ -219,12 +219,7 @@ def _frame(rows: Sequence[Mapping[str, Any]], kind: type[RoundRow | ClientRow]) 
 
 
 def page_part(title: str, body: str) -> str:
-    """A titled part of a notebook's page, in the notebook's own colours.
-
-    Args:
-        title: plain text.
-        body: HTML, escaped already.
-    """
+    """A titled part of a notebook's page, in the notebook's own colours; the body is HTML, escaped already."""
     frame = "border:1px solid;border-color:rgba(128,128,128,.5);border-radius:4px;padding:.2em 1em;overflow-x:auto"
     return f'<div style="{frame}"><p><b>{html.escape(title)}</b></p>{body}</div>'
 

@@ -124,12 +124,7 @@ def client_table(
 
 
 def spread_table(clients: Sequence[Mapping[str, Any]], *, view: str) -> TextTable | None:
-    """Quantiles over more clients than `client_table` lists; None for fewer.
-
-    Args:
-        clients: entries of `summary.json`, as for `client_table`.
-        view: that was asked for, which comes first.
-    """
+    """Quantiles over more clients than `client_table` lists, first of the view asked for; None for fewer."""
     if len(clients) <= _MOST_LISTED:
         return None
     rows = []
@@ -184,11 +179,7 @@ def joining_table(summary: Mapping[str, Any]) -> TextTable | None:
 
 
 def recurrence_table(clusters: Iterable[Mapping[str, Any]] | None) -> TextTable | None:
-    """The clusters of clients whose variants recur, a row per cluster; None if they were not compared.
-
-    Args:
-        clusters: entries with clients, recurrence, k and largest_difference.
-    """
+    """The clusters of clients whose variants recur, a row per cluster; None if they were not compared."""
     if clusters is None:
         return None
     rows = tuple(
@@ -215,11 +206,7 @@ def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[floa
 
 
 def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
-    """The accuracies of a run and of what it has to beat, the run itself first; what was not computed has no row.
-
-    Args:
-        summary: of a run, with the keys of `fedpriv.runs._folder.QUALITY_KEYS`.
-    """
+    """The accuracies of a run and of what it has to beat, the run itself first; what was not computed has no row."""
     view = summary["privacy_view"]
     epsilons = {name: summary.get(f"epsilon_{name}_max") for name in asked_first(view)}
     spent = views_text(epsilons, view, parts=account_parts(summary))
@@ -285,11 +272,7 @@ def confusion_table(summary: Mapping[str, Any]) -> ConfusionTable | None:
 
 
 def language_table(summary: Mapping[str, Any]) -> TextTable | None:
-    """Perplexity and ROUGE-L of the models of a run, the private one first; None if neither was measured.
-
-    Args:
-        summary: of a run, with the keys of `fedpriv.runs.LANGUAGE_KEYS`.
-    """
+    """Perplexity and ROUGE-L of the models of a run, the private one first; None if neither was measured."""
     if summary["perplexity"] is None and summary["rouge_l"] is None:
         return None
     view = summary["privacy_view"]
@@ -327,11 +310,7 @@ def changes(summary: Mapping[str, Any]) -> list[str]:
 
 
 def sample_table(samples: Sequence[Sample], *, private: bool) -> TextTable | None:
-    """The first samples, a row each; None without any.
-
-    Args:
-        private: whether the run was, by which its own answers are called.
-    """
+    """The first samples, a row each; None without any."""
     if not samples:
         return None
     compared = any(sample.non_private is not None for sample in samples)

@@ -91,11 +91,7 @@ def _age(run: RunStatus) -> str:
 
 
 def clients_so_far(run: RunStatus, spent: Mapping[int, float | None]) -> TextTable:
-    """A row for each client; of many clients, only for those in trouble.
-
-    Args:
-        spent: {client: epsilon on the run's view}.
-    """
+    """A row for each client; of many clients, only for those in trouble."""
     num_unlisted = len(run.clients) - len(_listed(run.clients))
     more = f"; {num_unlisted:,} more are in clients.csv" if num_unlisted else ""
     return TextTable(

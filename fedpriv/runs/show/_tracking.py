@@ -144,11 +144,7 @@ class Tracking:
 def tracked(
     track: Track, folder: Path, teller: Callable[[], Tell], notice: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Have a tracker told of a folder; the block calls what it is given whenever something new is there.
-
-    Args:
-        track, folder, teller, notice: as of `Tracking`; nothing happens if the tracker is `none`.
-    """
+    """Have a tracker, if any, told of a folder; the block calls what it is given whenever something new is there."""
     if track == "none":
         yield lambda: None
         return
@@ -278,11 +274,7 @@ class RunTeller:
 
 
 class SweepTeller:
-    """Tells a tracker of each run of a sweep once that has ended; runs of a sweep are never resumed.
-
-    Args:
-        names: {folder of a run: what it is called}.
-    """
+    """Tells a tracker of each run of a sweep, by `names`, once that has ended; runs of a sweep are never resumed."""
 
     def __init__(
         self,

@@ -279,11 +279,7 @@ def _check_content_type(scope: Scope) -> None:
 
 
 class ServerMetrics:
-    """The metrics of one server, in a registry of its own.
-
-    Args:
-        num_requests: under way, at the moment of asking.
-    """
+    """The metrics of one server, in a registry of its own; `num_requests` tells how many are under way."""
 
     def __init__(self, statistics: Callable[[], Statistics], num_requests: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
