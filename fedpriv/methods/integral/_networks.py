@@ -323,7 +323,7 @@ def train_stacked(
         features: [records, ...].
         labels: int64 [records], classes from 0.
         records: int64 [networks, size], the rows of the data on which each network is trained.
-        schedule: see `Schedule`; the loss is the mean cross-entropy of a batch.
+        schedule: of the steps; their loss is the mean cross-entropy of a batch.
         seed: of the order of the batches.
         keep: epochs to return in addition to the last.
 

@@ -64,7 +64,7 @@ class StoredVariants:
     """The variants in a store.
 
     Attributes:
-        outcomes: one for each variant: what deduplication did to it, under the names of `dedup.outcomes.Outcome`.
+        outcomes: one for each variant: what deduplication did to it, under the names of `dedup.work.Outcome`.
         lossless: whether all are stored without loss.
         bytes_stored: of all variants, each shared block once.
         bytes_logical: of all variants as plain files.
