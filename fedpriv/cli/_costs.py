@@ -148,10 +148,7 @@ def calibrate(
 
     def steps_with(z: float) -> SubsampledGaussian:
         return SubsampledGaussian(
-            noise_multiplier=z * scale,
-            sampling_probability=sampling_probability,
-            count=steps,
-            unit=cast("Unit", unit),
+            noise_multiplier=z * scale, sampling_probability=sampling_probability, count=steps, unit=cast("Unit", unit)
         )
 
     if epsilon is not None:

@@ -28,11 +28,7 @@ _PROGRAMS = {
     "run": ("simulations.__main__", "run", "Run one federation on this machine: tables, adapters, summary and report."),
     "sweep": ("simulations.__main__", "sweep", "Run many federations, one for each point of a grid."),
     "init": ("simulations.__main__", "init", "Write a commented configuration for a table of records."),
-    "node": (
-        "clients.deploy.__main__",
-        "",
-        "Take part in a federation as a data holder: init, doctor, start, ...",
-    ),
+    "node": ("clients.deploy.__main__", "", "Take part in a federation as a data holder: init, doctor, start, ..."),
     "coordinator": ("server.deploy.__main__", "", "Coordinate a federation: init, invite, admit, start, run, ..."),
 }
 

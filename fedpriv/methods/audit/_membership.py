@@ -183,10 +183,7 @@ def roc(scores: npt.ArrayLike, members: npt.ArrayLike) -> tuple[Array, Array]:
     order = np.argsort(-values, kind="stable")
     last = np.append(np.flatnonzero(np.diff(values[order])), len(values) - 1)  # equal scores pass together
     passed = np.cumsum(is_member[order])[last]
-    return (
-        np.append(0.0, (last + 1 - passed) / (~is_member).sum()),
-        np.append(0.0, passed / is_member.sum()),
-    )
+    return (np.append(0.0, (last + 1 - passed) / (~is_member).sum()), np.append(0.0, passed / is_member.sum()))
 
 
 def _at_rate(rate: float, members: Array, others: Array, confidence: float) -> _AtFalsePositiveRate:

@@ -203,6 +203,5 @@ def _preprocessing(numeric: Sequence[str], categorical: Sequence[str], scaling: 
     # An unseen category is encoded as all zeros or, if the column has rare categories, as a rare one.
     names = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=_MAX_CATEGORIES, sparse_output=False)
     return ColumnTransformer(
-        [("number", numbers, list(numeric)), ("category", names, list(categorical))],
-        verbose_feature_names_out=False,
+        [("number", numbers, list(numeric)), ("category", names, list(categorical))], verbose_feature_names_out=False
     )

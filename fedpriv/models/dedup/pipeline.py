@@ -169,11 +169,7 @@ def validation_digest(evaluators: Evaluators, private: PrivateQueries | None, ev
 
 
 def _of_evaluator(evaluator: Evaluator, private: PrivateQueries | None) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "num_records": evaluator.num_records,
-        "utility": evaluator.utility,
-        "proof": _PROOF,
-    }
+    fields: dict[str, Any] = {"num_records": evaluator.num_records, "utility": evaluator.utility, "proof": _PROOF}
     if private and (records := evaluator.private):
         saliency = events.to_json(records.saliency) if records.saliency else None
         fields |= {"data_set": records.data_set, "delta": records.delta, "saliency": saliency}

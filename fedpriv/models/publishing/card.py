@@ -30,10 +30,7 @@ from fedpriv.runs.figures import figures, format_delta, risk_figures, risk_sente
 
 FILE = "README.md"
 
-_AGAINST = {
-    "local": "the coordinator, which saw every upload",
-    "rho": "as by DP-LoRA's Theorem 1",
-}
+_AGAINST = {"local": "the coordinator, which saw every upload", "rho": "as by DP-LoRA's Theorem 1"}
 
 _PIPELINES = {"SEQ_CLS": "text-classification", "CAUSAL_LM": "text-generation"}
 _ADAPTERS = ("adapter", "gguf-adapter")

@@ -376,10 +376,7 @@ def alternatives(setting: Setting) -> dict[str, Plan]:
             others["uploads seen by the server"] = seen
         elif num_clients >= num_readers(config.colluding_clients) + 2:
             hidden = setting.changed(
-                privacy_view="aggregate",
-                secure_aggregation=True,
-                min_clients=num_clients,
-                mechanism=FOR_SUMS,
+                privacy_view="aggregate", secure_aggregation=True, min_clients=num_clients, mechanism=FOR_SUMS
             )
             others["secure aggregation"] = hidden
     return {name: plan(other) for name, other in others.items()}

@@ -194,10 +194,7 @@ def _pass_bytes(setting: MemorySetting, vocabulary: int | None = None) -> int:
     """Bytes that a pass holds at once in addition to base and adapter."""
     model = _model_for(setting, vocabulary)
     peak = peak_of_pass(
-        model,
-        rows=setting.batch,
-        tokens=setting.max_length,
-        activation_checkpointing=setting.activation_checkpointing,
+        model, rows=setting.batch, tokens=setting.max_length, activation_checkpointing=setting.activation_checkpointing
     )
     # One layer's weights at a time are multiplied in bfloat16.
     return peak + (2 * max(p.numel() for p in _in_layers(model)) if setting.bits == 4 else 0)

@@ -326,13 +326,7 @@ def _traffic_panels(run: RunFolder) -> list[Panel]:
         "total": ("Bytes so far", "Summed over the rounds.", traffic.cumsum()),
     }
     return [
-        panel(
-            title,
-            note,
-            _plots.traffic_plot(frame, title=title, name=f"bytes-{key}"),
-            frame,
-            format_bytes,
-        )
+        panel(title, note, _plots.traffic_plot(frame, title=title, name=f"bytes-{key}"), frame, format_bytes)
         for key, (title, note, frame) in titles.items()
     ]
 

@@ -190,8 +190,7 @@ def test_ranks_and_alphas_of_single_layers_are_in_the_factors(settings):
 
 
 @pytest.mark.parametrize(
-    ("precision", "kind", "bits"),
-    [("float16", "F16", 11), pytest.param("bfloat16", "BF16", 8, marks=pytest.mark.slow)],
+    ("precision", "kind", "bits"), [("float16", "F16", 11), pytest.param("bfloat16", "BF16", 8, marks=pytest.mark.slow)]
 )
 def test_matrices_are_rounded_once_and_vectors_never(precision, kind, bits, tmp_path):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model"))

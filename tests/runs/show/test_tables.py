@@ -89,8 +89,7 @@ def test_what_is_no_epsilon_is_refused(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("delta", "shown"),
-    [(1e-5, "1e-5"), (1 / 120_000, "8.4e-6"), (0.05, "0.05"), (9.99e-6, "1e-5"), (None, "–")],
+    ("delta", "shown"), [(1e-5, "1e-5"), (1 / 120_000, "8.4e-6"), (0.05, "0.05"), (9.99e-6, "1e-5"), (None, "–")]
 )
 def test_deltas_are_rounded_up_to_two_figures(delta: float | None, shown: str) -> None:
     assert format_delta(delta) == shown

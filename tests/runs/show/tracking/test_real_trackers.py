@@ -307,8 +307,5 @@ def test_wandb_holds_the_tables_and_nothing_else(small_run, tmp_path, monkeypatc
     assert (run.host, run.sweep_id, run.git.remote_url) == ("", "", "")
     assert not kinds & {"stats", "output", "output_raw", "environment", "files"}
     (artifact,) = artifacts
-    assert sorted(entry.path for entry in artifact.manifest.contents) == [
-        *ADAPTER,
-        *("config.toml", "report.html"),
-    ]
+    assert sorted(entry.path for entry in artifact.manifest.contents) == [*ADAPTER, *("config.toml", "report.html")]
     assert getpass.getuser() not in (run.host, run.entity)
